@@ -1,0 +1,1 @@
+"""Ensembles of pruned attention heads from one pretrained transformer."""

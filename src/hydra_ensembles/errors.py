@@ -1,0 +1,38 @@
+"""Errors of the library: each says what was found, what was expected and what to do next."""
+
+from __future__ import annotations
+
+
+class HydraError(Exception):
+    """Base of every error that this library raises on purpose."""
+
+
+class MaskError(HydraError, ValueError):
+    """A head mask or a score table does not fit the model or is malformed."""
+
+
+class UnsupportedModelError(HydraError, TypeError):
+    """The host model has a structure that cannot be pruned or fused."""
+
+
+class DataError(HydraError, ValueError):
+    """A batch, a loader or a file of data is not usable."""
+
+
+class FormatError(HydraError, ValueError):
+    """A saved folder or file is damaged, newer than this library or not ours."""
+
+
+class VerificationError(HydraError, AssertionError):
+    """Two ways that must agree do not."""
+
+
+class UnknownNameError(HydraError, KeyError):
+    """A registered name was asked for that does not exist."""
+
+    def __str__(self) -> str:  # KeyError would print the repr
+        return str(self.args[0]) if self.args else ""
+
+
+class MissingDependencyError(HydraError, ImportError):
+    """An optional package is needed; the message names the extra that brings it."""

@@ -1,0 +1,62 @@
+"""Registries: strings that name things, open to a user's own."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from .errors import UnknownNameError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """A named table of things of one kind; an unknown name's error lists the near ones.
+
+    Example:
+        >>> shapes = Registry("shape")
+        >>> @shapes.register("circle")
+        ... def circle(): ...
+        >>> shapes["circle"] is circle
+        True
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str, *, replace: bool = False) -> Callable[[T], T]:
+        """Register the decorated thing under `name`."""
+
+        def add(entry: T) -> T:
+            if name in self._entries and not replace:
+                raise ValueError(
+                    f"The {self.kind} {name!r} is registered already; pass replace=True to replace it."
+                )
+            self._entries[name] = entry
+            return entry
+
+        return add
+
+    def __getitem__(self, name: str) -> T:
+        try:
+            return self._entries[name]
+        except KeyError:
+            near = difflib.get_close_matches(str(name), self._entries, n=3, cutoff=0.5)
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise UnknownNameError(
+                f"Unknown {self.kind} {name!r}.{hint} Known: {', '.join(sorted(self._entries))}."
+            ) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"Registry({self.kind}: {', '.join(self._entries)})"
