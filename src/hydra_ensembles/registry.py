@@ -32,7 +32,7 @@ class Registry(Generic[T]):
         def add(entry: T) -> T:
             if name in self._entries and not replace:
                 raise ValueError(
-                    f"The {self.kind} {name!r} is registered already; pass replace=True to replace it."
+                    f"The {self.kind} {name!r} is registered already; pass replace=True."
                 )
             self._entries[name] = entry
             return entry

@@ -1,0 +1,94 @@
+"""A family says where the parts of a transformer block are, and nothing about how they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from ..registry import Registry
+
+Path = str | tuple[str, ...]
+"""A dotted path inside a block, or several of which the first that exists is taken."""
+
+ReadoutRule = Literal["probe", "eos", "all"] | tuple[int, ...]
+
+families: Registry[Family] = Registry("model family")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where things are in one block of a transformer.
+
+    Args:
+        name: What to call it.
+        query, key, value: Separate projections; or `packed`, one linear with rows [q | k | v] or an
+            `nn.MultiheadAttention`.
+        output: The output projection W_O.
+        norm: `"pre"`: x + f(norm(x)); `"post"`: norm(x + f(x)).
+        norm1, norm2: The norms of attention and MLP.
+        mlp: The modules of the MLP, applied one after another.
+        after_attention, after_mlp: What stands between the projection and the residual sum
+            (dropout, layer scale, drop path); those that a model lacks are skipped.
+        blocks: Path to the list of blocks from the model; found by search when empty.
+        returns_tuple: Whether the attention module returns `(output, weights)`.
+        fusable: False for families that can be gated and scored but not fused.
+        readout: Which tokens the classifier reads: found by a probe, or fixed positions, or `"eos"`
+            (the end-of-text position of each sample), or `"all"`.
+    """
+
+    name: str
+    output: Path
+    query: Path = ()
+    key: Path = ()
+    value: Path = ()
+    packed: Path = ()
+    norm: Literal["pre", "post"] = "pre"
+    norm1: Path = ()
+    norm2: Path = ()
+    mlp: tuple[Path, ...] | str = ("mlp",)
+    after_attention: tuple[str, ...] = ()
+    after_mlp: tuple[str, ...] = ()
+    blocks: Path = ()
+    returns_tuple: bool = False
+    fusable: bool = True
+    readout: ReadoutRule = "probe"
+
+    def resolve(self, block: nn.Module) -> dict[str, nn.Module] | None:
+        """Find the attention's linears in a block, or None when one is missing."""
+        names = ("packed", "output") if self.packed else ("query", "key", "value", "output")
+        found = {name: first(block, getattr(self, name)) for name in names}
+        return None if any(part is None for part in found.values()) else found  # type: ignore[return-value]
+
+    def mlp_paths(self) -> tuple[Path, ...]:
+        """Return the paths of the MLP's modules in order."""
+        return (self.mlp,) if isinstance(self.mlp, str) else self.mlp
+
+
+def alternatives(path: Path) -> Iterator[str]:
+    """Yield the paths to try."""
+    yield from (path,) if isinstance(path, str) else path
+
+
+def first_path(root: nn.Module, path: Path) -> str | None:
+    """Return the first alternative that names a submodule."""
+    for candidate in alternatives(path):
+        module: object = root
+        for part in candidate.split("."):
+            module = getattr(module, part, None)
+        if isinstance(module, nn.Module):
+            return candidate
+    return None
+
+
+def first(root: nn.Module, path: Path) -> nn.Module | None:
+    """Return the first submodule that exists among the alternatives."""
+    found = first_path(root, path)
+    return None if found is None else root.get_submodule(found)
+
+
+def register_family(family: Family, *, replace: bool = False) -> Family:
+    """Make a family known, so that every function here recognises its models."""
+    return families.register(family.name, replace=replace)(family)

@@ -1,0 +1,96 @@
+"""Families of Hugging Face transformers: names of version 5 and of the versions before it."""
+
+from __future__ import annotations
+
+from .family import Family, register_family
+
+register_family(
+    Family(
+        name="vit",  # ViT, DeiT, DINOv2, and their kin
+        query=("attention.q_proj", "attention.attention.query"),
+        key=("attention.k_proj", "attention.attention.key"),
+        value=("attention.v_proj", "attention.attention.value"),
+        output=("attention.o_proj", "attention.output.dense"),
+        norm1=("layernorm_before", "norm1"),
+        norm2=("layernorm_after", "norm2"),
+        mlp=(("mlp", "intermediate"), "output.dense"),
+        after_attention=("attention.output.dropout", "dropout", "layer_scale1", "drop_path"),
+        after_mlp=("output.dropout", "dropout", "layer_scale2", "drop_path"),
+        returns_tuple=True,
+    )
+)
+
+register_family(
+    Family(
+        name="bert",  # BERT, RoBERTa, ELECTRA and their kin
+        query="attention.self.query",
+        key="attention.self.key",
+        value="attention.self.value",
+        output="attention.output.dense",
+        norm="post",
+        norm1="attention.output.LayerNorm",
+        norm2="output.LayerNorm",
+        mlp=("intermediate", "output.dense"),
+        after_attention=("attention.output.dropout",),
+        after_mlp=("output.dropout",),
+        returns_tuple=True,
+    )
+)
+
+register_family(
+    Family(
+        name="distilbert",
+        query="attention.q_lin",
+        key="attention.k_lin",
+        value="attention.v_lin",
+        output="attention.out_lin",
+        norm="post",
+        norm1="sa_layer_norm",
+        norm2="output_layer_norm",
+        mlp=("ffn",),
+        returns_tuple=True,
+    )
+)
+
+register_family(
+    Family(
+        name="clip",  # CLIP's two towers, SigLIP
+        query="self_attn.q_proj",
+        key="self_attn.k_proj",
+        value="self_attn.v_proj",
+        output="self_attn.out_proj",
+        norm1="layer_norm1",
+        norm2="layer_norm2",
+        mlp=("mlp",),
+        returns_tuple=True,
+    )
+)
+
+register_family(
+    Family(
+        name="gpt2",
+        packed="attn.c_attn",
+        output="attn.c_proj",
+        norm1="ln_1",
+        norm2="ln_2",
+        mlp=("mlp",),
+        after_attention=("attn.resid_dropout",),
+        returns_tuple=True,
+        fusable=False,
+    )
+)
+
+register_family(
+    Family(
+        name="llama",  # Llama, Mistral, Qwen and their kin: rotary positions, grouped queries
+        query="self_attn.q_proj",
+        key="self_attn.k_proj",
+        value="self_attn.v_proj",
+        output="self_attn.o_proj",
+        norm1="input_layernorm",
+        norm2="post_attention_layernorm",
+        mlp=("mlp",),
+        returns_tuple=True,
+        fusable=False,
+    )
+)

@@ -1,0 +1,89 @@
+"""`nn.MultiheadAttention` made open: its output projection is called, so that it can be hooked.
+
+The module's own forward hands its weights to one function, `out_proj` is never *called* and a hook
+there never fires. The forward written here computes the same with the same parameters; it is set on
+the instance, so that names, state dict and class stay.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import UnsupportedModelError
+
+
+def _forward(
+    self: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, None]:
+    weight, bias = self.in_proj_weight, self.in_proj_bias
+    width = weight.shape[0] // 3
+    parts = []
+    for i, x in enumerate((query, key, value)):
+        rows = slice(i * width, (i + 1) * width)
+        y = F.linear(x, weight[rows], None if bias is None else bias[rows])
+        parts.append(y.unflatten(-1, (width // self.head_dim, self.head_dim)).transpose(1, 2))
+    q, k, v = parts
+    if key_padding_mask is not None:
+        hidden = key_padding_mask[:, None, None, :]
+        hidden = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, float("-inf"))
+        attn_mask = hidden if attn_mask is None else hidden + _additive(attn_mask, q.dtype)
+    elif attn_mask is not None:
+        attn_mask = _additive(attn_mask, q.dtype)
+    if attn_mask is not None and attn_mask.dim() == 3:  # [batch * heads, T, S]
+        attn_mask = attn_mask.unflatten(0, (query.shape[0], -1))
+    x = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=attn_mask, dropout_p=self.dropout if self.training else 0.0
+    )
+    return self.out_proj(x.transpose(1, 2).flatten(2)), None
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn a boolean mask (True = hidden) into one that is added to the scores."""
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+    return mask.to(dtype)
+
+
+def open_attention_(module: nn.MultiheadAttention) -> None:
+    """Give one attention module the open forward, in place."""
+    if not module._qkv_same_embed_dim or not module.batch_first:
+        raise UnsupportedModelError(
+            "nn.MultiheadAttention with batch_first=False or with keys and values of another width "
+            "is not supported. Build the model with batch_first=True."
+        )
+    if module.bias_k is not None or module.add_zero_attn:
+        raise UnsupportedModelError(
+            "nn.MultiheadAttention with add_bias_kv or add_zero_attn is not supported."
+        )
+    module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
+
+
+@contextmanager
+def opened(modules: list[nn.Module]) -> Iterator[None]:
+    """Open every `nn.MultiheadAttention` among the modules for a while."""
+    changed = [
+        module
+        for module in modules
+        if isinstance(module, nn.MultiheadAttention) and "forward" not in module.__dict__
+    ]
+    for module in changed:
+        open_attention_(module)
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.__dict__["forward"]

@@ -1,0 +1,271 @@
+"""One attention layer of a host model: its projections seen head by head, and their removal."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedModelError
+from .family import Family
+from .multihead import open_attention_
+
+_HEAD_WIDTH = ("head_dim", "attention_head_size")
+_HEAD_NUMBER = ("num_attention_heads", "num_heads", "n_heads", "n_head", "h")
+_DROPOUT = ("attention_dropout", "attn_drop", "attn_dropout", "dropout")
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """The weights of one attention layer, head by head.
+
+    Shapes: `query`, `key`, `value` [heads, head width, model width], their biases
+    [heads, head width] or None; `output` [heads, model width, head width].
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_bias: Tensor | None
+    key_bias: Tensor | None
+    value_bias: Tensor | None
+    output: Tensor
+
+
+def linear_weight(module: nn.Module) -> Tensor:
+    """Return a projection's weight as [out, in], also for transposed `Conv1D` layers."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight.t() if type(module).__name__ == "Conv1D" else weight
+
+
+class AttentionSite:
+    """Where one attention layer's heads are.
+
+    Attributes:
+        module: The module whose forward does the attention.
+        output: The output projection, at whose input a head is gated.
+        head_dim, num_heads, kv_heads, scale, causal: Its geometry.
+    """
+
+    def __init__(self, layer: int, block: nn.Module, family: Family) -> None:
+        parts = family.resolve(block)
+        assert parts is not None
+        self.layer = layer
+        self.family = family
+        self.output = parts["output"]
+        self.packed = parts.get("packed")
+        self.query = parts.get("query")
+        self.key = parts.get("key")
+        self.value = parts.get("value")
+        self.module = self._owner(block)
+        self.head_dim = self._head_dim(block)
+        self.scale = float(
+            getattr(self.module, "scaling", None)
+            or getattr(self.module, "scale", None)
+            or self.head_dim**-0.5
+        )
+        self.causal = bool(getattr(self.module, "is_causal", False))
+
+    def _owner(self, block: nn.Module) -> nn.Module:
+        if isinstance(self.packed, nn.MultiheadAttention):
+            return self.packed
+        inner = self.query if self.packed is None else self.packed
+        for module in block.modules():
+            if any(child is inner for child in module.children()):
+                return module
+        raise UnsupportedModelError(f"Layer {self.layer}: the attention module was not found.")
+
+    def _head_dim(self, block: nn.Module) -> int:
+        for name in _HEAD_WIDTH:
+            width = getattr(self.module, name, None)
+            if isinstance(width, int) and width > 0:
+                return width
+        for name in _HEAD_NUMBER:
+            number = getattr(self.module, name, None)
+            if isinstance(number, int) and number > 0:
+                return linear_weight(self.output).shape[1] // number
+        raise UnsupportedModelError(
+            f"Layer {self.layer}: {type(self.module).__name__} tells neither its head width "
+            f"({', '.join(_HEAD_WIDTH)}) nor its number of heads ({', '.join(_HEAD_NUMBER)}). "
+            "Set one of these attributes on the attention module."
+        )
+
+    @property
+    def num_heads(self) -> int:
+        """Number of heads that are there now."""
+        return linear_weight(self.output).shape[1] // self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads: fewer than heads with grouped queries."""
+        if self.key is None:
+            return self.num_heads
+        return linear_weight(self.key).shape[0] // self.head_dim
+
+    @property
+    def dropout(self) -> float:
+        """Dropout of the attention weights in training."""
+        for name in _DROPOUT:
+            value = getattr(self.module, name, None)
+            if isinstance(value, nn.Dropout):
+                return float(value.p)
+            if isinstance(value, float):
+                return value
+        return 0.0
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        """Bias of the output projection; it stays when heads go."""
+        return self.output.bias  # type: ignore[return-value]
+
+    @property
+    def head_norms(self) -> tuple[nn.Module | None, nn.Module | None]:
+        """Norms of queries and keys within a head, where there are any."""
+        found = [getattr(self.module, name, None) for name in ("q_norm", "k_norm")]
+        return tuple(None if isinstance(n, nn.Identity) else n for n in found)  # type: ignore[return-value]
+
+    def unknown_parameters(self) -> list[str]:
+        """Name the attention's parameters that are no projection: they cannot be cut by heads."""
+        known = {id(p) for part in self._parts() for p in part.parameters()}
+        known |= {id(p) for norm in self.head_norms if norm is not None for p in norm.parameters()}
+        return [name for name, p in self.module.named_parameters() if id(p) not in known]
+
+    def _parts(self) -> list[nn.Module]:
+        parts = (self.packed, self.query, self.key, self.value, self.output)
+        return [part for part in parts if part is not None]
+
+    def weights(self) -> HeadWeights:
+        """Return views of the weights by head (see `HeadWeights`)."""
+        if self.packed is None:
+            assert self.query is not None and self.key is not None and self.value is not None
+            weights = [linear_weight(m) for m in (self.query, self.key, self.value)]
+            biases: list[Any] = [m.bias for m in (self.query, self.key, self.value)]
+        else:
+            weight, bias = self._packed_parameters()
+            weights = list(weight.chunk(3))
+            biases = [None] * 3 if bias is None else list(bias.chunk(3))
+        q, k, v = (w.unflatten(0, (-1, self.head_dim)) for w in weights)
+        bq, bk, bv = (None if b is None else b.unflatten(0, (-1, self.head_dim)) for b in biases)
+        if self.kv_heads != self.num_heads:
+            group = self.num_heads // self.kv_heads
+            k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+            bk = None if bk is None else bk.repeat_interleave(group, 0)
+            bv = None if bv is None else bv.repeat_interleave(group, 0)
+        output = linear_weight(self.output).unflatten(1, (-1, self.head_dim)).transpose(0, 1)
+        return HeadWeights(q, k, v, bq, bk, bv, output)
+
+    def _packed_parameters(self) -> tuple[Tensor, Tensor | None]:
+        if isinstance(self.packed, nn.MultiheadAttention):
+            return self.packed.in_proj_weight, self.packed.in_proj_bias
+        assert self.packed is not None
+        return linear_weight(self.packed), self.packed.bias  # type: ignore[return-value]
+
+    def why_not_removable(self) -> str | None:
+        """Say why heads cannot be removed physically here, or None."""
+        unknown = self.unknown_parameters()
+        if unknown:
+            return (
+                f"its attention has parameters that are not cut by heads ({', '.join(unknown)}: "
+                "a relative-position bias, a gate or a norm over all heads)"
+            )
+        return None
+
+    def keep_(self, heads: list[int]) -> None:
+        """Remove every head but these, physically, in place."""
+        reason = self.why_not_removable()
+        if reason is not None:
+            raise UnsupportedModelError(
+                f"Heads of layer {self.layer} cannot be removed: {reason}. Use gate() instead."
+            )
+        kv_heads = self._kept_groups(heads)
+        rows, columns = self._rows(heads), self._rows(heads)
+        if self.packed is not None:
+            self._cut_packed(rows)
+        else:
+            assert self.query is not None and self.key is not None and self.value is not None
+            _cut(self.query, rows, 0)
+            _cut(self.key, self._rows(kv_heads), 0)
+            _cut(self.value, self._rows(kv_heads), 0)
+        _cut(self.output, columns, 1)
+        for name in _HEAD_NUMBER:
+            if isinstance(getattr(self.module, name, None), int):
+                setattr(self.module, name, len(heads))
+        for name in ("attn_dim", "all_head_size", "split_size"):
+            if isinstance(getattr(self.module, name, None), int):
+                setattr(self.module, name, len(heads) * self.head_dim)
+        if not heads:
+            self._empty_()
+
+    def _kept_groups(self, heads: list[int]) -> list[int]:
+        group = self.num_heads // self.kv_heads
+        if group == 1:
+            return heads
+        kept = sorted({head // group for head in heads})
+        broken = [g for g in kept if sum(head // group == g for head in heads) != group]
+        if broken:
+            raise UnsupportedModelError(
+                f"Layer {self.layer} has {self.num_heads} query heads on {self.kv_heads} key "
+                f"heads: group {broken[0]} (heads {broken[0] * group} to "
+                f"{(broken[0] + 1) * group - 1}) would be broken. Keep or remove whole groups, or "
+                "use gate()."
+            )
+        return kept
+
+    def _rows(self, heads: list[int]) -> Tensor:
+        index = torch.tensor(heads, dtype=torch.long)[:, None] * self.head_dim
+        return (index + torch.arange(self.head_dim)).flatten()
+
+    def _cut_packed(self, rows: Tensor) -> None:
+        width = self.num_heads * self.head_dim
+        triple = torch.cat([rows + i * width for i in range(3)])
+        if isinstance(self.packed, nn.MultiheadAttention):
+            attention = self.packed
+            open_attention_(attention)
+            index = triple.to(attention.in_proj_weight.device)
+            for name in ("in_proj_weight", "in_proj_bias"):
+                old = getattr(attention, name)
+                if old is not None:
+                    new = nn.Parameter(old.detach()[index].clone(), requires_grad=old.requires_grad)
+                    setattr(attention, name, new)
+        else:
+            assert self.packed is not None
+            _cut(self.packed, triple, 0)
+
+    def _empty_(self) -> None:
+        """Let an attention without heads add its output bias alone."""
+        inside = any(child is self.output for child in self.module.modules())
+        path = next((n for n, m in self.module.named_modules() if m is self.output), "")
+        returns_tuple = self.family.returns_tuple
+
+        def forward(
+            this: nn.Module, hidden: Tensor | None = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            x = kwargs.get("hidden_states") if hidden is None else hidden
+            assert x is not None
+            if inside:
+                bias = this.get_submodule(path).bias
+                result = torch.zeros_like(x) if bias is None else bias.expand_as(x)
+            else:
+                result = x.new_zeros(*x.shape[:-1], 0)
+            return (result, None) if returns_tuple else result
+
+        self.module.forward = types.MethodType(forward, self.module)  # type: ignore[method-assign]
+
+
+def _cut(module: nn.Module, index: Tensor, dimension: int) -> None:
+    """Keep some rows (0) or columns (1) of a linear layer, in place."""
+    transposed = type(module).__name__ == "Conv1D"
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    index = index.to(weight.device)
+    kept = weight.detach().index_select(1 - dimension if transposed else dimension, index)
+    module.weight = nn.Parameter(kept.contiguous(), requires_grad=weight.requires_grad)
+    bias = getattr(module, "bias", None)
+    if bias is not None and dimension == 0:
+        module.bias = nn.Parameter(bias.detach()[index].clone(), requires_grad=bias.requires_grad)
+    names = ("out_features", "nf") if dimension == 0 else ("in_features", "nx")
+    for name in names:
+        if hasattr(module, name):
+            setattr(module, name, len(index))

@@ -1,0 +1,167 @@
+"""A CLIP-like dual encoder as an ordinary image classifier: its image tower is the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import UnsupportedModelError
+
+DEFAULT_TEMPLATES = ("a photo of a {}.",)
+
+
+@dataclass
+class ZeroShotOutput:
+    """What a `ZeroShotClassifier` returns.
+
+    Attributes:
+        logits: Scaled cosines [batch, class].
+        image_embeds: Normalised image embeddings [batch, width].
+        loss: Cross-entropy, when labels were given.
+    """
+
+    logits: Tensor
+    image_embeds: Tensor | None = None
+    loss: Tensor | None = None
+
+
+class PooledTower(nn.Module):
+    """A vision model, its pooled output (else its class token) and a projection."""
+
+    def __init__(self, vision_model: nn.Module, projection: nn.Module) -> None:
+        super().__init__()
+        self.vision_model = vision_model
+        self.projection = projection
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Embed images: [batch, channels, height, width] to [batch, width]."""
+        output = self.vision_model(pixel_values)
+        if isinstance(output, Tensor):  # a timm tower without a head
+            pooled = output[:, 0] if output.dim() == 3 else output
+        else:
+            pooled = getattr(output, "pooler_output", None)
+            pooled = output.last_hidden_state[:, 0] if pooled is None else pooled
+        return self.projection(pooled)
+
+
+class ZeroShotClassifier(nn.Module):
+    """Classify images by the nearest class name, with a dual encoder.
+
+    The text embeddings are computed once, here; the text tower is not kept. `logits` are scaled
+    cosines, exp(logit_scale) * cos(image, class); every function of this library takes the result
+    as a host whose image tower can be pruned.
+
+    Args:
+        dual_encoder: Hugging Face `CLIPModel`, `VisionTextDualEncoderModel` or an open_clip model.
+        class_names: One name a class.
+        templates: Prompts with a `{}` for the name; embeddings are averaged over them.
+        tokenizer: Texts to the text tower's inputs.
+        encode_text: Embed a list of texts yourself, [texts, width] (a masked mean, say).
+        batch_size: Texts embedded at once.
+    """
+
+    main_input_name = "pixel_values"
+
+    def __init__(
+        self,
+        dual_encoder: nn.Module,
+        class_names: Sequence[str],
+        templates: Sequence[str] = DEFAULT_TEMPLATES,
+        tokenizer: Callable[..., Any] | None = None,
+        *,
+        encode_text: Callable[[list[str]], Tensor] | None = None,
+        batch_size: int = 256,
+    ) -> None:
+        super().__init__()
+        if not class_names:
+            raise ValueError("class_names is empty: give one name for each class.")
+        encode = encode_text or _text_encoder(dual_encoder, tokenizer)
+        embeddings = _class_embeddings(encode, list(class_names), list(templates), batch_size)
+        self._set_up(
+            _image_tower(dual_encoder),
+            embeddings.to(next(dual_encoder.parameters()).device),
+            dual_encoder.logit_scale.detach().exp(),  # type: ignore[operator]
+            list(class_names),
+        )
+
+    def _set_up(
+        self, tower: nn.Module, embeddings: Tensor, scale: Tensor, names: list[str]
+    ) -> None:
+        self.image_tower = tower
+        self.class_names = names
+        self.register_buffer("text_embeddings", embeddings)
+        self.register_buffer("logit_scale", scale.clone())
+
+    @classmethod
+    def from_parts(
+        cls, image_tower: nn.Module, text_embeddings: Tensor, scale: Tensor, class_names: list[str]
+    ) -> ZeroShotClassifier:
+        """Make a classifier from an image tower and class embeddings that are there already."""
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self._set_up(image_tower, text_embeddings, scale, class_names)
+        return self
+
+    @property
+    def id2label(self) -> dict[int, str]:
+        """Class index to name."""
+        return dict(enumerate(self.class_names))
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> ZeroShotOutput:
+        """Return scaled cosines [batch, class]."""
+        images = F.normalize(self.image_tower(pixel_values), dim=-1)
+        logits = self.logit_scale * images @ self.text_embeddings.t()  # type: ignore[operator]
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return ZeroShotOutput(logits=logits, image_embeds=images, loss=loss)
+
+
+def _image_tower(dual_encoder: nn.Module) -> nn.Module:
+    visual = getattr(dual_encoder, "visual", None)  # open_clip: its projection is inside
+    if isinstance(visual, nn.Module):
+        return visual
+    vision, projection = (
+        getattr(dual_encoder, name, None) for name in ("vision_model", "visual_projection")
+    )
+    if isinstance(vision, nn.Module) and isinstance(projection, nn.Module):
+        return PooledTower(vision, projection)
+    raise UnsupportedModelError(
+        f"{type(dual_encoder).__name__} is not a dual encoder that we know: expected .vision_model "
+        "and .visual_projection (Hugging Face) or .visual (open_clip)."
+    )
+
+
+def _text_encoder(
+    dual_encoder: nn.Module, tokenizer: Callable[..., Any] | None
+) -> Callable[[list[str]], Tensor]:
+    if tokenizer is None:
+        raise ValueError("A tokenizer (or encode_text=) is needed to embed the class names.")
+    device = next(dual_encoder.parameters()).device
+
+    def encode(texts: list[str]) -> Tensor:
+        if hasattr(dual_encoder, "encode_text"):
+            return dual_encoder.encode_text(tokenizer(texts).to(device))
+        tokens = tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(device)
+        features = dual_encoder.get_text_features(**tokens)  # type: ignore[operator]
+        return features if isinstance(features, Tensor) else features.pooler_output
+
+    return encode
+
+
+@torch.no_grad()
+def _class_embeddings(
+    encode: Callable[[list[str]], Tensor],
+    names: list[str],
+    templates: list[str],
+    batch_size: int,
+) -> Tensor:
+    """Average the normalised embeddings of a class over the templates: [class, width]."""
+    texts = [template.format(name) for name in names for template in templates]
+    parts = [encode(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
+    embeddings = F.normalize(torch.cat(parts).float(), dim=-1)
+    mean = embeddings.unflatten(0, (len(names), len(templates))).mean(1)
+    return F.normalize(mean, dim=-1).clone()
