@@ -1,0 +1,7 @@
+"""Fine-tuning of hosts, pruned members and rivals: seeded, resumable, on accelerate."""
+
+from __future__ import annotations
+
+from .finetune import FinetunedMember, StepInfo, finetune
+
+__all__ = ["FinetunedMember", "StepInfo", "finetune"]

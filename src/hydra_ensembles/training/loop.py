@@ -1,0 +1,354 @@
+"""One member's training run: seeded steps, checkpoints, the record of what happened."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import DataError, HydraError
+from ..inference import call_model, member_logits_of, split_batch
+from .checkpoint import (
+    check_same_run,
+    digest,
+    pack_optimizer,
+    read_checkpoint,
+    unpack_optimizer,
+    with_prefix,
+    write_checkpoint,
+)
+from .stream import Stream, derive_seed
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides a run's result, apart from the model, the data and the seed."""
+
+    epochs: int
+    learning_rate: float
+    label_smoothing: float
+    towards_host: float
+    bootstrap: bool
+    shuffle: bool
+    warmup: float
+    weight_decay: float
+    max_grad_norm: float | None
+    mixed_precision: str
+    keep: str
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ValueError(f"epochs is {self.epochs}; at least 1 is needed.")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"warmup is {self.warmup}; expected a share of the steps in [0, 1).")
+        if self.keep not in ("last", "best"):
+            raise ValueError(f'keep is {self.keep!r}; expected "last" or "best".')
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What `on_step` is told after each step."""
+
+    member: int
+    epoch: int
+    step: int
+    steps: int
+    loss: float
+    learning_rate: float
+
+
+@dataclass
+class FinetunedMember:
+    """A trained model and the record of its training (all but the model is plain data)."""
+
+    model: nn.Module
+    seed: int
+    steps: int
+    trained_parameters: int
+    history: list[dict[str, float]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record without the model, for JSON."""
+        return {key: value for key, value in vars(self).items() if key != "model"}
+
+    def __repr__(self) -> str:
+        last = ", ".join(f"{k} {v:.4g}" for k, v in (self.history or [{}])[-1].items())
+        name = type(self.model).__name__
+        return f"FinetunedMember({name}, seed {self.seed}, {self.steps} steps; {last})"
+
+
+class Answer(nn.Module):
+    """A model as a function from a batch to member logits `[B, M, C]`.
+
+    accelerate replaces the `forward` of what it prepares: it may do so here, not in the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> Tensor:
+        return member_logits_of(call_model(self.model, batch))
+
+
+def schedule(step: int, steps: int, warmup: float) -> float:
+    """Return the factor of the learning rate: linear from 0 to 1 in the warm-up, then to 0."""
+    rising = round(warmup * steps)
+    if step < rising:
+        return (step + 1) / rising
+    return (steps - step) / max(1, steps - rising)
+
+
+@dataclass
+class Run:
+    """One member's run. All its random draws are functions of (seed, epoch, step): a checkpoint
+    therefore needs no generator states, and a resumed run repeats the original exactly."""
+
+    model: nn.Module
+    stream: Stream
+    settings: Settings
+    seed: int
+    member: int
+    is_trained: Callable[[str, nn.Parameter], bool]
+    loss: Callable[[Tensor, Tensor], Tensor] | None
+    validation: Iterable[Any] | None
+    folder: Path | None
+    save_every: int
+    progress: bool
+    on_step: Callable[[StepInfo], None] | None
+    accelerator: Any
+
+    def train(self) -> FinetunedMember:
+        """Train from the start, or from the checkpoint if there is one."""
+        flags = {name: p.requires_grad for name, p in self.model.named_parameters()}
+        home = next(self.model.parameters()).device
+        self._prepare()
+        self._restore()
+        if self.step < self.steps:
+            self._run_epochs()
+        if self.best:
+            self._load(self.best)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(flags[name])
+            parameter.grad = None
+        return FinetunedMember(
+            model=self.model.to(home).eval(),
+            seed=self.seed,
+            steps=self.steps,
+            trained_parameters=sum(p.numel() for p in self.trained.values()),
+            history=self.history,
+        )
+
+    def _prepare(self) -> None:
+        world = self.accelerator.num_processes
+        self.steps_per_epoch = len(self.stream) // world
+        if not self.steps_per_epoch:
+            raise DataError(f"{len(self.stream)} batches cannot feed {world} processes.")
+        self.steps = self.steps_per_epoch * self.settings.epochs
+        self.step, self.loss_sum = 0, 0.0
+        self.history: list[dict[str, float]] = []
+        self.best: dict[str, Tensor] = {}
+        self.trained: dict[str, nn.Parameter] = {}
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(self.is_trained(name, parameter))
+            if parameter.requires_grad:
+                self.trained[name] = parameter
+        if not self.trained:
+            raise HydraError(
+                f"No parameter of {type(self.model).__name__} is chosen for training. "
+                "Check the regular expression against model.named_parameters()."
+            )
+        self.fingerprint = {
+            **asdict(self.settings),
+            "seed": self.seed,
+            "steps_per_epoch": self.steps_per_epoch,
+            "trained": sorted(self.trained),
+            "start": digest(self.model) if self.folder else None,
+        }
+        self.model.to(self.accelerator.device)
+        pull = self.settings.towards_host
+        self.start = {n: p.detach().clone() for n, p in self.trained.items()} if pull else {}
+        decayed = [p for p in self.trained.values() if p.ndim > 1]
+        others = [p for p in self.trained.values() if p.ndim <= 1]
+        groups = [
+            {"params": decayed, "weight_decay": self.settings.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=self.settings.learning_rate
+        )
+        self.wrapped, self.stepper = self.accelerator.prepare(Answer(self.model), self.optimizer)
+
+    def _run_epochs(self) -> None:
+        from tqdm.auto import tqdm
+
+        silent = None if self.progress and self.accelerator.is_main_process else True
+        bar = tqdm(total=self.steps, initial=self.step, disable=silent, unit="step")
+        bar.set_description(f"fine-tune member {self.member}")
+        with bar:
+            for epoch in range(self.step // self.steps_per_epoch, self.settings.epochs):
+                self._run_epoch(epoch, bar)
+
+    def _run_epoch(self, epoch: int, bar: Any) -> None:
+        self.model.train()
+        done = self.step - epoch * self.steps_per_epoch
+        self._seed_step(epoch, -1)
+        batches = self.stream.epoch(epoch)
+        for index in range(self.steps_per_epoch):
+            self._seed_step(epoch, index)
+            batch = self._own_batch(batches)
+            if index < done:  # seen before the stop
+                continue
+            loss, rate = self._update(batch)
+            self.step += 1
+            self.loss_sum += loss
+            bar.update()
+            bar.set_postfix(loss=f"{loss:.3f}")
+            is_last = index + 1 == self.steps_per_epoch
+            if is_last:
+                self._end_epoch(epoch)
+            if is_last or self.step % self.save_every == 0:
+                self._save()
+            if self.on_step is not None:
+                self.on_step(StepInfo(self.member, epoch, self.step, self.steps, loss, rate))
+
+    def _seed_step(self, epoch: int, index: int) -> None:
+        # inside fork_rng: the caller's generators are untouched
+        rank = self.accelerator.process_index
+        torch.manual_seed(derive_seed("step", self.seed, epoch, index, rank))
+
+    def _own_batch(self, batches: Any) -> Any:
+        """Take one batch for every process and return this process's."""
+        missing = object()
+        taken = [next(batches, missing) for _ in range(self.accelerator.num_processes)]
+        if missing in taken:
+            raise DataError(
+                f"The data ended before the {len(self.stream)} batches that it announced. "
+                "It must give the same number of batches each time it is iterated."
+            )
+        return taken[self.accelerator.process_index]
+
+    def _update(self, batch: Any) -> tuple[float, float]:
+        """Make one step of the optimizer; return the loss and the learning rate."""
+        settings = self.settings
+        factor = schedule(self.step, self.steps, settings.warmup)
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.learning_rate * factor
+        loss = self._loss(batch)
+        value = loss.item()
+        if not math.isfinite(value):
+            raise HydraError(
+                f"The loss became {value} at step {self.step} of member {self.member}. "
+                "Lower the learning rate, or check the data for NaN."
+            )
+        self.accelerator.backward(loss)
+        self.accelerator.unscale_gradients(self.stepper)
+        for name, start in self.start.items():  # the gradient of the pull, added directly
+            parameter = self.trained[name]
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach() - start, alpha=settings.towards_host)
+        if settings.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.trained.values(), settings.max_grad_norm)
+        self.stepper.step()
+        self.stepper.zero_grad()
+        return value, settings.learning_rate * factor
+
+    def _loss(self, batch: Any) -> Tensor:
+        logits, labels = self._answer(batch)
+        if self.loss is not None:
+            return self.loss(logits, labels)
+        smoothing = self.settings.label_smoothing
+        members = [F.cross_entropy(m, labels, label_smoothing=smoothing) for m in logits.unbind(1)]
+        return torch.stack(members).mean()
+
+    def _answer(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return float32 logits `[B, M, C]` and labels `[B]` of a batch, checked."""
+        _, _, labels = split_batch(batch)
+        if labels is None:
+            raise DataError("A batch has no labels. Give (inputs, labels), or dicts with 'labels'.")
+        logits = self.wrapped(batch).float()
+        if len(labels) != len(logits):
+            raise DataError(f"A batch has {len(labels)} labels for {len(logits)} answers.")
+        if labels.min() < 0 or labels.max() >= logits.shape[-1]:
+            raise DataError(
+                f"Labels run from {labels.min()} to {labels.max()}, but the model has "
+                f"{logits.shape[-1]} classes. Number the classes from 0."
+            )
+        return logits, labels.long().to(logits.device)
+
+    def _end_epoch(self, epoch: int) -> None:
+        entry = {"epoch": float(epoch), "loss": self.loss_sum / self.steps_per_epoch}
+        self.loss_sum = 0.0
+        if self.validation is not None:
+            entry |= self._validate(self.validation)
+            is_best = entry["nll"] <= min(e["nll"] for e in [*self.history, entry])
+            if self.settings.keep == "best" and is_best:
+                self.best = {n: p.detach().clone() for n, p in self._state().items()}
+        self.history.append(entry)
+
+    @torch.no_grad()
+    def _validate(self, data: Iterable[Any]) -> dict[str, float]:
+        self.model.eval()
+        nll, right, count = 0.0, 0.0, 0
+        for batch in data:
+            logits, labels = self._answer(batch)
+            log_mean = logits.log_softmax(-1).logsumexp(1) - math.log(logits.shape[1])
+            nll += F.nll_loss(log_mean, labels, reduction="sum").item()
+            right += (log_mean.argmax(1) == labels).sum().item()
+            count += len(labels)
+        if not count:
+            raise DataError("The validation data has no batches. Check the loader or the filter.")
+        return {"nll": nll / count, "accuracy": right / count}
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return what training changes: the trained parameters and the buffers."""
+        return {**self.trained, **dict(self.model.named_buffers())}
+
+    @torch.no_grad()
+    def _load(self, state: dict[str, Tensor]) -> None:
+        for name, value in self._state().items():
+            value.copy_(state[name])
+
+    def _save(self) -> None:
+        if self.folder is None:
+            return
+        if self.accelerator.is_main_process:
+            tensors = {f"model/{name}": value for name, value in self._state().items()}
+            tensors |= {f"best/{name}": value for name, value in self.best.items()}
+            if self.step < self.steps:  # a finished run never steps again
+                packed = pack_optimizer(self.optimizer)
+                tensors |= {f"optimizer/{name}": value for name, value in packed.items()}
+            scaler = self.accelerator.scaler
+            record = {
+                "settings": self.fingerprint,
+                "step": self.step,
+                "loss_sum": self.loss_sum,
+                "history": self.history,
+                "scaler": scaler.state_dict() if scaler is not None else {},
+            }
+            write_checkpoint(self.folder, tensors, record)
+        self.accelerator.wait_for_everyone()
+
+    def _restore(self) -> None:
+        saved = None if self.folder is None else read_checkpoint(self.folder)
+        if self.folder is None or saved is None:
+            return
+        tensors, record = saved
+        check_same_run(self.folder, record["settings"], self.fingerprint)
+        self._load(with_prefix(tensors, "model/"))
+        self.best = {
+            name: value.to(self.accelerator.device)
+            for name, value in with_prefix(tensors, "best/").items()
+        }
+        if record["step"] < self.steps:
+            unpack_optimizer(self.optimizer, with_prefix(tensors, "optimizer/"))
+        if record["scaler"]:
+            self.accelerator.scaler.load_state_dict(record["scaler"])
+        self.step, self.loss_sum = record["step"], record["loss_sum"]
+        self.history = record["history"]

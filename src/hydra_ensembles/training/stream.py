@@ -1,0 +1,204 @@
+"""The batches of each epoch, in an order that depends on the seed and the epoch alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from ..errors import DataError
+
+
+def derive_seed(*parts: object) -> int:
+    """Return a 63-bit seed that is a pure function of `parts` (the same on every machine)."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def generator(*parts: object) -> torch.Generator:
+    """Return a fresh CPU generator seeded by `parts`."""
+    return torch.Generator().manual_seed(derive_seed(*parts))
+
+
+class Stream:
+    """Re-iterable batches in a seeded order, independent of any global state.
+
+    How far the order can be shuffled depends on what the data is:
+
+    * a list or tuple of batches whose tensors differ in the batch dimension alone: the samples
+      are pooled and dealt into new batches each epoch;
+    * a list or tuple of other batches (padded to their own lengths, say): the order of the batches
+      is shuffled, their content stays;
+    * a `DataLoader` over a map-style data set: its sampler is replaced by a seeded one;
+    * anything else is iterated as it is; if it has `set_epoch`, that is called first.
+
+    A bootstrap draws as many samples as there are, with replacement, once per seed: the same draw
+    in all epochs. Where samples cannot be pooled it is stratified by batch.
+
+    Args:
+        data: Any re-iterable of batches.
+        seed: Decides the order and the bootstrap.
+        shuffle: Whether to change the order of the data at all.
+        bootstrap: Whether to resample the data with replacement.
+    """
+
+    def __init__(
+        self,
+        data: Iterable[Any],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        bootstrap: bool = False,
+    ) -> None:
+        if isinstance(data, Iterator):
+            raise DataError(
+                f"The data is a {type(data).__name__}, which can be read only once. "
+                "Pass something that can be iterated again, such as a list or a DataLoader."
+            )
+        self.data, self.seed, self.shuffle, self.bootstrap = data, seed, shuffle, bootstrap
+        in_memory = isinstance(data, (list, tuple))
+        self.pool = _pool(data) if in_memory and (shuffle or bootstrap) else None  # type: ignore[arg-type]
+        self.seedable = isinstance(data, DataLoader) and _is_seedable(data)
+        if bootstrap and not (in_memory or self.seedable):
+            raise DataError(
+                f"bootstrap=True cannot resample a {type(data).__name__}. Pass a list of batches, "
+                "or a DataLoader over a map-style data set without a custom sampler."
+            )
+        self._length = _count(data)
+        if self._length == 0:
+            raise DataError("The training data has no batches. Check the loader or the filter.")
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch."""
+        return self._length
+
+    def epoch(self, index: int) -> Iterator[Any]:
+        """Iterate over the batches of epoch `index`."""
+        if self.pool is not None:
+            return self._pooled(index)
+        if self.seedable:
+            return iter(self._reseeded(index))
+        if isinstance(self.data, (list, tuple)):
+            return self._reordered(index)
+        if hasattr(self.data, "set_epoch"):
+            self.data.set_epoch(index)
+        return iter(self.data)
+
+    def _sample_order(self, count: int, epoch: int) -> Tensor:
+        samples = torch.arange(count)
+        if self.bootstrap:
+            samples = torch.randint(count, (count,), generator=generator("bootstrap", self.seed))
+        if self.shuffle:
+            samples = samples[torch.randperm(count, generator=generator(self.seed, epoch))]
+        return samples
+
+    def _pooled(self, epoch: int) -> Iterator[Any]:
+        assert isinstance(self.data, Sequence)
+        order = self._sample_order(_batch_size(self.pool), epoch)
+        for rows in order.split(_batch_size(self.data[0])):
+            yield _take(self.pool, rows)
+
+    def _reordered(self, epoch: int) -> Iterator[Any]:
+        assert isinstance(self.data, Sequence)
+        order = torch.arange(len(self.data))
+        if self.shuffle:
+            order = torch.randperm(len(self.data), generator=generator(self.seed, epoch))
+        for position in order.tolist():
+            batch = self.data[position]
+            if self.bootstrap:
+                size = _batch_size(batch)
+                draw = generator("bootstrap", self.seed, position)
+                batch = _take(batch, torch.randint(size, (size,), generator=draw))
+            yield batch
+
+    def _reseeded(self, epoch: int) -> Iterable[Any]:
+        loader: DataLoader[Any] = self.data  # type: ignore[assignment]
+        order = self._sample_order(len(loader.dataset), epoch)  # type: ignore[arg-type]
+        return DataLoader(
+            loader.dataset,
+            batch_size=loader.batch_size,
+            sampler=order.tolist(),
+            drop_last=loader.drop_last,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            worker_init_fn=loader.worker_init_fn,
+        )
+
+
+def _is_seedable(loader: DataLoader[Any]) -> bool:
+    """Return whether the loader's order is its own plain one, so that we may choose it."""
+    return (
+        loader.batch_size is not None
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.batch_sampler) is BatchSampler
+        and type(loader.sampler) in (RandomSampler, SequentialSampler)
+    )
+
+
+def _count(data: Iterable[Any]) -> int:
+    try:
+        return len(data)  # type: ignore[arg-type]
+    except TypeError:  # no length: one pass to count, since the schedule must know its end
+        return sum(1 for _ in data)
+
+
+def _leaves(batch: Any) -> list[tuple[str, Any]]:
+    """Return the (path, value) pairs of a batch of nested mappings and sequences."""
+    if isinstance(batch, Mapping):
+        items: Iterable[tuple[Any, Any]] = batch.items()
+    elif isinstance(batch, (list, tuple)):
+        items = enumerate(batch)
+    else:
+        return [("", batch)]
+    return [(f"/{key}{path}", leaf) for key, value in items for path, leaf in _leaves(value)]
+
+
+def _batch_size(batch: Any) -> int:
+    for _, leaf in _leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return len(leaf)
+    raise DataError(f"A batch ({type(batch).__name__}) holds no tensor with a batch dimension.")
+
+
+def _pool(batches: Sequence[Any]) -> Any | None:
+    """Return all samples as one batch, or None if the batches cannot be joined."""
+    signatures = set()
+    for batch in batches:
+        leaves = _leaves(batch)
+        if not all(isinstance(leaf, Tensor) and leaf.ndim for _, leaf in leaves):
+            return None
+        if len({len(leaf) for _, leaf in leaves}) != 1:
+            return None
+        signatures.add(tuple((path, leaf.shape[1:], leaf.dtype) for path, leaf in leaves))
+    if len(signatures) != 1:
+        return None
+    return _join(batches)
+
+
+def _join(batches: Sequence[Any]) -> Any:
+    first = batches[0]
+    if isinstance(first, Mapping):
+        return {key: _join([batch[key] for batch in batches]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return tuple(_join([batch[i] for batch in batches]) for i in range(len(first)))
+    return torch.cat(list(batches))
+
+
+def _take(batch: Any, rows: Tensor) -> Any:
+    """Return the given rows of every tensor of a batch."""
+    if isinstance(batch, Mapping):
+        return {key: _take(value, rows) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return tuple(_take(value, rows) for value in batch)
+    return batch[rows] if isinstance(batch, Tensor) else batch
