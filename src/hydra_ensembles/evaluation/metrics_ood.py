@@ -1,0 +1,194 @@
+"""How well a score tells two kinds of examples apart: AUROC, AUPR and FPR95, exact and tie-aware.
+
+Positive are the examples that should have the *higher* score: out-of-distribution ones, or errors.
+All three come from the same counts, positives and negatives at each distinct score, in float64. The
+scores themselves never enter, only their order: the binary metrics of torchmetrics squeeze scores
+outside [0, 1] through a sigmoid, which ties large energies, and divide in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
+
+from ..errors import DataError
+
+
+def counts_by_score(
+    scores: Tensor, positive: Tensor, *, name: str = "data"
+) -> tuple[Tensor, Tensor]:
+    """Count positives and negatives at each distinct score, from the highest score to the lowest.
+
+    Args:
+        scores: `[example]`.
+        positive: `[example]`, True for positive.
+        name: what errors call the data set.
+
+    Raises:
+        DataError: for NaN, for unequal lengths, and when all examples are of one kind.
+    """
+    if scores.ndim != 1 or scores.shape != positive.shape:
+        raise DataError(
+            f"Scores of shape {list(scores.shape)} and targets of shape {list(positive.shape)} in "
+            f"{name!r}; expected two equally long lists of numbers."
+        )
+    if bool(scores.isnan().any()):
+        raise DataError(f"{int(scores.isnan().sum())} scores in {name!r} are NaN.")
+    positive = positive.bool()
+    share = int(positive.sum())
+    if share in (0, len(positive)):
+        raise DataError(
+            f"All {len(positive)} examples in {name!r} are {'positive' if share else 'negative'}: "
+            "AUROC, AUPR and FPR95 need both kinds (in- and out-of-distribution, right and wrong)."
+        )
+    return counts_by_rank(dense_ranks(scores), positive)
+
+
+def counts_by_rank(ranks: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
+    """Count positives and negatives at each dense rank, highest first: resampling needs no sort."""
+    levels = int(ranks.max()) + 1
+    positives = torch.bincount(ranks[positive], minlength=levels).flip(0).double()
+    negatives = torch.bincount(ranks[~positive], minlength=levels).flip(0).double()
+    return positives, negatives
+
+
+def dense_ranks(scores: Tensor) -> Tensor:
+    """Return each score's place among the distinct scores, 0 for the lowest."""
+    return scores.unique(return_inverse=True)[1]
+
+
+def auroc_of_counts(positives: Tensor, negatives: Tensor) -> Tensor:
+    """Return P(positive above negative) + P(tie) / 2, the area under the ROC curve."""
+    below = negatives.sum() - negatives.cumsum(0)
+    return (positives * (below + negatives / 2)).sum() / (positives.sum() * negatives.sum())
+
+
+def aupr_of_counts(positives: Tensor, negatives: Tensor) -> Tensor:
+    """Return the average precision, sum_k (recall_k - recall_k-1) precision_k."""
+    hits = positives.cumsum(0)
+    flagged = hits + negatives.cumsum(0)
+    return (positives * hits / flagged.clamp_min(1)).sum() / positives.sum()
+
+
+def fpr_of_counts(positives: Tensor, negatives: Tensor, *, recall: float = 0.95) -> Tensor:
+    """Return the share of negatives flagged at the first threshold that reaches the recall."""
+    reached = positives.cumsum(0) / positives.sum() >= recall
+    # argmax finds the first True; the levels in a resampled set may be empty, which changes nothing
+    return negatives.cumsum(0)[reached.int().argmax()] / negatives.sum()
+
+
+def auroc(scores: Tensor, positive: Tensor, *, name: str = "data") -> Tensor:
+    """Return the area under the ROC curve; see `counts_by_score` for the arguments."""
+    return auroc_of_counts(*counts_by_score(scores, positive, name=name))
+
+
+def aupr(scores: Tensor, positive: Tensor, *, name: str = "data") -> Tensor:
+    """Return the average precision; see `counts_by_score` for the arguments."""
+    return aupr_of_counts(*counts_by_score(scores, positive, name=name))
+
+
+def fpr95(scores: Tensor, positive: Tensor, *, recall: float = 0.95, name: str = "data") -> Tensor:
+    """Return the false positive rate at 95 % recall of the positives (OOD, or errors).
+
+    How many good examples are flagged when 95 % of the bad ones are. The threshold is the first
+    score at which recall >= 0.95; tied examples are flagged together.
+    """
+    return fpr_of_counts(*counts_by_score(scores, positive, name=name), recall=recall)
+
+
+def fpr95_id_positive(
+    scores: Tensor, positive: Tensor, *, recall: float = 0.95, name: str = "data"
+) -> Tensor:
+    """Return the share of OOD examples that pass when 95 % of the in-distribution ones do.
+
+    The other half of the literature's FPR95: in-distribution is the positive class there, read from
+    the low end of the same scores. `positive` still marks the OOD examples.
+    """
+    positives, negatives = counts_by_score(scores, positive, name=name)
+    return fpr_of_counts(negatives.flip(0), positives.flip(0), recall=recall)
+
+
+def ood_figures(id_scores: Tensor, ood_scores: Tensor, *, name: str = "data") -> dict[str, float]:
+    """Return all figures of one score between in- and out-of-distribution examples."""
+    scores = torch.cat([id_scores, ood_scores])
+    positive = torch.arange(len(scores), device=scores.device) >= len(id_scores)
+    positives, negatives = counts_by_score(scores, positive, name=name)
+    return {
+        "AUROC": float(auroc_of_counts(positives, negatives)),
+        "AUPR": float(aupr_of_counts(positives, negatives)),
+        "FPR95": float(fpr_of_counts(positives, negatives)),
+        "FPR95_ID_positive": float(fpr_of_counts(negatives.flip(0), positives.flip(0))),
+    }
+
+
+class _TwoKinds(Metric):
+    """Keep scores and kinds of all examples; subclasses say what to compute of their counts."""
+
+    is_differentiable = False
+    full_state_update = False
+    scores: list[Tensor]
+    positive: list[Tensor]
+
+    def __init__(self, *, data_name: str = "data") -> None:
+        super().__init__()
+        self.data_name = data_name
+        self.add_state("scores", default=[], dist_reduce_fx="cat")
+        self.add_state("positive", default=[], dist_reduce_fx="cat")
+
+    def update(self, scores: Tensor, positive: Tensor) -> None:
+        """Add examples: `scores` `[batch]`, higher for positive; `positive` `[batch]`, bool."""
+        self.scores.append(scores.detach())
+        self.positive.append(positive.detach().bool())
+
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """Count positives and negatives at each score, highest first."""
+        if not self.scores:
+            raise DataError(f"No examples of {self.data_name!r} were given: call update first.")
+        return counts_by_score(
+            dim_zero_cat(self.scores), dim_zero_cat(self.positive), name=self.data_name
+        )
+
+
+class AUROC(_TwoKinds):
+    """Area under the ROC curve, of scores of any scale."""
+
+    higher_is_better = True
+
+    def compute(self) -> Tensor:
+        """Return the figure, a float64 scalar."""
+        return auroc_of_counts(*self.counts())
+
+
+class AUPR(_TwoKinds):
+    """Average precision, of scores of any scale."""
+
+    higher_is_better = True
+
+    def compute(self) -> Tensor:
+        """Return the figure, a float64 scalar."""
+        return aupr_of_counts(*self.counts())
+
+
+class FPR95(_TwoKinds):
+    """False positive rate at 95 % recall of the positives: **OOD (or an error) is positive**."""
+
+    higher_is_better = False
+
+    def __init__(self, *, recall: float = 0.95, data_name: str = "data") -> None:
+        super().__init__(data_name=data_name)
+        self.recall = recall
+
+    def compute(self) -> Tensor:
+        """Return the figure, a float64 scalar."""
+        return fpr_of_counts(*self.counts(), recall=self.recall)
+
+
+class FPR95IDPositive(FPR95):
+    """The other convention: **in-distribution is positive**; `positive` still marks OOD."""
+
+    def compute(self) -> Tensor:
+        """Return the figure, a float64 scalar."""
+        positives, negatives = self.counts()
+        return fpr_of_counts(negatives.flip(0), positives.flip(0), recall=self.recall)
