@@ -204,6 +204,43 @@ def _folds(host: HostModel, tokens: int | None) -> bool:
         return False
 
 
+def modules_after_blocks(host: HostModel) -> tuple[str, ...]:
+    """Name the leaf modules that the host runs after its blocks (norm, pooler, classifier)."""
+    called: list[str] = []
+    started = False
+
+    def answer(hidden: Tensor) -> Tensor:
+        nonlocal started
+        started = True
+        return _states(hidden)
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if started and name not in called:
+                called.append(name)
+
+        return hook
+
+    leaves = [
+        (name, module)
+        for name, module in host.model.named_modules()
+        if not name.startswith(host.blocks_path)
+        and any(True for _ in module.parameters())
+        and not any(True for _ in module.children())
+    ]
+    handles = [module.register_forward_hook(note(name)) for name, module in leaves]
+    try:
+        for inputs in _examples(host.model)[:1]:
+            with torch.no_grad():
+                _run(host, inputs, answer)
+    except Exception:  # it cannot be run on our example: nothing is known to come after
+        return ()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return tuple(called)
+
+
 def _examples(model: nn.Module) -> list[Inputs]:
     """Make two small inputs that the model takes, or none when we do not know how."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -234,6 +234,44 @@ class AttentionSite:
             assert self.packed is not None
             _cut(self.packed, triple, 0)
 
+    @torch.no_grad()
+    def replace_(self, weights: HeadWeights, output_bias: Tensor | None) -> None:
+        """Put other heads in the place of all heads, in place; any number of them."""
+        self.keep_some_(len(weights.query))
+        rows = [weights.query, weights.key, weights.value]
+        biases = [weights.query_bias, weights.key_bias, weights.value_bias]
+        device, dtype = weights.query.device, weights.query.dtype
+        self.module.to_empty(device=device)
+        self.output.to_empty(device=device)
+        for part in self._parts():
+            part.to(dtype)
+        if self.packed is not None:
+            weight, bias = self._packed_parameters()
+            weight.copy_(torch.cat([row.flatten(0, 1) for row in rows]))
+            if bias is not None:
+                bias.copy_(torch.cat([b.flatten() for b in biases if b is not None]))
+        else:
+            for part, row, bias in zip(
+                (self.query, self.key, self.value), rows, biases, strict=True
+            ):
+                assert part is not None
+                linear_weight(part).copy_(row.flatten(0, 1))
+                if part.bias is not None and bias is not None:
+                    part.bias.copy_(bias.flatten())  # type: ignore[operator]
+        linear_weight(self.output).copy_(weights.output.transpose(0, 1).flatten(1))
+        if self.output_bias is not None and output_bias is not None:
+            self.output_bias.copy_(output_bias)
+
+    def keep_some_(self, number: int) -> None:
+        """Resize to a number of heads, whichever, in place (weights are set afterwards)."""
+        if number <= self.num_heads:
+            if number < self.num_heads:
+                self.keep_(list(range(number)))
+            return
+        raise UnsupportedModelError(
+            f"Layer {self.layer} has {self.num_heads} heads: {number} do not fit."
+        )
+
     def _empty_(self) -> None:
         """Let an attention without heads add its output bias alone."""
         inside = any(child is self.output for child in self.module.modules())

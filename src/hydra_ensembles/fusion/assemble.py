@@ -1,0 +1,371 @@
+"""Members in, fused model out: find what is equal, plan the streams, fill in the weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import MaskError, UnsupportedModelError
+from ..masks import HeadMask, check_fits, describe_shape
+from ..models import HostModel, host_model
+from ..models.probe import modules_after_blocks
+from ..models.sites import HeadWeights
+from ..plan import LayerPlan, LayerSignature, Plan, make_plan
+from .body import Body
+from .layers import FusedBlock, PerStream
+from .merge import average_, identities, mean
+from .structure import build_body_, split_classifier_
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What `assemble` made: the host with its body, the plan, and what was averaged."""
+
+    model: nn.Module
+    body: Body
+    plan: Plan
+    moulds: tuple[nn.Module, ...]
+    copies: dict[str, int]
+    merged: tuple[str, ...]
+
+
+def assemble(
+    members: Sequence[nn.Module],
+    masks: Sequence[HeadMask] | None,
+    *,
+    share_trunk: bool,
+    share_branch: bool,
+    readout_only: bool,
+    average: str,
+) -> Assembly:
+    """Fuse members into one model (see `fuse`)."""
+    hosts = [host_model(member) for member in members]
+    masks, hosts = _masks_of(hosts, masks)
+    reason = hosts[0].why_not_fusable()
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{hosts[0].name} cannot be fused: {reason}. gate(), prune_heads_() and score_heads() "
+            "may still work: explain(model) says which."
+        )
+    readout = hosts[0].readout
+    base = host_model(copy.deepcopy(hosts[0].model), family=hosts[0].family)
+    base.__dict__["readout"] = readout  # probed once
+    merged = _merge_(base, hosts, average)
+    if average == "all":
+        hosts = _with_averaged_rest(base, hosts)
+    layers = [_LayerParts(hosts, masks, layer) for layer in range(len(base))]
+    classifier, classifier_ids = _differing_classifiers(hosts)
+    plan = make_plan(
+        masks,
+        [[parts.signature(m) for parts in layers] for m in range(len(hosts))],
+        classifier_ids,
+        share_trunk=share_trunk,
+        share_branch=share_branch,
+        readout_only=readout_only and (readout.tokens is not None or readout.positions is not None),
+    )
+    copies = {}
+    for layer_plan in plan.layers:
+        copies.update(layers[layer_plan.layer].copies(layer_plan, base.family.norm))
+    ends = _representatives(plan)
+    if classifier:
+        copies.update({f"classifier.{path}": len(ends) for path in classifier})
+    body, moulds = build_body_(base, plan, copies)
+    for block, layer_plan in zip(body.branch, plan.layers, strict=True):
+        assert isinstance(block, FusedBlock)
+        layers[layer_plan.layer].fill_(block, layer_plan, base.family.norm)
+    split_classifier_(base.model, copies)
+    for path in classifier:
+        split = base.model.get_submodule(path)
+        assert isinstance(split, PerStream)
+        for module, member in zip(split.each, ends, strict=True):
+            module.load_state_dict(hosts[member].model.get_submodule(path).state_dict())
+    if hasattr(base.model, "hydra_head_mask"):
+        del base.model.hydra_head_mask
+    return Assembly(base.model, body, plan, moulds, copies, merged)
+
+
+def _representatives(plan: Plan) -> list[int]:
+    """Return, for every stream of the classifier, the first member that ends in it."""
+    return [plan.streams.index(end) for end in range(len(plan.ends))]
+
+
+def _masks_of(
+    hosts: list[HostModel], masks: Sequence[HeadMask] | None
+) -> tuple[list[HeadMask], list[HostModel]]:
+    """Return one mask and one host a member, masks in terms of the original heads."""
+    if masks is None:
+        masks = [HeadMask.full(host) for host in hosts]
+    else:
+        masks = [mask if isinstance(mask, HeadMask) else HeadMask(mask) for mask in masks]
+    if len(hosts) == 1:
+        hosts = hosts * len(masks)
+    if len(hosts) != len(masks):
+        raise MaskError(
+            f"{len(hosts)} members but {len(masks)} masks: give one mask a member, or one model."
+        )
+    if not masks:
+        raise MaskError("No masks: an ensemble needs at least one member.")
+    result = []
+    for host, mask in zip(hosts, masks, strict=True):
+        original = host.original_mask
+        if original is not None and mask.shape == original.shape and mask == original:
+            result.append(mask)  # the recorded mask itself, in terms of the original heads
+            continue
+        check_fits(mask, host)
+        result.append(mask if original is None else _within(original, mask))
+    first = hosts[0]
+    for host in hosts[1:]:
+        same_shape = host.width == first.width and len(host) == len(first)
+        if not same_shape or host.family is not first.family:
+            raise UnsupportedModelError(
+                f"Members differ in shape: {first.name} with {len(first)} layers of width "
+                f"{first.width} and {host.name} with {len(host)} of width {host.width}. Members "
+                "must be fine-tuned from one model."
+            )
+    if len({mask.shape for mask in result}) > 1:
+        raise MaskError(
+            "Members had different numbers of heads before they were pruned: "
+            + ", ".join(describe_shape(mask.shape) for mask in result)
+        )
+    return result, hosts
+
+
+def _within(original: HeadMask, mask: HeadMask) -> HeadMask:
+    """Express a mask of the heads that are left in terms of the original ones."""
+    rows = []
+    for old, new in zip(original, mask, strict=True):
+        row = old.clone()
+        row[old.nonzero().flatten()[~new]] = False
+        rows.append(row)
+    return HeadMask(rows)
+
+
+def _merge_(base: HostModel, hosts: list[HostModel], average: str) -> tuple[str, ...]:
+    """Average the members' MLPs, and what stands before the blocks, into the base."""
+    if average not in ("mlp", "all"):
+        raise ValueError(f'Unknown average {average!r}: expected "mlp" or "all".')
+    merged = []
+    differ = [
+        average_(
+            block.module.get_submodule(path),
+            [host.blocks[block.index].module.get_submodule(path) for host in hosts],
+        )
+        for block in base.blocks
+        for path in block.mlp_names
+    ]
+    if any(differ):
+        merged.append("MLPs")
+    if len({id(host.model) for host in hosts}) > 1 and _merge_outside_(base, hosts, average):
+        merged.append("embeddings")
+    return tuple(merged)
+
+
+def _merge_outside_(base: HostModel, hosts: list[HostModel], average: str) -> bool:
+    """Average parameters outside the blocks that cannot, or shall not, be kept by member."""
+    states = [dict(host.model.named_parameters()) for host in hosts]
+    inside = base.blocks_path + "."
+    after = () if average == "all" else modules_after_blocks(base)
+    differed = False
+    with torch.no_grad():
+        for name, parameter in base.model.named_parameters():
+            if name.startswith(inside) or name.rpartition(".")[0] in after:
+                continue
+            values = [state[name] for state in states]
+            if any(not torch.equal(values[0], value) for value in values[1:]):
+                parameter.copy_(mean(values))
+                differed = True
+    return differed
+
+
+def _with_averaged_rest(base: HostModel, hosts: list[HostModel]) -> list[HostModel]:
+    """Average norms, layer scales and output biases over members; only heads differ then."""
+    result = []
+    for host in hosts:
+        twin = host_model(copy.deepcopy(host.model), family=host.family)
+        for block in twin.blocks:
+            others = [h.blocks[block.index] for h in hosts]
+            family = block.family
+            paths = block.names(family.after_attention + family.after_mlp)
+            for path in paths:
+                average_(
+                    block.module.get_submodule(path),
+                    [other.module.get_submodule(path) for other in others],
+                )
+            for name in ("norm1", "norm2"):
+                average_(getattr(block, name), [getattr(other, name) for other in others])
+            bias = block.attention.output_bias
+            if bias is not None:
+                values = [other.attention.output_bias for other in others]
+                with torch.no_grad():
+                    bias.copy_(mean([value for value in values if value is not None]))
+        for path in modules_after_blocks(twin):
+            average_(twin.model.get_submodule(path), [h.model.get_submodule(path) for h in hosts])
+        result.append(twin)
+    for block, twin_block in zip(base.blocks, result[0].blocks, strict=True):
+        for name in ("norm1", "norm2"):
+            getattr(block, name).load_state_dict(getattr(twin_block, name).state_dict())
+    return result
+
+
+def _differing_classifiers(hosts: list[HostModel]) -> tuple[list[str], list[int] | None]:
+    """Find the modules after the blocks in which members differ."""
+    if len({id(host.model) for host in hosts}) == 1:
+        return [], None
+    paths = modules_after_blocks(hosts[0])
+    differing = [
+        path
+        for path in paths
+        if max(identities([[host.model.get_submodule(path)] for host in hosts])) > 0
+    ]
+    if not differing:
+        return [], None
+    if not hosts[0].readout.folds:
+        raise UnsupportedModelError(
+            f"Members differ after their blocks ({', '.join(differing)}), and {hosts[0].name} "
+            'reads a position of each sample there. Fuse with average="all".'
+        )
+    return differing, identities(
+        [[host.model.get_submodule(path) for path in differing] for host in hosts]
+    )
+
+
+class _LayerParts:
+    """One layer of all members: its distinct heads and which other parts differ."""
+
+    def __init__(self, hosts: list[HostModel], masks: list[HeadMask], layer: int) -> None:
+        self.layer = layer
+        self.blocks = [host.blocks[layer] for host in hosts]
+        first = self.blocks[0]
+        norms = [[b.norm1, *filter(None, b.attention.head_norms)] for b in self.blocks]
+        self.norm = identities(norms)  # type: ignore[arg-type]
+        after = first.names(first.family.after_attention + first.family.after_mlp)
+        self.rest = identities(
+            [[b.norm2, *(b.module.get_submodule(path) for path in after)] for b in self.blocks]  # type: ignore[list-item]
+        )
+        self.bias = _equal_tensors([b.attention.output_bias for b in self.blocks])
+        self._find_heads(hosts, masks)
+
+    def _find_heads(self, hosts: list[HostModel], masks: list[HeadMask]) -> None:
+        """Number the distinct heads: the same head with the same weights has one number."""
+        self.heads: list[tuple[int, ...]] = []
+        self.sources: list[tuple[HeadWeights, int]] = []
+        known: dict[int, list[int]] = {}
+        cache: dict[int, HeadWeights] = {}
+        for host, mask, block in zip(hosts, masks, self.blocks, strict=True):
+            weights = cache.setdefault(id(block.attention), block.attention.weights())
+            there = (
+                list(range(mask.shape[self.layer]))
+                if host.original_mask is None
+                else host.original_mask.indices(self.layer)
+            )
+            kept = []
+            for head in mask.indices(self.layer):
+                place = there.index(head)
+                for number in known.setdefault(head, []):
+                    if _same_head(self.sources[number], (weights, place)):
+                        break
+                else:
+                    number = len(self.sources)
+                    self.sources.append((weights, place))
+                    known[head].append(number)
+                kept.append(number)
+            self.heads.append(tuple(kept))
+
+    def signature(self, member: int) -> LayerSignature:
+        return LayerSignature(
+            self.heads[member], self.norm[member], (self.rest[member], self.bias[member])
+        )
+
+    def copies(self, plan: LayerPlan, norm: str) -> dict[str, int]:
+        """Say which parts need one copy a stream."""
+        streams = [plan.members[s] for s in range(plan.streams)]
+        groups = _group_members(plan)
+        result = {}
+        if len({self.norm[m] for m in streams}) > 1:
+            result["norm1"] = len(groups) if norm == "pre" else len(streams)
+            result["query_norm"] = result["key_norm"] = len(groups)
+        if len({self.rest[m] for m in streams}) > 1:
+            family = self.blocks[0].family
+            result["norm2"] = len(streams)
+            for name in ("after_attention", "after_mlp"):
+                for i in range(len(self.blocks[0].names(getattr(family, name)))):
+                    result[f"{name}.{i}"] = len(streams)
+        if len({self.bias[m] for m in streams}) > 1:
+            result["output_bias"] = len(streams)
+        return {f"{self.layer}.{name}": count for name, count in result.items()}
+
+    @torch.no_grad()
+    def fill_(self, fused: FusedBlock, plan: LayerPlan, norm: str) -> None:
+        """Copy the members' weights into a fused block."""
+        bank = fused.bank
+        for number, (weights, place) in enumerate(self.sources):
+            bank.qkv[:, number] = torch.stack(
+                [getattr(weights, name)[place] for name in ("query", "key", "value")]
+            )
+            bank.output[number] = weights.output[place]
+            if bank.bias is not None:
+                for row, name in enumerate(("query_bias", "key_bias", "value_bias")):
+                    bias = getattr(weights, name)
+                    bank.bias[row, number] = 0.0 if bias is None else bias[place]
+        streams, groups = list(plan.members), _group_members(plan)
+        self._fill(fused.norm1, groups if norm == "pre" else streams, lambda b: b.norm1)
+        self._fill(fused.norm2, streams, lambda b: b.norm2)
+        for part, index in ((fused.query_norm, 0), (fused.key_norm, 1)):
+            if part is not None:
+                self._fill(part, groups, lambda b, i=index: b.attention.head_norms[i])
+        for name in ("after_attention", "after_mlp"):
+            paths = self.blocks[0].names(getattr(self.blocks[0].family, name))
+            real = [p for p in paths if not isinstance(self._module(0, p), nn.Identity)]
+            for part, path in zip(getattr(fused, name), real, strict=True):
+                self._fill(part, streams, lambda b, p=path: b.module.get_submodule(p))
+        if fused.output_bias.value is not None:
+            members = streams if len(fused.output_bias.value) > 1 else streams[:1]
+            for row, member in enumerate(members):
+                fused.output_bias.value[row] = self.blocks[member].attention.output_bias  # type: ignore[assignment]
+
+    def _module(self, member: int, path: str) -> nn.Module:
+        return self.blocks[member].module.get_submodule(path)
+
+    def _fill(self, part: PerStream, members: Sequence[int], get) -> None:  # type: ignore[no-untyped-def]
+        for module, member in zip(part.each, members, strict=False):
+            module.load_state_dict(get(self.blocks[member]).state_dict())
+
+
+def _group_members(plan: LayerPlan) -> list[int]:
+    """Return, for every projection group, the first member that it serves."""
+    if not plan.shared:
+        return list(plan.members)
+    return [
+        next(m for p, m in zip(plan.parents, plan.members, strict=True) if p == parent)
+        for parent in range(plan.inputs)
+    ]
+
+
+def _same_head(a: tuple[HeadWeights, int], b: tuple[HeadWeights, int]) -> bool:
+    if a[0] is b[0] and a[1] == b[1]:
+        return True
+    for name in HeadWeights.__dataclass_fields__:
+        x, y = getattr(a[0], name), getattr(b[0], name)
+        if x is not None and not torch.equal(x[a[1]], y[b[1]]):
+            return False
+    return True
+
+
+def _equal_tensors(tensors: Sequence[Tensor | None]) -> list[int]:
+    found: list[Tensor | None] = []
+    numbers = []
+    for tensor in tensors:
+        for number, known in enumerate(found):
+            if tensor is known or (
+                tensor is not None and known is not None and torch.equal(tensor, known)
+            ):
+                numbers.append(number)
+                break
+        else:
+            numbers.append(len(found))
+            found.append(tensor)
+    return numbers

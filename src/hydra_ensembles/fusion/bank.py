@@ -1,0 +1,133 @@
+"""The head bank: every distinct head of a block stored once, packed by members for speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..models.sites import HeadWeights
+from ..plan import LayerPlan
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Weights as the GEMMs want them.
+
+    Attributes:
+        projections: For every projection group: the input stream, weight [3 * heads * width, d]
+            with rows [q | k | v], and bias.
+        outputs: For every stream: its group, which columns of the group's attention it takes (a
+            slice when they stand together) and W_O [d, columns].
+    """
+
+    projections: list[tuple[int, Tensor, Tensor | None]]
+    outputs: list[tuple[int, slice | Tensor, Tensor]]
+
+
+class HeadBank(nn.Module):
+    """The distinct heads of one block: `qkv` [3, heads, width, d], `output` [heads, d, width].
+
+    Members refer to heads by index; shared heads are stored once and gradients meet in them.
+    `untie_` gives every stream its own copies.
+    """
+
+    def __init__(self, weights: HeadWeights, plan: LayerPlan) -> None:
+        super().__init__()
+        self.plan = plan
+        self.head_dim = weights.output.shape[-1]
+        qkv = torch.stack([weights.query, weights.key, weights.value])
+        self.qkv = nn.Parameter(qkv.detach().clone())
+        biases = (weights.query_bias, weights.key_bias, weights.value_bias)
+        if all(bias is None for bias in biases):
+            self.register_parameter("bias", None)
+        else:
+            zero = torch.zeros_like(weights.query[..., 0])
+            rows = [zero if bias is None else bias for bias in biases]
+            self.bias = nn.Parameter(torch.stack(rows).detach().clone())
+        self.output = nn.Parameter(weights.output.detach().clone())
+        self._packed: Packed | None = None
+        self._key: tuple[object, ...] = ()
+
+    def __len__(self) -> int:
+        return self.qkv.shape[1]
+
+    def weights(self, heads: Sequence[int]) -> HeadWeights:
+        """Return copies of some heads' weights."""
+        index = torch.tensor(list(heads), dtype=torch.long, device=self.qkv.device)
+        q, k, v = self.qkv.detach()[:, index]
+        bias = [None] * 3 if self.bias is None else list(self.bias.detach()[:, index])
+        return HeadWeights(q, k, v, bias[0], bias[1], bias[2], self.output.detach()[index])
+
+    def untie_(self) -> None:
+        """Give every stream its own copy of its heads, in place."""
+        index = torch.tensor([h for heads in self.plan.heads for h in heads], dtype=torch.long)
+        index = index.to(self.qkv.device)
+        self.qkv = nn.Parameter(self.qkv.detach()[:, index].clone())
+        self.output = nn.Parameter(self.output.detach()[index].clone())
+        if self.bias is not None:
+            self.bias = nn.Parameter(self.bias.detach()[:, index].clone())
+        offsets = [sum(len(h) for h in self.plan.heads[:s]) for s in range(self.plan.streams)]
+        heads = tuple(
+            tuple(range(start, start + len(h)))
+            for start, h in zip(offsets, self.plan.heads, strict=True)
+        )
+        self.plan = LayerPlan(**{**self.plan.__dict__, "heads": heads})
+        self._packed = None
+
+    def packed(self) -> Packed:
+        """Return the packed weights: a cache without gradients, computed anew with them."""
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            return self._pack()
+        if torch.compiler.is_compiling():
+            return self._packed if self._packed is not None else self._pack()
+        key = tuple((p.data_ptr(), p._version, p.dtype, p.device) for p in self.parameters())
+        if self._packed is None or key != self._key:
+            with torch.no_grad():
+                self._packed, self._key = self._pack(), key
+        return self._packed
+
+    def _pack(self) -> Packed:
+        groups = self.plan.groups()
+        projections = []
+        for stream, heads in groups:
+            weight, bias = self._take(self.qkv, heads), None
+            if self.bias is not None:
+                bias = self._take(self.bias, heads).flatten()
+            projections.append((stream, weight.flatten(0, 2), bias))
+        outputs = []
+        for s, heads in enumerate(self.plan.heads):
+            group = self.plan.parents[s] if self.plan.shared else s
+            place = {head: i for i, head in enumerate(groups[group][1])}
+            ordered = sorted(heads, key=place.__getitem__)
+            index = torch.tensor(ordered, dtype=torch.long, device=self.output.device)
+            weight = self.output.index_select(0, index).transpose(0, 1).flatten(1)
+            outputs.append((group, self._columns([place[h] for h in ordered]), weight))
+        return Packed(projections, outputs)
+
+    def _take(self, table: Tensor, heads: Sequence[int]) -> Tensor:
+        if list(heads) == list(range(table.shape[1])):
+            return table  # the bank itself, no copy
+        return table.index_select(1, torch.tensor(heads, dtype=torch.long, device=table.device))
+
+    def _columns(self, places: list[int]) -> slice | Tensor:
+        if places == list(range(places[0], places[0] + len(places))) if places else True:
+            start = places[0] * self.head_dim if places else 0
+            return slice(start, start + len(places) * self.head_dim)
+        index = torch.tensor(places, device=self.output.device)[:, None] * self.head_dim
+        return (index + torch.arange(self.head_dim, device=self.output.device)).flatten()
+
+    def packed_bytes(self) -> int:
+        """Bytes of the packed copies beside the bank itself."""
+        own = {self.qkv.data_ptr(), self.output.data_ptr()}
+        if self.bias is not None:
+            own.add(self.bias.data_ptr())
+        packed = self.packed()
+        tensors = [t for _, w, b in packed.projections for t in (w, b) if t is not None]
+        tensors += [weight for _, _, weight in packed.outputs]
+        return sum(t.numel() * t.element_size() for t in tensors if t.data_ptr() not in own)
+
+    def extra_repr(self) -> str:
+        return f"heads={len(self)}, streams={[len(h) for h in self.plan.heads]}"

@@ -1,0 +1,74 @@
+"""The body of a fused model: it stands in the host's list of blocks, alone, and is all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.probe import Readout
+from ..plan import Plan
+from .layers import Context, FusedBlock, _select, host_mask
+
+
+class Body(nn.Module):
+    """The trunk (the host's own blocks, pruned) and the branched blocks above it.
+
+    Called by the host like a block; returns the members' streams as a larger batch,
+    [streams * batch, tokens, width].
+    """
+
+    def __init__(
+        self,
+        trunk: Sequence[nn.Module],
+        branch: Sequence[FusedBlock],
+        plan: Plan,
+        readout: Readout,
+        causal: bool,
+    ) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleList(trunk)
+        self.branch = nn.ModuleList(branch)
+        self.plan = plan
+        self.readout = readout
+        self.causal = causal
+        self.positions: Tensor | None = None
+        self.replay: Tensor | None = None
+        self.watch: list[Tensor] | None = None
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run all blocks."""
+        if self.replay is not None:
+            return self.replay
+        x = hidden_states
+        for block in self.trunk:
+            x = block(x, *args, **kwargs)
+            x = x[0] if isinstance(x, tuple) else x
+            if self.watch is not None:
+                self.watch.append(x)
+        if self.branch:
+            causal = bool(kwargs.get("is_causal", self.causal))
+            context = Context(
+                mask=host_mask(args, kwargs, x),
+                causal=causal,
+                tokens=self.readout.tokens,
+                positions=self.positions,
+            )
+            for block in self.branch:
+                x = block(x, context)
+                if self.watch is not None:
+                    self.watch.append(x)
+        inputs = self.branch[-1].bank.plan.streams if self.branch else 1  # type: ignore[union-attr]
+        if self.plan.ends != tuple(range(inputs)):
+            x = _select(x, self.plan.ends, inputs)
+        return x
+
+    def full_length(self, stream: Tensor, length: int) -> Tensor:
+        """Put readout rows back at their places, for a host that looks for them itself."""
+        if self.positions is None or stream.shape[1] == length:
+            return stream
+        whole = stream.new_zeros(stream.shape[0], length, stream.shape[2])
+        whole[torch.arange(len(stream), device=stream.device), self.positions] = stream[:, 0]
+        return whole

@@ -1,0 +1,119 @@
+"""Take one member out of a fused model: a plain host again, physically pruned."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..models import Block, host_model
+from ..models.host import HostModel
+from ..models.sites import AttentionSite
+from ..plan import LayerPlan
+from .body import Body
+from .layers import FusedBlock, PerStream
+
+
+def share_parameters(model: nn.Module) -> nn.Module:
+    """Copy a module's structure; parameters and buffers stay the same tensors."""
+    memo = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo)
+
+
+@torch.no_grad()
+def cast_member(
+    model: nn.Module, body: Body, moulds: Sequence[nn.Module], host: HostModel, member: int
+) -> nn.Module:
+    """Cast one member as a plain host model that shares every parameter it can.
+
+    Args:
+        model: The fused host, whose list of blocks holds the body.
+        body: That body.
+        moulds: The branched blocks without storage (see `structure.build_body_`).
+        host: A view of the host from before the fusion: its family and the blocks' path.
+        member: Which one.
+    """
+    plan = body.plan
+    stream = plan.ends[plan.streams[member]]
+    streams = []  # the member's stream after every branched block, from the last one down
+    for layer in reversed(plan.layers):
+        streams.append(stream)
+        stream = layer.parents[stream]
+    streams.reverse()
+    blocks = [share_parameters(block) for block in body.trunk]
+    for fused, mould, layer, s in zip(body.branch, moulds, plan.layers, streams, strict=True):
+        assert isinstance(fused, FusedBlock)
+        blocks.append(_cast_block(fused, mould, host.family, layer, s))
+    empty = copy.copy(body)
+    empty._modules = {}
+    memo = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    memo[id(body)] = empty
+    result = copy.deepcopy(model, memo)
+    parent, _, name = host.blocks_path.rpartition(".")
+    container = result.get_submodule(host.blocks_path)
+    sequential = isinstance(container, nn.Sequential)
+    new = nn.Sequential(*blocks) if sequential else nn.ModuleList(blocks)
+    setattr(result.get_submodule(parent), name, new)
+    for path, module in list(result.named_modules()):
+        if isinstance(module, PerStream) and path:
+            owner, _, leaf = path.rpartition(".")
+            if owner.startswith(host.blocks_path):
+                continue
+            setattr(result.get_submodule(owner), leaf, module.each[plan.streams[member]])
+    result.hydra_head_mask = plan.masks[member]  # type: ignore[assignment]
+    return result.train(model.training)
+
+
+def _cast_block(
+    fused: FusedBlock, mould: nn.Module, family, layer: LayerPlan, stream: int
+) -> nn.Module:  # type: ignore[no-untyped-def]
+    """Fill a mould with one stream's weights: shared parts by reference, its heads by copy."""
+    module = copy.deepcopy(mould)
+    block = Block(layer.layer, module, AttentionSite(layer.layer, module, family), family)
+    plan = fused.bank.plan
+    group = layer.parents[stream] if plan.shared else stream
+
+    def set_part(path_of: nn.Module, part: PerStream, index: int) -> None:
+        replacement = part.each[index if len(part.each) > 1 else 0]
+        for owner in module.modules():
+            for name, child in owner.named_children():
+                if child is path_of:
+                    setattr(owner, name, replacement)
+
+    assert block.norm1 is not None and block.norm2 is not None
+    after = [
+        (part, module.get_submodule(path))
+        for name in ("after_attention", "after_mlp")
+        for part, path in zip(
+            getattr(fused, name),
+            [
+                p
+                for p in block.names(getattr(family, name))
+                if not isinstance(module.get_submodule(p), nn.Identity)
+            ],
+            strict=True,
+        )
+    ]
+    names = list(block.mlp_names)
+    heads = plan.heads[stream]
+    weights = fused.bank.weights(heads)
+    block.attention.replace_(weights, fused.output_bias.of(stream))
+    set_part(block.norm1, fused.norm1, group if family.norm == "pre" else stream)
+    set_part(block.norm2, fused.norm2, stream)
+    query_norm, key_norm = block.attention.head_norms
+    for old, part in ((query_norm, fused.query_norm), (key_norm, fused.key_norm)):
+        if old is not None and part is not None:
+            set_part(old, part, group)
+    for part, old in after:
+        set_part(old, part, stream)
+    for path, mlp in zip(names, fused.mlp, strict=True):
+        owner, _, leaf = path.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, mlp)
+    return module
+
+
+def member_host(model: nn.Module) -> HostModel:
+    """Look at a member that was cast."""
+    return host_model(model)

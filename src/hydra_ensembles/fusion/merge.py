@@ -1,0 +1,52 @@
+"""What members share: averages of modules, and which of their parts are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def same(first: nn.Module, second: nn.Module) -> bool:
+    """Tell whether two modules hold equal parameters and buffers."""
+    if first is second:
+        return True
+    a, b = first.state_dict(), second.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def identities(modules: Sequence[Sequence[nn.Module]]) -> list[int]:
+    """Number members by the content of some modules: equal content, equal number."""
+    found: list[Sequence[nn.Module]] = []
+    numbers = []
+    for parts in modules:
+        for number, known in enumerate(found):
+            if all(same(a, b) for a, b in zip(parts, known, strict=True)):
+                numbers.append(number)
+                break
+        else:
+            numbers.append(len(found))
+            found.append(parts)
+    return numbers
+
+
+@torch.no_grad()
+def average_(target: nn.Module, sources: Sequence[nn.Module]) -> bool:
+    """Set a module's floating-point state to the mean of others; tell whether they differed.
+
+    W = mean_m W^(m), b = mean_m b^(m) (Hydra Ensembles, the merged MLP). Equal sources change
+    nothing, to the last bit.
+    """
+    if all(same(sources[0], source) for source in sources[1:]):
+        return False
+    states = [source.state_dict() for source in sources]
+    for name, tensor in target.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.copy_(mean([state[name] for state in states]))
+    return True
+
+
+def mean(tensors: Sequence[Tensor]) -> Tensor:
+    """Average tensors in float64 (a mean of equal ones is exact)."""
+    return torch.stack([t.double() for t in tensors]).mean(0).to(tensors[0].dtype)

@@ -1,0 +1,110 @@
+"""Give a host the structure of a fused model: the body in its list of blocks, its parts in place.
+
+The structure follows from the plan and from how many copies each part has; the weights are filled
+in afterwards, by `assemble` from members or by `from_pretrained` from a file.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ..models import Block, HostModel
+from ..models.sites import HeadWeights
+from ..plan import LayerPlan, Plan
+from .bank import HeadBank
+from .body import Body
+from .layers import FusedBlock, OutputBias, PerStream
+
+Copies = Mapping[str, int]
+"""Number of copies of the parts that differ between streams, by name; 1 for all others."""
+
+
+def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tuple[nn.Module, ...]]:
+    """Replace a host's blocks by a body, in place.
+
+    Returns:
+        The body, and the branched blocks as they were, without storage (on the meta device): the
+        moulds from which a member can be cast again.
+    """
+    readout = host.readout
+    trunk = []
+    for layer in range(plan.trunk):
+        block = host.blocks[layer]
+        now = host.original_mask
+        kept = list(plan.trunk_heads[layer])
+        if now is not None:  # an already pruned host: heads by their place among those left
+            there = now.indices(layer)
+            kept = [there.index(head) for head in kept]
+        if len(kept) != block.attention.num_heads:
+            block.attention.keep_(kept)
+        trunk.append(block.module)
+    branch = [fused_block(host.blocks[p.layer], p, copies) for p in plan.layers]
+    moulds = tuple(copy.deepcopy(host.blocks[p.layer].module).to("meta") for p in plan.layers)
+    body = Body(trunk, branch, plan, readout, host.sites[-1].causal)
+    host.replace_blocks_([body])
+    return body, moulds
+
+
+def fused_block(block: Block, plan: LayerPlan, copies: Copies) -> FusedBlock:
+    """Make the fused form of one block, its parts copied from the block."""
+    get = block.module.get_submodule
+    site = block.attention
+
+    def parts(name: str, module: nn.Module | None) -> PerStream:
+        assert module is not None
+        count = copies.get(f"{plan.layer}.{name}", 1)
+        return PerStream([copy.deepcopy(module) for _ in range(count)])
+
+    def line(name: str, paths: tuple[str, ...]) -> list[PerStream]:
+        found = enumerate(block.names(paths))
+        return [parts(f"{name}.{i}", get(path)) for i, path in found if not _identity(get(path))]
+
+    query_norm, key_norm = site.head_norms
+    bias = site.output_bias
+    count = copies.get(f"{plan.layer}.output_bias", 1)
+    return FusedBlock(
+        HeadBank(_room_for(site.weights(), plan), plan),
+        OutputBias(None if bias is None else bias[None].repeat(count, 1)),
+        norm=block.family.norm,
+        norm1=parts("norm1", block.norm1),
+        norm2=parts("norm2", block.norm2),
+        mlp=[copy.deepcopy(get(path)) for path in block.mlp_names],
+        after_attention=line("after_attention", block.family.after_attention),
+        after_mlp=line("after_mlp", block.family.after_mlp),
+        query_norm=None if query_norm is None else parts("query_norm", query_norm),
+        key_norm=None if key_norm is None else parts("key_norm", key_norm),
+        scale=site.scale,
+        dropout=site.dropout,
+    )
+
+
+def _identity(module: nn.Module) -> bool:
+    return isinstance(module, nn.Identity)
+
+
+def _room_for(weights: HeadWeights, plan: LayerPlan) -> HeadWeights:
+    """Make space for the plan's distinct heads (filled in later)."""
+    heads = max((h for kept in plan.heads for h in kept), default=-1) + 1
+
+    def room(like: torch.Tensor | None) -> torch.Tensor | None:
+        return None if like is None else like.new_zeros(heads, *like.shape[1:])
+
+    return HeadWeights(*(room(getattr(weights, name)) for name in HeadWeights.__dataclass_fields__))  # type: ignore[arg-type]
+
+
+def split_classifier_(model: nn.Module, copies: Copies) -> None:
+    """Give modules after the blocks that differ between members one copy a stream, in place."""
+    for name, count in copies.items():
+        if name.startswith("classifier."):
+            path = name.removeprefix("classifier.")
+            parent, _, leaf = path.rpartition(".")
+            module = model.get_submodule(path)
+            setattr(
+                model.get_submodule(parent),
+                leaf,
+                PerStream([copy.deepcopy(module) for _ in range(count)]),
+            )
