@@ -1,0 +1,135 @@
+"""Entropy of attention rows without the rows x keys matrix: exact, in float32, memory O(rows).
+
+With s = scale * q.k, Entropy(softmax s) = logsumexp(s) - E[s], and E[s] = scale * q . (sum_k
+alpha_k k): an attention whose values are its keys. A kernel that also returns the logsumexp gives
+both at once; it is private in torch, so it is tried on a small example first, and where it is
+missing, or disagrees, or does not fit (a bias for pairs of tokens, other entropies), scores are
+made a few rows at a time.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .attention import AttentionView, repeat_keys
+from .entropy_kinds import EntropyKind
+
+BLOCK = 1 << 18
+"""Scores that are held at once in a blocked pass (1 MiB in float32)."""
+
+
+def row_entropies(
+    view: AttentionView, kind: EntropyKind | None = None, *, use_kernel: bool = True
+) -> Tensor:
+    """Return the entropy of every row of attention, float32 `[batch, heads, rows]`, in nats.
+
+    Rows that see no key give 0.
+
+    Args:
+        view: Queries, keys, mask and bias of one layer.
+        kind: Which entropy; Shannon's by default.
+        use_kernel: Allow the private kernel; False takes the public blocked path.
+    """
+    kind = kind or EntropyKind()
+    pairwise = view.bias is not None and view.bias.shape[-2] > 1
+    if (
+        use_kernel
+        and kind.is_shannon
+        and view.key is not None
+        and not pairwise
+        and kernel_works(view.query.device.type)
+    ):
+        return _by_kernel(view)
+    return _by_blocks(view, kind)
+
+
+def _by_blocks(view: AttentionView, kind: EntropyKind) -> Tensor:
+    batch, heads = view.query.shape[:2]
+    step = max(1, BLOCK // max(1, batch * heads * view.keys))
+    parts = []
+    for start in range(0, view.rows, step):
+        scores = view.scores(slice(start, start + step))
+        parts.append(kind(scores - scores.logsumexp(-1, keepdim=True)))
+    return torch.cat(parts, -1).nan_to_num(0.0).clamp_min(0.0)  # a row without keys is NaN
+
+
+def _by_kernel(view: AttentionView) -> Tensor:
+    assert view.key is not None
+    heads = view.query.shape[1]
+    parts = []
+    # the host's mask is one byte a pair, shared by all heads; as floats it is made for few samples
+    whole = view.hidden is None or view.hidden.shape[-2] == 1
+    step = len(view.query) if whole else max(1, BLOCK // (view.rows * view.keys))
+    for start in range(0, len(view.query), step):
+        some = slice(start, start + step)
+        query = view.query[some].float()
+        key = repeat_keys(view.key[some], heads).float()
+        # a shift that all keys share cancels in the softmax; without it the two terms cancel less
+        key = key - key.mean(-2, keepdim=True)
+        if view.bias is not None:
+            query, key = _with_bias(query, key, _samples(view.bias, some), view.scale)
+        hidden, causal = _samples(view.hidden, some), view.causal
+        if hidden is not None and causal:
+            later = torch.ones(view.rows, view.keys, dtype=torch.bool, device=query.device).triu(1)
+            hidden, causal = hidden | later, False
+        mean_key, logsumexp = _lse_attention(query, key, hidden, causal, view.scale)
+        mean_score = torch.einsum("bhtd,bhtd->bht", query, mean_key) * view.scale
+        parts.append(logsumexp - mean_score)
+    entropy = torch.cat(parts)
+    return torch.where(entropy.isfinite(), entropy, 0.0).clamp_min(0.0)
+
+
+def _samples(mask: Tensor | None, some: slice) -> Tensor | None:
+    return mask if mask is None or len(mask) == 1 else mask[some]
+
+
+def _with_bias(
+    query: Tensor, key: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Move a key-only bias into the product: scale * [q, 1] . [k, b / scale] = s + b."""
+    assert bias is not None
+    column = bias.transpose(-1, -2).expand(*key.shape[:-1], 1) / scale
+    ones = query.new_ones(*query.shape[:-1], 1)
+    return torch.cat([query, ones], -1), torch.cat([key, column], -1)
+
+
+def _lse_attention(
+    query: Tensor, key: Tensor, hidden: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return softmax(scale q.k) k `[batch, heads, rows, width]` and the logsumexp."""
+    mask = None
+    if hidden is not None:
+        mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
+    if query.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(query, key, key, 0.0, causal, attn_mask=mask, scale=scale)[:2]
+    if mask is not None:  # this kernel wants a mask for every head, in padded memory
+        raise NotImplementedError
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, logsumexp = efficient(query, key, key, None, True, 0.0, causal, scale=scale)[:2]
+    return out, logsumexp[..., : query.shape[2]]
+
+
+@lru_cache(maxsize=8)
+def kernel_works(device: str) -> bool:
+    """Tell whether the private kernel is there and agrees with the public path (asked once)."""
+    if device not in ("cpu", "cuda"):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, 3, 7, 8, generator=generator).to(device) for _ in range(2))
+    try:
+        for causal in (False, True):
+            view = AttentionView(0, query, key, scale=0.5, causal=causal)
+            if not torch.allclose(_by_kernel(view), _by_blocks(view, EntropyKind()), atol=1e-4):
+                return False
+        if device == "cpu":
+            hidden = torch.zeros(2, 1, 1, 7, dtype=torch.bool)
+            hidden[1, ..., 4:] = True
+            view = AttentionView(0, query, key, scale=0.5, hidden=hidden)
+            return torch.allclose(_by_kernel(view), _by_blocks(view, EntropyKind()), atol=1e-4)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True

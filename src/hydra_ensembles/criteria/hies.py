@@ -1,0 +1,67 @@
+"""HIES: head importance and low attention entropy, together (arXiv 2510.13832)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import DataError, HydraError
+from ..masks import HeadScores
+from .base import CombinedScore, Criterion, Setting, criteria
+from .entropy import AttentionEntropy
+from .importance import HeadImportance
+
+_SHANNON = AttentionEntropy()
+
+
+@criteria.register("hies")
+@dataclass(frozen=True)
+class HeadImportanceEntropy(CombinedScore):
+    """alpha * minmax(HIS) + (1 - alpha) * (1 - minmax(AE)), min-max over all heads of the model.
+
+    Made to be ranked over all layers together (`scores.top_k(keep, scope="model")`), in one shot;
+    32 calibration examples are enough.
+
+    Args:
+        alpha: 1 is head importance alone, 0 is low entropy alone; `"auto"` takes the best on the
+            held-out data (see `choose_alpha`).
+        entropy: Which attention entropy.
+    """
+
+    alpha: float | str = 0.5
+    entropy: AttentionEntropy = _SHANNON
+
+    def __post_init__(self) -> None:
+        known = self.alpha == "auto" if isinstance(self.alpha, str) else 0 <= self.alpha <= 1
+        if not known:
+            raise HydraError(
+                f'alpha={self.alpha!r} of hies: expected a number in [0, 1] or "auto".'
+            )
+
+    @property
+    def parts(self) -> tuple[Criterion, ...]:
+        """Head importance and attention entropy."""
+        return HeadImportance(), self.entropy
+
+    def combine(self, tables: Sequence[HeadScores], setting: Setting) -> HeadScores:
+        """Mix the two tables; with `alpha="auto"` search alpha on the held-out data first."""
+        importance, entropy = tables
+        if not isinstance(self.alpha, str):
+            return mix(importance, entropy, self.alpha)
+        if setting.held_out is None:
+            raise DataError(
+                'hies with alpha="auto" chooses alpha on data that did not make the scores: pass '
+                "held_out=<labelled data> to score_heads, or a number for alpha."
+            )
+        from .alpha import choose_alpha
+
+        choice = choose_alpha(
+            setting.host, importance, entropy, setting.held_out, progress=setting.progress
+        )
+        return mix(importance, entropy, choice.alpha)
+
+
+def mix(importance: HeadScores, entropy: HeadScores, alpha: float) -> HeadScores:
+    """Return alpha * minmax(importance) + (1 - alpha) * (1 - minmax(entropy))."""
+    mixed = alpha * importance.minmax() + (1 - alpha) * (1 - entropy.minmax())
+    return HeadScores(mixed.rows, name=f"hies(alpha={alpha:g})")
