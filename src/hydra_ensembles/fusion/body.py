@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.family import Family
 from ..models.probe import Readout
 from ..plan import Plan
 from .layers import Context, FusedBlock, _select, host_mask
@@ -26,6 +27,7 @@ class Body(nn.Module):
         branch: Sequence[FusedBlock],
         plan: Plan,
         readout: Readout,
+        family: Family,
         causal: bool,
     ) -> None:
         super().__init__()
@@ -33,6 +35,7 @@ class Body(nn.Module):
         self.branch = nn.ModuleList(branch)
         self.plan = plan
         self.readout = readout
+        self.family = family
         self.causal = causal
         self.positions: Tensor | None = None
         self.replay: Tensor | None = None

@@ -44,7 +44,7 @@ def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tupl
         trunk.append(block.module)
     branch = [fused_block(host.blocks[p.layer], p, copies) for p in plan.layers]
     moulds = tuple(copy.deepcopy(host.blocks[p.layer].module).to("meta") for p in plan.layers)
-    body = Body(trunk, branch, plan, readout, host.sites[-1].causal)
+    body = Body(trunk, branch, plan, readout, host.family, host.sites[-1].causal)
     host.replace_blocks_([body])
     return body, moulds
 

@@ -135,6 +135,17 @@ def find_readout(host: HostModel) -> Readout:
     return Readout(tokens, _folds(host, tokens), why="probed: nothing else reaches the output")
 
 
+def run_around(
+    host: HostModel,
+    args: Any,
+    kwargs: dict[str, Any],
+    answer: Callable[[Tensor], Tensor],
+) -> Any:
+    """Run a host's own embeddings and head around `answer`, which stands for all its blocks."""
+    with _instead_of_blocks(host, answer):
+        return host.model(*args, **kwargs)
+
+
 def _run(host: HostModel, inputs: Inputs, answer: Callable[[Tensor], Tensor]) -> Tensor:
     from .host import main_output
 
