@@ -94,6 +94,9 @@ class Answer(nn.Module):
         self.model = model
 
     def forward(self, batch: Any) -> Tensor:
+        of_members = getattr(self.model, "member_logits", None)
+        if callable(of_members):  # a fused ensemble: its `logits` are the members' mean already
+            return of_members(batch)
         return member_logits_of(call_model(self.model, batch))
 
 
