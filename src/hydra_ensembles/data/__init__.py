@@ -1,0 +1,1 @@
+"""Data: loaders, corruptions, OOD proxies, the embedded demo set."""

@@ -1,0 +1,327 @@
+"""Batches and data: what every other room iterates over.
+
+A *batch* is what the host takes: a mapping with an optional `labels`, `(inputs, labels)`, or the
+inputs alone. *Data* is any re-iterable of batches: a list, a `DataLoader`, or the `Batches` that
+our loaders give, which can also be subset without reading what is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+
+Batch = Any
+Data = Iterable[Batch]
+LABEL_KEYS = ("labels", "label")
+IMAGE_KEYS = ("pixel_values", "image", "images", "inputs", "x")
+
+
+def batch_length(batch: Batch) -> int:
+    """Count the examples of a batch."""
+    if isinstance(batch, Mapping):
+        batch = next((value for value in batch.values() if hasattr(value, "__len__")), ())
+    elif isinstance(batch, tuple) or (isinstance(batch, list) and _holds_fields(batch)):
+        return batch_length(batch[0]) if batch else 0
+    return len(batch)
+
+
+def take(batch: Batch, rows: Sequence[int] | slice) -> Batch:
+    """Take some rows of a batch; tensors, lists of strings and nestings of them keep their kind."""
+    if isinstance(batch, Tensor):
+        return batch[rows if isinstance(rows, slice) else torch.as_tensor(rows, dtype=torch.long)]
+    if isinstance(batch, Mapping):
+        return {key: take(value, rows) for key, value in batch.items()}
+    if isinstance(batch, tuple) or (isinstance(batch, list) and _holds_fields(batch)):
+        return tuple(take(value, rows) for value in batch)
+    return batch[rows] if isinstance(rows, slice) else [batch[row] for row in rows]
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    """Join batches to one; sequences of different length are padded on the right."""
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(_even(batches, 0))
+    if isinstance(first, Mapping):
+        return {
+            key: torch.cat(_even([b[key] for b in batches], _pad_value(key, batches)))
+            if isinstance(first[key], Tensor)
+            else join([b[key] for b in batches])
+            for key in first
+        }
+    if isinstance(first, tuple) or _holds_fields(first):
+        return tuple(join(parts) for parts in zip(*batches, strict=True))
+    return [item for batch in batches for item in batch]
+
+
+def labels_of(batch: Batch) -> Tensor | None:
+    """Return a batch's labels, or None."""
+    labels: Any = None
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        labels = batch[1]
+    elif isinstance(batch, Mapping):
+        labels = next((batch[key] for key in LABEL_KEYS if key in batch), None)
+    return None if labels is None else torch.as_tensor(labels)
+
+
+def without_labels(batch: Batch) -> Batch:
+    """Drop a batch's labels: those of outliers mean nothing to the host's classes."""
+    if isinstance(batch, Mapping):
+        return {key: value for key, value in batch.items() if key not in LABEL_KEYS}
+    return (batch[0],) if isinstance(batch, (tuple, list)) else batch
+
+
+def images_of(batch: Batch) -> Tensor | None:
+    """Return a batch's images `[batch, channel, height, width]`, or None when it holds none."""
+    found = _image_slot(batch)
+    return None if found is None else found[1]
+
+
+def with_images(batch: Batch, images: Tensor) -> Batch:
+    """Return the batch with its images replaced."""
+    slot = _image_slot(batch)
+    if slot is None:
+        raise DataError(f"Expected a batch of images; {describe(batch)}.")
+    if slot[0] is None:
+        return images
+    if isinstance(batch, Mapping):
+        return {**batch, slot[0]: images}
+    inner = images if isinstance(batch[0], Tensor) else with_images(batch[0], images)
+    return (inner, *batch[1:])
+
+
+def describe(batch: Batch) -> str:
+    """Say in a few words what a batch holds, for errors."""
+    if isinstance(batch, Mapping):
+        return "found a mapping of " + ", ".join(f"{k} {_shape(v)}" for k, v in batch.items())
+    if isinstance(batch, (tuple, list)):
+        return f"found a {type(batch).__name__} of " + ", ".join(_shape(v) for v in batch)
+    return f"found {_shape(batch)}"
+
+
+class Batches:
+    """Data over indexable examples: `load(indices)` makes a batch, so subsets cost what they hold.
+
+    Args:
+        load: makes one batch from a list of example numbers.
+        indices: the example numbers, in order.
+        batch_size: examples a batch.
+        labels: the label of every example that `load` knows (not only of `indices`), if there are
+            any.
+        info: what goes along (class names, the image transform); read as attributes by name.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Sequence[int]], Batch],
+        indices: Sequence[int],
+        *,
+        batch_size: int = 32,
+        labels: Tensor | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise DataError(f"batch_size is {batch_size}; expected 1 or more.")
+        self._load, self._all_labels = load, labels
+        self.indices, self.batch_size, self.info = list(indices), batch_size, dict(info or {})
+
+    def __iter__(self) -> Iterator[Batch]:
+        for start in range(0, len(self.indices), self.batch_size):
+            yield self._load(self.indices[start : start + self.batch_size])
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.indices) / self.batch_size)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and name in self.__dict__.get("info", {}):
+            return self.info[name]
+        raise AttributeError(f"{type(self).__name__} has no {name!r}")
+
+    def __repr__(self) -> str:
+        return f"Batches({self.count} examples, {len(self)} batches of {self.batch_size})"
+
+    @property
+    def count(self) -> int:
+        """Number of examples."""
+        return len(self.indices)
+
+    @property
+    def labels(self) -> Tensor | None:
+        """Labels of the examples, without loading them; None when unknown."""
+        return None if self._all_labels is None else self._all_labels[self.indices]
+
+    def subset(self, rows: Iterable[int], *, batch_size: int | None = None) -> Batches:
+        """Return the examples at these positions, in this order."""
+        chosen = [self.indices[row] for row in rows]
+        return Batches(
+            self._load,
+            chosen,
+            batch_size=batch_size or self.batch_size,
+            labels=self._all_labels,
+            info=self.info,
+        )
+
+
+class Mapped:
+    """Data with a function over every batch; `start` makes it at each pass, so seeds start anew."""
+
+    def __init__(self, data: Data, start: Callable[[], Callable[[Batch], Batch]]) -> None:
+        self.data, self._start = check_reiterable(data), start
+
+    def __iter__(self) -> Iterator[Batch]:
+        function = self._start()
+        for batch in self.data:
+            yield function(batch)
+
+    def __len__(self) -> int:
+        return len(self.data)  # type: ignore[arg-type]
+
+
+def as_data(source: Any, *, batch_size: int = 32) -> Data:
+    """Make data of a dataset, a loader, a list of batches, or of one large batch in memory.
+
+    Args:
+        source: a `DataLoader` or a list of batches (returned as they are); a map-style dataset
+            whose items are tensors, `(input, label)` or mappings; one batch: a tensor, a mapping
+            of tensors or a tuple `(inputs, labels)`, which is cut into batches.
+        batch_size: examples a batch, where we make the batches.
+    """
+    if isinstance(source, (Tensor, Mapping, tuple)):
+        count = batch_length(source)
+        return Batches(
+            lambda rows: take(source, _as_slice(rows)),
+            range(count),
+            batch_size=batch_size,
+            labels=labels_of(source),
+        )
+    if isinstance(source, (list, Batches, Mapped, torch.utils.data.DataLoader)):
+        return source
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+        collate = torch.utils.data.default_collate
+        return Batches(
+            lambda rows: collate([source[row] for row in rows]),
+            range(len(source)),
+            batch_size=batch_size,
+        )
+    return check_reiterable(source)
+
+
+def check_reiterable(data: Data) -> Data:
+    """Return the data if it can be read more than once, else raise."""
+    if not hasattr(data, "__iter__"):
+        raise DataError(
+            f"Found a {type(data).__name__} in place of data; expected a DataLoader, a list of "
+            "batches or any other re-iterable of batches. as_data(...) makes one of a dataset."
+        )
+    if iter(data) is data:
+        raise DataError(
+            f"The data is a {type(data).__name__} that can be read only once, but more passes are "
+            "needed. Pass a DataLoader, or list(...) of it."
+        )
+    return data
+
+
+def count(data: Data) -> int:
+    """Count the examples of data; reads it once unless its size is known."""
+    if isinstance(data, Batches):
+        return data.count
+    return sum(batch_length(batch) for batch in data)
+
+
+def indexable(data: Data) -> Batches:
+    """Return data whose examples can be picked one by one; reads other data into memory once."""
+    if isinstance(data, Batches):
+        return data
+    batches = [batch for batch in check_reiterable(data) if batch_length(batch)]
+    if not batches:
+        raise DataError("The data is empty: it gave no example.")
+    ends = list(accumulate(batch_length(batch) for batch in batches))
+
+    def load(rows: Sequence[int]) -> Batch:
+        runs: list[tuple[int, list[int]]] = []
+        for row in rows:
+            index = bisect_right(ends, row)
+            local = row - (ends[index - 1] if index else 0)
+            if runs and runs[-1][0] == index:
+                runs[-1][1].append(local)
+            else:
+                runs.append((index, [local]))
+        return join([take(batches[index], _as_slice(local)) for index, local in runs])
+
+    labels = [labels_of(batch) for batch in batches]
+    known = [label for label in labels if label is not None]
+    return Batches(
+        load,
+        range(ends[-1]),
+        batch_size=max(batch_length(batch) for batch in batches),
+        labels=torch.cat(known) if len(known) == len(batches) else None,
+    )
+
+
+def _as_slice(rows: Sequence[int]) -> Sequence[int] | slice:
+    """Return a slice for consecutive rows: a view in place of a copy."""
+    if rows and all(after == before + 1 for before, after in pairwise(rows)):
+        return slice(rows[0], rows[-1] + 1)
+    return rows
+
+
+def _holds_fields(batch: Sequence[Any]) -> bool:
+    # a DataLoader's default collate gives [inputs, labels] as a list; a list of strings is one
+    # column
+    return bool(batch) and all(isinstance(item, (Tensor, Mapping)) for item in batch)
+
+
+def _image_slot(batch: Batch) -> tuple[str | int | None, Tensor] | None:
+    def is_image(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.ndim == 4 and value.is_floating_point()
+
+    if isinstance(batch, Tensor):
+        return (None, batch) if is_image(batch) else None
+    if isinstance(batch, Mapping):
+        for key in (*(k for k in IMAGE_KEYS if k in batch), *batch):
+            if is_image(batch[key]):
+                return key, batch[key]
+        return None
+    if isinstance(batch, (tuple, list)) and batch:
+        inner = _image_slot(batch[0])
+        return None if inner is None else (0, inner[1])
+    return None
+
+
+def _even(tensors: Sequence[Tensor], value: float) -> list[Tensor]:
+    if tensors[0].ndim < 2 or len({t.shape[1:] for t in tensors}) == 1:
+        return list(tensors)
+    if tensors[0].ndim != 2:
+        raise DataError(
+            f"Cannot join examples of shapes {sorted({tuple(t.shape[1:]) for t in tensors})}; "
+            "only token sequences can be padded. Give images of one size."
+        )
+    longest = max(t.shape[1] for t in tensors)
+    pad = torch.nn.functional.pad
+    return [pad(t, (0, longest - t.shape[1]), value=value) for t in tensors]
+
+
+def _pad_value(key: str, batches: Sequence[Mapping[str, Any]]) -> float:
+    """Return the id that pads `key`: what stands where the attention mask is 0."""
+    if key == "attention_mask" or "attention_mask" not in batches[0]:
+        return 0
+    for batch in batches:
+        masked = batch["attention_mask"] == 0
+        if batch[key].shape == masked.shape and bool(masked.any()):
+            return batch[key][masked][0].item()
+    return 0
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return f"{type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else repr(value)

@@ -1,0 +1,155 @@
+"""Shifts: the common corruptions of ImageNet-C and CIFAR-C for images of any size, and of text.
+
+Dan Hendrycks and Thomas Dietterich, *Benchmarking Neural Network Robustness to Common Corruptions
+and Perturbations*, ICLR 2019. Written anew on torch: the packages that offer them draw from global
+random states, need one image at a time or one size, or do not run with current numpy. Parameters
+are CIFAR-C's below 85 pixels and ImageNet-C's from there on; lengths in pixels scale with the
+image. Frost is drawn, not photographed, so its figures do not compare with published ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import DataError
+from ..batches import Batch, Data, Mapped, describe, images_of, with_images
+from . import blur, digital, noise, weather  # noqa: F401  (they register themselves)
+from .base import Draws, corruptions, draw_seeds
+from .text import corrupt_texts, text_corruptions
+
+COMMON = (
+    "gaussian_noise",
+    "shot_noise",
+    "impulse_noise",
+    "defocus_blur",
+    "glass_blur",
+    "motion_blur",
+    "zoom_blur",
+    "snow",
+    "frost",
+    "fog",
+    "brightness",
+    "contrast",
+    "elastic_transform",
+    "pixelate",
+    "jpeg_compression",
+)
+"""The fifteen; `speckle_noise`, `gaussian_blur`, `spatter` and `saturate` are the extras."""
+
+Channels = float | Sequence[float] | Tensor
+
+
+def corrupt(
+    images: Tensor, name: str, *, severity: int = 3, generator: torch.Generator | None = None
+) -> Tensor:
+    """Corrupt images `[B, C, H, W]` in [0, 1]; the answer is in [0, 1] too.
+
+    Args:
+        images: floats in [0, 1] on any device.
+        name: a registered corruption, see `COMMON`.
+        severity: 1 to 5.
+        generator: a CPU generator; one seed an example is drawn from it, so that the result does
+            not depend on the batch size. By default a fresh one with seed 0.
+    """
+    generator = generator or torch.Generator().manual_seed(0)
+    return corrupt_with(images, name, severity, draw_seeds(len(images), generator))
+
+
+def corrupt_with(images: Tensor, name: str, severity: int, seeds: Tensor) -> Tensor:
+    """Corrupt images `[B, C, H, W]` in [0, 1] with one seed an example."""
+    function = corruptions[name]
+    if severity not in range(1, 6):
+        raise DataError(f"The severity is {severity}; expected 1 to 5.")
+    if images.ndim != 4 or not images.is_floating_point():
+        raise DataError(f"Expected float images [B, C, H, W] in [0, 1]; {describe(images)}.")
+    low, high = images.min().item(), images.max().item()
+    if not (math.isfinite(low) and math.isfinite(high) and low >= -0.01 and high <= 1.01):
+        raise DataError(
+            f"Images to corrupt must lie in [0, 1]; found values from {low:.3g} to {high:.3g}. "
+            "Pass the mean and std that they were normalised with."
+        )
+    draws = Draws(seeds, images.device)
+    return function(images.float().clamp(0, 1), severity, draws).clamp(0, 1).to(images.dtype)
+
+
+def corrupted(
+    data: Data,
+    name: str,
+    *,
+    severity: int = 3,
+    seed: int = 0,
+    mean: Channels | None = None,
+    std: Channels | None = None,
+) -> Data:
+    """Return data under a corruption, re-iterable and the same at every pass; labels stay.
+
+    Args:
+        data: batches of images, or text data made by our loaders (`text_file`) for a text
+            corruption.
+        name: a registered corruption of images, or of text (`typos`, `drop_words`, ...).
+        severity: 1 to 5.
+        seed: of the draw; the same for any batch size.
+        mean, std: what the images were normalised with, a number or one a channel. By default
+            those of the data's own transform if it has one, else the images must lie in [0, 1].
+    """
+    if name in text_corruptions and name not in corruptions:
+        strings: Any = data
+        if not hasattr(strings, "with_texts"):
+            raise DataError(
+                f"The corruption {name!r} works on raw strings, which this data does not hold. "
+                "Read the text with text_file(...), or call corrupt_texts(...) before the "
+                "tokenizer."
+            )
+        texts = corrupt_texts(strings.texts, name, severity=severity, seed=seed)
+        return strings.with_texts(texts)
+    _ = corruptions[name]  # an unknown name fails here, not in the middle of a pass
+    transform = getattr(data, "transform", None)
+    mean = getattr(transform, "mean", None) if mean is None else mean
+    std = getattr(transform, "std", None) if std is None else std
+
+    def start() -> Callable[[Batch], Batch]:
+        generator = torch.Generator().manual_seed(seed)
+
+        def apply(batch: Batch) -> Batch:
+            images = images_of(batch)
+            if images is None:
+                raise DataError(f"Expected a batch of images; {describe(batch)}.")
+            shift, scale = per_channel(mean, images, 0.0), per_channel(std, images, 1.0)
+            pixels = images * scale + shift
+            changed = corrupt(pixels, name, severity=severity, generator=generator)
+            return with_images(batch, (changed - shift) / scale)
+
+        return apply
+
+    return Mapped(data, start)
+
+
+def per_channel(values: Any, images: Tensor, default: float) -> Tensor:
+    """Return a mean or std as a tensor `[1, C, 1, 1]` (or one number) beside the images."""
+    tensor = torch.as_tensor(default if values is None else values)
+    tensor = tensor.to(images.device, images.dtype).reshape(1, -1, 1, 1)
+    if tensor.shape[1] not in (1, images.shape[1]):
+        raise DataError(
+            f"mean or std has {tensor.shape[1]} channels, but the images have {images.shape[1]}."
+        )
+    return tensor
+
+
+__all__ = [
+    "COMMON",
+    "Channels",
+    "Draws",
+    "corrupt",
+    "corrupt_texts",
+    "corrupt_with",
+    "corrupted",
+    "corruptions",
+    "draw_seeds",
+    "per_channel",
+    "text_corruptions",
+]

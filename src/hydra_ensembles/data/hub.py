@@ -1,0 +1,141 @@
+"""Hugging Face datasets: by name from the hub, or a folder that `save_to_disk` wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError, MissingDependencyError
+from .batches import Batch, Batches
+from .folders import image_batch
+from .labels import encode_labels, pick_column
+from .texts import LABEL_COLUMNS, TEXT_COLUMNS, text_data
+from .transforms import ImageTransform, image_transform
+
+IMAGE_COLUMNS = ("image", "img", "images", "picture", "pixel_values")
+LABELS = (*LABEL_COLUMNS, "fine_label", "coarse_label")
+
+
+def hub_dataset(
+    name: str | Path,
+    *,
+    split: str | None = None,
+    config: str | None = None,
+    revision: str | None = None,
+    tokenizer: Callable[..., Any] | None = None,
+    transform: Any = None,
+    text_column: str | None = None,
+    pair_column: str | None = None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    labels: bool = True,
+    class_names: Sequence[str] | None = None,
+    max_length: int | None = None,
+    batch_size: int = 32,
+    key: str | None = "pixel_values",
+) -> Batches:
+    """Read a Hugging Face dataset as data: of text when a tokenizer is given, else of images.
+
+    Args:
+        name: on the hub, or a folder written by `save_to_disk`.
+        split: for example `test`; needed when there is more than one.
+        config: the dataset's configuration, such as `sst2` of `glue`.
+        revision: a branch, tag or commit of the hub.
+        tokenizer: the host's; text data if given.
+        transform: what `image_transform` takes; see `image_folder`.
+        text_column, pair_column, image_column, label_column: by default found under their usual
+            names.
+        labels: False leaves them out, as for outliers.
+        class_names: names in the order of the host's classes; by default those of the dataset.
+        max_length: tokens at most; by default the tokenizer's limit.
+        batch_size: examples a batch.
+        key: the host's name for images; None gives `(images, labels)`.
+    """
+    dataset = _open(name, split, config, revision)
+    where = f"The dataset {name}"
+    numbers, names = None, None
+    if labels:
+        column = pick_column(label_column, dataset.column_names, LABELS, "label", where)
+        numbers, names = _labels(dataset, column, class_names, where)
+    if tokenizer is not None:
+        column = pick_column(text_column, dataset.column_names, TEXT_COLUMNS, "text", where)
+        pairs = None
+        if pair_column is not None:
+            pairs = list(dataset[pick_column(pair_column, dataset.column_names, (), "text", where)])
+        return text_data(
+            list(dataset[column]),
+            tokenizer,
+            pairs=pairs,
+            labels=numbers,
+            class_names=names,
+            max_length=max_length,
+            batch_size=batch_size,
+        )
+    column = pick_column(image_column, dataset.column_names, IMAGE_COLUMNS, "image", where)
+    made = image_transform(ImageTransform() if transform is None else transform)
+    pictures = dataset.select_columns([column])
+
+    def load(rows: Sequence[int]) -> Batch:
+        images = []
+        for row in rows:
+            try:
+                images.append(made(pictures[int(row)][column]))
+            except (OSError, SyntaxError) as error:
+                raise DataError(f"{where}: the image of row {row} is broken: {error}.") from error
+        return image_batch(
+            torch.stack(images), None if numbers is None else numbers[list(rows)], key
+        )
+
+    info = {"class_names": names, "transform": made}
+    return Batches(load, range(len(dataset)), batch_size=batch_size, labels=numbers, info=info)
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Tell whether a folder was written by `save_to_disk`."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def _open(name: str | Path, split: str | None, config: str | None, revision: str | None) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Hugging Face datasets need the package datasets: pip install 'hydra-ensembles[data]'."
+        ) from error
+    folder = Path(name).expanduser()
+    try:
+        if folder.is_dir() and is_saved_dataset(folder):
+            found = datasets.load_from_disk(str(folder))
+        else:
+            found = datasets.load_dataset(str(name), config, revision=revision)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"Cannot load the dataset {name}: {' '.join(str(error).split())}"
+        ) from error
+    if isinstance(found, datasets.DatasetDict):
+        if split is None and len(found) == 1:
+            split = next(iter(found))
+        if split not in found:
+            raise DataError(
+                f"The dataset {name} has no split {split!r}; pass split=... of: {', '.join(found)}."
+                if split
+                else f"The dataset {name} has several splits; pass split=... of: "
+                f"{', '.join(found)}."
+            )
+        return found[split]
+    return found
+
+
+def _labels(
+    dataset: Any, column: str, class_names: Sequence[str] | None, where: str
+) -> tuple[Tensor, list[str] | None]:
+    values = list(dataset[column])
+    own = getattr(dataset.features.get(column), "names", None)
+    if own is not None and class_names is not None and list(own) != list(class_names):
+        values = [own[value] for value in values]  # by name, since the orders differ
+    numbers, names = encode_labels(values, class_names or own, where=where)
+    return numbers, names

@@ -1,0 +1,74 @@
+"""Labels in files: numbers as they are, names to numbers, and columns that exist."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+
+
+def encode_labels(
+    values: Sequence[Any],
+    class_names: Sequence[str] | None,
+    *,
+    where: str,
+    numbers_stay: bool = True,
+) -> tuple[Tensor, list[str] | None]:
+    """Turn labels into class numbers; return them with the class names.
+
+    Whole numbers stay as they are (unless `numbers_stay` is False, for folders that have digits
+    for a name). Names become their place in `class_names`, by default the sorted names found.
+    """
+    numbers = _whole_numbers(values) if numbers_stay else None
+    if numbers is not None:
+        return torch.tensor(numbers), None if class_names is None else list(class_names)
+    found = [str(value) for value in values]
+    names = sorted(set(found)) if class_names is None else [str(name) for name in class_names]
+    place = {name: number for number, name in enumerate(names)}
+    strange = next((value for value in found if value not in place), None)
+    if strange is not None:
+        raise DataError(
+            f"The label {strange!r} in {where} is none of the {len(names)} class names "
+            f"({_some(names)}). Check class_names, or leave it out to use the names found."
+        )
+    return torch.tensor([place[value] for value in found]), names
+
+
+def pick_column(
+    wanted: str | None, columns: Collection[str], usual: Sequence[str], what: str, where: str
+) -> str:
+    """Return the column to read: the one asked for, or the first usual name that is there."""
+    if wanted is not None:
+        if wanted in columns:
+            return wanted
+        near = difflib.get_close_matches(wanted, list(columns), n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise DataError(f"{where} has no column {wanted!r}.{hint} Its columns: {_some(columns)}.")
+    for name in usual:
+        if name in columns:
+            return name
+    raise DataError(
+        f"{where} has no {what} column under a usual name ({', '.join(usual)}). Name one of its "
+        f"columns: {_some(columns)}."
+    )
+
+
+def _whole_numbers(values: Sequence[Any]) -> list[int] | None:
+    try:
+        numbers = [int(value) for value in values]
+    except (TypeError, ValueError):
+        return None
+    if any(float(value) != number for value, number in zip(values, numbers, strict=True)):
+        return None
+    return numbers if all(number >= 0 for number in numbers) else None
+
+
+def _some(names: Collection[str], most: int = 20) -> str:
+    shown = list(names)[:most]
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, shown)) + more

@@ -1,0 +1,154 @@
+"""OOD proxies: outliers made from in-distribution data alone, for searches that have no others.
+
+One proxy stands for a family of outliers at best, so take several: a search fits the family it
+sees. Every proxy is re-iterable, equal at every pass and for every batch size, and has no labels.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import DataError
+from ..batches import (
+    Batch,
+    Data,
+    batch_length,
+    check_reiterable,
+    describe,
+    images_of,
+    with_images,
+    without_labels,
+)
+from ..corruptions.base import Draws, draw_seeds
+from . import tokens
+from .base import Proxy, proxies, spread
+from .images import ImageContext, image_proxy
+from .strings import proxy_texts, string_proxies
+from .tokens import TokenContext, text_proxy
+
+IMAGE_BANK, TEXT_BANK = 64, 512
+
+
+def make_proxies(
+    data: Data,
+    kinds: str | Sequence[str] = "auto",
+    *,
+    seed: int = 0,
+    mean: Any = None,
+    std: Any = None,
+    tokenizer: Any = None,
+) -> dict[str, Data]:
+    """Make outliers of in-distribution data; return one data set a kind.
+
+    Args:
+        data: batches of images, or of token ids (`input_ids`, `attention_mask`).
+        kinds: names of registered proxies, or `auto`: all that fit. For images `corrupt`,
+            `shuffle`, `mix`, `blur`, `tile`, `noise`; for text `shuffle_words`, `token_noise`,
+            `foreign`, `halves`.
+        seed: of every draw.
+        mean, std: what images were normalised with; by default read off the data's transform or
+            its pixel range.
+        tokenizer: tells special and foreign tokens; by default the data's own, else guessed: what
+            begins and ends every sentence is special, and ids that do not occur are foreign.
+    """
+    first = next(iter(check_reiterable(data)), None)
+    if first is None:
+        raise DataError("The data is empty, so there is nothing to make proxies of.")
+    if images_of(first) is not None:
+        modality = "image"
+    elif isinstance(first, Mapping) and "input_ids" in first:
+        modality = "text"
+    else:
+        raise DataError(
+            "Proxies are made of images [B, C, H, W] or of token ids under 'input_ids'; "
+            f"{describe(first)}. Pass outliers of your own instead."
+        )
+    if kinds == "auto":
+        names = [name for name in proxies if proxies[name].modality == modality]
+    else:
+        names = [kinds] if isinstance(kinds, str) else list(kinds)
+    for name in names:
+        if proxies[name].modality != modality:
+            fitting = ", ".join(n for n in proxies if proxies[n].modality == modality)
+            raise DataError(
+                f"The proxy {name!r} is made of {proxies[name].modality}s, but the data holds "
+                f"{modality}s. Those that fit: {fitting}."
+            )
+    transform = getattr(data, "transform", None)
+    context = Context(
+        data,
+        seed=seed,
+        mean=getattr(transform, "mean", None) if mean is None else mean,
+        std=getattr(transform, "std", None) if std is None else std,
+        tokenizer=getattr(data, "tokenizer", None) if tokenizer is None else tokenizer,
+    )
+    # a seed by name, so that a kind is the same whatever other kinds are asked for
+    return {
+        name: ProxyData(data, proxies[name], context, seed * 2**32 + zlib.crc32(name.encode()))
+        for name in names
+    }
+
+
+class Context:
+    """What the proxies of one data set share; read when it is first needed."""
+
+    def __init__(self, data: Data, *, seed: int, mean: Any, std: Any, tokenizer: Any) -> None:
+        self.data, self.seed, self.tokenizer = data, seed, tokenizer
+        self.mean, self.std = mean, std
+
+    @cached_property
+    def images(self) -> ImageContext:
+        """A bank of images and their normalisation."""
+        bank = images_of(spread(self.data, IMAGE_BANK, self.seed))
+        assert bank is not None
+        return ImageContext.of(bank.cpu(), self.mean, self.std)
+
+    @cached_property
+    def tokens(self) -> TokenContext:
+        """A bank of sentences and the ids' roles."""
+        return TokenContext.of(spread(self.data, TEXT_BANK, self.seed), self.tokenizer)
+
+
+class ProxyData:
+    """Data of one proxy, made batch by batch."""
+
+    def __init__(self, data: Data, proxy: Proxy, context: Context, seed: int) -> None:
+        self.data, self._proxy, self._context, self._seed = data, proxy, context, seed
+
+    def __iter__(self) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(self._seed)
+        for batch in self.data:
+            seeds = draw_seeds(batch_length(batch), generator)
+            yield self._make(without_labels(batch), seeds)
+
+    def __len__(self) -> int:
+        return len(self.data)  # type: ignore[arg-type]
+
+    def _make(self, batch: Batch, seeds: Tensor) -> Batch:
+        if self._proxy.modality == "text":
+            return tokens.apply(self._proxy.make, batch, seeds, self._context.tokens)
+        images, context = images_of(batch), self._context.images
+        if images is None:
+            raise DataError(f"Expected a batch of images; {describe(batch)}.")
+        draws = Draws(seeds, images.device)
+        made = self._proxy.make(context.to_pixels(images), draws, context)
+        return with_images(batch, context.from_pixels(made, images))
+
+
+__all__ = [
+    "ImageContext",
+    "Proxy",
+    "TokenContext",
+    "image_proxy",
+    "make_proxies",
+    "proxies",
+    "proxy_texts",
+    "string_proxies",
+    "text_proxy",
+]

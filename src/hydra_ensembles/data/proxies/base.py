@@ -1,0 +1,52 @@
+"""What proxies share: the registry, and a bank of examples from all over the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import DataError
+from ...registry import Registry
+from ..batches import Batch, Batches, Data, batch_length, join, take
+from ..corruptions.base import draw_seeds
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A kind of outlier made of in-distribution examples.
+
+    Args:
+        modality: `image` or `text`.
+        make: for images `(pixels [B, C, H, W] in [0, 1], Draws, ImageContext) -> pixels`; for text
+            `(content ids [n] of one sentence, torch.Generator, TokenContext) -> ids [n]`.
+    """
+
+    modality: str
+    make: Callable[..., Any]
+
+
+proxies: Registry[Proxy] = Registry("proxy")
+
+
+def spread(data: Data, count: int, seed: int) -> Batch:
+    """Draw `count` examples from all over the data as one batch, the same for any batch size."""
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(data, Batches):
+        keys = draw_seeds(data.count, generator)
+        rows = keys.argsort()[:count].sort().values.tolist()
+        return next(iter(data.subset(rows, batch_size=max(1, len(rows)))))
+    kept: list[tuple[int, int, Batch]] = []  # key, place, example: those of the smallest keys
+    place = 0
+    for batch in data:
+        keys = draw_seeds(batch_length(batch), generator)
+        limit = kept[-1][0] if len(kept) == count else 2**62
+        for row in (keys < limit).nonzero().flatten().tolist():
+            kept.append((int(keys[row]), place + row, take(batch, [row])))
+        kept = sorted(kept, key=lambda entry: entry[0])[:count]
+        place += len(keys)
+    if not kept:
+        raise DataError("The data is empty, so there is nothing to make proxies of.")
+    return join([example for _, _, example in sorted(kept, key=lambda entry: entry[1])])

@@ -1,0 +1,134 @@
+"""Splits and fingerprints: which examples go where, and whether they are the same as before."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from .batches import Batch, Batches, Data, indexable, labels_of
+
+
+def split(data: Data, fractions: Mapping[str, float], *, seed: int = 0) -> dict[str, Batches]:
+    """Split data into named parts, stratified by label and seeded.
+
+    Every class spreads over the parts as evenly as whole examples allow, also when a class has
+    fewer examples than there are parts; the sizes of the parts are within one of what was asked.
+
+    Args:
+        data: any data; what is not `Batches` is read into memory once.
+        fractions: part name to share, for example `{"select": 0.6, "stop": 0.2, "temperature":
+            0.2}`; what they leave of 1 is dropped.
+        seed: of the draw.
+    """
+    total = sum(fractions.values())
+    if not fractions or min(fractions.values()) <= 0 or total > 1 + 1e-6:
+        raise DataError(
+            f"The fractions are {dict(fractions)}; expected positive shares whose sum is at most 1."
+        )
+    source = indexable(data)
+    order = _stratified_order(_class_numbers(source), seed)
+    names = [*fractions, None]
+    shares = [*fractions.values(), max(0.0, 1 - total)]
+    taken = [0] * len(names)
+    rows: dict[str | None, list[int]] = {name: [] for name in names}
+    for position, row in enumerate(order, start=1):
+        # the part that lags most; ties go to the first
+        part = max(range(len(names)), key=lambda i: shares[i] * position - taken[i])
+        taken[part] += 1
+        rows[names[part]].append(row)
+    empty = [name for name in fractions if not rows[name]]
+    if empty:
+        raise DataError(
+            f"{source.count} examples are too few for the parts {dict(fractions)}: "
+            f"{', '.join(empty)} would be empty. Give more examples or fewer parts."
+        )
+    return {name: source.subset(sorted(rows[name])) for name in fractions}
+
+
+def sample(data: Data, count: int, *, seed: int = 0) -> Batches:
+    """Draw `count` examples, stratified by label and seeded, in their original order."""
+    source = indexable(data)
+    if count >= source.count:
+        return source
+    if count < 1:
+        raise DataError(f"Cannot draw {count} examples; expected 1 or more.")
+    order = _stratified_order(_class_numbers(source), seed)
+    # evenly spaced over the order by class, so that every class gives its share
+    places = torch.linspace(0, len(order), count + 1, dtype=torch.float64)[:-1].long()
+    return source.subset(sorted(order[place] for place in places.tolist()))
+
+
+def fingerprint(data: Data) -> str:
+    """Return a SHA-256 over the content of data: the same for any batch size and padding length.
+
+    Columns are hashed apart, each with its dtype and the shape of a row; of token sequences only
+    what the attention mask keeps counts.
+    """
+    columns: dict[str, Any] = {}
+    lengths: dict[str, int] = {}
+    for batch in data:
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        for name, value in _columns(batch):
+            if isinstance(value, Tensor):
+                value = value.detach().cpu().contiguous()
+                sequence = mask is not None and value.shape == mask.shape
+                if name not in columns:
+                    row = "tokens" if sequence else list(value.shape[1:])
+                    columns[name] = hashlib.sha256(f"{name} {value.dtype} {row}".encode())
+                if sequence and mask is not None:
+                    kept = mask.detach().cpu().bool()
+                    columns[name].update(_bytes(kept.sum(1)))
+                    value = value[kept]
+                columns[name].update(_bytes(value))
+            else:
+                columns.setdefault(name, hashlib.sha256(f"{name} {type(value).__name__}".encode()))
+                for item in value if isinstance(value, (list, tuple)) else [value]:
+                    columns[name].update(f"{item!r}\n".encode())
+            lengths[name] = lengths.get(name, 0) + (len(value) if hasattr(value, "__len__") else 1)
+    if not columns:
+        raise DataError("The data is empty: it gave no batch.")
+    whole = hashlib.sha256()
+    for name in sorted(columns):
+        whole.update(f"{name} {lengths[name]} {columns[name].hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+def _columns(batch: Batch, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(batch, Mapping):
+        return [pair for key, value in batch.items() for pair in _columns(value, f"{prefix}.{key}")]
+    if isinstance(batch, (tuple, list)) and batch and not isinstance(batch[0], str):
+        return [pair for i, value in enumerate(batch) for pair in _columns(value, f"{prefix}[{i}]")]
+    return [(prefix, batch)]
+
+
+def _bytes(tensor: Tensor) -> Any:
+    # numpy knows no bfloat16, so look at the bytes; an empty tensor cannot be viewed
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+
+
+def _class_numbers(source: Batches) -> Tensor:
+    """Return one number a class for every example; zeros when there is nothing to stratify by."""
+    labels = source.labels
+    if labels is None:
+        first = next(iter(source.subset([0])))
+        if labels_of(first) is None:
+            return torch.zeros(source.count, dtype=torch.long)
+        found = [labels_of(batch) for batch in source]
+        labels = torch.cat([label for label in found if label is not None])
+    if labels.ndim != 1 or labels.is_floating_point() or len(labels) != source.count:
+        return torch.zeros(source.count, dtype=torch.long)
+    return labels.long()
+
+
+def _stratified_order(classes: Tensor, seed: int) -> list[int]:
+    """Return the examples class after class, both in a seeded random order."""
+    generator = torch.Generator().manual_seed(seed)
+    shuffled = torch.randperm(len(classes), generator=generator)
+    kinds, numbers = classes[shuffled].unique(return_inverse=True)
+    place = torch.randperm(len(kinds), generator=generator)  # classes in random order
+    return shuffled[place[numbers].argsort(stable=True)].tolist()

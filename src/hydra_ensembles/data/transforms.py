@@ -1,0 +1,163 @@
+"""Image transforms: from a picture to the normalised tensor that the host was trained on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError, MissingDependencyError
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """Resize, crop the centre and normalise a picture.
+
+    Args:
+        size: height and width of the answer, or one number for both.
+        crop: share of the resized picture that the centre crop keeps (timm's `crop_pct`); None
+            squeezes the whole picture into the size instead.
+        interpolation: `bicubic`, `bilinear`, `nearest` or `lanczos`.
+        mean, std: one a channel; their length (1 or 3) decides between grey and colour.
+    """
+
+    size: int | tuple[int, int] = 224
+    crop: float | None = 1.0
+    interpolation: str = "bicubic"
+    mean: Sequence[float] = IMAGENET_MEAN
+    std: Sequence[float] = IMAGENET_STD
+
+    def __call__(self, picture: Any) -> Tensor:
+        """Turn a PIL image into a tensor `[C, H, W]`."""
+        import numpy as np
+
+        height, width = (self.size, self.size) if isinstance(self.size, int) else self.size
+        picture = picture.convert("RGB" if len(self.mean) == 3 else "L")
+        how = _resampling(self.interpolation)
+        if self.crop is None:
+            picture = _resized(picture, (width, height), how)
+        else:
+            # shorter side to floor(size / crop), as timm and torchvision do
+            scale = max(
+                math.floor(height / self.crop) / picture.height,
+                math.floor(width / self.crop) / picture.width,
+            )
+            wide = max(width, int(picture.width * scale + 1e-6))
+            high = max(height, int(picture.height * scale + 1e-6))
+            picture = _resized(picture, (wide, high), how)
+            left, top = round((wide - width) / 2.0), round((high - height) / 2.0)
+            picture = picture.crop((left, top, left + width, top + height))
+        pixels = torch.from_numpy(np.array(picture, dtype=np.uint8)).view(height, width, -1)
+        tensor = pixels.permute(2, 0, 1).float() / 255
+        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
+        return (tensor - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
+
+
+@dataclass(frozen=True)
+class ProcessorTransform:
+    """Run a Hugging Face image processor, which knows its own size and normalisation."""
+
+    processor: Any
+
+    @property
+    def mean(self) -> Sequence[float] | None:
+        """What the processor subtracts, or None when it does not normalise."""
+        return self.processor.image_mean if getattr(self.processor, "do_normalize", True) else None
+
+    @property
+    def std(self) -> Sequence[float] | None:
+        """What the processor divides by, or None when it does not normalise."""
+        return self.processor.image_std if getattr(self.processor, "do_normalize", True) else None
+
+    def __call__(self, picture: Any) -> Tensor:
+        """Turn a PIL image into a tensor `[C, H, W]`."""
+        answer = self.processor(images=picture.convert("RGB"), return_tensors="pt")
+        return answer["pixel_values"][0]
+
+
+def image_transform(source: Any) -> Callable[[Any], Tensor]:
+    """Return the transform that a host expects.
+
+    Args:
+        source: a Hugging Face image processor (or a processor that holds one), a timm model or its
+            `pretrained_cfg`, an open_clip model, an `ImageTransform`, or any function from a PIL
+            image to a tensor.
+    """
+    if isinstance(source, (ImageTransform, ProcessorTransform)):
+        return source
+    processor = getattr(source, "image_processor", source)
+    if hasattr(processor, "image_mean") and callable(processor):
+        return ProcessorTransform(processor)
+    config = source if isinstance(source, Mapping) else getattr(source, "pretrained_cfg", None)
+    if config is not None:
+        return _from_timm(_as_dict(config), source)
+    clip = getattr(getattr(source, "visual", None), "preprocess_cfg", None)
+    if clip is not None:
+        clip = _as_dict(clip)
+        return ImageTransform(
+            size=_pair(clip.get("size", 224)),
+            crop=1.0 if clip.get("resize_mode", "shortest") == "shortest" else None,
+            interpolation=clip.get("interpolation", "bicubic"),
+            mean=tuple(clip["mean"]),
+            std=tuple(clip["std"]),
+        )
+    if callable(source) and not isinstance(source, torch.nn.Module):
+        return source
+    raise DataError(
+        f"Cannot tell how {type(source).__name__} wants its images. Pass the host's image "
+        "processor (AutoImageProcessor.from_pretrained), an ImageTransform(size=..., mean=..., "
+        "std=...), or a function from a PIL image to a tensor."
+    )
+
+
+def _from_timm(config: Mapping[str, Any], source: Any) -> ImageTransform:
+    size = tuple(config.get("input_size", (3, 224, 224)))[1:]
+    # a model built for another size keeps the published one in its cfg
+    built = getattr(getattr(source, "patch_embed", None), "img_size", None)
+    squash = config.get("crop_mode", "center") == "squash"
+    return ImageTransform(
+        size=_pair(built or size),
+        crop=None if squash else config.get("crop_pct") or 0.875,
+        interpolation=config.get("interpolation") or "bicubic",
+        mean=tuple(config.get("mean") or IMAGENET_MEAN),
+        std=tuple(config.get("std") or IMAGENET_STD),
+    )
+
+
+def _as_dict(config: Any) -> Mapping[str, Any]:
+    return config if isinstance(config, Mapping) else vars(config)
+
+
+def _pair(size: Any) -> int | tuple[int, int]:
+    return (int(size[0]), int(size[1])) if isinstance(size, (tuple, list)) else int(size)
+
+
+def _resized(picture: Any, size: tuple[int, int], how: Any) -> Any:
+    return picture if picture.size == size else picture.resize(size, how)
+
+
+def _resampling(name: str) -> Any:
+    image = pillow("reading images")
+    try:
+        return image.Resampling[name.upper()]
+    except KeyError:
+        known = ", ".join(kind.name.lower() for kind in image.Resampling)
+        raise DataError(f"Unknown interpolation {name!r}; expected one of {known}.") from None
+
+
+def pillow(purpose: str) -> Any:
+    """Import Pillow's Image module, or say which extra brings it."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"Pillow is needed for {purpose}: pip install 'hydra-ensembles[data]'."
+        ) from error
+    return Image
