@@ -62,7 +62,7 @@ def bert(backend: str = "sdpa") -> nn.Module:
         num_labels=3,
         attn_implementation=backend,
     )
-    return seeded(lambda: BertForSequenceClassification(config))
+    return seeded(lambda: BertForSequenceClassification(config), sharpen=25.0)
 
 
 def distilbert(backend: str = "sdpa") -> nn.Module:
@@ -78,7 +78,7 @@ def distilbert(backend: str = "sdpa") -> nn.Module:
         num_labels=3,
         attn_implementation=backend,
     )
-    return seeded(lambda: DistilBertForSequenceClassification(config))
+    return seeded(lambda: DistilBertForSequenceClassification(config), sharpen=25.0)
 
 
 def vit(backend: str = "sdpa") -> nn.Module:
@@ -94,7 +94,7 @@ def vit(backend: str = "sdpa") -> nn.Module:
         num_labels=3,
         attn_implementation=backend,
     )
-    return seeded(lambda: ViTForImageClassification(config))
+    return seeded(lambda: ViTForImageClassification(config), sharpen=25.0)
 
 
 def clip_text(backend: str = "sdpa") -> nn.Module:
@@ -131,7 +131,7 @@ def gpt2(backend: str = "sdpa") -> nn.Module:
         eos_token_id=2,
         attn_implementation=backend,
     )
-    return seeded(lambda: GPT2ForSequenceClassification(config))
+    return seeded(lambda: GPT2ForSequenceClassification(config), sharpen=25.0)
 
 
 def llama_config(backend: str = "sdpa") -> Any:
@@ -156,7 +156,7 @@ def llama_config(backend: str = "sdpa") -> Any:
 def llama(backend: str = "sdpa") -> nn.Module:
     from transformers import LlamaForSequenceClassification
 
-    return seeded(lambda: LlamaForSequenceClassification(llama_config(backend)))
+    return seeded(lambda: LlamaForSequenceClassification(llama_config(backend)), sharpen=25.0)
 
 
 def timm_vit(*, qk_norm: bool = False) -> nn.Module:
