@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import DataError
+from .errors import DataError, HydraError
 from .uncertainty import Prediction, as_member_logits
 
 LABEL_KEYS = ("labels", "label")
@@ -174,6 +174,7 @@ def iterate_logits(
     *,
     name: str = "data",
     need_labels: bool = False,
+    ignore_labels: bool = False,
     device: Any = None,
     progress: bool = False,
     classes: int | None = None,
@@ -185,6 +186,7 @@ def iterate_logits(
         data: an iterable of batches, read once.
         name: what errors call the data set.
         need_labels: raise when a batch has no labels.
+        ignore_labels: leave labels alone, unchecked (those of another task mean nothing here).
         device: where inputs go; by default the model's device.
         progress: show a bar on a terminal.
         classes: the number of classes that another data set showed, to compare with.
@@ -198,10 +200,17 @@ def iterate_logits(
         ):
             where = f"batch {index} of the data set {name!r}"
             try:
-                _, _, labels = split_batch(batch)
+                labels = None if ignore_labels else split_batch(batch)[2]
                 logits = member_logits(model, batch, device=device).detach().cpu()
             except DataError as error:
                 raise DataError(f"In {where}: {error}") from error
+            except (HydraError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise DataError(
+                    f"The model failed on {where}, with inputs {_shapes(batch)}: {error}. "
+                    "Every data set must be prepared as the model expects it."
+                ) from error
             _check_logits(logits, where)
             if shape is None:
                 shape = (logits.shape[1], logits.shape[2])
@@ -256,6 +265,17 @@ def collect_logits(
     )
     labels = [label for _, label in pairs if label is not None]
     return torch.cat([logits for logits, _ in pairs]), torch.cat(labels) if labels else None
+
+
+def _shapes(batch: Any) -> str:
+    """Name the inputs of a batch and their shapes, for errors."""
+    args, kwargs, _ = split_batch(batch)
+    inputs = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+    shown = [
+        f"{key} {list(value.shape)}" if hasattr(value, "shape") else f"{key} {type(value).__name__}"
+        for key, value in inputs.items()
+    ]
+    return "(" + ", ".join(shown) + ")"
 
 
 def _length(data: Iterable[Any]) -> int | None:

@@ -188,7 +188,7 @@ def score_logits(
     return function(as_member_logits(member_logits))
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Prediction:
     """What an ensemble says about a batch, and how sure it is.
 

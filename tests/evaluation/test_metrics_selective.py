@@ -31,8 +31,8 @@ METRICS = (AURC, ExcessAURC, AUGRC, CoverageAtRisk)
 
 
 def shared(uncertainty, errors):
-    """Errors as means of their ties: torch-uncertainty's sort is not stable, so only with equal errors
-    inside each tie does its figure not depend on the processor."""
+    """Errors as means of their ties: torch-uncertainty's sort is not stable, so only with equal
+    errors inside each tie does its figure not depend on the processor."""
     same = uncertainty[:, None] == uncertainty[None]
     return (same * errors.double()[None]).sum(1) / same.sum(1)
 

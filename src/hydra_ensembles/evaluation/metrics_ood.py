@@ -114,7 +114,11 @@ def ood_figures(id_scores: Tensor, ood_scores: Tensor, *, name: str = "data") ->
     """Return all figures of one score between in- and out-of-distribution examples."""
     scores = torch.cat([id_scores, ood_scores])
     positive = torch.arange(len(scores), device=scores.device) >= len(id_scores)
-    positives, negatives = counts_by_score(scores, positive, name=name)
+    return figures_of_counts(*counts_by_score(scores, positive, name=name))
+
+
+def figures_of_counts(positives: Tensor, negatives: Tensor) -> dict[str, float]:
+    """Return AUROC, AUPR and FPR95 in both conventions, by name."""
     return {
         "AUROC": float(auroc_of_counts(positives, negatives)),
         "AUPR": float(aupr_of_counts(positives, negatives)),

@@ -3,8 +3,8 @@
 Examples are answered from the least to the most uncertain. **Tied examples share their errors**:
 each counts as the mean of its tie, which is the expectation over all orders, so that neither the
 order of the data nor that of merged states can move a figure (a plain sort would let it). Areas use
-the trapezoidal rule over coverages 1/n ... 1, scaled to a support of length one, as torch-uncertainty
-does; all in float64.
+the trapezoidal rule over coverages 1/n ... 1, scaled to a support of length one, as
+torch-uncertainty does; all in float64.
 """
 
 from __future__ import annotations

@@ -1,0 +1,197 @@
+"""How sure we are of a figure: percentile intervals and paired differences over test examples.
+
+Examples of each set are drawn with replacement (Efron, 1979). The draws depend on the seed and the
+set's name alone, so two models evaluated on the same data are resampled alike, which is what makes
+their difference paired.
+
+Figures that a finite sample biases (ECE above all) are biased once more in each draw, so their
+intervals lean to the same side; paired differences hardly do.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from ..inference import progress_bar
+from .figures import POST, Examples, all_figures, rank_columns
+
+if TYPE_CHECKING:
+    from .results import Results
+
+
+def resamples(examples: Examples, *, count: int, seed: int) -> Iterator[dict[str, Tensor]]:
+    """Yield `count` draws: for each set, the indices of as many examples, with replacement."""
+    sizes = {name: len(next(iter(columns.values()))) for name, columns in examples.items()}
+    generators = {
+        name: torch.Generator().manual_seed(seed * 1_000_003 + _number(name)) for name in sizes
+    }
+    for _ in range(count):
+        yield {
+            name: torch.randint(size, (size,), generator=generators[name])
+            for name, size in sizes.items()
+        }
+
+
+def _number(name: str) -> int:
+    return zlib.crc32(name.removeprefix(POST).encode())  # scaled columns are the same examples
+
+
+def resampled_figures(
+    examples: Examples,
+    *,
+    scores: Sequence[str],
+    count: int,
+    seed: int = 0,
+    progress: bool = False,
+) -> dict[str, Tensor]:
+    """Return every figure on each draw, `[count]`; NaN where a draw leaves it undefined."""
+    ranked = rank_columns(examples)
+    rows = []
+    draws = resamples(ranked, count=count, seed=seed)
+    for draw in progress_bar(draws, description="bootstrap", enabled=progress, total=count):
+        drawn = {
+            name: {column: values[draw[name]] for column, values in columns.items()}
+            for name, columns in ranked.items()
+        }
+        rows.append(all_figures(drawn, scores=scores))
+    keys = {key: None for row in rows for key in row}
+    nan = float("nan")
+    return {
+        key: torch.tensor([row.get(key, nan) for row in rows], dtype=torch.float64) for key in keys
+    }
+
+
+def intervals(
+    draws: Mapping[str, Tensor], *, level: float = 0.95
+) -> dict[str, tuple[float, float]]:
+    """Return the central percentile interval of every figure's draws."""
+    tail = (1 - level) / 2
+    found = {}
+    for key, values in draws.items():
+        low, high = values.nanquantile(values.new_tensor([tail, 1 - tail])).tolist()
+        found[key] = (low, high)
+    return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One figure of two models on the same examples: `a - b`, its interval, its two-sided p."""
+
+    a: float
+    b: float
+    difference: float
+    low: float
+    high: float
+    p: float
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Comparison(Mapping[str, Difference]):
+    """Paired differences of two results by figure; prints as a table."""
+
+    a: str
+    b: str
+    differences: dict[str, Difference]
+    resamples: int
+    level: float = 0.95
+
+    def __getitem__(self, key: str) -> Difference:
+        return self.differences[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.differences)
+
+    def __len__(self) -> int:
+        return len(self.differences)
+
+    def to_markdown(self) -> str:
+        """Return the differences as a Markdown table; figures as they are, not in percent."""
+        lines = [
+            f"| figure | {self.a} | {self.b} | difference | {self.level:.0%} interval | p |",
+            "|---|---:|---:|---:|---:|---:|",
+        ]
+        for key, row in self.differences.items():
+            lines.append(
+                f"| {key} | {row.a:.4f} | {row.b:.4f} | {row.difference:+.4f} "
+                f"| [{row.low:+.4f}, {row.high:+.4f}] | {row.p:.3f} |"
+            )
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        head = f"{self.a} against {self.b}: paired bootstrap of {self.resamples} draws"
+        return f"{head}\n{self.to_markdown()}"
+
+
+def compare(
+    a: Results, b: Results, *, count: int = 1000, level: float = 0.95, seed: int = 0
+) -> Comparison:
+    """Compare two results on the same data by a paired bootstrap over test examples.
+
+    Args:
+        a: results that hold their examples (fresh from `evaluate`, or loaded with them).
+        b: the same, of another model on the same data and with the same scores.
+        count: number of draws; the smallest p is 2 / (count + 1).
+        level: of the interval.
+        seed: of the draws.
+
+    Returns:
+        For every figure that both have, a - b with its percentile interval and the two-sided p:
+        twice the smaller share of draws on one side of zero.
+    """
+    check_same_data(a, b)
+    sets = [name for name in a.examples if name in b.examples]
+    scores = [score for score in a.scores if score in b.scores]
+    if not scores or a.scores[0] != b.scores[0]:
+        raise DataError(
+            f"{a.name!r} was evaluated by {a.scores[0]!r} and {b.name!r} by {b.scores[0]!r}: "
+            "evaluate both with the same main score."
+        )
+    draws = [
+        resampled_figures(
+            {name: result.examples[name] for name in sets}, scores=scores, count=count, seed=seed
+        )
+        for result in (a, b)
+    ]
+    ranges = intervals(
+        {key: draws[0][key] - draws[1][key] for key in draws[0] if key in draws[1]}, level=level
+    )
+    differences = {}
+    for key, (low, high) in ranges.items():
+        if key not in a or key not in b:
+            continue
+        moved = draws[0][key] - draws[1][key]
+        moved = moved[~moved.isnan()]
+        side = min(int((moved <= 0).sum()), int((moved >= 0).sum()))
+        p = min(1.0, 2 * (side + 1) / (len(moved) + 1))
+        differences[key] = Difference(a[key], b[key], a[key] - b[key], low, high, p)
+    return Comparison(a.name, b.name, differences, count, level)
+
+
+def check_same_data(a: Results, b: Results) -> None:
+    """Raise unless both results hold columns of the same examples."""
+    for result in (a, b):
+        if not result.examples:
+            raise DataError(
+                f"The results of {result.name!r} hold no examples to resample. Evaluate again, or "
+                "load results that were saved with their examples."
+            )
+    for name in set(a.examples) & set(b.examples):
+        left, right = a.examples[name], b.examples[name]
+        sizes = [len(next(iter(columns.values()))) for columns in (left, right)]
+        if sizes[0] != sizes[1]:
+            raise DataError(
+                f"{a.name!r} saw {sizes[0]} examples of {name!r} and {b.name!r} saw {sizes[1]}: a "
+                "paired comparison needs the same data, in the same order."
+            )
+        if "label" in left and not torch.equal(left["label"], right["label"]):
+            raise DataError(
+                f"{a.name!r} and {b.name!r} saw other labels in {name!r}: a paired comparison "
+                "needs the same data, in the same order. Is the loader shuffled?"
+            )

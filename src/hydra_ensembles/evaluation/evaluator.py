@@ -1,0 +1,183 @@
+"""Evaluate any classifier: right, calibrated, aware of what it does not know, robust to shifts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import DataError
+from ..inference import collect_logits, iterate_logits
+from ..uncertainty import fit_temperature, scale_logits, scores
+from .bootstrap import intervals, resampled_figures
+from .figures import OOD, POST, SHIFT, Columns, Examples, all_figures, columns_of, rank_columns
+from .results import Results
+
+
+def evaluate(
+    model: Any,
+    data: Iterable[Any],
+    *,
+    ood: Mapping[str, Iterable[Any]] | Iterable[Any] | None = None,
+    shifts: Mapping[str, Iterable[Any]] | Iterable[Any] | None = None,
+    score: str | Sequence[str] = "msp",
+    temperature: float | Iterable[Any] | None = None,
+    bootstrap: int = 0,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+    name: str | None = None,
+    seed: int = 0,
+) -> Results:
+    """Evaluate a model on labelled data, on out-of-distribution data and under shifts.
+
+    Every data set is read once, in order; nothing grows with classes or members.
+
+    Args:
+        model: anything that is called on a batch and answers with logits `[batch, class]` or
+            `[batch, member, class]`, or an object or mapping with `.logits`; or that has
+            `predict(batch) -> Prediction`.
+        data: labelled batches, `(inputs, labels)` or mappings with `labels`.
+        ood: out-of-distribution data by name; their labels are ignored.
+        shifts: labelled data under shift (corruptions, other years) by name.
+        score: name of the uncertainty that ranks errors and OOD examples, or several: the first is
+            the main one, others add `ood/<set>/<score>/...`; `mcm` needs the model's `logit_scale`.
+        temperature: adds `post/...` figures after dividing logits by it: a number, or labelled
+            held-out batches to fit it on (never the test data).
+        bootstrap: number of draws for 95 % intervals over test examples; 0 for none.
+        device: where inputs go; by default the model's own.
+        progress: show bars on a terminal.
+        name: of the model, in tables and errors.
+        seed: of the draws.
+
+    Returns:
+        Figures by torch-uncertainty's names, see `Results`.
+
+    Raises:
+        DataError: naming the data set, for NaN logits, labels out of range or missing, empty data,
+            inputs that the model refuses, and classes that differ between sets.
+    """
+    names = [score] if isinstance(score, str) else list(score)
+    for each in names:
+        scores[each]  # an unknown name fails before hours of work, not after
+    scale = logit_scale_of(model) if "mcm" in names else None
+    sets = {"id": data, **_named(ood, OOD), **_named(shifts, SHIFT)}
+    degrees = _temperature(model, temperature, device=device, progress=progress)
+
+    examples: Examples = {}
+    shape: tuple[int, int] | None = None
+    for key, batches in sets.items():
+        parts: list[Columns] = []
+        scaled: list[Columns] = []
+        for logits, labels in iterate_logits(
+            model,
+            batches,
+            name=key,
+            need_labels=not key.startswith(OOD),
+            ignore_labels=key.startswith(OOD),
+            device=device,
+            progress=progress,
+            classes=shape[1] if shape else None,
+        ):
+            shape = shape or (logits.shape[1], logits.shape[2])
+            parts.append(columns_of(logits, labels, scores=names, logit_scale=scale))
+            if degrees is not None:
+                cooled = scale_logits(logits.double(), temperature=degrees)
+                # MCM reads cosines: what divides the logits divides their scale
+                by = None if scale is None else scale / degrees
+                scaled.append(columns_of(cooled, labels, scores=names, logit_scale=by))
+        examples[key] = _concatenate(parts)
+        if scaled:
+            examples[POST + key] = _concatenate(scaled)
+
+    assert shape is not None  # iterate_logits raises on empty data
+    settings = {
+        "scores": names,
+        "members": shape[0],
+        "classes": shape[1],
+        "examples": {key: len(examples[key][f"score:{names[0]}"]) for key in sets},
+        "temperature": degrees,
+        "bootstrap": bootstrap,
+        "seed": seed,
+    }
+    return summarize(
+        examples, name=name or type(model).__name__, settings=settings, progress=progress
+    )
+
+
+def summarize(
+    examples: Examples, *, name: str, settings: dict[str, Any], progress: bool = False
+) -> Results:
+    """Turn columns of examples into results: figures, notes on missing ones, intervals."""
+    names, bootstrap, seed = settings["scores"], settings["bootstrap"], settings["seed"]
+    figures = all_figures(rank_columns(examples), scores=names)
+    draws = (
+        intervals(
+            resampled_figures(examples, scores=names, count=bootstrap, seed=seed, progress=progress)
+        )
+        if bootstrap
+        else {}
+    )
+    notes = {}
+    if "fail/AUROC" not in figures:
+        right = bool(examples["id"]["correct"].all())
+        reason = f"{'every' if right else 'no'} prediction is right, so errors cannot be ranked."
+        notes = {f"fail/{key}": reason for key in ("AUROC", "AUPR", "FPR95")}
+    return Results(
+        name=name,
+        figures=figures,
+        intervals={key: span for key, span in draws.items() if key in figures},
+        settings=settings,
+        notes=notes,
+        examples=examples,
+    )
+
+
+def logit_scale_of(model: Any) -> float:
+    """Return what multiplies a zero-shot model's cosines: its number or buffer `logit_scale`.
+
+    A parameter of that name (CLIP's own) is the logarithm of it, so it is not read.
+    """
+    held = getattr(model, "logit_scale", None)
+    if isinstance(held, (int, float)):
+        return float(held)
+    if isinstance(model, nn.Module):
+        for key, buffer in model.named_buffers():
+            if key.rsplit(".", 1)[-1] == "logit_scale":
+                return float(buffer)
+    raise DataError(
+        f"The score 'mcm' reads cosines, but {type(model).__name__} has no logit_scale to divide "
+        "its logits by. Evaluate a ZeroShotClassifier, or set model.logit_scale (1.0 for cosines)."
+    )
+
+
+def _named(
+    data: Mapping[str, Iterable[Any]] | Iterable[Any] | None, kind: str
+) -> dict[str, Iterable[Any]]:
+    """Name every set `<kind><name>`; data without a name gets that of its kind."""
+    if data is None:
+        return {}
+    if not isinstance(data, Mapping):
+        data = {kind.rstrip("/"): data}
+    if "mean" in data:
+        raise DataError(
+            f"A data set cannot be called 'mean': {kind}mean/... is the mean over sets."
+        )
+    return {kind + str(key): batches for key, batches in data.items()}
+
+
+def _temperature(
+    model: Any, given: float | Iterable[Any] | None, *, device: Any, progress: bool
+) -> float | None:
+    if given is None or isinstance(given, (int, float)):
+        return None if given is None else float(given)
+    logits, labels = collect_logits(
+        model, given, name="temperature", need_labels=True, device=device, progress=progress
+    )
+    assert labels is not None  # need_labels
+    return fit_temperature(logits, labels)
+
+
+def _concatenate(parts: list[Columns]) -> Columns:
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}

@@ -1,0 +1,304 @@
+"""`evaluate` from models to figures, against references computed from the same logits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from hydra_ensembles.errors import DataError, UnknownNameError
+from hydra_ensembles.evaluation import (
+    AUROC,
+    ECE,
+    FPR95,
+    NLL,
+    Accuracy,
+    AdaptiveECE,
+    Brier,
+    Results,
+    evaluate,
+)
+from hydra_ensembles.evaluation import metrics_ood as ood_metrics
+from hydra_ensembles.evaluation import metrics_selective as selective
+from hydra_ensembles.inference import collect_logits
+from hydra_ensembles.uncertainty import (
+    Prediction,
+    disagreement,
+    energy,
+    fit_temperature,
+    msp,
+    mutual_information,
+    pairwise_kl,
+    predict_from_logits,
+)
+
+
+class Ensemble(nn.Module):
+    """Three linear members around one teacher."""
+
+    def __init__(self, members: int = 3, *, seed: int = 0, sharp: float = 4.0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        teacher = torch.randn(5, 8, generator=generator)
+        generator.manual_seed(seed)
+        noise = torch.randn(members, 5, 8, generator=generator)
+        self.weight = nn.Parameter(teacher + 0.4 * noise)
+        self.sharp = sharp
+
+    def forward(self, x):
+        return self.sharp * torch.einsum("bd,mcd->bmc", x, self.weight)
+
+
+def inputs(size: int, *, seed: int, scale: float = 1.0):
+    return scale * torch.randn(size, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def batches(x, y=None, size=32):
+    if y is None:
+        return [{"x": part} for part in x.split(size)]
+    pairs = zip(x.split(size), y.split(size), strict=True)
+    return [{"x": part, "labels": label} for part, label in pairs]
+
+
+X = inputs(300, seed=1)
+Y = Ensemble(1, seed=99)(X)[:, 0].argmax(-1).detach()
+TEST = batches(X, Y)
+OOD = {"noise": batches(inputs(200, seed=2, scale=0.3)), "far": batches(inputs(90, seed=3) + 2)}
+SHIFTS = {"blur": batches(X + inputs(300, seed=4, scale=0.5), Y)}
+
+
+@pytest.fixture(scope="module")
+def results():
+    return evaluate(
+        Ensemble(),
+        TEST,
+        ood=OOD,
+        shifts=SHIFTS,
+        score=["msp", "energy"],
+        temperature=batches(X[:100], Y[:100]),
+        name="three",
+    )
+
+
+def test_figures_equal_the_metrics(results):
+    logits, labels = collect_logits(Ensemble(), TEST)
+    for key, metric in {
+        "cls/Acc": Accuracy(),
+        "cls/NLL": NLL(),
+        "cls/Brier": Brier(),
+        "cal/ECE": ECE(),
+        "cal/aECE": AdaptiveECE(),
+    }.items():
+        metric.update(logits.double(), labels)
+        assert results[key] == pytest.approx(float(metric.compute()), abs=1e-7), key
+    for key, function in {
+        "div/MI": mutual_information,
+        "div/Disagreement": disagreement,
+        "div/PairwiseKL": pairwise_kl,
+    }.items():
+        assert results[key] == pytest.approx(float(function(logits.double()).mean())), key
+    unsure, wrong = msp(logits.double()), logits.softmax(-1).mean(1).argmax(-1) != labels
+    for key, function in {
+        "sc/AURC": selective.aurc,
+        "sc/E-AURC": selective.excess_aurc,
+        "sc/AUGRC": selective.augrc,
+        "sc/Cov_5Risk": selective.coverage_at_risk,
+        "fail/AUROC": ood_metrics.auroc,
+        "fail/AUPR": ood_metrics.aupr,
+        "fail/FPR95": ood_metrics.fpr95,
+    }.items():
+        assert results[key] == pytest.approx(float(function(unsure, wrong)), abs=1e-9), key
+
+
+@pytest.mark.parametrize("name", list(OOD))
+def test_ood_figures_equal_the_metrics_and_scikit_learn(results, name):
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
+    inside, _ = collect_logits(Ensemble(), TEST)
+    outside, _ = collect_logits(Ensemble(), OOD[name])
+    kind = torch.cat([torch.zeros(len(inside)), torch.ones(len(outside))])
+    for prefix, score in ((f"ood/{name}", msp), (f"ood/{name}/energy", energy)):
+        values = torch.cat([score(inside.double()), score(outside.double())])
+        assert results[f"{prefix}/AUROC"] == pytest.approx(roc_auc_score(kind, values), abs=1e-9)
+        expected = average_precision_score(kind, values)
+        assert results[f"{prefix}/AUPR"] == pytest.approx(expected, abs=1e-9)
+        for key, function in {
+            "FPR95": ood_metrics.fpr95,
+            "FPR95_ID_positive": ood_metrics.fpr95_id_positive,
+        }.items():
+            assert results[f"{prefix}/{key}"] == float(function(values, kind))
+        for metric in (AUROC(), FPR95()):
+            metric.update(values, kind)
+            assert results[f"{prefix}/{type(metric).__name__}"] == float(metric.compute())
+
+
+def test_means_over_sets(results):
+    for key in ("AUROC", "AUPR", "FPR95", "FPR95_ID_positive", "energy/AUROC"):
+        mean = (results[f"ood/noise/{key}"] + results[f"ood/far/{key}"]) / 2
+        assert results[f"ood/mean/{key}"] == pytest.approx(mean)
+    assert results["shift/mean/cls/Acc"] == results["shift/blur/cls/Acc"]
+
+
+def test_shifts_are_evaluated_like_the_data(results):
+    alone = evaluate(Ensemble(), SHIFTS["blur"], name="blur")
+    for key, value in alone.items():
+        assert results[f"shift/blur/{key}"] == pytest.approx(value), key
+
+
+def test_temperature_adds_columns_and_leaves_the_others(results):
+    logits, labels = collect_logits(Ensemble(), batches(X[:100], Y[:100]))
+    degrees = fit_temperature(logits, labels)
+    assert results.settings["temperature"] == pytest.approx(degrees)
+    cooled = evaluate(Ensemble(sharp=4.0 / degrees), TEST, ood=OOD, shifts=SHIFTS)
+    plain = evaluate(Ensemble(), TEST, ood=OOD, shifts=SHIFTS)
+    for key, value in cooled.items():
+        assert results[f"post/{key}"] == pytest.approx(value, abs=2e-3), key
+    for key, value in plain.items():
+        assert results[key] == pytest.approx(value), key
+    given = evaluate(Ensemble(), TEST, temperature=2.0)
+    assert given["post/cls/NLL"] == pytest.approx(
+        evaluate(Ensemble(sharp=2.0), TEST)["cls/NLL"], abs=1e-6
+    )
+
+
+def test_batch_size_does_not_matter(results):
+    one = evaluate(Ensemble(), batches(X, Y, size=1), ood={"far": batches(inputs(90, seed=3) + 2)})
+    for key in ("cls/NLL", "cal/ECE", "cal/aECE", "sc/AURC", "ood/far/AUROC"):
+        assert one[key] == pytest.approx(results[key], abs=1e-6)
+
+
+def test_unknown_lengths_work(results):
+    """Generators are read once, which is enough."""
+    streamed = evaluate(Ensemble(), (b for b in TEST), ood={"far": iter(OOD["far"])})
+    assert streamed["ood/far/AUROC"] == results["ood/far/AUROC"]
+
+
+class Predicting(Ensemble):
+    def predict(self, batch) -> Prediction:
+        return predict_from_logits(self(batch["x"]), temperature=2.0)
+
+
+class LikeAHost(Ensemble):
+    def forward(self, x, labels=None):
+        assert labels is None
+        return SimpleNamespace(logits=super().forward(x).mean(1), loss=None)
+
+
+def test_models_of_every_kind():
+    assert evaluate(Predicting(), TEST)["cls/NLL"] == pytest.approx(
+        evaluate(Ensemble(sharp=2.0), TEST)["cls/NLL"], abs=1e-6
+    )
+    host = evaluate(LikeAHost(), TEST)
+    assert host.settings["members"] == 1
+    assert host["div/MI"] == 0.0
+    model = Ensemble()
+    plain = evaluate(lambda x: {"logits": model(x)}, TEST, name="function")
+    assert plain["cls/Acc"] == evaluate(model, TEST)["cls/Acc"]
+    assert plain.name == "function"
+    assert evaluate(model, [(x["x"], x["labels"]) for x in TEST])["cls/Acc"] == plain["cls/Acc"]
+
+
+def test_a_transformers_model_with_a_data_loader():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        num_labels=4,
+    )
+    model = transformers.BertForSequenceClassification(config)
+    ids = torch.randint(50, (20, 7), generator=torch.Generator().manual_seed(0))
+    rows = [
+        {"input_ids": row, "attention_mask": torch.ones(7).long(), "labels": i % 4}
+        for i, row in enumerate(ids)
+    ]
+    loader = torch.utils.data.DataLoader(rows, batch_size=6)
+    encoded = transformers.BatchEncoding({"input_ids": ids, "attention_mask": torch.ones(20, 7)})
+    figures = evaluate(model, loader, ood={"same": [encoded]}, progress=False)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids).logits
+    right = (logits.argmax(-1) == torch.arange(20) % 4).double().mean()
+    assert figures["cls/Acc"] == pytest.approx(float(right))
+    assert figures["ood/same/AUROC"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_names_are_found_by_their_other_spelling(results):
+    assert results["sc/Cov@5Risk"] == results["sc/Cov_5Risk"]
+    assert results["ood/noise/msp/AUROC"] == results["ood/noise/AUROC"]
+    assert "ood/mean/msp/FPR95" in results
+    assert results.get("ood/noise/entropy/AUROC") is None
+    with pytest.raises(UnknownNameError, match=r"no 'cls/Accuracy'.*cls/Acc"):
+        results["cls/Accuracy"]
+
+
+def test_a_perfect_model_has_no_failures_to_rank():
+    model = Ensemble(1, seed=99)
+    perfect = evaluate(model, TEST)
+    assert perfect["cls/Acc"] == 1.0
+    assert perfect["sc/AURC"] == 0.0
+    assert "fail/AUROC" not in perfect
+    with pytest.raises(UnknownNameError, match="every prediction is right"):
+        perfect["fail/AUROC"]
+
+
+def test_mcm_divides_by_the_logit_scale():
+    model = Ensemble(1)
+    with pytest.raises(DataError, match="logit_scale"):
+        evaluate(model, TEST, score="mcm")
+    model.register_buffer("logit_scale", torch.tensor(4.0))
+    scored = evaluate(model, TEST, ood=OOD, score=["mcm", "msp"], temperature=3.0)
+    cosines = evaluate(Ensemble(1, sharp=1.0), TEST, ood=OOD, score="msp")
+    assert scored["ood/noise/AUROC"] == pytest.approx(cosines["ood/noise/AUROC"], abs=1e-6)
+    assert scored["post/ood/noise/AUROC"] == pytest.approx(scored["ood/noise/AUROC"], abs=1e-6)
+    assert scored["ood/noise/msp/AUROC"] != scored["ood/noise/AUROC"]
+
+
+def test_bad_input_names_the_data_set():
+    model, bad = Ensemble(), X.clone()
+    bad[3] = torch.nan
+    with pytest.raises(DataError, match=r"NaN .*'id'"):
+        evaluate(model, batches(bad, Y))
+    with pytest.raises(DataError, match=r"NaN .*'ood/holes'"):
+        evaluate(model, TEST, ood={"holes": batches(bad)})
+    with pytest.raises(DataError, match=r"Label 5 .*'shift/fog' is out of range.*5 classes"):
+        evaluate(model, TEST, shifts={"fog": batches(X, Y + 1)})
+    with pytest.raises(DataError, match=r"'ood/svhn' is empty"):
+        evaluate(model, TEST, ood={"svhn": []})
+    with pytest.raises(DataError, match=r"failed on batch 0 of .*'ood/wide'.*x \[4, 9\]"):
+        evaluate(model, TEST, ood={"wide": [{"x": torch.randn(4, 9)}]})
+    with pytest.raises(DataError, match=r"no labels in batch 0 of .*'id'"):
+        evaluate(model, batches(X))
+    with pytest.raises(DataError, match=r"no labels in batch 0 of .*'temperature'"):
+        evaluate(model, TEST, temperature=batches(X))
+    with pytest.raises(DataError, match="cannot be called 'mean'"):
+        evaluate(model, TEST, ood={"mean": TEST})
+    with pytest.raises(UnknownNameError, match="Did you mean 'energy'"):
+        evaluate(model, TEST, score=["msp", "enrgy"])
+
+
+def test_other_classes_on_ood_data_are_refused():
+    class Changing(nn.Module):
+        def forward(self, x):
+            return x[:, : 5 if x.shape[0] == 32 else 4]
+
+    with pytest.raises(DataError, match=r"4 classes on the data set 'ood/other' but 5"):
+        evaluate(Changing(), batches(X[:32], Y[:32]), ood={"other": batches(X[:8])})
+
+
+def test_labels_of_ood_data_are_ignored():
+    evaluate(Ensemble(), TEST, ood={"labelled": batches(X, Y + 1000)})
+
+
+def test_ood_data_without_a_name():
+    assert "ood/ood/AUROC" in evaluate(Ensemble(), TEST, ood=OOD["far"])
+
+
+def test_results_print_well(results):
+    text = repr(results)
+    assert text.startswith("Results of three on 300 examples, score msp")
+    assert "ood/far (90): AUROC" in text
+    assert isinstance(results, Results)
