@@ -180,7 +180,7 @@ class AdaptiveECE(Metric):
 
     def compute(self) -> Tensor:
         """Return the figure, a float64 scalar."""
-        if not self.confidence:
+        if not len(self.confidence):  # a list, or one tensor after a sync
             raise DataError("No examples were given: call update first.")
         return adaptive_calibration_error(
             dim_zero_cat(self.confidence), dim_zero_cat(self.correct), bins=self.bins

@@ -148,7 +148,7 @@ class _TwoKinds(Metric):
 
     def counts(self) -> tuple[Tensor, Tensor]:
         """Count positives and negatives at each score, highest first."""
-        if not self.scores:
+        if not len(self.scores):  # a list, or one tensor after a sync
             raise DataError(f"No examples of {self.data_name!r} were given: call update first.")
         return counts_by_score(
             dim_zero_cat(self.scores), dim_zero_cat(self.positive), name=self.data_name

@@ -105,7 +105,7 @@ class _Selective(Metric):
 
     def collected(self) -> tuple[Tensor, Tensor]:
         """Return all uncertainties and errors so far."""
-        if not self.errors:
+        if not len(self.errors):  # a list, or one tensor after a sync
             raise DataError(f"No examples of {self.data_name!r} were given: call update first.")
         return dim_zero_cat(self.uncertainty), dim_zero_cat(self.errors)
 
