@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -124,6 +124,17 @@ class ShiftGap:
         return text
 
 
+@overload
+def pruning_shift_gap(
+    model: nn.Module | HostModel,
+    mask: HeadMask,
+    clean: Iterable[Any],
+    shifted: Mapping[str, Iterable[Any]],
+    *,
+    loss: Loss | None = None,
+    progress: bool = True,
+) -> dict[str, ShiftGap]: ...
+@overload
 def pruning_shift_gap(
     model: nn.Module | HostModel,
     mask: HeadMask,
@@ -132,29 +143,48 @@ def pruning_shift_gap(
     *,
     loss: Loss | None = None,
     progress: bool = True,
-) -> ShiftGap:
+) -> ShiftGap: ...
+def pruning_shift_gap(
+    model: nn.Module | HostModel,
+    mask: HeadMask,
+    clean: Iterable[Any],
+    shifted: Iterable[Any] | Mapping[str, Iterable[Any]],
+    *,
+    loss: Loss | None = None,
+    progress: bool = True,
+) -> ShiftGap | dict[str, ShiftGap]:
     """Measure Proposition 1: the gap between shifted and clean loss, before and after pruning.
 
     Args:
         model: The host model, whole.
         mask: Heads to keep; the others are the direction d.
         clean: Labelled data.
-        shifted: The same under a shift; with the same examples in the same order the gap's
-            standard error is that of paired differences, and much smaller.
+        shifted: The same under a shift, or several by name (the clean data is then read once). With
+            the same examples in the same order the gap's standard error is that of paired
+            differences, and much smaller.
         loss: See `score_heads`; cross-entropy by default.
         progress: Show bars on a terminal.
 
-    Returns: `ShiftGap`, with both losses before and after, the gradient and curvature terms, what
-        second order leaves, and whether each premise holds.
+    Returns:
+        `ShiftGap`, with both losses before and after, the gradient and curvature terms, what second
+        order leaves, and whether each premise holds; a dict of them for shifts by name.
     """
     host = host_model(model)
     check_fits(mask, host)
-    along = [
-        _along(host, mask, data, name=name, loss=loss, progress=progress)
-        for name, data in (("clean", clean), ("shifted", shifted))
-    ]
-    (c, s) = (_summary(values) for values in along)
-    changes = [values[1] - values[0] for values in along]
+
+    def along(data: Iterable[Any], name: str) -> Tensor:
+        return _along(host, mask, data, name=name, loss=loss, progress=progress)
+
+    before = along(clean, "clean")
+    heads = sum(mask.shape) - mask.total_kept
+    if isinstance(shifted, Mapping):
+        return {name: _gap(before, along(data, name), heads) for name, data in shifted.items()}
+    return _gap(before, along(shifted, "shifted"), heads)
+
+
+def _gap(clean: Tensor, shifted: Tensor, pruned_heads: int) -> ShiftGap:
+    c, s = _summary(clean), _summary(shifted)
+    changes = [values[1] - values[0] for values in (clean, shifted)]
     if len(changes[0]) == len(changes[1]):
         error = _error(changes[1] - changes[0])
     else:
@@ -175,7 +205,7 @@ def pruning_shift_gap(
         shifted_gradient_not_negative=s.gradient >= 0,
         curvature_grows=curvature > 0,
         conclusion=change >= 0,
-        pruned_heads=sum(mask.shape) - mask.total_kept,
+        pruned_heads=pruned_heads,
     )
 
 
@@ -208,18 +238,15 @@ def _derivatives(
     """Differentiate each sample's loss twice in how far its pruned heads are closed, at 0."""
     args, kwargs, _ = split_batch(batch)
     size = next(len(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-    device = host.sites[0].output.weight.device
-    closed = torch.zeros(size, 1, device=device, requires_grad=True)  # type: ignore[arg-type]
-    gates = [
-        None if bool(row.all()) else 1 - closed * (~row).to(device=device, dtype=closed.dtype)  # type: ignore[arg-type]
-        for row in mask
-    ]
-    if all(row is None for row in gates):
+    if mask.total_kept == sum(mask.shape):  # nothing goes: the direction is zero
         before = _losses(host, batch, loss)
         return torch.zeros_like(before), torch.zeros_like(before), before
-    # fused attention kernels have no second derivative
-    with torch.enable_grad(), gate(host, gates), sdpa_kernel(SDPBackend.MATH):
-        before = _losses(host, batch, loss)
+    device: Any = host.sites[0].output.weight.device
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # fused kernels derive only once
+        closed = torch.zeros(size, 1, device=device, requires_grad=True)
+        goes = [(~row).to(device=device, dtype=closed.dtype) for row in mask]
+        with gate(host, [1 - closed * row if bool(row.any()) else None for row in goes]):
+            before = _losses(host, batch, loss)
         (first,) = torch.autograd.grad(before.sum(), closed, create_graph=True)
         try:
             (second,) = torch.autograd.grad(first.sum(), closed)
