@@ -1,1 +1,47 @@
-"""Data: loaders, corruptions, OOD proxies, the embedded demo set."""
+"""Data: loaders, corruptions, attacks, OOD proxies and the embedded demo set."""
+
+from __future__ import annotations
+
+from .adversarial import adversarial
+from .batches import Batch, Batches, Data, as_data, batch_length, check_reiterable, count
+from .corruptions import COMMON, corrupt, corrupt_texts, corrupted, corruptions, text_corruptions
+from .demo import Demo, digits
+from .folders import image_folder
+from .hub import hub_dataset
+from .proxies import make_proxies, proxies, proxy_texts
+from .sources import load_data
+from .splits import fingerprint, sample, split
+from .texts import text_data, text_file
+from .transforms import ImageTransform, image_transform
+
+__all__ = [
+    "COMMON",
+    "Batch",
+    "Batches",
+    "Data",
+    "Demo",
+    "ImageTransform",
+    "adversarial",
+    "as_data",
+    "batch_length",
+    "check_reiterable",
+    "corrupt",
+    "corrupt_texts",
+    "corrupted",
+    "corruptions",
+    "count",
+    "digits",
+    "fingerprint",
+    "hub_dataset",
+    "image_folder",
+    "image_transform",
+    "load_data",
+    "make_proxies",
+    "proxies",
+    "proxy_texts",
+    "sample",
+    "split",
+    "text_corruptions",
+    "text_data",
+    "text_file",
+]

@@ -82,7 +82,8 @@ def fingerprint(data: Data) -> str:
                     columns[name] = hashlib.sha256(f"{name} {value.dtype} {row}".encode())
                 if sequence and mask is not None:
                     kept = mask.detach().cpu().bool()
-                    columns[name].update(_bytes(kept.sum(1)))
+                    ends = columns.setdefault(f"{name} lengths", hashlib.sha256())
+                    ends.update(_bytes(kept.sum(1)))
                     value = value[kept]
                 columns[name].update(_bytes(value))
             else:
@@ -94,7 +95,7 @@ def fingerprint(data: Data) -> str:
         raise DataError("The data is empty: it gave no batch.")
     whole = hashlib.sha256()
     for name in sorted(columns):
-        whole.update(f"{name} {lengths[name]} {columns[name].hexdigest()}\n".encode())
+        whole.update(f"{name} {lengths.get(name, 0)} {columns[name].hexdigest()}\n".encode())
     return whole.hexdigest()
 
 

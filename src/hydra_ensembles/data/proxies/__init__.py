@@ -90,7 +90,7 @@ def make_proxies(
     )
     # a seed by name, so that a kind is the same whatever other kinds are asked for
     return {
-        name: ProxyData(data, proxies[name], context, seed * 2**32 + zlib.crc32(name.encode()))
+        name: ProxyData(data, proxies[name], context, zlib.crc32(f"{seed} {name}".encode()))
         for name in names
     }
 

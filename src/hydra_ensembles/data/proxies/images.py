@@ -22,7 +22,7 @@ STRONG = (
     "snow",
     "frost",
     "fog",
-    "contrast",
+    "pixelate",
     "elastic_transform",
     "saturate",
 )
