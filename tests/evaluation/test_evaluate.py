@@ -226,6 +226,41 @@ def test_a_transformers_model_with_a_data_loader():
     assert figures["ood/same/AUROC"] == pytest.approx(0.5, abs=0.01)
 
 
+def test_a_fused_ensemble_is_read_through_predict():
+    transformers = pytest.importorskip("transformers")
+    import hydra_ensembles as hydra
+
+    config = transformers.ViTConfig(
+        image_size=8,
+        patch_size=4,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        num_labels=3,
+    )
+    host = transformers.ViTForImageClassification(config).eval()
+    masks = [hydra.HeadMask([[1, 1, 1, 1], row]) for row in ([1, 1, 0, 0], [0, 0, 1, 1])]
+    ensemble = hydra.fuse(host, masks)
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        {
+            "pixel_values": torch.randn(8, 3, 8, 8, generator=generator),
+            "labels": torch.arange(8) % 3,
+        }
+        for _ in range(3)
+    ]
+    plain = evaluate(ensemble, data, ood={"same": data})
+    assert plain.settings["members"] == 2
+    assert plain["div/MI"] > 0
+    logits = torch.cat([ensemble.predict(batch).member_logits for batch in data])
+    again = evaluate(lambda x: logits, [(torch.zeros(24), torch.arange(8).repeat(3) % 3)])
+    for key, value in again.items():
+        assert plain[key] == pytest.approx(value, abs=1e-6), key
+    ensemble.temperature = 0.01
+    assert evaluate(ensemble, data)["cls/NLL"] > plain["cls/NLL"]
+
+
 def test_names_are_found_by_their_other_spelling(results):
     assert results["sc/Cov@5Risk"] == results["sc/Cov_5Risk"]
     assert results["ood/noise/msp/AUROC"] == results["ood/noise/AUROC"]
@@ -255,6 +290,11 @@ def test_mcm_divides_by_the_logit_scale():
     assert scored["ood/noise/AUROC"] == pytest.approx(cosines["ood/noise/AUROC"], abs=1e-6)
     assert scored["post/ood/noise/AUROC"] == pytest.approx(scored["ood/noise/AUROC"], abs=1e-6)
     assert scored["ood/noise/msp/AUROC"] != scored["ood/noise/AUROC"]
+    cooled = Ensemble(1, sharp=2.0)  # an ensemble that divides its logits by 2 itself
+    cooled.register_buffer("logit_scale", torch.tensor(4.0))
+    cooled.member_temperatures = [2.0]
+    again = evaluate(cooled, TEST, ood=OOD, score="mcm")
+    assert again["ood/noise/AUROC"] == pytest.approx(scored["ood/noise/AUROC"], abs=1e-6)
 
 
 def test_bad_input_names_the_data_set():

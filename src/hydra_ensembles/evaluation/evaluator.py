@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import DataError
 from ..inference import collect_logits, iterate_logits
@@ -134,18 +134,25 @@ def summarize(
     )
 
 
-def logit_scale_of(model: Any) -> float:
-    """Return what multiplies a zero-shot model's cosines: its number or buffer `logit_scale`.
+def logit_scale_of(model: Any) -> Tensor:
+    """Return what multiplies the cosines in a zero-shot model's logits, a scalar or `[member, 1]`.
 
-    A parameter of that name (CLIP's own) is the logarithm of it, so it is not read.
+    Its number or buffer `logit_scale` (a parameter of that name, CLIP's own, is a logarithm and is
+    not read), less the temperatures by which an ensemble has divided its logits.
     """
     held = getattr(model, "logit_scale", None)
-    if isinstance(held, (int, float)):
-        return float(held)
-    if isinstance(model, nn.Module):
-        for key, buffer in model.named_buffers():
-            if key.rsplit(".", 1)[-1] == "logit_scale":
-                return float(buffer)
+    if not isinstance(held, (int, float)):
+        buffers = model.named_buffers() if isinstance(model, nn.Module) else ()
+        found = (buffer for key, buffer in buffers if key.rsplit(".", 1)[-1] == "logit_scale")
+        held = next(found, None)
+    if held is not None:
+        scale = torch.as_tensor(held, dtype=torch.float64, device="cpu")
+        for name in ("temperature", "member_temperatures"):
+            degrees = getattr(model, name, None)
+            if isinstance(degrees, (int, float, list, tuple, Tensor)):
+                by = torch.as_tensor(degrees, dtype=torch.float64, device="cpu")
+                scale = scale / (by[:, None] if by.ndim else by)
+        return scale
     raise DataError(
         f"The score 'mcm' reads cosines, but {type(model).__name__} has no logit_scale to divide "
         "its logits by. Evaluate a ZeroShotClassifier, or set model.logit_scale (1.0 for cosines)."

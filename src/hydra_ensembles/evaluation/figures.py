@@ -50,7 +50,7 @@ def columns_of(
     labels: Tensor | None,
     *,
     scores: Sequence[str],
-    logit_scale: float | None = None,
+    logit_scale: Tensor | None = None,
 ) -> Columns:
     """Reduce member logits `[batch, member, class]` to the columns that figures are made of.
 
