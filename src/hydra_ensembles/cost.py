@@ -155,7 +155,7 @@ def relative_cost(
     share_branch: bool = True,
     readout_only: bool = True,
 ) -> float:
-    """Count the multiply-adds of `fuse(model, masks)` relative to the plain model, by plan alone."""
+    """Count the multiply-adds of `fuse(model, masks)` relative to the plain model, by the plan."""
     return CostModel(model, batch).ratio(
         masks, share_trunk=share_trunk, share_branch=share_branch, readout_only=readout_only
     )

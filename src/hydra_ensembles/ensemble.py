@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import HydraError, UnsupportedModelError
-from .fusion import Assembly, FusedBlock, assemble, cast_member
+from .fusion import Assembly, FusedBlock, assemble, cast_full, cast_member
 from .inference import evaluating, move, split_batch
 from .masks import HeadMask
 from .models import Family, HostModel, device_of, host_model, main_output
@@ -27,7 +27,7 @@ _REFUSED = ("output_attentions", "output_hidden_states")
 
 @dataclass
 class HydraOutput:
-    """What an ensemble of a host without an output class of its own returns when labels are given."""
+    """What an ensemble returns with labels when its host returns plain tensors."""
 
     logits: Tensor
     loss: Tensor | None = None
@@ -222,7 +222,7 @@ class HydraEnsemble(nn.Module):
         return streams.transpose(0, 1), output
 
     def _replay(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """Let the host read out every stream by itself, for a host that looks at its inputs again."""
+        """Let a host that looks at its inputs again read out every stream by itself."""
         body = self.body
         captured: list[Tensor] = []
         handle = body.register_forward_hook(lambda module, inputs, result: captured.append(result))
@@ -234,7 +234,6 @@ class HydraEnsemble(nn.Module):
             body.positions = self.readout.positions(self._named(args, kwargs))
         ends = len(self.plan.ends)
         try:
-            body.full = (lengths, ends)
             with _first_stream_of(body, ends, lengths):
                 output = self.host(*args, **kwargs)
             handle.remove()
@@ -264,13 +263,16 @@ class HydraEnsemble(nn.Module):
             raise IndexError(f"Member {index} of {self.members}: count from 0.")
         return cast_member(self.host, self.body, self._assembly.moulds, self._view, index)
 
+    def unpruned_host(self) -> nn.Module:
+        """Return the host's architecture with all its heads, without storage: for counting."""
+        return cast_full(self.host, self.body, self._assembly.moulds, self._view)
+
     def _members(self) -> list[nn.Module]:
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
-            if self.training:
-                raise HydraError(
-                    'mode="loop" runs members for reference: it cannot be trained. '
-                    'Set ensemble.mode = "fused".'
-                )
+        if self.training and torch.is_grad_enabled():
+            raise HydraError(
+                'mode="loop" runs members for reference: it cannot be trained. '
+                'Set ensemble.mode = "fused".'
+            )
         key = tuple((p.data_ptr(), p._version, p.device, p.dtype) for p in self.parameters())
         if self._cast is None or self._cast[0] != key:
             self._cast = (key, [self.member(m) for m in range(self.members)])
@@ -307,7 +309,7 @@ class HydraEnsemble(nn.Module):
             parameter.requires_grad_(True)
         return self
 
-    # --- saving ------------------------------------------------------------------------------------
+    # --- saving ------------------------------------------------------------------------------
 
     def save_pretrained(
         self,
@@ -337,7 +339,7 @@ class HydraEnsemble(nn.Module):
 
         return load(name_or_folder, host=host, mode=mode, revision=revision)
 
-    # --- telling -----------------------------------------------------------------------------------
+    # --- telling -----------------------------------------------------------------------------
 
     def parameter_bytes(self) -> dict[str, int]:
         """Return the bytes of the parameters and of the packed copies kept for speed."""
@@ -351,9 +353,8 @@ class HydraEnsemble(nn.Module):
         return summarize(self)
 
     def __repr__(self) -> str:
-        return (
-            f"HydraEnsemble({type(self.host).__name__}, members={self.members}, mode={self.mode!r})"
-        )
+        host = type(self.host).__name__
+        return f"HydraEnsemble({host}, members={self.members}, mode={self.mode!r})"
 
 
 def fuse(
@@ -384,9 +385,8 @@ def fuse(
     Returns:
         The ensemble. None of the switches changes its output.
     """
-    models = (
-        [model_or_members] if isinstance(model_or_members, nn.Module) else list(model_or_members)
-    )
+    one = isinstance(model_or_members, nn.Module)
+    models = [model_or_members] if one else list(model_or_members)
     if not models:
         raise UnsupportedModelError("No members: give a model, or a list of fine-tuned models.")
     for model in models:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from ..errors import MaskError, UnsupportedModelError
 from ..masks import HeadMask, check_fits, describe_shape
 from ..models import HostModel, host_model
 from ..models.probe import modules_after_blocks
+from ..models.rebuild import describe_host
 from ..models.sites import HeadWeights
 from ..plan import LayerPlan, LayerSignature, Plan, make_plan
 from .body import Body
@@ -31,6 +33,7 @@ class Assembly:
     moulds: tuple[nn.Module, ...]
     copies: dict[str, int]
     merged: tuple[str, ...]
+    description: dict[str, Any]
 
 
 def assemble(
@@ -52,6 +55,7 @@ def assemble(
             "may still work: explain(model) says which."
         )
     readout = hosts[0].readout
+    description = describe_host(hosts[0].model)
     base = host_model(copy.deepcopy(hosts[0].model), family=hosts[0].family)
     base.__dict__["readout"] = readout  # probed once
     merged = _merge_(base, hosts, average)
@@ -85,7 +89,7 @@ def assemble(
             module.load_state_dict(hosts[member].model.get_submodule(path).state_dict())
     if hasattr(base.model, "hydra_head_mask"):
         del base.model.hydra_head_mask
-    return Assembly(base.model, body, plan, moulds, copies, merged)
+    return Assembly(base.model, body, plan, moulds, copies, merged, description)
 
 
 def _representatives(plan: Plan) -> list[int]:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..models import Block, host_model
+from ..models import Block
+from ..models.family import Family
 from ..models.host import HostModel
 from ..models.sites import AttentionSite
 from ..plan import LayerPlan
@@ -46,16 +47,7 @@ def cast_member(
     for fused, mould, layer, s in zip(body.branch, moulds, plan.layers, streams, strict=True):
         assert isinstance(fused, FusedBlock)
         blocks.append(_cast_block(fused, mould, host.family, layer, s))
-    empty = copy.copy(body)
-    empty._modules = {}
-    memo = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    memo[id(body)] = empty
-    result = copy.deepcopy(model, memo)
-    parent, _, name = host.blocks_path.rpartition(".")
-    container = result.get_submodule(host.blocks_path)
-    sequential = isinstance(container, nn.Sequential)
-    new = nn.Sequential(*blocks) if sequential else nn.ModuleList(blocks)
-    setattr(result.get_submodule(parent), name, new)
+    result = _with_blocks(model, body, host, blocks)
     for path, module in list(result.named_modules()):
         if isinstance(module, PerStream) and path:
             owner, _, leaf = path.rpartition(".")
@@ -67,8 +59,8 @@ def cast_member(
 
 
 def _cast_block(
-    fused: FusedBlock, mould: nn.Module, family, layer: LayerPlan, stream: int
-) -> nn.Module:  # type: ignore[no-untyped-def]
+    fused: FusedBlock, mould: nn.Module, family: Family, layer: LayerPlan, stream: int
+) -> nn.Module:
     """Fill a mould with one stream's weights: shared parts by reference, its heads by copy."""
     module = copy.deepcopy(mould)
     block = Block(layer.layer, module, AttentionSite(layer.layer, module, family), family)
@@ -114,6 +106,38 @@ def _cast_block(
     return module
 
 
-def member_host(model: nn.Module) -> HostModel:
-    """Look at a member that was cast."""
-    return host_model(model)
+def _with_blocks(
+    model: nn.Module, body: Body, host: HostModel, blocks: Sequence[nn.Module]
+) -> nn.Module:
+    """Copy the host's structure around other blocks; parameters stay the same tensors."""
+    memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    memo[id(body)] = nn.Identity()
+    result = copy.deepcopy(model, memo)
+    parent, _, name = host.blocks_path.rpartition(".")
+    sequential = isinstance(result.get_submodule(host.blocks_path), nn.Sequential)
+    new = nn.Sequential(*blocks) if sequential else nn.ModuleList(blocks)
+    setattr(result.get_submodule(parent), name, new)
+    return result
+
+
+def cast_full(
+    model: nn.Module, body: Body, moulds: Sequence[nn.Module], host: HostModel
+) -> nn.Module:
+    """Return the host with all its original heads, blocks without storage: for counting."""
+    blocks = []
+    shape = body.plan.masks[0].shape
+    for layer in range(body.plan.depth):
+        if layer < body.plan.trunk:
+            module = copy.deepcopy(body.trunk[layer]).to("meta")
+        else:
+            module = copy.deepcopy(moulds[layer - body.plan.trunk])
+        site = AttentionSite(layer, module, host.family)
+        if site.num_heads != shape[layer]:
+            site.grow_(shape[layer])
+        blocks.append(module)
+    result = _with_blocks(model, body, host, blocks)
+    for path, part in list(result.named_modules()):
+        if isinstance(part, PerStream) and path:
+            owner, _, leaf = path.rpartition(".")
+            setattr(result.get_submodule(owner), leaf, part.each[0])
+    return result

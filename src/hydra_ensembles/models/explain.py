@@ -51,7 +51,7 @@ class Explanation:
 
 
 def explain(model: nn.Module | HostModel, *, family: Family | None = None) -> Explanation:
-    """Say what can be pruned in a model, which tokens are read, and why something cannot be done."""
+    """Say what can be pruned in a model, which tokens are read, and what cannot be done and why."""
     try:
         host = host_model(model, family=family)
     except UnsupportedModelError as error:

@@ -273,6 +273,18 @@ def _examples(model: nn.Module) -> list[Inputs]:
     return []
 
 
+def example_batch(model: nn.Module, *, tokens: int = 128) -> tuple[Inputs | tuple[Tensor], str]:
+    """Make one input of the usual size, for counting; say what it is."""
+    inputs = next(iter(_examples(model)))
+    if "input_ids" in inputs:
+        longest = getattr(getattr(model, "config", None), "max_position_embeddings", tokens)
+        ids = inputs["input_ids"][:1, :1].expand(1, max(1, min(tokens, longest - 2)))
+        return {"input_ids": ids}, f"{ids.shape[1]} tokens"
+    ((name, image),) = inputs.items()
+    what = f"{image.shape[-2]} x {image.shape[-1]} pixels"
+    return ((image[:1],) if name == "x" else {name: image[:1]}), what
+
+
 def _image_size(model: nn.Module) -> tuple[int, int, int] | None:
     """Return channels, height and width of the images that a model takes, when it tells."""
     for module in model.modules():

@@ -190,14 +190,7 @@ class AttentionSite:
             _cut(self.key, self._rows(kv_heads), 0)
             _cut(self.value, self._rows(kv_heads), 0)
         _cut(self.output, columns, 1)
-        for name in _HEAD_NUMBER:
-            if isinstance(getattr(self.module, name, None), int):
-                setattr(self.module, name, len(heads))
-        for name in ("attn_dim", "all_head_size", "split_size"):
-            if isinstance(getattr(self.module, name, None), int):
-                setattr(self.module, name, len(heads) * self.head_dim)
-        if not heads:
-            self._empty_()
+        self._note_heads(len(heads))
 
     def _kept_groups(self, heads: list[int]) -> list[int]:
         group = self.num_heads // self.kv_heads
@@ -221,56 +214,58 @@ class AttentionSite:
     def _cut_packed(self, rows: Tensor) -> None:
         width = self.num_heads * self.head_dim
         triple = torch.cat([rows + i * width for i in range(3)])
+        assert self.packed is not None
         if isinstance(self.packed, nn.MultiheadAttention):
-            attention = self.packed
-            open_attention_(attention)
-            index = triple.to(attention.in_proj_weight.device)
-            for name in ("in_proj_weight", "in_proj_bias"):
-                old = getattr(attention, name)
-                if old is not None:
-                    new = nn.Parameter(old.detach()[index].clone(), requires_grad=old.requires_grad)
-                    setattr(attention, name, new)
+            weight, bias = self._packed_parameters()
+            index = triple.to(weight.device)
+            _set_linear(self.packed, weight[index], None if bias is None else bias[index])
         else:
-            assert self.packed is not None
             _cut(self.packed, triple, 0)
 
-    @torch.no_grad()
     def replace_(self, weights: HeadWeights, output_bias: Tensor | None) -> None:
-        """Put other heads in the place of all heads, in place; any number of them."""
-        self.keep_some_(len(weights.query))
+        """Put other heads, any number of them, in the place of all heads, in place."""
+        self.module.__dict__.pop("forward", None)  # a layer that was empty attends again
         rows = [weights.query, weights.key, weights.value]
         biases = [weights.query_bias, weights.key_bias, weights.value_bias]
-        device, dtype = weights.query.device, weights.query.dtype
-        self.module.to_empty(device=device)
-        self.output.to_empty(device=device)
-        for part in self._parts():
-            part.to(dtype)
-        if self.packed is not None:
-            weight, bias = self._packed_parameters()
-            weight.copy_(torch.cat([row.flatten(0, 1) for row in rows]))
-            if bias is not None:
-                bias.copy_(torch.cat([b.flatten() for b in biases if b is not None]))
-        else:
-            for part, row, bias in zip(
-                (self.query, self.key, self.value), rows, biases, strict=True
+        flat = [row.flatten(0, 1) for row in rows]
+        flat_biases = [None if bias is None else bias.flatten() for bias in biases]
+        if self.packed is None:
+            for part, weight, bias in zip(
+                (self.query, self.key, self.value), flat, flat_biases, strict=True
             ):
                 assert part is not None
-                linear_weight(part).copy_(row.flatten(0, 1))
-                if part.bias is not None and bias is not None:
-                    part.bias.copy_(bias.flatten())  # type: ignore[operator]
-        linear_weight(self.output).copy_(weights.output.transpose(0, 1).flatten(1))
-        if self.output_bias is not None and output_bias is not None:
-            self.output_bias.copy_(output_bias)
+                _set_linear(part, weight, bias)
+        else:
+            whole = None if flat_biases[0] is None else torch.cat(flat_biases)  # type: ignore[arg-type]
+            _set_linear(self.packed, torch.cat(flat), whole)
+        _set_linear(self.output, weights.output.transpose(0, 1).flatten(1), output_bias)
+        self._note_heads(len(weights.query))
 
-    def keep_some_(self, number: int) -> None:
-        """Resize to a number of heads, whichever, in place (weights are set afterwards)."""
-        if number <= self.num_heads:
-            if number < self.num_heads:
-                self.keep_(list(range(number)))
-            return
-        raise UnsupportedModelError(
-            f"Layer {self.layer} has {self.num_heads} heads: {number} do not fit."
-        )
+    def grow_(self, number: int) -> None:
+        """Make room for a number of heads, without storage (for counting), in place."""
+        old = self.weights()
+
+        def room(like: Tensor | None) -> Tensor | None:
+            if like is None:
+                return None
+            return torch.empty(number, *like.shape[1:], dtype=like.dtype, device="meta")
+
+        names = HeadWeights.__dataclass_fields__
+        weights = HeadWeights(*(room(getattr(old, name)) for name in names))  # type: ignore[arg-type]
+        self.replace_(weights, self.output_bias)
+
+    def _note_heads(self, number: int) -> None:
+        """Tell the attention module how many heads it has now."""
+        for name in _HEAD_NUMBER:
+            if isinstance(getattr(self.module, name, None), int):
+                setattr(self.module, name, number)
+        for name in ("attn_dim", "all_head_size", "split_size"):
+            if isinstance(getattr(self.module, name, None), int):
+                setattr(self.module, name, number * self.head_dim)
+        if isinstance(self.packed, nn.MultiheadAttention):
+            open_attention_(self.packed)
+        if not number:
+            self._empty_()
 
     def _empty_(self) -> None:
         """Let an attention without heads add its output bias alone."""
@@ -295,15 +290,31 @@ class AttentionSite:
 
 def _cut(module: nn.Module, index: Tensor, dimension: int) -> None:
     """Keep some rows (0) or columns (1) of a linear layer, in place."""
-    transposed = type(module).__name__ == "Conv1D"
-    weight: Tensor = module.weight  # type: ignore[assignment]
+    weight, bias = linear_weight(module), module.bias
     index = index.to(weight.device)
-    kept = weight.detach().index_select(1 - dimension if transposed else dimension, index)
-    module.weight = nn.Parameter(kept.contiguous(), requires_grad=weight.requires_grad)
-    bias = getattr(module, "bias", None)
     if bias is not None and dimension == 0:
-        module.bias = nn.Parameter(bias.detach()[index].clone(), requires_grad=bias.requires_grad)
-    names = ("out_features", "nf") if dimension == 0 else ("in_features", "nx")
-    for name in names:
+        bias = bias[index]  # type: ignore[index]
+    _set_linear(module, weight.index_select(dimension, index), bias)  # type: ignore[arg-type]
+
+
+def _set_linear(module: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
+    """Give a linear layer other weights, of any size, as new parameters."""
+
+    def parameter(old: Any, value: Tensor) -> nn.Parameter:
+        return nn.Parameter(value.detach().clone().contiguous(), requires_grad=old.requires_grad)
+
+    if isinstance(module, nn.MultiheadAttention):
+        module.in_proj_weight = parameter(module.in_proj_weight, weight)
+        if module.in_proj_bias is not None and bias is not None:
+            module.in_proj_bias = parameter(module.in_proj_bias, bias)
+        return
+    transposed = type(module).__name__ == "Conv1D"
+    module.weight = parameter(module.weight, weight.t() if transposed else weight)
+    if module.bias is not None and bias is not None:
+        module.bias = parameter(module.bias, bias)
+    for name, size in zip(("out_features", "in_features"), weight.shape, strict=True):
         if hasattr(module, name):
-            setattr(module, name, len(index))
+            setattr(module, name, size)
+    for name, size in zip(("nf", "nx"), weight.shape, strict=True):
+        if hasattr(module, name):
+            setattr(module, name, size)

@@ -1,0 +1,202 @@
+"""How a host is built again from plain data: by name from an allow-list, not by import paths."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import FormatError, MissingDependencyError
+from .zeroshot import PooledTower, ZeroShotClassifier
+
+TRANSFORMERS_CLASSES = frozenset(
+    {
+        "ViTForImageClassification",
+        "ViTModel",
+        "DeiTForImageClassification",
+        "DeiTForImageClassificationWithTeacher",
+        "DeiTModel",
+        "Dinov2ForImageClassification",
+        "Dinov2Model",
+        "Dinov2WithRegistersForImageClassification",
+        "BertForSequenceClassification",
+        "RobertaForSequenceClassification",
+        "XLMRobertaForSequenceClassification",
+        "CamembertForSequenceClassification",
+        "ElectraForSequenceClassification",
+        "DistilBertForSequenceClassification",
+        "CLIPForImageClassification",
+        "CLIPVisionModel",
+        "CLIPVisionModelWithProjection",
+        "CLIPTextModel",
+        "CLIPTextModelWithProjection",
+        "SiglipForImageClassification",
+        "SiglipVisionModel",
+    }
+)
+
+
+def describe_host(model: nn.Module) -> dict[str, Any]:
+    """Return plain data from which `rebuild_host` makes the same architecture."""
+    name = type(model).__name__
+    root = type(model).__module__.split(".")[0]
+    if isinstance(model, ZeroShotClassifier):
+        return {
+            "library": "zero-shot",
+            "class": name,
+            "class_names": model.class_names,
+            "width": model.text_embeddings.shape[1],  # type: ignore[union-attr, index]
+            "tower": describe_host(model.image_tower),
+        }
+    if isinstance(model, PooledTower):
+        weight = model.projection.weight
+        return {
+            "library": "pooled-tower",
+            "class": name,
+            "projection": [weight.shape[1], weight.shape[0], model.projection.bias is not None],  # type: ignore[index, union-attr]
+            "vision": describe_host(model.vision_model),
+        }
+    if root == "transformers" and name in TRANSFORMERS_CLASSES:
+        config = model.config  # type: ignore[union-attr]
+        return {
+            "library": "transformers",
+            "class": name,
+            "config": config.to_dict(),  # type: ignore[operator, union-attr]
+            "attention": getattr(config, "_attn_implementation", None),
+            "pooler": getattr(model, "pooler", None) is not None,
+        }
+    if root == "timm" and name in ("VisionTransformer", "VisionTransformerDistilled"):
+        return {"library": "timm", "class": name, "arguments": _timm_arguments(model)}
+    if root == "open_clip" and name == "VisionTransformer":
+        return {"library": "open_clip", "class": name, "arguments": _open_clip_arguments(model)}
+    return {"library": "custom", "class": name}
+
+
+def rebuild_host(description: dict[str, Any]) -> nn.Module:
+    """Make a host of a described architecture; its weights are arbitrary."""
+    library, name = description.get("library"), description.get("class")
+    if library == "zero-shot":
+        return ZeroShotClassifier.from_parts(
+            rebuild_host(description["tower"]),
+            torch.zeros(len(description["class_names"]), description["width"]),
+            torch.ones(()),
+            list(description["class_names"]),
+        )
+    if library == "pooled-tower":
+        inputs, outputs, bias = description["projection"]
+        projection = nn.Linear(inputs, outputs, bias=bias)
+        return PooledTower(rebuild_host(description["vision"]), projection)
+    if library == "transformers":
+        if name not in TRANSFORMERS_CLASSES:
+            raise FormatError(
+                f"The folder names the host class {name!r}, which is not on the list of classes "
+                "that are built by name. Pass the model yourself: from_pretrained(..., host=model)."
+            )
+        return _rebuild_transformers(description)
+    if library == "timm":
+        timm = _module("timm.models.vision_transformer", "timm")
+        if name not in ("VisionTransformer", "VisionTransformerDistilled"):
+            raise FormatError(f"Unknown timm class {name!r}: pass host= to from_pretrained.")
+        module = _module("timm.models.deit", "timm") if name.endswith("Distilled") else timm
+        return getattr(module, name)(**_with_layers(description["arguments"]))
+    if library == "open_clip":
+        transformer = _module("open_clip.transformer", "openclip")
+        arguments = dict(description["arguments"])
+        if arguments.pop("quick_gelu"):
+            arguments["act_layer"] = transformer.QuickGELU
+        return transformer.VisionTransformer(**arguments)
+    raise FormatError(
+        f"The host {name!r} is of your own making: pass a model of the same architecture, "
+        "from_pretrained(..., host=model)."
+    )
+
+
+def _module(path: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(path)
+    except ImportError as error:
+        library = path.split(".")[0]
+        raise MissingDependencyError(
+            f"This model needs {library}: pip install 'hydra-ensembles[{extra}]'."
+        ) from error
+
+
+def _rebuild_transformers(description: dict[str, Any]) -> nn.Module:
+    transformers = _module("transformers", "transformers")
+    cls = getattr(transformers, description["class"])
+    config = cls.config_class.from_dict(dict(description["config"]))
+    if description.get("attention") in ("eager", "sdpa"):
+        config._attn_implementation = description["attention"]
+    if description["class"] in ("ViTModel", "DeiTModel"):
+        return cls(config, add_pooling_layer=description.get("pooler", True)).eval()
+    return cls(config).eval()
+
+
+def _timm_arguments(model: Any) -> dict[str, Any]:
+    """Read a timm Vision Transformer's arguments off its parts."""
+    block = model.blocks[0]
+    inner = block.mlp
+    patch = model.patch_embed
+    return {
+        "img_size": list(patch.img_size),
+        "patch_size": list(patch.patch_size),
+        "in_chans": patch.proj.in_channels,
+        "num_classes": model.num_classes,
+        "global_pool": model.global_pool,
+        "embed_dim": model.embed_dim,
+        "depth": len(model.blocks),
+        "num_heads": model.embed_dim // block.attn.head_dim,
+        "mlp_ratio": inner.fc1.out_features / model.embed_dim,
+        "qkv_bias": block.attn.qkv.bias is not None,
+        "qk_norm": not isinstance(block.attn.q_norm, nn.Identity),
+        "init_values": None if isinstance(block.ls1, nn.Identity) else 1e-5,
+        "class_token": getattr(model, "has_class_token", model.cls_token is not None),
+        "no_embed_class": model.no_embed_class,
+        "reg_tokens": getattr(model, "num_reg_tokens", 0),
+        "pre_norm": not isinstance(model.norm_pre, nn.Identity),
+        "fc_norm": not isinstance(model.fc_norm, nn.Identity),
+        "dynamic_img_size": model.dynamic_img_size,
+        "norm_eps": block.norm1.eps,
+        "activation": type(inner.act).__name__,
+    }
+
+
+def _with_layers(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Turn plain arguments into timm's: a norm of the right epsilon, a known activation."""
+    from functools import partial
+
+    layers = _module("timm.layers", "timm")
+    known = {"GELU": nn.GELU, "QuickGELU": layers.QuickGELU, "SiLU": nn.SiLU, "ReLU": nn.ReLU}
+    result = dict(arguments)
+    epsilon, activation = result.pop("norm_eps"), result.pop("activation")
+    if activation not in known:
+        raise FormatError(f"Unknown activation {activation!r}: pass host= to from_pretrained.")
+    return {
+        **result,
+        "img_size": tuple(result["img_size"]),
+        "patch_size": tuple(result["patch_size"]),
+        "norm_layer": partial(layers.LayerNorm, eps=epsilon),
+        "act_layer": known[activation],
+        "weight_init": "skip",
+    }
+
+
+def _open_clip_arguments(model: Any) -> dict[str, Any]:
+    block = model.transformer.resblocks[0]
+    width = model.transformer.width
+    return {
+        "image_size": list(model.image_size),
+        "patch_size": list(model.patch_size),
+        "width": width,
+        "layers": len(model.transformer.resblocks),
+        "heads": width // block.attn.head_dim,
+        "mlp_ratio": block.mlp.c_fc.out_features / width,
+        "ls_init_value": None if isinstance(block.ls_1, nn.Identity) else 1e-5,
+        "output_dim": model.output_dim,
+        "no_ln_pre": isinstance(model.ln_pre, nn.Identity),
+        "pool_type": model.pool_type,
+        "final_ln_after_pool": model.final_ln_after_pool,
+        "quick_gelu": type(block.mlp.gelu).__name__ == "QuickGELU",
+    }

@@ -1,0 +1,156 @@
+"""Saved == loaded to the last bit; a damaged or foreign folder gives a clear error."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import hydra_ensembles as hydra
+from hydra_ensembles import HydraEnsemble
+from hydra_ensembles.errors import FormatError
+from tests import zoo
+from tests.core.test_fusion import EARLY, TREE, perturbed
+
+pytestmark = pytest.mark.filterwarnings("ignore:Model config")
+
+
+@pytest.mark.parametrize("name", zoo.FUSABLE)
+def test_saved_equals_loaded(name: str, tmp_path: Path) -> None:
+    ensemble = hydra.fuse(zoo.host(name), TREE)
+    ensemble.temperature, ensemble.score = 1.25, "energy"
+    ensemble.record = {"seed": 3}
+    ensemble.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["host"]["library"] != "custom"
+    loaded = HydraEnsemble.from_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = ensemble.member_logits(zoo.batch(name))
+        assert torch.equal(loaded.member_logits(zoo.batch(name)), expected)
+    assert loaded.masks == ensemble.masks
+    assert (loaded.temperature, loaded.score, loaded.record) == (1.25, "energy", {"seed": 3})
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("prepare", ["finetuned", "untied", "loop", "bfloat16"])
+def test_other_states_survive(prepare: str, tmp_path: Path) -> None:
+    model = zoo.host("vit")
+    if prepare == "finetuned":
+        ensemble = hydra.fuse([perturbed(model, seed) for seed in range(3)], EARLY)
+    else:
+        ensemble = hydra.fuse(model, EARLY, mode="loop" if prepare == "loop" else "fused")
+    if prepare == "untied":
+        ensemble.untie_()
+    if prepare == "bfloat16":
+        ensemble.to(torch.bfloat16)
+    ensemble.save_pretrained(tmp_path)
+    loaded = HydraEnsemble.from_pretrained(tmp_path)
+    inputs = zoo.batch("vit").to(ensemble.dtype)
+    with torch.no_grad():
+        assert torch.equal(loaded.member_logits(inputs), ensemble.member_logits(inputs))
+    assert loaded.mode == ensemble.mode
+    if prepare != "bfloat16":
+        hydra.verify(loaded, inputs)
+
+
+def test_a_host_of_ones_own_is_given_when_loading(tmp_path: Path) -> None:
+    class Mine(type(zoo.host("vit"))):  # type: ignore[misc]
+        pass
+
+    model = Mine(zoo.host("vit").config).eval()
+    hydra.fuse(model, EARLY).save_pretrained(tmp_path)
+    with pytest.raises(FormatError, match="host=model"):
+        HydraEnsemble.from_pretrained(tmp_path)
+    loaded = HydraEnsemble.from_pretrained(tmp_path, host=Mine(model.config))
+    hydra.verify(loaded, zoo.batch("vit"))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    hydra.fuse(zoo.host("vit"), EARLY).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def edit(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config.update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_truncated_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(FormatError, match="SHA-256"):
+        HydraEnsemble.from_pretrained(folder)
+
+
+def test_tampered_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(FormatError, match="changed"):
+        HydraEnsemble.from_pretrained(folder)
+
+
+def test_missing_and_foreign_files(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    with pytest.raises(FormatError, match=r"no model\.safetensors"):
+        HydraEnsemble.from_pretrained(folder)
+    zoo.host("vit").save_pretrained(tmp_path / "host")
+    with pytest.raises(FormatError, match="not the config of a Hydra ensemble"):
+        HydraEnsemble.from_pretrained(tmp_path / "host")
+    with pytest.raises(FormatError, match="No folder"):
+        HydraEnsemble.from_pretrained(tmp_path / "nowhere")
+
+
+def test_newer_formats(folder: Path) -> None:
+    edit(folder, format_version=[1, 9], shiny="new")
+    with pytest.warns(UserWarning, match="shiny"):
+        HydraEnsemble.from_pretrained(folder)
+    edit(folder, format_version=[2, 0])
+    with pytest.raises(FormatError, match="Upgrade"):
+        HydraEnsemble.from_pretrained(folder)
+
+
+def test_a_class_outside_the_list_is_not_built(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["host"]["class"] = "os.system"
+    edit(folder, host=config["host"])
+    with pytest.raises(FormatError, match="not on the list"):
+        HydraEnsemble.from_pretrained(folder)
+
+
+def test_damaged_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"format": "hydra-ensembles", ')
+    with pytest.raises(FormatError, match="damaged"):
+        HydraEnsemble.from_pretrained(folder)
+
+
+def test_processors_are_copied_along(tmp_path: Path) -> None:
+    from transformers import ViTImageProcessor
+
+    hydra.fuse(zoo.host("vit"), EARLY).save_pretrained(
+        tmp_path, image_processor=ViTImageProcessor(size={"height": 16, "width": 16})
+    )
+    assert (tmp_path / "preprocessor_config.json").exists()
+
+
+def test_unfinetuned_members_cost_no_disk(tmp_path: Path) -> None:
+    model = zoo.host("bert")
+    masks = [hydra.HeadMask.random(model, keep=3, seed=s) for s in range(3)]
+    ensemble = hydra.fuse(model, masks)
+    ensemble.save_pretrained(tmp_path)
+    on_disk = (tmp_path / "model.safetensors").stat().st_size
+    host = sum(p.numel() * p.element_size() for p in model.parameters())
+    header = 16_000  # names and offsets, a few kilobytes whatever the size of the model
+    assert on_disk - header <= 1.01 * host
+    assert ensemble.parameter_bytes()["memory"] >= on_disk - header
