@@ -50,12 +50,13 @@ def glass_blur(images: Tensor, severity: int, draws: Draws) -> Tensor:
         ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
         ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
     )
-    sigma, reach = pixels(images, sigma), pixels(images, reach) + 0.5  # rounded below
+    sigma = pixels(images, sigma)
+    farthest = pixels(images, reach) + 0.5  # rounded below
     height, width = images.shape[-2:]
     down = torch.arange(height, device=images.device)[:, None].expand(len(images), height, width)
     across = torch.arange(width, device=images.device).expand(len(images), height, width)
     for _ in range(2 * rounds):
-        moves = draws.uniform(2, height, width, low=-reach, high=reach).round().long()
+        moves = draws.uniform(2, height, width, low=-farthest, high=farthest).round().long()
         down = (down + moves[:, 0]).clamp(0, height - 1)
         across = (across + moves[:, 1]).clamp(0, width - 1)
     flat = (down * width + across).flatten(1)[:, None].expand(-1, images.shape[1], -1)
