@@ -128,12 +128,10 @@ def cost(model: Any, batch: Any) -> Cost:
         outside = _outside(host, batch, streams=len(body.plan.ends), readout=body.readout)
         blocks = _fused_blocks(body, outside)
         module, name = model.host, f"HydraEnsemble x {model.members}"
-    tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}.values()
-    parameters = sum(p.numel() for p in {id(p): p for p in module.parameters()}.values())
+    parameters = sum(p.numel() for p in module.parameters())
     stored = {id(t): t for t in module.state_dict(keep_vars=True).values()}.values()
     inside = sum(block.parameters for block in blocks)
     rest = LayerCost("around", outside.multiply_adds, parameters - inside, outside.bytes)
-    del tensors
     layers = (rest, *blocks)
     return Cost(
         multiply_adds=sum(layer.multiply_adds for layer in layers),
@@ -181,19 +179,28 @@ class CostModel:
         readout_only: bool = True,
     ) -> float:
         """Return counted multiply-adds of the fused masks divided by those of the plain host."""
-        readout = self.host.readout
         plan = make_plan(
             masks,
             share_trunk=share_trunk,
             share_branch=share_branch,
-            readout_only=readout_only
-            and (readout.tokens is not None or readout.positions is not None),
+            readout_only=readout_only and self.reads_few_tokens,
         )
+        return self.ratio_of(plan)
+
+    @property
+    def reads_few_tokens(self) -> bool:
+        """Whether the last block can run for the readout tokens alone."""
+        readout = self.host.readout
+        return readout.tokens is not None or readout.positions is not None
+
+    def ratio_of(self, plan: Plan) -> float:
+        """Return counted multiply-adds of a plan divided by those of the plain host."""
         total = self.outside.multiply_adds + (len(plan.ends) - 1) * self.heads_after
         for layer, geometry in enumerate(self.geometry[: plan.trunk]):
             total += geometry.plain(self.outside, len(plan.trunk_heads[layer]))
         for layer_plan in plan.layers:
-            total += self.geometry[layer_plan.layer].fused(layer_plan, self.outside, readout)
+            geometry = self.geometry[layer_plan.layer]
+            total += geometry.fused(layer_plan, self.outside, self.host.readout)
         return total / self.plain
 
 
