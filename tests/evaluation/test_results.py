@@ -169,14 +169,14 @@ def test_intervals_are_reproducible_and_seeded():
 
 
 def test_a_better_model_is_found_better(strong, weak):
-    comparison = compare(strong, weak, count=300)
+    comparison = compare(strong, weak, count=100)
     row = comparison["cls/Acc"]
     assert row.difference == pytest.approx(strong["cls/Acc"] - weak["cls/Acc"])
     assert 0 < row.low < row.difference < row.high
     assert row.p < 0.05
     assert "ood/noise/energy/AUROC" in comparison
     assert "| cls/Acc |" in repr(comparison)
-    back = compare(weak, strong, count=300)
+    back = compare(weak, strong, count=100)
     assert back["cls/Acc"].low == pytest.approx(-row.high)
 
 
