@@ -71,6 +71,8 @@ def describe_host(model: nn.Module) -> dict[str, Any]:
         return {"library": "timm", "class": name, "arguments": _timm_arguments(model)}
     if root == "open_clip" and name == "VisionTransformer":
         return {"library": "open_clip", "class": name, "arguments": _open_clip_arguments(model)}
+    if root == "hydra_ensembles" and name == "TinyViT":
+        return {"library": "hydra-ensembles", "class": name, "shape": model.shape.to_dict()}  # type: ignore[operator, union-attr]
     return {"library": "custom", "class": name}
 
 
@@ -107,6 +109,9 @@ def rebuild_host(description: dict[str, Any]) -> nn.Module:
         if arguments.pop("quick_gelu"):
             arguments["act_layer"] = transformer.QuickGELU
         return transformer.VisionTransformer(**arguments)
+    if library == "hydra-ensembles" and name == "TinyViT":
+        own = _module("hydra_ensembles.tiny_vit", "all")
+        return own.TinyViT(own.TinyViTConfig(**description["shape"]))
     raise FormatError(
         f"The host {name!r} is of your own making: pass a model of the same architecture, "
         "from_pretrained(..., host=model)."
