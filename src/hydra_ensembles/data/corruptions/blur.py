@@ -51,7 +51,7 @@ def glass_blur(images: Tensor, severity: int, draws: Draws) -> Tensor:
         ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
     )
     sigma = pixels(images, sigma)
-    farthest = pixels(images, reach) + 0.5  # rounded below
+    farthest = max(0.75, pixels(images, reach))  # rounded below, so that some pixels always move
     height, width = images.shape[-2:]
     down = torch.arange(height, device=images.device)[:, None].expand(len(images), height, width)
     across = torch.arange(width, device=images.device).expand(len(images), height, width)

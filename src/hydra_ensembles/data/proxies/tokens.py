@@ -112,13 +112,14 @@ def foreign(content: Tensor, generator: torch.Generator, context: TokenContext) 
 def halves(content: Tensor, generator: torch.Generator, context: TokenContext) -> Tensor:
     """Put the first half of the sentence before the last half of another."""
     number = int(torch.randint(len(context.bank), (1,), generator=generator))
-    partner = context.bank[number]
-    if torch.equal(partner, content):  # itself
-        partner = context.bank[(number + 1) % len(context.bank)]
+    if torch.equal(context.bank[number], content):  # itself
+        number = (number + 1) % len(context.bank)
     cut = (len(content) + 1) // 2
-    tail = partner[len(partner) // 2 :]
-    places = torch.arange(len(content) - cut) % max(1, len(tail))  # a short tail repeats
-    return torch.cat([content[:cut], tail[places]]) if len(tail) else content
+    tail = context.bank[number][len(context.bank[number]) // 2 :]
+    while len(tail) < len(content) - cut:  # too short: the next sentence goes on
+        number = (number + 1) % len(context.bank)
+        tail = torch.cat([tail, context.bank[number]])
+    return torch.cat([content[:cut], tail[: len(content) - cut]])
 
 
 def _replaced(
