@@ -1,0 +1,77 @@
+"""Outlier exposure after the fact: a small head that tells outliers from the rest."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .features import Featured, collect, find_classifier, first_batch
+from .members import carry_uncertainty
+from .small_head import Standardize, fit_binary
+from .task import Task, baselines
+
+
+class OutlierHead(nn.Module):
+    """A host, and a head on its features whose logit is the uncertainty."""
+
+    score = "energy"  # carries the head's logit, see `carry_uncertainty`
+
+    def __init__(self, host: Featured, head: nn.Module) -> None:
+        super().__init__()
+        self.host = host
+        self.head = head
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Answer with the host's log-probabilities shifted by the uncertainty."""
+        logits, features = self.host(*args, **kwargs)
+        return carry_uncertainty(logits, self.head(features)[:, 0])
+
+
+@baselines.register("outlier-exposure")
+def outlier_exposure(
+    host: nn.Module, task: Task, *, width: int = 32, steps: int = 400
+) -> nn.Module:
+    """Train a small head on frozen features to tell validation data from outliers.
+
+    u(x) = MLP(features(x)), by binary cross-entropy with both kinds weighted equally. After
+    Hendrycks et al., 2019, "Deep Anomaly Detection with Outlier Exposure": the fair rival of a
+    method that sees outliers when it chooses heads, since it is given the very same ones.
+    Predictions stay the host's. Read the uncertainty with the score `energy`.
+
+    Args:
+        host: A trained classifier; features are the input of its last linear layer, else its image
+            embeddings, else its logits.
+        task: Needs `validation` and `ood`.
+        width: Hidden units of the head.
+        steps: Of its training.
+    """
+    validation, outliers = task.need("validation"), task.need("ood")
+    copied = copy.deepcopy(host)
+    featured = Featured(copied, find_classifier(copied, first_batch(validation)))
+    parts = [
+        collect(featured, data, name=name, labels=False, progress=task.progress)[1]
+        for name, data in (("validation", validation), ("ood", outliers))
+    ]
+    features = torch.cat(parts)
+    targets = torch.arange(len(features), device=features.device) >= len(parts[0])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(task.seed)
+        head = nn.Sequential(
+            Standardize(parts[0]),
+            nn.Linear(features.shape[1], width),
+            nn.GELU(),
+            nn.Linear(width, 1),
+        ).to(features.device)
+    fit_binary(
+        nn.Sequential(head, nn.Flatten(0)),
+        [features],
+        targets,
+        positive_weight=len(parts[0]) / len(parts[1]),
+        steps=steps,
+        seed=task.seed,
+        progress=task.progress,
+    )
+    return OutlierHead(featured, head)
