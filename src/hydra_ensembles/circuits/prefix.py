@@ -128,7 +128,7 @@ class Prefix:
         return len(self._cache)
 
     def states(self) -> Iterator[tuple[str, int, Tensor, Call]]:
-        """Yield the states that enter the current layer, batch by batch, recomputing what is not kept."""
+        """Yield the states that enter the current layer; what is not kept is recomputed."""
         for name, batches in self.data.items():
             sizes = self._sizes[name]
             if all((name, i) in self._cache for i in range(len(sizes))):

@@ -1,0 +1,208 @@
+"""What a circuit is for: objectives of logits on several data sets, **lower is better**.
+
+Data sets are named: `"id"` has labels; `"ood/<family>"` are outliers; `"shift"` is in-distribution
+data under corruption, with labels. An effect comes with a standard error over examples: from the
+examples' own parts where the objective is a mean of such (DeLong's placements for AUROC), by a
+jackknife over 20 groups otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from ..registry import Registry
+from ..uncertainty import Score, log_mean_probability, score_logits
+from .prefix import Outputs
+
+GROUPS = 20
+Parts = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A number to make small.
+
+    Attributes:
+        name: What to call it.
+        value: Outputs (logits [example, member, class] by data set) to a number.
+        parts: Outputs to one number for each example, whose means add up to the value (up to a
+            constant); None when there are no such parts.
+        needs: Kinds of data that it reads: `"id"`, `"ood"`, `"shift"`.
+    """
+
+    name: str
+    value: Callable[[Outputs], float]
+    parts: Callable[[Outputs], Parts] | None = None
+    needs: tuple[str, ...] = ("id",)
+
+
+objectives: Registry[Callable[[str | Score], Objective]] = Registry("objective")
+"""Objectives by name: functions of the uncertainty score to an `Objective`."""
+
+
+def as_objective(objective: Any, score: str | Score = "msp") -> Objective:
+    """Return an objective by name, a given one, or one made of a user's function of outputs."""
+    if isinstance(objective, Objective):
+        return objective
+    if isinstance(objective, str):
+        return objectives[objective](score)
+    if callable(objective):
+        name = getattr(objective, "__name__", type(objective).__name__)
+        return Objective(name, lambda outputs: float(objective(outputs)))
+    raise TypeError(
+        f"objective is a {type(objective).__name__}; expected a name ({', '.join(objectives)}), an "
+        "Objective, or a function of Outputs that is lower when better."
+    )
+
+
+def families(outputs: Outputs) -> list[str]:
+    """Return the outlier data sets."""
+    return [name for name in outputs.logits if name.startswith("ood")]
+
+
+def placements(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the share of outliers above each ID example, and of ID below each outlier.
+
+    Ties count half. The mean of either is the AUROC (DeLong et al., 1988).
+    """
+    own, other = id_scores.double(), ood_scores.double()
+    low, high = own.sort().values, other.sort().values
+    above = (
+        len(other) - (torch.searchsorted(high, own) + torch.searchsorted(high, own, right=True)) / 2
+    )
+    below = (torch.searchsorted(low, other) + torch.searchsorted(low, other, right=True)) / 2
+    return above / len(other), below / len(own)
+
+
+def auroc(id_scores: Tensor, ood_scores: Tensor) -> float:
+    """Return P(outlier above ID) + P(tie) / 2."""
+    return float(placements(id_scores, ood_scores)[1].mean())
+
+
+def nll_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return each example's -log mean_m p_m(label), [example]."""
+    return -log_mean_probability(logits).gather(-1, labels[:, None])[:, 0].double()
+
+
+def ece_of(logits: Tensor, labels: Tensor, *, bins: int = 15) -> float:
+    """Return the expected calibration error, equal-width bins, L1."""
+    confidence, label = log_mean_probability(logits).exp().double().max(-1)
+    gap = (label == labels).double() - confidence
+    # bins are open below, as in torchmetrics: 1.0 belongs to the last
+    place = ((confidence * bins).ceil().long() - 1).clamp(0, bins - 1)
+    return float(gap.new_zeros(bins).index_add_(0, place, gap).abs().sum() / len(gap))
+
+
+@objectives.register("id-loss")
+def id_loss(score: str | Score = "msp") -> Objective:
+    """NLL of the mean probability on in-distribution data."""
+    return _loss("id-loss", "id")
+
+
+@objectives.register("nll-shift")
+def nll_shift(score: str | Score = "msp") -> Objective:
+    """NLL of the mean probability under corruption."""
+    return _loss("nll-shift", "shift")
+
+
+def _loss(name: str, data: str) -> Objective:
+    def parts(outputs: Outputs) -> Parts:
+        _need(outputs, data, name)
+        return {data: nll_of(outputs.logits[data], outputs.labels[data])}
+
+    return Objective(name, lambda o: float(parts(o)[data].mean()), parts, needs=(data,))
+
+
+@objectives.register("ood-auroc")
+def ood_auroc(score: str | Score = "msp") -> Objective:
+    """1 - AUROC of ID against outliers, mean over families, by an uncertainty score."""
+
+    def parts(outputs: Outputs) -> Parts:
+        names = families(outputs)
+        if not names:
+            raise DataError('The objective "ood-auroc" needs outliers: pass ood=, or ood="auto".')
+        own = score_logits(outputs.logits["id"], score)
+        found: Parts = {"id": torch.zeros(len(own), dtype=torch.float64)}
+        for name in names:
+            above, below = placements(own, score_logits(outputs.logits[name], score))
+            found["id"] -= above / len(names)
+            found[name] = -below / len(names)
+        return found
+
+    def value(outputs: Outputs) -> float:
+        found = parts(outputs)
+        return 1.0 + float(sum(found[name].mean() for name in families(outputs)))
+
+    return Objective("ood-auroc", value, parts, needs=("id", "ood"))
+
+
+@objectives.register("ece")
+def ece(score: str | Score = "msp") -> Objective:
+    """Expected calibration error on in-distribution data (15 bins, L1)."""
+
+    def value(outputs: Outputs) -> float:
+        return ece_of(outputs.logits["id"], outputs.labels["id"])
+
+    return Objective("ece", value)
+
+
+def average_of(score: str | Score, kinds: Sequence[str]) -> list[Objective]:
+    """Return the objectives that `average` is made of, as far as there is data for them."""
+    names = ["id-loss", "ece"]
+    names += ["ood-auroc"] if "ood" in kinds else []
+    names += ["nll-shift"] if "shift" in kinds else []
+    return [objectives[name](score) for name in names]
+
+
+@objectives.register("average")
+def average(score: str | Score = "msp") -> Objective:
+    """Mean of the objectives' z-scored harms; the search standardises them within each layer."""
+
+    def value(outputs: Outputs) -> float:
+        kinds = {name.split("/")[0] for name in outputs.logits}
+        return sum(o.value(outputs) for o in average_of(score, sorted(kinds)))
+
+    return Objective("average", value, needs=("id",))
+
+
+def _need(outputs: Outputs, data: str, name: str) -> None:
+    if data not in outputs.logits:
+        raise DataError(f"The objective {name!r} needs data under {data!r}: pass {data}=.")
+
+
+def effect(objective: Objective, changed: Outputs, base: Outputs) -> tuple[float, float]:
+    """Return how much the objective rises from `base` to `changed`, and its standard error.
+
+    The two are paired by example: what both share cancels.
+    """
+    difference = objective.value(changed) - objective.value(base)
+    if objective.parts is not None:
+        after, before = objective.parts(changed), objective.parts(base)
+        gaps = [after[name] - before[name] for name in after]
+        variance = sum(float(gap.var()) / len(gap) for gap in gaps if len(gap) > 1)
+        return difference, variance**0.5
+    return difference, _jackknife(objective, changed, base)
+
+
+def _jackknife(objective: Objective, changed: Outputs, base: Outputs) -> float:
+    """Leave out one of 20 groups of examples at a time."""
+    sizes = {name: len(logits) for name, logits in base.logits.items()}
+    groups = min(GROUPS, *sizes.values())
+    if groups < 2:
+        return 0.0
+    values = []
+    for group in range(groups):
+        rows = {
+            name: torch.arange(n)[torch.arange(n) % groups != group] for name, n in sizes.items()
+        }
+        values.append(
+            objective.value(changed.examples(rows)) - objective.value(base.examples(rows))
+        )
+    found = torch.tensor(values, dtype=torch.float64)
+    return float(((groups - 1) / groups * ((found - found.mean()) ** 2).sum()).sqrt())

@@ -1,0 +1,101 @@
+"""Resuming a search: what is done so far, written after each layer, beside and renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import FormatError
+
+VERSION = 1
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Return a SHA-256 over the names, types, shapes and bytes of a model's tensors."""
+    whole = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        whole.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        if flat.numel():
+            whole.update(memoryview(flat.view(torch.uint8).numpy()))
+    return whole.hexdigest()
+
+
+class SearchState:
+    """A JSON file that remembers finished steps of a search.
+
+    Args:
+        folder: Where to keep it; None keeps nothing.
+        settings: What the search depends on (model, data, options): plain data. A state that was
+            written under other settings is refused.
+        name: Of the file.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        settings: dict[str, Any],
+        *,
+        name: str = "search.json",
+    ) -> None:
+        self.path = None if folder is None else Path(folder) / name
+        self.settings = json.loads(json.dumps(settings))  # as it will be read back
+        self.steps: list[Any] = []
+        if self.path is not None and self.path.exists():
+            self._read(self.path)
+
+    def _read(self, path: Path) -> None:
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            version, settings, steps = saved["version"], saved["settings"], saved["steps"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise FormatError(
+                f"{path} is not the state of a search ({error}). Delete it, or give another folder."
+            ) from None
+        if version != VERSION:
+            raise FormatError(
+                f"{path} was written as version {version}, this library reads {VERSION}. "
+                "Give another folder."
+            )
+        changed = sorted(
+            key
+            for key in {*settings, *self.settings}
+            if settings.get(key) != self.settings.get(key)
+        )
+        if changed:
+            was = "; ".join(
+                f"{key} was {_short(settings.get(key))}, is {_short(self.settings.get(key))}"
+                for key in changed
+            )
+            raise FormatError(
+                f"{path} belongs to another search: {was}. Give another folder, or delete this "
+                "file to start anew."
+            )
+        self.steps = steps
+
+    def add(self, step: Any) -> None:
+        """Remember a finished step."""
+        self.steps.append(step)
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"version": VERSION, "settings": self.settings, "steps": self.steps})
+        beside = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, self.path)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."

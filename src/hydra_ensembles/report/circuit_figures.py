@@ -1,0 +1,102 @@
+"""Pictures of circuits: what heads do, which are kept, how circuits overlap. `ax` in, axes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import MissingDependencyError
+
+
+def _axes(ax: Any, size: tuple[float, float]) -> Any:
+    if ax is not None:
+        return ax
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Pictures need matplotlib: pip install 'hydra-ensembles[report]'."
+        ) from error
+    return Figure(figsize=size, layout="constrained").subplots()
+
+
+def _grid(rows: Sequence[Any]) -> Any:
+    """Make a rectangle of rows of any length; what is missing is NaN."""
+    import numpy as np
+
+    width = max(len(row) for row in rows)
+    grid = np.full((len(rows), width), np.nan)
+    for i, row in enumerate(rows):
+        grid[i, : len(row)] = [float(v) for v in row]
+    return grid
+
+
+def plot_effects(scores: Any, *, mask: Any = None, ax: Any = None, title: str = "") -> Any:
+    """Draw a table of effects, layers bottom up; dots mark effects within two standard errors.
+
+    Args:
+        scores: `HeadScores`, with standard errors if known.
+        mask: A `HeadMask` whose kept heads are framed.
+        ax: Where to draw.
+        title: Above the picture.
+    """
+    import numpy as np
+
+    grid = _grid(list(scores))
+    ax = _axes(ax, (1.2 + 0.45 * grid.shape[1], 1.2 + 0.32 * grid.shape[0]))
+    limit = float(np.nanmax(np.abs(grid))) or 1.0
+    picture = ax.imshow(grid, cmap="RdBu_r", vmin=-limit, vmax=limit, origin="lower", aspect="auto")
+    ax.figure.colorbar(picture, ax=ax, label="harm when edited")
+    if scores.standard_error is not None:
+        noise = np.abs(grid) < 2 * _grid(list(scores.standard_error))
+        y, x = np.nonzero(noise)
+        ax.plot(x, y, ".", color="0.45", markersize=3)
+    if mask is not None:
+        _frame(ax, mask)
+    ax.set_xlabel("head")
+    ax.set_ylabel("layer")
+    ax.set_title(title or scores.name)
+    return ax
+
+
+def _frame(ax: Any, mask: Any) -> None:
+    from matplotlib.patches import Rectangle
+
+    for layer, head in mask.pairs():
+        ax.add_patch(Rectangle((head - 0.5, layer - 0.5), 1, 1, fill=False, lw=1.4, ec="black"))
+
+
+def plot_members(masks: Sequence[Any], *, ax: Any = None, title: str = "members") -> Any:
+    """Draw how many members keep each head."""
+    total = [sum(m[layer].int() for m in masks) for layer in range(len(masks[0]))]
+    grid = _grid(total)
+    ax = _axes(ax, (1.2 + 0.45 * grid.shape[1], 1.2 + 0.32 * grid.shape[0]))
+    picture = ax.imshow(
+        grid, cmap="viridis", vmin=0, vmax=len(masks), origin="lower", aspect="auto"
+    )
+    ax.figure.colorbar(picture, ax=ax, label=f"kept by, of {len(masks)}")
+    ax.set_xlabel("head")
+    ax.set_ylabel("layer")
+    ax.set_title(title)
+    return ax
+
+
+def plot_overlaps(overlaps: Mapping[tuple[str, str], float], *, ax: Any = None) -> Any:
+    """Draw the Jaccard index of pairs of circuits as a matrix."""
+    import numpy as np
+
+    names = list(dict.fromkeys(name for pair in overlaps for name in pair))
+    grid = np.eye(len(names))
+    for (a, b), value in overlaps.items():
+        i, j = names.index(a), names.index(b)
+        grid[i, j] = grid[j, i] = value
+    ax = _axes(ax, (1.6 + 0.6 * len(names), 1.4 + 0.6 * len(names)))
+    ax.imshow(grid, cmap="Blues", vmin=0, vmax=1)
+    for i in range(len(names)):
+        for j in range(len(names)):
+            color = "white" if grid[i, j] > 0.6 else "black"
+            ax.text(j, i, f"{grid[i, j]:.2f}", ha="center", va="center", color=color, fontsize=8)
+    ax.set_xticks(range(len(names)), names, rotation=45, ha="right")
+    ax.set_yticks(range(len(names)), names)
+    ax.set_title("overlap of circuits")
+    return ax

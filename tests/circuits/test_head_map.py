@@ -1,0 +1,87 @@
+"""Edits of heads: by zero, mean and another example's output; overlaps and pictures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hydra_ensembles.circuits.head_map import HeadMap, head_map, overlaps
+from hydra_ensembles.circuits.headmap import find_effects
+from hydra_ensembles.errors import UnsupportedModelError
+from hydra_ensembles.masks import HeadMask
+from hydra_ensembles.models import host_model, main_output
+
+from ..criteria.tiny_hosts import HOSTS, images
+from .test_headmap import a_host, outliers
+
+
+def test_zero_ablation_is_the_search_without_a_condition():
+    model, data = a_host("vit")
+    found = head_map(model, id=data, ood=outliers("vit"), progress=False)
+    alone = find_effects(model, id=data, condition="none", progress=False)
+    assert found["nll"].tolist() == alone.effects.tolist()
+    assert set(found.effects) == {"error", "nll", "ece", "ood-auroc"}
+    mask = HeadMask.random(model, keep=1, seed=3)
+    below = head_map(model, id=data, below=mask, progress=False)
+    assert below["nll"][0].tolist() == found["nll"][0].tolist()
+    assert below["nll"][1].tolist() != found["nll"][1].tolist()
+
+
+@pytest.mark.parametrize("edit", ["mean", "patch"])
+def test_edits_equal_a_hook_that_overwrites_the_head(edit):
+    model = HOSTS["timm"][0]()
+    x, y = images(6)
+    host = host_model(model)
+    found = head_map(model, id=[(x, y)], edit=edit, progress=False)
+    site = host.sites[0]
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
+    donors = torch.empty_like(order)
+    donors[order] = order.roll(1)
+
+    def nll(head=None):
+        def overwrite(module, inputs):
+            a = inputs[0].unflatten(-1, (3, site.head_dim)).clone()
+            new = a.mean(0, keepdim=True) if edit == "mean" else a[donors]
+            a[:, :, head] = new[:, :, head]
+            return (a.flatten(-2),)
+
+        handle = site.output.register_forward_pre_hook(overwrite) if head is not None else None
+        with torch.no_grad():
+            loss = torch.nn.functional.cross_entropy(main_output(model(x)), y)
+        if handle:
+            handle.remove()
+        return float(loss)
+
+    expected = [nll(head) - nll() for head in range(3)]
+    torch.testing.assert_close(
+        found["nll"][0], torch.tensor(expected, dtype=torch.float64), atol=1e-5, rtol=1e-4
+    )
+
+
+def test_decoders_are_zeroed_only():
+    model, data = a_host("gpt2")
+    assert head_map(model, id=data, progress=False)["nll"].shape == (3, 3)
+    with pytest.raises(UnsupportedModelError, match="zero-ablation"):
+        head_map(model, id=data, edit="patch", progress=False)
+
+
+def test_the_record_reads_back_and_circuits_overlap():
+    model, data = a_host("vit")
+    found = head_map(model, id=data, layers=[1], progress=False)
+    assert HeadMap.from_json(found.to_json()).effects == found.effects
+    assert found["nll"][0].tolist() == [0.0] * 3 and "clear of noise" in str(found)
+    a, b = HeadMask([[1, 1, 0]]), HeadMask([[0, 1, 1]])
+    assert overlaps({"a": a, "b": b}) == {("a", "b"): pytest.approx(1 / 3)}
+
+
+def test_pictures():
+    pytest.importorskip("matplotlib")
+    from hydra_ensembles.report.circuit_figures import plot_effects, plot_members, plot_overlaps
+
+    model, data = a_host("vit")
+    circuit = find_effects(model, id=data, keep=1, progress=False)
+    ax = plot_effects(circuit.effects, mask=circuit.mask, title="harm")
+    assert ax.get_title() == "harm" and len(ax.patches) == circuit.mask.total_kept
+    assert plot_members([circuit.mask, circuit.mask], ax=ax) is ax
+    names = plot_overlaps({("a", "b"): 0.5}).get_xticklabels()
+    assert [n.get_text() for n in names] == ["a", "b"]

@@ -1,0 +1,123 @@
+"""Selection finds members that help each other, within a budget, and is not fooled by noise."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from hydra_ensembles.circuits.budget import Budget
+from hydra_ensembles.circuits.members import Candidates, search_members
+from hydra_ensembles.circuits.pool import all_rows, make_pool, mutations
+from hydra_ensembles.circuits.prefix import Outputs, Prefix
+from hydra_ensembles.circuits.select import EnsembleObjective, Selector, split_rows
+from hydra_ensembles.circuits.table import Table
+from hydra_ensembles.errors import MaskError
+from hydra_ensembles.masks import HeadMask, HeadScores
+from hydra_ensembles.models import host_model
+from hydra_ensembles.uncertainty import score_logits
+
+from ..criteria.tiny_hosts import HOSTS, images
+
+
+def outputs(candidates=6, examples=200, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(4, (examples,), generator=generator)
+    truth = 2 * torch.nn.functional.one_hot(labels, 4)[:, None]
+    own = truth + torch.randn(examples, candidates, 4, generator=generator)
+    other = {f"ood/{f}": torch.randn(100, candidates, 4, generator=generator) * 1.2 for f in "ab"}
+    return Outputs({"id": own, **other}, {"id": labels})
+
+
+def test_figures_are_those_of_the_ensemble():
+    from sklearn.metrics import log_loss, roc_auc_score
+
+    out = outputs()
+    table = Table(out)
+    members = [1, 4, 4]
+    names = ("msp", "energy", "entropy", "mutual-information", "max-logit")
+    found = table.figures(members, scores=names, detail=True)
+    logits = {k: v[:, members] for k, v in out.logits.items()}
+    mean = logits["id"].softmax(-1).mean(1)
+    assert found.nll == pytest.approx(log_loss(out.labels["id"], mean.double()), abs=1e-5)
+    for name in names:
+        own, other = (score_logits(logits[k], name) for k in ("id", "ood/a"))
+        truth = [0] * len(own) + [1] * len(other)
+        expected = roc_auc_score(truth, torch.cat([own, other]))
+        assert found.auroc["ood/a"][name] == pytest.approx(expected, abs=1e-6)
+
+
+def test_greedy_with_refinement_finds_the_best_pair():
+    table = Table(outputs(8))
+    selector = Selector(table)
+    best = max(itertools.combinations_with_replacement(range(8), 2), key=selector.gain)
+    found = selector.forward(2, beam=8)[0]
+    assert selector.gain(selector.refine(found)) == pytest.approx(selector.gain(best))
+
+
+def test_the_objective_asks_for_mean_worst_and_likelihood():
+    table = Table(outputs())
+    host = table.figures([0], scores=("msp",))
+    mine = table.figures([1, 2, 3], scores=("msp",))
+    plain = EnsembleObjective(scores=("msp",), worst=0.0, nll=0.0, nll_gain=0.0, accuracy=0.0)
+    gains = plain.gains(mine, host)
+    assert plain.value(mine, host) == pytest.approx(sum(gains.values()) / 2)
+    both = EnsembleObjective(scores=("msp",), worst=1.0, nll=0.0, nll_gain=0.0, accuracy=0.0)
+    assert both.value(mine, host) == pytest.approx(sum(gains.values()) / 2 + min(gains.values()))
+    same = table.figures([0], scores=("msp", "energy"))
+    assert EnsembleObjective().value(same, same) == 0
+
+
+def test_rows_are_split_without_overlap():
+    parts = split_rows({"id": 101, "ood/a": 10}, {"select": 0.7, "stop": 0.3}, seed=1)
+    for name, size in (("id", 101), ("ood/a", 10)):
+        joined = torch.cat([parts[p][name] for p in parts])
+        assert sorted(joined.tolist()) == list(range(size))
+
+
+def test_pools_are_exhaustive_for_few_heads_and_bounded_for_many():
+    host = host_model(HOSTS["timm"][0]())
+    pool = make_pool(host, [0, 1], size=100)
+    assert len(pool) == 49 and next(iter(pool)) == HeadMask.full(host)
+    assert len(all_rows(3)) == 7 and bool(all_rows(3)[0].all())
+    wide = host_model(HOSTS["bert"][0]())
+    table = HeadScores([[4.0, 3.0, 2.0, 1.0]] * 3)
+    pool = make_pool(wide, [1, 2], size=40, tables={"taylor": table}, seed=0)
+    assert len(pool) == 40 and {"host", "taylor", "random"} == set(pool.values())
+    assert all(bool(mask[0].all()) and all(mask.kept) for mask in pool)
+    new = mutations(list(pool)[:3], [1, 2], count=10, known=pool)
+    assert new and not set(new) & set(pool)
+    assert pool == make_pool(wide, [1, 2], size=40, tables={"taylor": table}, seed=0)
+
+
+def test_budgets_choose_layers_and_heads():
+    host = host_model(HOSTS["timm"][0]())
+    batch = images(2)
+    assert Budget.of(host, batch, None).branch_layers(3) == [1]
+    loose = Budget.of(host, batch, 3.0)
+    assert loose.branch_layers(2) == [0, 1] and loose.keep(3, [0, 1]) == 1.0
+    with pytest.raises(MaskError, match="no room"):
+        Budget.of(host, batch, 0.1).branch_layers(3)
+
+
+def test_search_stays_within_the_budget_and_reports_intervals():
+    model = HOSTS["bert"][0]()
+    host = host_model(model)
+    from ..test_build import sentences
+
+    data = sentences()
+    odd = [{k: v.flip(1) for k, v in b.items() if k != "labels"} for b in data]
+    prefix = Prefix(host, {"id": data, "ood/flip": odd})
+    layers = [1, 2]
+    prefix.advance(torch.ones(4, dtype=torch.bool))
+    candidates = Candidates(prefix, make_pool(host, layers, size=30))
+    budget = Budget.of(host, data[0], 1.4)
+    parts = split_rows({"id": 60, "ood/flip": 60}, {"select": 0.7, "stop": 0.3})
+    found = search_members(
+        candidates, budget, members=3, layers=layers, select=parts["select"], hold=parts["stop"]
+    )
+    assert found.cost <= 1.4 and len(found.masks) == 3
+    assert found.selection.held_out >= 0  # the unpruned host is among the finalists
+    low, high = found.selection.intervals["AUROC ood/flip"]
+    assert low <= high

@@ -1,0 +1,123 @@
+"""`build` in one line: every method, within budget, recorded, resumed, replayed, the same again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from hydra_ensembles.build import METHODS, build, replay
+from hydra_ensembles.cost import relative_cost
+from hydra_ensembles.errors import DataError, FormatError, MaskError
+from hydra_ensembles.masks import HeadMask
+
+from .criteria.tiny_hosts import HOSTS, VOCABULARY
+
+
+def pictures(count=60, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 3
+    x = torch.rand(count, 3, 16, 16, generator=generator) + labels[:, None, None, None] / 3
+    return [(x[i : i + 15], labels[i : i + 15]) for i in range(0, count, 15)]
+
+
+def sentences(count=60, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (count, 7), generator=generator)
+    ids[:, 0] = 1
+    mask = torch.ones_like(ids)
+    mask[::3, 5:] = 0
+    data = {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.arange(count) % 3}
+    return [{k: v[i : i + 15] for k, v in data.items()} for i in range(0, count, 15)]
+
+
+def outliers(count=40):
+    generator = torch.Generator().manual_seed(9)
+    return [(torch.randn(count, 3, 16, 16, generator=generator),)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_a_calibrated_ensemble_within_its_budget(method):
+    model = HOSTS["timm"][0]()
+    data = pictures()
+    before = [p.clone() for p in model.parameters()]
+    ensemble = build(
+        model,
+        data,
+        ood={"gauss": outliers()},
+        method=method,
+        members=3,
+        max_cost=1.6,
+        progress=False,
+    )
+    assert ensemble.members == 3
+    assert ensemble.record["cost"] == pytest.approx(relative_cost(model, ensemble.masks, data[0]))
+    assert ensemble.record["cost"] <= 1.6
+    assert ensemble.temperature > 0 and len(ensemble.member_temperatures) == 3
+    assert ensemble.score in ensemble.record["decisions"]["auroc_by_score"]
+    json.dumps(ensemble.record)
+    answer = ensemble.predict(data[0])
+    assert answer.probabilities.shape == (15, 3) and bool(answer.uncertainty.isfinite().all())
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_text_with_proxies_alone():
+    model = HOSTS["bert"][0]()
+    ensemble = build(model, sentences(), members=2, max_cost=1.3, progress=False)
+    assert ensemble.record["examples"] == {"select": 36, "stop": 12, "temperature": 12}
+    assert any("proxy" in name for name in ensemble.record["intervals"])
+    assert ensemble.record["cost"] <= 1.3
+
+
+def test_the_same_again_and_replayed():
+    model = HOSTS["timm"][0]()
+    data = pictures()
+    first, second = (build(model, data, max_cost=1.5, progress=False) for _ in range(2))
+    assert first.record == second.record
+    again = replay(model, json.loads(json.dumps(first.record)))
+    torch.testing.assert_close(
+        again.predict(data[0]).uncertainty, first.predict(data[0]).uncertainty
+    )
+    with torch.no_grad():
+        model.head.bias.add_(1.0)
+    with pytest.raises(DataError, match="other weights"):
+        replay(model, first.record)
+    with pytest.raises(DataError, match="record"):
+        replay(model, {})
+
+
+def test_a_finished_search_is_not_repeated_and_a_changed_one_refused(tmp_path):
+    model = HOSTS["timm"][0]()
+    data = pictures()
+    first = build(model, data, max_cost=1.5, folder=tmp_path, progress=False)
+    again = build(model, data, max_cost=1.5, folder=tmp_path, progress=False)
+    assert first.record == again.record
+    with pytest.raises(FormatError, match=r"max_cost was 1\.5"):
+        build(model, data, max_cost=1.4, folder=tmp_path, progress=False)
+
+
+def test_switches():
+    model = HOSTS["timm"][0]()
+    data = pictures()
+    plain = build(
+        model, data, validation=pictures(seed=1), max_cost=1.5, score="energy", calibrate=False,
+        progress=False,
+    )  # fmt: skip
+    assert plain.temperature is None and plain.member_temperatures is None
+    assert plain.score == "energy"
+    assert plain.record["examples"]["select"] == 60
+    with pytest.raises(ValueError, match="method"):
+        build(model, data, method="magic", progress=False)
+    with pytest.raises(KeyError, match="msp"):
+        build(model, data, score="mspp", progress=False)
+    with pytest.raises(MaskError, match="leaves no room"):
+        build(model, data, max_cost=0.2, progress=False)
+
+
+def test_random_members_keep_what_is_asked_in_branched_layers_only():
+    model = HOSTS["timm"][0]()
+    ensemble = build(model, pictures(), method="random", keep=1, max_cost=None, progress=False)
+    assert all(mask.kept[-1] == 1 for mask in ensemble.masks)
+    assert len(HeadMask.full(model)) == len(ensemble.masks[0])
