@@ -114,7 +114,8 @@ def _open(name: str | Path, split: str | None, config: str | None, revision: str
             found = datasets.load_dataset(str(name), config, revision=revision)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"Cannot load the dataset {name}: {' '.join(str(error).split())}"
+            f"Cannot load the dataset {name}: {' '.join(str(error).split())}. "
+            "Check its name and the network, or pass a folder that save_to_disk wrote."
         ) from error
     if isinstance(found, datasets.DatasetDict):
         if split is None and len(found) == 1:
