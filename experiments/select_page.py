@@ -1,0 +1,133 @@
+"""Write docs/results/circuits.md from the results of `select_members.py`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "experiments" / "results"
+PAGE = ROOT / "docs" / "results" / "circuits.md"
+NOTES = Path(__file__).parent / "results" / "select_notes.md"
+TITLES = {"image": "DeiT-tiny, ImageNet-1k", "text": "MiniLM-L6, SST-2"}
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # 95 %, by degrees of freedom
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Return the mean and half of its 95 % interval over draws."""
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return mean, float("nan")
+    spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+    return mean, STUDENT[min(len(values), 10) - 2] * spread / math.sqrt(len(values))
+
+
+def cell(values: list[float], digits: int = 1, sign: bool = False) -> str:
+    """Say mean ± half interval."""
+    mean, half = interval(values)
+    return f"{mean:{'+' if sign else ''}.{digits}f} ± {half:.{digits}f}"
+
+
+def family_mean(row: dict[str, Any], kind: str, names: list[str], score: str, figure: str) -> float:
+    """Average a figure over families; texture classes are one family."""
+    return sum(row[kind][f"{name}/{score}"][figure] for name in names) / len(names)
+
+
+def table(record: dict[str, Any], group: str, kind: str) -> list[str]:
+    """Return the rows of one table: figures and their gains over the single model."""
+    lines = [
+        "| row | cost | accuracy | NLL | ECE | AUROC MSP | FPR95 MSP | AUROC energy | FPR95 energy "
+        "| gain AUROC MSP | gain AUROC energy |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    draws = record["draws"]
+    for name in draws[0]["rows"]:
+
+        def over(figure: Callable[[dict[str, Any], dict[str, Any]], float]) -> list[float]:
+            return [figure(d["rows"][name], d) for d in draws]  # noqa: B023
+
+        cells = [f"{max(d['rows'][name]['cost'] for d in draws):.3f}"]
+        for figure, digits in (("accuracy", 1), ("nll", 3), ("ece", 1)):
+            cells.append(cell(over(lambda r, d, f=figure: r[kind][f]), digits))
+        for score in ("msp", "energy"):
+            for figure in ("AUROC", "FPR95"):
+                cells.append(
+                    cell(over(lambda r, d, s=score, f=figure: family_mean(r, kind, d[group], s, f)))
+                )
+        for score in ("msp", "energy"):
+            cells.append(
+                cell(
+                    over(
+                        lambda r, d, s=score: (
+                            family_mean(r, kind, d[group], s, "AUROC")
+                            - family_mean(d["rows"]["single"], kind, d[group], s, "AUROC")
+                        )
+                    ),
+                    2,
+                    True,
+                )
+            )
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def by_family(record: dict[str, Any], row: str) -> list[str]:
+    """Return the gains of one row over the single model, family by family."""
+    draws = record["draws"]
+    names = sorted({name for d in draws for name in (*d["seen"], *d["unseen"])})
+    lines = ["| family | seen in search | MSP raw | MSP scaled | energy raw | energy scaled |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name in names:
+        cells = []
+        for score in ("msp", "energy"):
+            for kind in ("raw", "scaled"):
+                gains = [
+                    d["rows"][row][kind][f"{name}/{score}"]["AUROC"]
+                    - d["rows"]["single"][kind][f"{name}/{score}"]["AUROC"]
+                    for d in draws
+                    if name in (*d["seen"], *d["unseen"])
+                ]
+                cells.append(cell(gains, 2, True))
+        seen = "yes" if any(name in d["seen"] for d in draws) else "no"
+        lines.append(f"| {name} | {seen} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def write() -> None:
+    """Write the page."""
+    lines = [
+        "# Members by selection, circuits, Taylor and chance",
+        "",
+        "Nothing is trained. Mean ± half of the 95 % interval over draws of validation data; test "
+        "data is never read by a search. Texture classes that a draw did not search on are the "
+        "*seen* family (other classes of it); everything in *unseen* is of a kind that no search "
+        "saw. `select M=1` is the best single pruned model of the same search. The cost is counted "
+        "multiply-adds relative to the plain model (the largest over draws); temperatures of the "
+        "scaled tables are fitted the same way for every row, the single model included.",
+        "",
+    ]
+    for task, title in TITLES.items():
+        path = RESULTS / f"select_{task}.json"
+        if not path.exists():
+            continue
+        record = json.loads(path.read_text())
+        lines += [f"## {title}", "", f"`{record['command']}`, {len(record['draws'])} draws.", ""]
+        for group, what in (("unseen", "Unseen families"), ("seen", "Seen family")):
+            for kind in ("raw", "scaled"):
+                how = "raw" if kind == "raw" else "temperature-scaled"
+                lines += [f"### {what}, {how}", "", *table(record, group, kind), ""]
+        lines += ["### Gains of `select M=3` in AUROC points, family by family", ""]
+        lines += [*by_family(record, "select M=3"), ""]
+    if NOTES.exists():
+        lines += [NOTES.read_text().rstrip(), ""]
+    PAGE.parent.mkdir(parents=True, exist_ok=True)
+    beside = PAGE.with_name(PAGE.name + ".partial")
+    beside.write_text("\n".join(lines), encoding="utf-8")
+    beside.replace(PAGE)
+
+
+if __name__ == "__main__":
+    write()
