@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import nn
 
-from ..circuits.headmap import find_circuit
+from ..build import build
 from ..criteria import score_heads
 from ..data.splits import sample
 from ..ensemble import fuse
 from ..heads import prune_heads_
 from ..training import finetune
 from .task import Task, baselines
-
-OBJECTIVES = ("id-loss", "ood-auroc", "average", "ece", "nll-shift")
 
 
 @baselines.register("hydra-taylor")
@@ -48,42 +47,51 @@ def hydra_taylor(
 
 @baselines.register("hydra-circuit")
 def hydra_circuit(
-    host: nn.Module,
-    task: Task,
-    *,
-    keep: float = 0.5,
-    layers: list[int] | None = None,
-    objectives: Sequence[str] = OBJECTIVES,
+    host: nn.Module, task: Task, *, keep: float | None = None, max_cost: float | None = 1.07
 ) -> nn.Module:
     """Give each member the circuit of its own objective; nothing is trained.
 
-    Members in order: `id-loss`, `ood-auroc`, `average`, then `ece` and `nll-shift` (Hydra
-    Ensembles, arXiv 2510.18358; which objectives the authors took is not known).
+    HeadMap with `id-loss`, `ood-auroc`, `average` (then `ece`, `nll-shift`) as objectives (Hydra
+    Ensembles, arXiv 2510.18358; which ones the authors took is not known), through `build`.
 
     Args:
         host: A trained classifier.
-        task: Needs `validation`; uses `ood` where given, proxies made of `validation` otherwise.
-        keep: Share of each searched layer's heads that stays.
-        layers: Layers to search; the others are the shared trunk and keep all heads.
-        objectives: One for each member.
+        task: Needs `validation`; `ood` is joined to proxies made of `validation`.
+        keep: Share of a branched layer's heads that stays; by default what the budget allows.
+        max_cost: Bound on counted multiply-adds relative to the host; None for none.
     """
-    if task.members > len(objectives):
-        raise ValueError(
-            f"{task.members} members but {len(objectives)} objectives ({', '.join(objectives)}): "
-            "give one for each."
-        )
-    validation = task.need("validation")
-    masks = [
-        find_circuit(
-            host,
-            id=validation,
-            ood=task.ood,
-            objective=objective,
-            keep=keep,
-            layers=layers,
-            folder=None if task.folder is None else task.folder / objective,
-            progress=task.progress,
-        )
-        for objective in objectives[: task.members]
-    ]
-    return fuse(copy.deepcopy(host), masks)
+    return _built(host, task, method="circuit", keep=keep, max_cost=max_cost)
+
+
+@baselines.register("hydra-select")
+def hydra_select(host: nn.Module, task: Task, *, max_cost: float | None = 1.07) -> nn.Module:
+    """Choose members by the ensemble's own figures on validation data; nothing is trained.
+
+    Args:
+        host: A trained classifier.
+        task: Needs `validation`; `ood` is joined to proxies made of `validation`.
+        max_cost: Bound on counted multiply-adds relative to the host; None for none.
+    """
+    return _built(host, task, method="select", keep=None, max_cost=max_cost)
+
+
+def _built(
+    host: nn.Module,
+    task: Task,
+    *,
+    method: Literal["circuit", "select"],
+    keep: float | None,
+    max_cost: float | None,
+) -> nn.Module:
+    return build(
+        copy.deepcopy(host),
+        task.need("validation"),
+        ood="auto" if task.ood is None else task.ood,
+        method=method,
+        members=task.members,
+        max_cost=max_cost,
+        keep=keep,
+        seed=task.seed,
+        folder=task.folder,
+        progress=task.progress,
+    )

@@ -16,6 +16,8 @@ class Standardize(nn.Module):
 
     def __init__(self, features: Tensor) -> None:
         super().__init__()
+        self.mean: Tensor
+        self.spread: Tensor
         self.register_buffer("mean", features.mean(0))
         self.register_buffer("spread", features.std(0, correction=0).clamp_min(1e-6))
 

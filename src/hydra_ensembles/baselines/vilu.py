@@ -22,6 +22,7 @@ class FailureHead(nn.Module):
     def __init__(self, texts: Tensor, *, hidden: int) -> None:
         super().__init__()
         width = texts.shape[1]
+        self.texts: Tensor
         self.register_buffer("texts", texts.detach().clone())
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
         self.mlp = nn.Sequential(
@@ -39,7 +40,7 @@ class FailureHead(nn.Module):
             images: Normalised embeddings `[batch, width]`.
             predicted: Predicted classes `[batch]`.
         """
-        texts: Tensor = self.texts  # type: ignore[assignment]
+        texts = self.texts
         scale = math.sqrt(texts.shape[1])
         weights = (self.query(images) @ self.key(texts).t() / scale).softmax(-1)
         context = weights @ self.value(texts)

@@ -1,0 +1,189 @@
+"""Evaluate every rival on the digits with a small ViT trained on the spot; print one table.
+
+    python experiments/digits_rivals.py            # under 10 minutes on 2 cores
+
+Writes experiments/results/digits_rivals.{json,md}. Every rival starts from the same trained host
+(Packed-Ensembles cannot and says so), sees the same training, validation and outlier data, and is
+judged on the same test data, outliers of other kinds, and shifts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydra_ensembles.baselines import baselines, make_baseline, relative_cost
+from hydra_ensembles.data.corruptions import corrupted
+from hydra_ensembles.data.demo import Demo, digits
+from hydra_ensembles.evaluation import Results, compare_table, evaluate
+from hydra_ensembles.tiny_vit import TinyViT, TinyViTConfig
+from hydra_ensembles.training import finetune
+
+RESULTS = Path(__file__).parent / "results"
+SHAPE = TinyViTConfig(image_size=16, patch_size=4, width=64, layers=4, heads=8, mlp_width=128)
+# 1.5 times as wide (alpha = 1.5), so that width and heads divide by three members
+PACKED = TinyViTConfig(image_size=16, patch_size=4, width=96, layers=4, heads=12, mlp_width=192)
+HOST_EPOCHS, HOST_RATE = 30, 2e-3
+RIVAL_EPOCHS, RIVAL_RATE = 6, 5e-4
+NOT_HERE = {"vilu": "needs class texts: a zero-shot classifier, which the digits have none of"}
+KEYS = (
+    *("cls/Acc", "cls/NLL", "cal/ECE", "post/cls/NLL", "post/cal/ECE"),
+    *("ood/mean/AUROC", "ood/mean/FPR95", "sc/AURC"),
+    *("shift/mean/cls/Acc", "shift/mean/cls/NLL", "div/Disagreement"),
+)
+
+
+def main() -> None:
+    arguments = read_arguments()
+    started = time.monotonic()
+    data = digits(SHAPE.image_size, seed=arguments.seed)
+    host = train_host(data, SHAPE, arguments)
+    print(f"host trained, {time.monotonic() - started:.0f} s", flush=True)
+    names = arguments.only or [name for name in baselines if name not in NOT_HERE]
+    results, extra = [], {}
+    for name in names:
+        begun = time.monotonic()
+        result, extra[name] = run(name, host, data, arguments)
+        results.append(result)
+        print(f"{name:<18} {time.monotonic() - begun:5.0f} s", flush=True)
+    seconds = {"wall": time.monotonic() - started, "processor": time.process_time()}
+    table = tell(results, extra)
+    print(table)
+    spent = ", ".join(f"{kind} {value / 60:.1f}" for kind, value in seconds.items())
+    print(f"{len(results)} rivals in minutes: {spent}")
+    if arguments.only is None:
+        write(results, extra, table, arguments, seconds)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--members", type=int, default=3)
+    parser.add_argument("--bootstrap", type=int, default=200, help="draws of the intervals")
+    parser.add_argument("--only", nargs="*", help="names of rivals; prints, writes nothing")
+    parser.add_argument("--folder", type=Path, help="keep checkpoints here, to go on after a stop")
+    return parser.parse_args()
+
+
+def train_host(data: Demo, shape: TinyViTConfig, arguments: argparse.Namespace) -> nn.Module:
+    """Train the small ViT that all rivals start from."""
+    return finetune(
+        TinyViT(shape, seed=arguments.seed),
+        list(data.train),  # a list is shuffled by sample
+        epochs=HOST_EPOCHS,
+        learning_rate=HOST_RATE,
+        seed=arguments.seed,
+        folder=None if arguments.folder is None else arguments.folder / "host",
+        progress=False,
+    )[0].model
+
+
+def run(
+    name: str, host: nn.Module, data: Demo, arguments: argparse.Namespace
+) -> tuple[Results, dict[str, Any]]:
+    """Make one rival and judge it."""
+    packed = name == "packed-ensemble"
+    rival = make_baseline(
+        name,
+        TinyViT(PACKED, seed=arguments.seed) if packed else host,
+        train=list(data.train),
+        validation=data.validation,
+        ood=data.outliers,
+        members=arguments.members,
+        seed=arguments.seed,
+        # from scratch, it gets what the host got and what the others got on top
+        epochs=HOST_EPOCHS + RIVAL_EPOCHS if packed else RIVAL_EPOCHS,
+        learning_rate=HOST_RATE if packed else RIVAL_RATE,
+        folder=arguments.folder,
+        progress=False,
+    )
+    score = getattr(rival, "score", "msp")
+    shifts = {
+        f"{kind}-{severity}": corrupted(
+            data.test, kind, severity=severity, mean=data.mean, std=data.std
+        )
+        for kind in ("gaussian_noise", "defocus_blur", "contrast")
+        for severity in (2, 4)
+    }
+    result = evaluate(
+        rival,
+        data.test,
+        ood=data.ood,
+        shifts=shifts,
+        score=list(dict.fromkeys([score, "msp"])),
+        temperature=data.validation,
+        bootstrap=arguments.bootstrap,
+        progress=False,
+        name=name,
+        seed=arguments.seed,
+    )
+    cost = relative_cost(rival, host, next(iter(data.test)))
+    return result, {"score": score, **vars(cost)}
+
+
+def tell(results: list[Results], extra: dict[str, dict[str, Any]]) -> str:
+    """Return the table: figures, then score and cost."""
+    lines = compare_table(results, keys=KEYS, intervals=False).split("\n")
+    added = [("score", "cost", "parameters"), ("---", "---:", "---:")]
+    for result in results:
+        mine = extra[result.name]
+        added.append(
+            (mine["score"], f"{mine['multiply_adds']:.2f} x", f"{mine['parameters']:.2f} x")
+        )
+    return "\n".join(
+        f"{line} {' | '.join(cells)} |" for line, cells in zip(lines, added, strict=True)
+    )
+
+
+def write(
+    results: list[Results],
+    extra: dict[str, dict[str, Any]],
+    table: str,
+    arguments: argparse.Namespace,
+    seconds: dict[str, float],
+) -> None:
+    """Write the record and the page, each beside and renamed."""
+    sizes = results[0].settings["examples"]
+    page = f"""# Rivals on the digits
+
+`python experiments/digits_rivals.py`: a TinyViT ({SHAPE.layers} layers, {SHAPE.heads} heads, width
+{SHAPE.width}) trained for {HOST_EPOCHS} epochs, every rival made from it with {arguments.members}
+members and {RIVAL_EPOCHS} epochs where it trains, seed {arguments.seed}.
+{sizes["id"]} test digits; the mean over {", ".join(k[4:] for k in sizes if k.startswith("ood/"))};
+shifts: {", ".join(k[6:] for k in sizes if k.startswith("shift/"))}.
+`post/` is after one temperature fitted on validation data. Scribbles are the outliers that a rival may see. Cost is counted in
+multiply-adds of one batch against the host.
+
+{table}
+
+"""
+    page += "".join(f"Not here: {name}: {why}.\n" for name, why in NOT_HERE.items())
+    record = {
+        "command": "python experiments/digits_rivals.py",
+        "seed": arguments.seed,
+        "members": arguments.members,
+        "epochs": {"host": HOST_EPOCHS, "rival": RIVAL_EPOCHS},
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "seconds": {kind: round(value) for kind, value in seconds.items()},
+        "rivals": [json.loads(r.to_json()) | {"rival": extra[r.name]} for r in results],
+    }
+    RESULTS.mkdir(exist_ok=True)
+    for path, text in (
+        (RESULTS / "digits_rivals.md", page),
+        (RESULTS / "digits_rivals.json", json.dumps(record, indent=1) + "\n"),
+    ):
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+
+
+if __name__ == "__main__":
+    main()
