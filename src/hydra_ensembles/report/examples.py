@@ -1,0 +1,92 @@
+"""Single examples for a page: a picture or a text, and what the model said about it."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import FormatError
+
+
+@dataclass(frozen=True)
+class Example:
+    """One example as shown to readers.
+
+    Attributes:
+        group: Heading under which it stands, such as `most certain`.
+        predicted: The class that the model named.
+        confidence: Its probability.
+        uncertainty: The score.
+        label: The true class; empty for out-of-distribution examples.
+        source: Where it comes from: a file, or a set and a number.
+        picture: A `data:` address of an image, or empty.
+        text: The text itself, or empty.
+    """
+
+    group: str
+    predicted: str
+    confidence: float
+    uncertainty: float
+    label: str = ""
+    source: str = ""
+    picture: str = ""
+    text: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Example:
+        """Read what `to_dict` returned."""
+        try:
+            example = cls(**data)
+        except TypeError as error:
+            raise FormatError(f"This is no example of a report: {error}.") from error
+        if example.picture and not example.picture.startswith("data:image/"):
+            raise FormatError("A report embeds its pictures: expected an address of data:image/.")
+        return example
+
+
+def picture_address(image: Tensor, *, mean: Any = 0.5, std: Any = 0.5, largest: int = 160) -> str:
+    """Return an image tensor `[C, H, W]` (1 or 3 channels) as a `data:` address of a PNG.
+
+    Args:
+        image: As the host takes it, normalised.
+        mean, std: What it was normalised with, a number or one a channel; None for not at all.
+        largest: Longer side at most, in pixels; larger images are reduced.
+    """
+    pixels = image.detach().float().cpu()
+    if mean is not None and std is not None:
+        shift, scale = (torch.as_tensor(v).float().reshape(-1, 1, 1) for v in (mean, std))
+        pixels = pixels * scale + shift
+    factor = largest / max(pixels.shape[1:])
+    if factor < 1:
+        pixels = torch.nn.functional.interpolate(
+            pixels[None], scale_factor=factor, mode="area", recompute_scale_factor=True
+        )[0]
+    numbers = (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous()
+    return "data:image/png;base64," + base64.b64encode(png(numbers)).decode()
+
+
+def png(pixels: Tensor) -> bytes:
+    """Encode `[H, W, C]` bytes as PNG: grey for one channel, colour for three."""
+    height, width, channels = pixels.shape
+    if channels not in (1, 3):
+        raise ValueError(f"An image has 1 or 3 channels, not {channels}.")
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        check = zlib.crc32(kind + content)
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", check)
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
+    rows = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), pixels.flatten(1)], 1)
+    body = zlib.compress(bytes(rows.flatten().tolist()), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")

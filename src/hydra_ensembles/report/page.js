@@ -1,0 +1,51 @@
+"use strict";
+// Everything is readable without this script; it only lets a reader hide models, choose an
+// out-of-distribution set and try thresholds.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const find = (id) => document.getElementById(id);
+  const percent = (value) => (100 * value).toFixed(1) + " %";
+
+  for (const box of document.querySelectorAll("input[data-toggle]")) {
+    box.addEventListener("change", () => {
+      for (const mark of document.querySelectorAll(`[data-series="${box.dataset.toggle}"]`)) {
+        mark.classList.toggle("hidden", !box.checked);
+      }
+    });
+  }
+
+  const chooser = find("ood-set");
+  if (chooser) {
+    const show = () => {
+      for (const panel of document.querySelectorAll(".ood-panel")) {
+        panel.classList.toggle("hidden", chooser.value !== "*" && panel.dataset.set !== chooser.value);
+      }
+    };
+    chooser.addEventListener("change", show);
+    show();
+  }
+
+  const slider = find("coverage");
+  if (!slider) return;
+  const model = find("coverage-model");
+  const chart = find("risk-chart");
+  const cursor = find("cursor");
+  const update = () => {
+    const table = data.thresholds[model.value];
+    const step = Number(slider.value) - 1;
+    const coverage = table.coverage[step];
+    find("out-threshold").textContent = table.threshold[step].toPrecision(3);
+    find("out-coverage").textContent = percent(coverage);
+    find("out-risk").textContent = percent(table.risk[step]);
+    for (const cell of document.querySelectorAll("[data-ood]")) {
+      cell.textContent = percent(table["ood/" + cell.dataset.ood][step]);
+    }
+    slider.setAttribute("aria-valuetext", `answer ${percent(coverage)} of the examples`);
+    const x = Number(chart.dataset.left) + coverage * Number(chart.dataset.width);
+    cursor.setAttribute("x1", x);
+    cursor.setAttribute("x2", x);
+  };
+  slider.addEventListener("input", update);
+  model.addEventListener("change", update);
+  update();
+})();
