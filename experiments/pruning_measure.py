@@ -28,7 +28,7 @@ from hydra_ensembles.evaluation.prune_sweep_results import PruneSweep
 from hydra_ensembles.evaluation.shift_gap import pruning_shift_gap
 
 RATIOS = (0.1, 0.2, 0.3, 0.5)
-ALPHAS = (0.25, 0.5, 0.75)
+ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 DRAWS = 5
 CALIBRATION = 32
 SHIFT_RATIOS = (0.3, 0.5)
@@ -50,7 +50,7 @@ class Setup:
     shifts: dict[str, list[Any]]
 
 
-def sst2(data: Path, checkpoint: Path, *, shift_examples: int) -> Setup:
+def sst2(data: Path, checkpoint: Path, *, test_examples: int, shift_examples: int) -> Setup:
     """Return MiniLM fine-tuned on SST-2 and its data."""
     from transformers import AutoTokenizer, BertForSequenceClassification
 
@@ -82,18 +82,20 @@ def sst2(data: Path, checkpoint: Path, *, shift_examples: int) -> Setup:
 
     trec = (data / "text" / "ood" / "TREC.test.all").read_text(encoding="latin-1").splitlines()
     captions = data / "text" / "ood" / "multi30k_test_2016_flickr.en.txt"
-    some = sample(by_length(dev, dev_labels, 32), shift_examples, seed=0)
+    test = sample(by_length(dev, dev_labels), test_examples, seed=0)
+    some = sample(test, shift_examples, seed=0)
+    some = some.subset(range(some.count), batch_size=32)
     return Setup(
         name="sst2",
         title="MiniLM-L6, SST-2",
         model=model,
-        test=list(by_length(dev, dev_labels)),
+        test=list(test),
         calibration=part(split["calibration"]),
-        held_out=list(part(split["validation"][:200])),
+        held_out=list(part(split["validation"][:100])),
         ood={
-            "TREC": list(by_length([line.split(" ", 1)[1] for line in trec], None)),
+            "TREC": list(by_length([line.split(" ", 1)[1] for line in trec[:150]], None)),
             "captions": list(
-                by_length(captions.read_text(encoding="utf8").splitlines()[:300], None)
+                by_length(captions.read_text(encoding="utf8").splitlines()[:100], None)
             ),
         },
         shift_clean=list(some),
@@ -135,8 +137,8 @@ def deit(data: Path, *, test_examples: int, shift_examples: int) -> Setup:
         model=model,
         test=list(test),
         calibration=pictures.subset(sorted(thirds[0])),
-        held_out=list(sample(pictures.subset(sorted(thirds[1])), 100, seed=0)),
-        ood={"textures": list(sample(textures.subset(kept), 100, seed=0))},
+        held_out=list(sample(pictures.subset(sorted(thirds[1])), 80, seed=0)),
+        ood={"textures": list(sample(textures.subset(kept), 50, seed=0))},
         shift_clean=list(some),
         shifts={
             name: list(corrupted(some, name, severity=SEVERITY))
@@ -173,8 +175,8 @@ def sweep(setup: Setup, work: Path, out: Path) -> PruneSweep:
             "fisher",
             "his",
             "entropy",
-            *(HeadImportanceEntropy(alpha) for alpha in ALPHAS),
-            HeadImportanceEntropy("auto"),
+            "hies",
+            HeadImportanceEntropy("auto", alphas=ALPHAS, ratios=RATIOS),
         ],
         ratios=RATIOS,
         calibration=setup.calibration,
@@ -218,8 +220,8 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 
 
 SETUPS: dict[str, Callable[[Any], Setup]] = {
-    "sst2": lambda args: sst2(args.data, args.checkpoint, shift_examples=400),
-    "deit": lambda args: deit(args.data, test_examples=400, shift_examples=200),
+    "sst2": lambda args: sst2(args.data, args.checkpoint, test_examples=436, shift_examples=200),
+    "deit": lambda args: deit(args.data, test_examples=200, shift_examples=80),
 }
 
 

@@ -14,10 +14,7 @@ from ..heads import gate
 from ..inference import collect_logits, progress_bar, require_reiterable
 from ..masks import HeadMask, HeadScores
 from ..models import HostModel, host_model
-from .hies import mix
-
-ALPHAS = tuple(i / 10 for i in range(11))
-RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5)
+from .hies import ALPHAS, RATIOS, mix
 
 Quality = Callable[[Tensor, Tensor], float]
 

@@ -48,7 +48,7 @@ class AttentionView:
         if self.hidden is not None:
             rows = self.hidden
             if self.causal:
-                rows = rows | _later(self.rows, self.keys, device)
+                rows = rows | later_keys(slice(0, self.rows), self.keys, device)
             count = (~rows).sum(-1).float().expand(*rows.shape[:2], self.rows)
         elif self.causal:
             count = torch.arange(1, self.rows + 1, device=device).clamp_max(self.keys).float()
@@ -62,18 +62,18 @@ class AttentionView:
 
     def scores(self, rows: slice) -> Tensor:
         """Compute the scores of some rows, float32 [batch, heads, rows, keys], hidden = -inf."""
+        rows = slice(rows.start, min(rows.stop, self.rows))
         if self.key is None:
-            scores = self.query[:, :, rows].float()
+            scores = self.query[:, :, rows].float().clone()
         else:
             key = repeat_keys(self.key, self.query.shape[1]).float()
             scores = (self.query[:, :, rows].float() * self.scale) @ key.transpose(-1, -2)
         if self.bias is not None:
-            scores = scores + _some(self.bias, rows)
+            scores += _some(self.bias, rows)
         if self.causal:
-            later = _later(self.rows, self.keys, scores.device)[rows]
-            scores = scores.masked_fill(later, float("-inf"))
+            scores.masked_fill_(later_keys(rows, self.keys, scores.device), float("-inf"))
         if self.hidden is not None:
-            scores = scores.masked_fill(_some(self.hidden, rows), float("-inf"))
+            scores.masked_fill_(_some(self.hidden, rows), float("-inf"))
         return scores
 
 
@@ -86,8 +86,10 @@ def _some(mask: Tensor, rows: slice) -> Tensor:
     return mask if mask.shape[-2] == 1 else mask[:, :, rows]
 
 
-def _later(rows: int, keys: int, device: torch.device) -> Tensor:
-    return torch.ones(rows, keys, dtype=torch.bool, device=device).triu(1)
+def later_keys(rows: slice, keys: int, device: torch.device) -> Tensor:
+    """Tell which keys come after each of some rows, bool [rows, keys]."""
+    places = torch.arange(rows.start, rows.stop, device=device)
+    return torch.arange(keys, device=device) > places[:, None]
 
 
 def split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

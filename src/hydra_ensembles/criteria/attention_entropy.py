@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .attention import AttentionView, repeat_keys
+from .attention import AttentionView, later_keys
 from .entropy_kinds import EntropyKind
 
 BLOCK = 1 << 18
@@ -52,38 +52,54 @@ def _by_blocks(view: AttentionView, kind: EntropyKind) -> Tensor:
     parts = []
     for start in range(0, view.rows, step):
         scores = view.scores(slice(start, start + step))
-        parts.append(kind(scores - scores.logsumexp(-1, keepdim=True)))
-    return torch.cat(parts, -1).nan_to_num(0.0).clamp_min(0.0)  # a row without keys is NaN
+        parts.append(kind(scores.sub_(scores.logsumexp(-1, keepdim=True))))
+    return torch.cat(parts, -1).nan_to_num_(0.0).clamp_min_(0.0)  # a row without keys is NaN
 
 
 def _by_kernel(view: AttentionView) -> Tensor:
     assert view.key is not None
-    heads = view.query.shape[1]
-    parts = []
-    # the host's mask is one byte a pair, shared by all heads; as floats it is made for few samples
-    whole = view.hidden is None or view.hidden.shape[-2] == 1
-    step = len(view.query) if whole else max(1, BLOCK // (view.rows * view.keys))
-    for start in range(0, len(view.query), step):
-        some = slice(start, start + step)
-        query = view.query[some].float()
-        key = repeat_keys(view.key[some], heads).float()
-        # a shift that all keys share cancels in the softmax; without it the two terms cancel less
-        key = key - key.mean(-2, keepdim=True)
-        if view.bias is not None:
-            query, key = _with_bias(query, key, _samples(view.bias, some), view.scale)
-        hidden, causal = _samples(view.hidden, some), view.causal
-        if hidden is not None and causal:
-            later = torch.ones(view.rows, view.keys, dtype=torch.bool, device=query.device).triu(1)
-            hidden, causal = hidden | later, False
-        mean_key, logsumexp = _lse_attention(query, key, hidden, causal, view.scale)
-        mean_score = torch.einsum("bhtd,bhtd->bht", query, mean_key) * view.scale
-        parts.append(logsumexp - mean_score)
-    entropy = torch.cat(parts)
-    return torch.where(entropy.isfinite(), entropy, 0.0).clamp_min(0.0)
+    batch, heads, rows, width = view.query.shape
+    entropy = view.query.new_empty(batch, heads, rows, dtype=torch.float32)
+    per_head = max(1, rows * width)
+    # a mask of pairs is one byte a pair for all heads; as floats it is made for few samples
+    pairs = rows * view.keys if view.hidden is not None and view.hidden.shape[-2] > 1 else 0
+    head_step = min(heads, max(1, BLOCK // per_head))
+    sample_step = max(1, BLOCK // max(per_head * head_step, pairs))
+    for start in range(0, batch, sample_step):
+        some = slice(start, start + sample_step)
+        for first in range(0, heads, head_step):
+            which = slice(first, min(first + head_step, heads))
+            entropy[some, which] = _part_by_kernel(view, some, which)
+    return torch.where(entropy.isfinite(), entropy, 0.0).clamp_min_(0.0)
 
 
-def _samples(mask: Tensor | None, some: slice) -> Tensor | None:
-    return mask if mask is None or len(mask) == 1 else mask[some]
+def _part_by_kernel(view: AttentionView, some: slice, which: slice) -> Tensor:
+    """Return the entropies of some samples and heads."""
+    assert view.key is not None
+    query = view.query[some, which].float()
+    group = view.query.shape[1] // view.key.shape[1]
+    key = view.key[some, which] if group == 1 else view.key[some, _range(which) // group]
+    key = key.float()
+    # a shift that all keys share cancels in the softmax; without it the two terms cancel less
+    key = key - key.mean(-2, keepdim=True)
+    if view.bias is not None:
+        query, key = _with_bias(query, key, _cut(view.bias, some, which), view.scale)
+    hidden, causal = _cut(view.hidden, some, which), view.causal
+    if hidden is not None and causal:
+        hidden, causal = hidden | later_keys(slice(0, view.rows), view.keys, query.device), False
+    mean_key, logsumexp = _lse_attention(query, key, hidden, causal, view.scale)
+    return logsumexp - torch.einsum("bhtd,bhtd->bht", query, mean_key) * view.scale
+
+
+def _range(which: slice) -> Tensor:
+    return torch.arange(which.start, which.stop)
+
+
+def _cut(mask: Tensor | None, some: slice, which: slice) -> Tensor | None:
+    if mask is None:
+        return None
+    mask = mask if mask.shape[0] == 1 else mask[some]
+    return mask if mask.shape[1] == 1 else mask[:, which]
 
 
 def _with_bias(

@@ -42,7 +42,7 @@ class Criterion(ABC):  # noqa: B024  (abstract through its four kinds)
         changed = [
             f"{f.name}={getattr(self, f.name)!r}"
             for f in fields(self)
-            if getattr(self, f.name) != f.default
+            if f.repr and getattr(self, f.name) != f.default
         ]
         return f"{name}({', '.join(changed)})" if changed else name
 

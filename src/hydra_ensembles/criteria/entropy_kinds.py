@@ -52,7 +52,7 @@ class EntropyKind:
         logs = log_probabilities
         if self.is_shannon:
             # 0 log 0 = 0: a hidden key's log is -inf, which times 0 would be NaN
-            return -(logs.exp() * logs.clamp_min(-1e30)).sum(-1)
+            return -logs.exp().mul_(logs.clamp_min(-1e30)).sum(-1)
         if self.name == "min":
             return -logs.amax(-1)
         power = (logs * self.order).logsumexp(-1)  # log sum p^a

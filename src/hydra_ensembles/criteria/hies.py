@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..errors import DataError, HydraError
 from ..masks import HeadScores
@@ -11,6 +11,8 @@ from .base import CombinedScore, Criterion, Setting, criteria
 from .entropy import AttentionEntropy
 from .importance import HeadImportance
 
+ALPHAS = tuple(i / 10 for i in range(11))
+RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5)
 _SHANNON = AttentionEntropy()
 
 
@@ -26,10 +28,13 @@ class HeadImportanceEntropy(CombinedScore):
         alpha: 1 is head importance alone, 0 is low entropy alone; `"auto"` takes the best on the
             held-out data (see `choose_alpha`).
         entropy: Which attention entropy.
+        alphas, ratios: What `"auto"` tries: candidates, at these pruning ratios.
     """
 
     alpha: float | str = 0.5
     entropy: AttentionEntropy = _SHANNON
+    alphas: tuple[float, ...] = field(default=ALPHAS, repr=False)
+    ratios: tuple[float, ...] = field(default=RATIOS, repr=False)
 
     def __post_init__(self) -> None:
         known = self.alpha == "auto" if isinstance(self.alpha, str) else 0 <= self.alpha <= 1
@@ -56,7 +61,13 @@ class HeadImportanceEntropy(CombinedScore):
         from .alpha import choose_alpha
 
         choice = choose_alpha(
-            setting.host, importance, entropy, setting.held_out, progress=setting.progress
+            setting.host,
+            importance,
+            entropy,
+            setting.held_out,
+            alphas=self.alphas,
+            ratios=self.ratios,
+            progress=setting.progress,
         )
         return mix(importance, entropy, choice.alpha)
 
