@@ -30,6 +30,7 @@ from hydra_ensembles.heads import prune_heads_
 from hydra_ensembles.masks import HeadMask, HeadScores
 from hydra_ensembles.models import host_model
 
+from .. import zoo
 from .tiny_hosts import HOSTS, bert, images, take, texts, vit
 
 NAMES = ["random", "magnitude", "taylor", "his", "entropy", "hies", "fisher"]
@@ -49,6 +50,28 @@ def test_every_criterion_works_on_every_family(name):
         torch.testing.assert_close(single.flat(), scores.flat(), atol=1e-6, rtol=1e-5)
     for key in ("entropy", "hies"):
         assert float(tables[key].flat().max()) <= 1
+
+
+@pytest.mark.parametrize("name", zoo.MAKERS)
+def test_every_registered_criterion_on_the_whole_zoo(name):
+    """Without labels, by a loss of one's own: also towers, zero-shot hosts and language models."""
+    model = zoo.host(name)
+
+    def size(logits, labels):
+        return logits.flatten(1).square().sum(1)
+
+    tables = score_heads(model, [zoo.batch(name)], criterion=list(criteria), loss=size)
+    for key, scores in tables.items():
+        assert scores.shape == host_model(model).head_counts
+        assert float(scores.flat().std()) > 0, key
+    entropy = tables["entropy"].flat()
+    assert float(entropy.min()) >= 0 and float(entropy.max()) <= 1
+    eager = zoo.host(name)
+    if hasattr(eager, "set_attn_implementation") and hasattr(eager, "config"):
+        eager = zoo.make(name)
+        eager.set_attn_implementation("eager")
+        slow = score_heads(eager, [zoo.batch(name)], criterion="entropy")
+        torch.testing.assert_close(slow.flat(), entropy, atol=1e-5, rtol=0)
 
 
 def test_all_scores_cost_one_pass(monkeypatch):
