@@ -151,7 +151,7 @@ def _zero_shot_clip() -> nn.Module:
 
 
 def _zero_shot_dual() -> nn.Module:
-    from transformers import BertConfig, BertModel, ViTConfig, ViTModel, VisionTextDualEncoderModel
+    from transformers import BertConfig, BertModel, VisionTextDualEncoderModel, ViTConfig, ViTModel
 
     from hydra_ensembles.models import ZeroShotClassifier
 

@@ -8,7 +8,7 @@ shapes alone. Norms, activations and softmax are not counted: no counter counts 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,19 +231,14 @@ class _Geometry:
     @classmethod
     def of(cls, host: HostModel, layer: int) -> _Geometry:
         block = host.blocks[layer]
-        linears = [
-            m
-            for path in block.mlp_names
-            for m in block.module.get_submodule(path).modules()
-            if _is_linear(m)
-        ]
+        weights = _linear_weights([block.module.get_submodule(path) for path in block.mlp_names])
         return cls(
             width=host.width,
             head_dim=block.attention.head_dim,
             heads=block.attention.num_heads,
             kv_heads=block.attention.kv_heads,
-            mlp=sum(m.weight.numel() for m in linears),  # type: ignore[union-attr, misc]
-            hidden=max((max(m.weight.shape) for m in linears), default=0),  # type: ignore[union-attr, arg-type]
+            mlp=sum(w.numel() for w in weights),
+            hidden=max((max(w.shape) for w in weights), default=0),
         )
 
     def plain(self, outside: _Outside, heads: int | None = None) -> int:
@@ -277,8 +272,13 @@ class _Geometry:
         return max(attention, mlp) * o.element
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+def _linear_weights(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the weights of all linear layers inside some modules."""
+    inside = [m for module in modules for m in module.modules()]
+    found: list[Any] = [
+        m.weight for m in inside if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
+    ]
+    return found
 
 
 def _queries(plan: LayerPlan, outside: _Outside, readout: Readout) -> int:
@@ -311,14 +311,14 @@ def _fused_blocks(body: Any, outside: _Outside) -> list[LayerCost]:
         layers[-1] = LayerCost(f"block {layer}", *list(layers[-1].__dict__.values())[1:])
     for fused, layer_plan in zip(body.branch, plan.layers, strict=True):
         layer_plan = fused.bank.plan
-        linears = [m for m in fused.mlp.modules() if _is_linear(m)]
+        weights = _linear_weights(fused.mlp)
         geometry = _Geometry(
             outside.width,
             fused.bank.head_dim,
             0,
             0,
-            sum(m.weight.numel() for m in linears),
-            max((max(m.weight.shape) for m in linears), default=0),
+            sum(w.numel() for w in weights),
+            max((max(w.shape) for w in weights), default=0),
         )
         queries = _queries(layer_plan, outside, body.readout)
         groups = layer_plan.groups()

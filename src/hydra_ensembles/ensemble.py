@@ -48,14 +48,7 @@ class HydraEnsemble(nn.Module):
         record: What was done to make it (plain data, saved along).
     """
 
-    def __init__(
-        self,
-        assembly: Assembly,
-        host: HostModel,
-        *,
-        mode: Mode = "fused",
-        family: Family | None = None,
-    ) -> None:
+    def __init__(self, assembly: Assembly, host: HostModel, *, mode: Mode = "fused") -> None:
         super().__init__()
         if mode not in ("fused", "loop"):
             raise ValueError(f'Unknown mode {mode!r}: expected "fused" or "loop".')
@@ -385,28 +378,38 @@ def fuse(
     Returns:
         The ensemble. None of the switches changes its output.
     """
-    one = isinstance(model_or_members, nn.Module)
-    models = [model_or_members] if one else list(model_or_members)
+    if isinstance(model_or_members, nn.Module):
+        models = [model_or_members]
+    else:
+        models = list(model_or_members)
     if not models:
         raise UnsupportedModelError("No members: give a model, or a list of fine-tuned models.")
     for model in models:
         _refuse_other_tasks(model)
-    if family is not None:
-        models = [host_model(model, family=family) for model in models]  # type: ignore[misc]
+    hosts = [host_model(model, family=family) for model in models]
     switches = {
         "share_trunk": share_trunk,
         "share_branch": share_branch,
         "readout_only": readout_only,
         "average": average,
     }
-    assembly = assemble(models, masks, **switches)  # type: ignore[arg-type]
-    return wrap(assembly, models[0], mode=mode, switches=switches)
+    assembly = assemble(
+        hosts,
+        masks,
+        share_trunk=share_trunk,
+        share_branch=share_branch,
+        readout_only=readout_only,
+        average=average,
+    )
+    return wrap(assembly, hosts[0], mode=mode, switches=switches)
 
 
-def wrap(assembly: Assembly, host: Any, *, mode: Mode, switches: dict[str, Any]) -> HydraEnsemble:
+def wrap(
+    assembly: Assembly, host: HostModel, *, mode: Mode, switches: dict[str, Any]
+) -> HydraEnsemble:
     """Make the ensemble around an assembled model."""
     view = HostModel.__new__(HostModel)
-    view.__dict__.update(host_model(host).__dict__)
+    view.__dict__.update(host.__dict__)
     view.model = assembly.model
     view.blocks = []  # they are in the body now
     view.__dict__["readout"] = assembly.body.readout

@@ -277,7 +277,7 @@ class HeadScores(_HeadTable):
 
     def __init__(self, rows: Rows, *, name: str = "", standard_error: Rows | None = None) -> None:
         super().__init__(rows)
-        self.name = name or (rows.name if isinstance(rows, HeadScores) else "")
+        self.name: str = name or (rows.name if isinstance(rows, HeadScores) else "")
         self.standard_error = None if standard_error is None else HeadScores(standard_error)
         if self.standard_error is not None and self.standard_error.shape != self.shape:
             raise MaskError(

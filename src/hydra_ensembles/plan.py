@@ -224,15 +224,12 @@ def make_plan(
         )
         streams = new
     heads = tuple(tuple(masks[0].indices(layer)) for layer in range(trunk))
-    ends: dict[Hashable, int] = {}
-    for member, stream in enumerate(streams):
-        ends.setdefault((stream, classifiers[member] if classifiers else 0), len(ends))
+    ends: dict[tuple[int, Hashable], int] = {}
     last = tuple(
-        ends[(stream, classifiers[member] if classifiers else 0)]
+        ends.setdefault((stream, classifiers[member] if classifiers else 0), len(ends))
         for member, stream in enumerate(streams)
     )
-    parents = tuple(stream for stream, _ in ends)  # type: ignore[misc]
-    return Plan(masks, trunk, heads, tuple(layers), parents, last)
+    return Plan(masks, trunk, heads, tuple(layers), tuple(stream for stream, _ in ends), last)
 
 
 def _same_norms(

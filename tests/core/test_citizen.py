@@ -1,4 +1,4 @@
-"""The ensemble as a citizen: signature, outputs, gradients, compile, autocast, Trainer, pipeline."""
+"""The ensemble as a citizen: outputs, gradients, compile, autocast, Trainer, pipeline."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_predict_takes_every_form_of_batch_and_applies_temperatures() -> None:
     ensemble = hydra.fuse(zoo.host("bert"), EARLY)
     inputs = zoo.batch("bert")
     one = ensemble.predict(inputs)
-    other = ensemble.predict(({**inputs, "labels": torch.zeros(4, dtype=torch.long)}))
+    other = ensemble.predict({**inputs, "labels": torch.zeros(4, dtype=torch.long)})
     assert torch.equal(one.probabilities, other.probabilities)
     assert one.member_logits.shape == (4, 3, 5)
     ensemble.temperature, ensemble.member_temperatures = 2.0, [1.0, 2.0, 4.0]

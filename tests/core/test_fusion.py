@@ -195,7 +195,7 @@ def test_verify_names_the_first_layer_at_which_they_part() -> None:
     ensemble = hydra.fuse(zoo.host("vit"), EARLY)
     bank = ensemble.body.branch[1].bank
     with torch.no_grad():  # the packed copy no longer follows the bank
-        bank.packed().projections[0][1].data += 0.5
+        bank.packed().projections[0][1].data *= 1.5
     with pytest.raises(VerificationError, match="part at layer 1"):
         hydra.verify(ensemble, zoo.batch("vit"))
 

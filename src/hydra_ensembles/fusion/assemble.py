@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import MaskError, UnsupportedModelError
 from ..masks import HeadMask, check_fits, describe_shape
-from ..models import HostModel, host_model
+from ..models import Block, HostModel, host_model
 from ..models.probe import modules_after_blocks
 from ..models.rebuild import describe_host
 from ..models.sites import HeadWeights
@@ -37,7 +38,7 @@ class Assembly:
 
 
 def assemble(
-    members: Sequence[nn.Module],
+    members: Sequence[HostModel],
     masks: Sequence[HeadMask] | None,
     *,
     share_trunk: bool,
@@ -46,8 +47,7 @@ def assemble(
     average: str,
 ) -> Assembly:
     """Fuse members into one model (see `fuse`)."""
-    hosts = [host_model(member) for member in members]
-    masks, hosts = _masks_of(hosts, masks)
+    masks, hosts = _masks_of(list(members), masks)
     reason = hosts[0].why_not_fusable()
     if reason is not None:
         raise UnsupportedModelError(
@@ -320,23 +320,33 @@ class _LayerParts:
         self._fill(fused.norm2, streams, lambda b: b.norm2)
         for part, index in ((fused.query_norm, 0), (fused.key_norm, 1)):
             if part is not None:
-                self._fill(part, groups, lambda b, i=index: b.attention.head_norms[i])
+                self._fill(part, groups, partial(_head_norm, index))
         for name in ("after_attention", "after_mlp"):
             paths = self.blocks[0].names(getattr(self.blocks[0].family, name))
             real = [p for p in paths if not isinstance(self._module(0, p), nn.Identity)]
             for part, path in zip(getattr(fused, name), real, strict=True):
-                self._fill(part, streams, lambda b, p=path: b.module.get_submodule(p))
+                self._fill(part, streams, partial(_submodule, path))
         if fused.output_bias.value is not None:
             members = streams if len(fused.output_bias.value) > 1 else streams[:1]
             for row, member in enumerate(members):
-                fused.output_bias.value[row] = self.blocks[member].attention.output_bias  # type: ignore[assignment]
+                bias = self.blocks[member].attention.output_bias
+                assert bias is not None
+                fused.output_bias.value[row] = bias
 
     def _module(self, member: int, path: str) -> nn.Module:
         return self.blocks[member].module.get_submodule(path)
 
-    def _fill(self, part: PerStream, members: Sequence[int], get) -> None:  # type: ignore[no-untyped-def]
+    def _fill(self, part: PerStream, members: Sequence[int], get: Callable[[Any], Any]) -> None:
         for module, member in zip(part.each, members, strict=False):
             module.load_state_dict(get(self.blocks[member]).state_dict())
+
+
+def _head_norm(index: int, block: Block) -> nn.Module | None:
+    return block.attention.head_norms[index]
+
+
+def _submodule(path: str, block: Block) -> nn.Module:
+    return block.module.get_submodule(path)
 
 
 def _group_members(plan: LayerPlan) -> list[int]:

@@ -21,10 +21,16 @@ class Packed:
             with rows [q | k | v], and bias.
         outputs: For every stream: its group, which columns of the group's attention it takes (a
             slice when they stand together) and W_O [d, columns].
+        qkv: Where all groups have equally many heads: the projections' weights and biases in one
+            tensor each, [groups, 3 * heads * width, d]; `projections` are views of them.
+        output: Where every stream takes all of its own group, equally many: W_O of all streams,
+            [streams, d, columns]; `outputs` are views of it.
     """
 
     projections: list[tuple[int, Tensor, Tensor | None]]
     outputs: list[tuple[int, slice | Tensor, Tensor]]
+    qkv: tuple[Tensor, Tensor | None] | None
+    output: Tensor | None
 
 
 class HeadBank(nn.Module):
@@ -91,7 +97,7 @@ class HeadBank(nn.Module):
 
     def _pack(self) -> Packed:
         groups = self.plan.groups()
-        projections = []
+        projections: list[tuple[int, Tensor, Tensor | None]] = []
         for stream, heads in groups:
             weight, bias = self._take(self.qkv, heads), None
             if self.bias is not None:
@@ -105,7 +111,22 @@ class HeadBank(nn.Module):
             index = torch.tensor(ordered, dtype=torch.long, device=self.output.device)
             weight = self.output.index_select(0, index).transpose(0, 1).flatten(1)
             outputs.append((group, self._columns([place[h] for h in ordered]), weight))
-        return Packed(projections, outputs)
+        qkv = output = None
+        sizes = {len(heads) for _, heads in groups}
+        if len(sizes) == 1 and sizes != {0}:
+            weight, bias = (_stack(parts) for parts in list(zip(*projections, strict=True))[1:])
+            assert weight is not None
+            qkv = weight, bias
+            biases = [None] * len(weight) if bias is None else list(bias)
+            projections = [
+                (p[0], w, b) for p, w, b in zip(projections, weight, biases, strict=True)
+            ]
+            own = [heads for _, heads in groups]
+            if len(own) == len(outputs) and [o[0] for o in outputs] == list(range(len(own))):
+                output = _stack([o[2] for o in outputs])
+                assert output is not None
+                outputs = [(o[0], o[1], w) for o, w in zip(outputs, output, strict=True)]
+        return Packed(projections, outputs, qkv, output)
 
     def _take(self, table: Tensor, heads: Sequence[int]) -> Tensor:
         if list(heads) == list(range(table.shape[1])):
@@ -131,3 +152,9 @@ class HeadBank(nn.Module):
 
     def extra_repr(self) -> str:
         return f"heads={len(self)}, streams={[len(h) for h in self.plan.heads]}"
+
+
+def _stack(parts: Sequence[Tensor | None]) -> Tensor | None:
+    if parts[0] is None:
+        return None
+    return parts[0][None] if len(parts) == 1 else torch.stack(parts)  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ class Body(nn.Module):
                 x = block(x, context)
                 if self.watch is not None:
                     self.watch.append(x)
-        inputs = self.branch[-1].bank.plan.streams if self.branch else 1  # type: ignore[union-attr]
+        inputs = self.plan.layers[-1].streams if self.plan.layers else 1
         if self.plan.ends != tuple(range(inputs)):
             x = _select(x, self.plan.ends, inputs)
         return x

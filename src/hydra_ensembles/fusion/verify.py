@@ -88,7 +88,7 @@ def _first_parting(ensemble: Any, model: nn.Module, member: int, batch: Any, all
         streams.append(stream)
         stream = layer.parents[stream]
     places = [0] * plan.trunk + streams[::-1]
-    for layer, (ours, theirs, place) in enumerate(zip(fused, own, places, strict=False)):
+    for depth, (ours, theirs, place) in enumerate(zip(fused, own, places, strict=False)):
         part = ours.chunk(ours.shape[0] // theirs.shape[0])[place]
         if part.shape[1] != theirs.shape[1]:  # readout tokens only
             if body.readout.tokens is None:
@@ -96,7 +96,7 @@ def _first_parting(ensemble: Any, model: nn.Module, member: int, batch: Any, all
             theirs = theirs[:, : part.shape[1]]
         difference = float((part - theirs).abs().max())
         if not difference <= allowed:
-            return f"at layer {layer} (states differ there by {difference:.3g})"
+            return f"at layer {depth} (states differ there by {difference:.3g})"
     return "after the last layer, in the readout or the classifier"
 
 

@@ -83,9 +83,9 @@ class HostModel:
 
     def replace_blocks_(self, blocks: Sequence[nn.Module]) -> None:
         """Put other modules in the place of the blocks, in place."""
-        kind = nn.Sequential if isinstance(self.blocks_list, nn.Sequential) else nn.ModuleList
+        sequential = isinstance(self.blocks_list, nn.Sequential)
         parent, _, name = self.blocks_path.rpartition(".")
-        new = kind(*blocks) if kind is nn.Sequential else kind(blocks)
+        new = nn.Sequential(*blocks) if sequential else nn.ModuleList(blocks)
         setattr(self.model.get_submodule(parent), name, new)
 
     @property
@@ -113,10 +113,22 @@ class HostModel:
 
     def why_not_removable(self) -> str | None:
         """Say why heads cannot be removed physically, or None."""
-        for site in self.sites:
+        for block in self.blocks:
+            site = block.attention
             reason = site.why_not_removable()
             if reason is not None:
                 return f"layer {site.layer}: {reason}"
+            parameters = dict(block.module.named_parameters())
+            by_head = [
+                name
+                for name in block.unknown_parameters()
+                if site.num_heads in parameters[name].shape
+            ]
+            if by_head:
+                return (
+                    f"layer {site.layer} has values by head that are not cut along "
+                    f"({', '.join(by_head)}: a relative-position bias, say)"
+                )
         return None
 
     def why_not_fusable(self) -> str | None:
@@ -162,7 +174,7 @@ def host_model(model: nn.Module | HostModel, *, family: Family | None = None) ->
     return model if isinstance(model, HostModel) else HostModel(model, family=family)
 
 
-def _containers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _containers(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
     for path, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module):
             yield path, module

@@ -129,8 +129,8 @@ def find_readout(host: HostModel) -> Readout:
     seen = [_read_tokens(host, inputs) for inputs in _examples(host.model)]
     if not seen or any(tokens is None for tokens in seen):
         return ALL_TOKENS if not seen else Readout(None, _folds(host, None), "it pools all tokens")
-    tokens = max(seen)  # type: ignore[type-var]
-    if len(set(seen)) > 1 or not _same_from_few(host, tokens):  # type: ignore[arg-type]
+    tokens = max(count for count in seen if count is not None)
+    if len(set(seen)) > 1 or not _same_from_few(host, tokens):
         return Readout(None, _folds(host, None), why="the tokens read depend on the input")
     return Readout(tokens, _folds(host, tokens), why="probed: nothing else reaches the output")
 
@@ -196,19 +196,16 @@ def _same_from_few(host: HostModel, tokens: int) -> bool:
 
 def _folds(host: HostModel, tokens: int | None) -> bool:
     """Check that the host's code after the blocks treats members as a larger batch."""
+
+    def stream(hidden: Tensor, seed: int) -> Tensor:
+        return _states(hidden, seed)[:, :tokens]
+
     try:
         for inputs in _examples(host.model):
             with torch.no_grad():
-                one, two = (
-                    _run(host, inputs, lambda hidden, s=seed: _states(hidden, s)[:, :tokens])
-                    for seed in (0, 1)
-                )
-                both = _run(
-                    host,
-                    inputs,
-                    lambda hidden: torch.cat([_states(hidden, s)[:, :tokens] for s in (0, 1)]),
-                )
-            if not torch.allclose(both, torch.cat([one, two]), atol=1e-5, rtol=1e-5):
+                apart = [_run(host, inputs, partial(stream, seed=seed)) for seed in (0, 1)]
+                both = _run(host, inputs, lambda x: torch.cat([stream(x, 0), stream(x, 1)]))
+            if not torch.allclose(both, torch.cat(apart), atol=1e-5, rtol=1e-5):
                 return False
         return bool(_examples(host.model))
     except Exception:  # it looks at its inputs again after the blocks
@@ -314,7 +311,8 @@ def _end_of_text(model: nn.Module) -> Callable[[dict[str, Any]], Tensor] | None:
     """Return the rule of CLIP's text tower: argmax of the ids (legacy), else the first EOS."""
     for module in model.modules():
         if hasattr(module, "eos_token_id") and hasattr(module, "final_layer_norm"):
-            return partial(_end_positions, module.eos_token_id)
+            eos: Any = module.eos_token_id
+            return partial(_end_positions, int(eos))
     return None
 
 

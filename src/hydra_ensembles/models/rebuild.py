@@ -38,7 +38,7 @@ TRANSFORMERS_CLASSES = frozenset(
 )
 
 
-def describe_host(model: nn.Module) -> dict[str, Any]:
+def describe_host(model: Any) -> dict[str, Any]:
     """Return plain data from which `rebuild_host` makes the same architecture."""
     name = type(model).__name__
     root = type(model).__module__.split(".")[0]
@@ -47,23 +47,23 @@ def describe_host(model: nn.Module) -> dict[str, Any]:
             "library": "zero-shot",
             "class": name,
             "class_names": model.class_names,
-            "width": model.text_embeddings.shape[1],  # type: ignore[union-attr, index]
+            "width": model.text_embeddings.shape[1],
             "tower": describe_host(model.image_tower),
         }
     if isinstance(model, PooledTower):
-        weight = model.projection.weight
+        weight: Any = model.projection.weight
         return {
             "library": "pooled-tower",
             "class": name,
-            "projection": [weight.shape[1], weight.shape[0], model.projection.bias is not None],  # type: ignore[index, union-attr]
+            "projection": [weight.shape[1], weight.shape[0], model.projection.bias is not None],
             "vision": describe_host(model.vision_model),
         }
     if root == "transformers" and name in TRANSFORMERS_CLASSES:
-        config = model.config  # type: ignore[union-attr]
+        config = model.config
         return {
             "library": "transformers",
             "class": name,
-            "config": config.to_dict(),  # type: ignore[operator, union-attr]
+            "config": config.to_dict(),
             "attention": getattr(config, "_attn_implementation", None),
             "pooler": getattr(model, "pooler", None) is not None,
         }
@@ -72,7 +72,7 @@ def describe_host(model: nn.Module) -> dict[str, Any]:
     if root == "open_clip" and name == "VisionTransformer":
         return {"library": "open_clip", "class": name, "arguments": _open_clip_arguments(model)}
     if root == "hydra_ensembles" and name == "TinyViT":
-        return {"library": "hydra-ensembles", "class": name, "shape": model.shape.to_dict()}  # type: ignore[operator, union-attr]
+        return {"library": "hydra-ensembles", "class": name, "shape": model.shape.to_dict()}
     return {"library": "custom", "class": name}
 
 

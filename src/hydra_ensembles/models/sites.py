@@ -279,13 +279,13 @@ class AttentionSite:
             x = kwargs.get("hidden_states") if hidden is None else hidden
             assert x is not None
             if inside:
-                bias = this.get_submodule(path).bias
+                bias: Any = this.get_submodule(path).bias
                 result = torch.zeros_like(x) if bias is None else bias.expand_as(x)
             else:
                 result = x.new_zeros(*x.shape[:-1], 0)
             return (result, None) if returns_tuple else result
 
-        self.module.forward = types.MethodType(forward, self.module)  # type: ignore[method-assign]
+        self.module.forward = types.MethodType(forward, self.module)
 
 
 def _cut(module: nn.Module, index: Tensor, dimension: int) -> None:

@@ -44,8 +44,8 @@ class PooledTower(nn.Module):
         if isinstance(output, Tensor):  # a timm tower without a head
             pooled = output[:, 0] if output.dim() == 3 else output
         else:
-            pooled = getattr(output, "pooler_output", None)
-            pooled = output.last_hidden_state[:, 0] if pooled is None else pooled
+            found = getattr(output, "pooler_output", None)
+            pooled = output.last_hidden_state[:, 0] if found is None else found
         return self.projection(pooled)
 
 
@@ -136,7 +136,7 @@ def _image_tower(dual_encoder: nn.Module) -> nn.Module:
 
 
 def _text_encoder(
-    dual_encoder: nn.Module, tokenizer: Callable[..., Any] | None
+    dual_encoder: Any, tokenizer: Callable[..., Any] | None
 ) -> Callable[[list[str]], Tensor]:
     if tokenizer is None:
         raise ValueError("A tokenizer (or encode_text=) is needed to embed the class names.")
@@ -146,7 +146,7 @@ def _text_encoder(
         if hasattr(dual_encoder, "encode_text"):
             return dual_encoder.encode_text(tokenizer(texts).to(device))
         tokens = tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(device)
-        features = dual_encoder.get_text_features(**tokens)  # type: ignore[operator]
+        features = dual_encoder.get_text_features(**tokens)
         return features if isinstance(features, Tensor) else features.pooler_output
 
     return encode
