@@ -2,9 +2,10 @@
 
     python benchmarks/entropy.py
 
-*Eager* is what people write: softmax of all scores (T x T for each head), then -sum p log p.
-Ratios come from interleaved repetitions (median of the ratios), memory from the allocator's own
-log. Writes `benchmarks/results/entropy.json`.
+*Eager* is what people write: softmax of all scores (T x T for each head), then the sum of
+`torch.special.entr` (faster than -p log p in three steps). Ratios come from interleaved
+repetitions (median of the ratios), memory from the allocator's own log. Writes
+`benchmarks/results/entropy.json`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def eager(view: AttentionView) -> Tensor:
         later = torch.ones(view.rows, view.keys, dtype=torch.bool).triu(1)
         scores = scores.masked_fill(later, float("-inf"))
     weights = scores.softmax(-1)
-    return -(weights * weights.clamp_min(1e-30).log()).sum(-1)
+    return torch.special.entr(weights).sum(-1)
 
 
 def seconds(call: Callable[[], Any]) -> float:
