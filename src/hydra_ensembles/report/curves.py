@@ -86,8 +86,8 @@ def risk_curve(results: Results) -> Curve:
 def answered_at(results: Results, *, steps: int = 100) -> dict[str, list[float]]:
     """Return what happens at each threshold that answers 1/steps ... all of the test examples.
 
-    `threshold`, `coverage`, `risk` (error rate among the answered) and, for every OOD set, the share
-    of its examples that would be answered, under `ood/<name>`.
+    `threshold`, `coverage`, `risk` (error rate among the answered) and, for every OOD set, the
+    share of its examples that would be answered, under `ood/<name>`.
     """
     scores, wrong = uncertainty(results, "id"), ~columns(results, "id")["correct"].bool()
     ordered = scores.sort().values

@@ -89,4 +89,6 @@ def png(pixels: Tensor) -> bytes:
     header = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
     rows = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), pixels.flatten(1)], 1)
     body = zlib.compress(bytes(rows.flatten().tolist()), 9)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    )

@@ -1,4 +1,4 @@
-"""The sections of the report, each from plain results to HTML; None when there is nothing to say."""
+"""The sections of the report, from plain results to HTML; None when there is nothing to say."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def built(summary: str, masks: Sequence[HeadMask], branch: int | None) -> Sectio
                 f"<figure>{drawing}<figcaption>member {member + 1}: {kept} of {total} heads"
                 "</figcaption></figure>"
             )
-        layers = "Layer 0 (paler) is" if branch == 1 else f"Layers 0 to {(branch or 0) - 1} (paler) are"
+        layers = (
+            "Layer 0 (paler) is" if branch == 1 else f"Layers 0 to {(branch or 0) - 1} (paler) are"
+        )
         trunk = f" {layers} the shared trunk, computed once." if branch else ""
         body += (
             "<h3>Which heads each member keeps</h3><p class='soft'>Filled: kept. Outline: pruned. "
@@ -141,8 +143,8 @@ def cost(
     if not drawings:
         return None
     body = (
-        "<p>Up and to the left is better when the axis is marked ↑, down and to the left when it is "
-        "marked ↓. The dotted line joins the models that no other beats in both.</p>"
+        "<p>Up and to the left is better when the axis is marked ↑, down and to the left when it "
+        "is marked ↓. The dotted line joins the models that no other beats in both.</p>"
         f"<div class='columns'>{''.join(drawings)}</div>"
     )
     return Section("cost", "Cost against quality", body)
@@ -213,8 +215,8 @@ def calibration(results: Sequence[Results], names: Sequence[str]) -> Section | N
             f"NLL {shown('cls/NLL', result.get('cls/NLL'))}</figcaption></figure>"
         )
     body = (
-        "<p>Of the answers given with a confidence, how many are right? Bars on the dotted line are "
-        "honest; below it the model is too sure.</p>"
+        "<p>Of the answers given with a confidence, how many are right? Bars on the dotted line "
+        "are honest; below it the model is too sure.</p>"
         f"<div class='columns'>{''.join(drawings)}</div>"
     )
     return Section("calibration", "Calibration", body)
@@ -315,7 +317,9 @@ def _card(example: Example) -> str:
     wrong = bool(example.label) and example.label != example.predicted
     says = f"{example.predicted} ({example.confidence:.1%})"
     alt = f"Example {example.source}, predicted {says}".strip()
-    picture = f'<img src="{escape(example.picture)}" alt="{escape(alt)}">' if example.picture else ""
+    picture = (
+        f'<img src="{escape(example.picture)}" alt="{escape(alt)}">' if example.picture else ""
+    )
     text = f"<p>{escape(example.text[:400])}</p>" if example.text else ""
     truth = f"<br>label {escape(example.label)}" if example.label else ""
     verdict = ' <span class="wrong">✗ wrong</span>' if wrong else ""

@@ -1,0 +1,74 @@
+"""`circuit`: which heads carry an objective."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options
+from .show import print_json, say, write_config, write_text
+
+
+def command(
+    model: options.Model,
+    data: options.Data,
+    ood: options.Ood = None,
+    objective: Annotated[
+        str, typer.Option(help="id-loss, ood-auroc, ece, nll-shift or average.")
+    ] = "ood-auroc",
+    keep: Annotated[float, typer.Option(help="Share of each layer's heads that is kept.")] = 0.5,
+    condition: Annotated[
+        str, typer.Option(help="What is fixed below a layer: knockout, keep or none.")
+    ] = "knockout",
+    output: options.Output = Path("hydra-circuit"),
+    limit: options.Limit = None,
+    split: options.Split = None,
+    text_column: options.TextColumn = None,
+    label_column: options.LabelColumn = None,
+    labels: options.Labels = None,
+    class_names: options.ClassNames = None,
+    batch_size: options.BatchSize = 32,
+    skip_broken: options.SkipBroken = False,
+    device: options.Device = None,
+    dtype: options.Dtype = "float32",
+    seed: options.Seed = 0,
+    config: options.Config = None,
+    json: options.Json = False,
+) -> None:
+    """Search the heads that carry an objective (HeadMap); a stopped search goes on."""
+    from ..circuits.headmap import find_effects
+    from .loading import load_model, load_set, load_sets
+
+    loaded = load_model(model, device=device, dtype=dtype, class_names=class_names)
+    shared = {
+        "limit": limit,
+        "seed": seed,
+        "split": split,
+        "text_column": text_column,
+        "batch_size": batch_size,
+        "skip_broken": skip_broken,
+    }
+    known = load_set(loaded, data, label_column=label_column, labels=labels, **shared)
+    outliers = load_sets(loaded, ood, **shared)
+    output.mkdir(parents=True, exist_ok=True)
+    write_config(output)
+    found = find_effects(
+        loaded.host,
+        id=known,
+        ood=outliers or None,
+        objective=objective,
+        keep=keep,
+        condition=condition,  # type: ignore[arg-type]
+        folder=output / "state",
+        progress=not json,
+    )
+    write_text(output / "circuit.json", found.to_json())
+    found.mask.to_json(output / "mask.json")
+    if json:
+        print_json(json_module.loads(found.to_json()))
+    else:
+        typer.echo(str(found))
+    say(f"Written to {output}: circuit.json, mask.json", json=json)

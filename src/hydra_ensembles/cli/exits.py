@@ -1,0 +1,80 @@
+"""Exit codes that scripts can use, and errors as one line.
+
+| code | what happened |
+|---|---|
+| 0 | fine |
+| 1 | something unexpected |
+| 2 | wrong usage |
+| 3 | data or a given file is missing or not usable |
+| 4 | the model is not supported or cannot be loaded |
+| 5 | a saved file is damaged, foreign or newer, or a mask does not fit |
+| 6 | a package is missing |
+| 7 | the disk is full or cannot be written |
+| 8 | a verification failed |
+| 130 | interrupted |
+"""
+
+from __future__ import annotations
+
+import errno
+
+from ..errors import (
+    DataError,
+    FormatError,
+    HydraError,
+    MaskError,
+    MissingDependencyError,
+    UnknownNameError,
+    UnsupportedModelError,
+    VerificationError,
+)
+
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_DISK_WORDS = ("no space left", "os error 28", "disk quota", "enforce fail", "read-only file")
+
+
+class Stop(HydraError):
+    """An error of the command line itself, with its exit code."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of an error."""
+    if isinstance(error, Stop):
+        return error.code
+    if is_disk(error):
+        return 7
+    kinds: list[tuple[type[BaseException] | tuple[type[BaseException], ...], int]] = [
+        (MissingDependencyError, 6),
+        (VerificationError, 8),
+        (UnsupportedModelError, 4),
+        ((FormatError, MaskError), 5),
+        (DataError, 3),
+        (UnknownNameError, 2),
+        (FileNotFoundError, 3),
+        (ValueError, 2),
+    ]
+    return next((code for kind, code in kinds if isinstance(error, kind)), 1)
+
+
+def is_disk(error: BaseException) -> bool:
+    """Tell whether writing failed; safetensors wraps the system's error in its own."""
+    if isinstance(error, OSError) and error.errno in _DISK:
+        return True
+    return any(word in str(error).lower() for word in _DISK_WORDS)
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message in one line, with what to do next where we know it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if is_disk(error):
+        where = getattr(error, "filename", None)
+        place = f" at {where}" if where else ""
+        return (
+            f"Cannot write{place}: {text}. What was finished is kept: make room or choose another "
+            "--output, and start again."
+        )
+    return text

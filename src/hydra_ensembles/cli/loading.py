@@ -1,0 +1,279 @@
+"""Models and data by name, as the command line takes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError, FormatError, MissingDependencyError, UnsupportedModelError
+from .exits import Stop
+
+
+@dataclass
+class Loaded:
+    """A model and what its data must look like.
+
+    Attributes:
+        model: A host model or a `HydraEnsemble`.
+        transform: How it wants its images, or None.
+        tokenizer: How it wants its texts, or None.
+        class_names: By class number, or None when it has not told.
+        key: The name of its image input; None takes images alone.
+    """
+
+    model: Any
+    name: str
+    transform: Any = None
+    tokenizer: Any = None
+    class_names: list[str] | None = None
+    key: str | None = "pixel_values"
+
+    @property
+    def host(self) -> Any:
+        """The plain host model; a saved ensemble of one member is one."""
+        from ..ensemble import HydraEnsemble
+
+        if not isinstance(self.model, HydraEnsemble):
+            return self.model
+        if self.model.members == 1:
+            return self.model.member(0)
+        raise Stop(
+            f"{self.name} is an ensemble of {self.model.members} members already. Give the host "
+            "model that it was built from.",
+            4,
+        )
+
+    def class_name(self, number: int) -> str:
+        """Return what a class is called."""
+        names = self.class_names
+        return names[number] if names and number < len(names) else str(number)
+
+
+def load_model(
+    name: str, *, device: str | None = None, dtype: str = "float32", class_names: str | None = None
+) -> Loaded:
+    """Load a model by hub name, folder or `timm:NAME`."""
+    import torch
+
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise Stop(f"Unknown --dtype {dtype!r}: expected float32, bfloat16, float16 or float64.", 2)
+    names = read_names(class_names)
+    if name.startswith("timm:"):
+        loaded = _timm(name)
+    elif _is_ensemble(Path(name)):
+        loaded = _ensemble(name)
+    else:
+        loaded = _transformers(name, names)
+    if names is not None:
+        loaded.class_names = names
+    try:
+        loaded.model = loaded.model.to(device=device, dtype=kind).eval()
+    except (RuntimeError, AssertionError) as error:
+        raise Stop(f"--device {device}: {str(error).splitlines()[0]}", 2) from error
+    return loaded
+
+
+def load_set(loaded: Loaded, source: str, *, outliers: bool = False, **options: Any) -> Any:
+    """Load one data set for a model.
+
+    Args:
+        loaded: The model that it is for.
+        source: See `load_data`.
+        outliers: Leave labels out.
+        options: `limit` and `seed`, and what `load_data` takes.
+    """
+    from ..data import load_data, sample
+
+    limit, seed = options.pop("limit", None), options.pop("seed", 0)
+    labels = options.pop("labels", None)
+    data = load_data(
+        source,
+        tokenizer=loaded.tokenizer,
+        transform=loaded.transform,
+        labels=False if outliers else labels or True,
+        class_names=None if outliers else loaded.class_names,
+        key=loaded.key,
+        **options,
+    )
+    return data if limit is None else sample(data, limit, seed=seed)
+
+
+def load_sets(loaded: Loaded, sources: Sequence[str] | None, **options: Any) -> dict[str, Any]:
+    """Load outliers given as `NAME=DATA` or `DATA`."""
+    sets: dict[str, Any] = {}
+    for source in sources or ():
+        name, equals, place = source.partition("=")
+        if not equals:
+            name, place = Path(source.partition(":")[0]).stem, source
+        if name in sets:
+            raise Stop(f"Two --ood sets are called {name!r}: name them, as in --ood near=DATA.", 2)
+        sets[name] = load_set(loaded, place, outliers=True, **options)
+    return sets
+
+
+def read_names(given: str | None) -> list[str] | None:
+    """Read class names from a file with one a line, or from `a,b,c`."""
+    if given is None:
+        return None
+    path = Path(given).expanduser()
+    if path.is_file():
+        names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        return [name for name in names if name]
+    if "," not in given:
+        raise DataError(f"--class-names {given}: no such file, and no list like cat,dog.")
+    return [name.strip() for name in given.split(",")]
+
+
+def _is_ensemble(folder: Path) -> bool:
+    path = folder / "config.json"
+    if not path.is_file():
+        return False
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("format") == "hydra-ensembles"
+    except (ValueError, AttributeError):
+        raise FormatError(f"{path} is damaged: it is not JSON. Copy the folder again.") from None
+
+
+def _ensemble(folder: str) -> Loaded:
+    from ..data import ImageTransform
+    from ..ensemble import HydraEnsemble
+
+    import_tiny_vit()
+    model = HydraEnsemble.from_pretrained(folder)
+    loaded = Loaded(model, folder)
+    labels = model.id2label or {
+        int(k): v for k, v in (model.record.get("class_names") or {}).items()
+    }
+    loaded.class_names = [labels[i] for i in range(len(labels))] if labels else None
+    loaded.key = model.main_input_name if model.main_input_name == "pixel_values" else None
+    shape = getattr(model.host, "shape", None)
+    if type(model.host).__name__ == "TinyViT":
+        normal = (0.5,) * shape.channels  # type: ignore[union-attr]
+        loaded.transform = ImageTransform(
+            size=shape.image_size,  # type: ignore[union-attr]
+            crop=None,
+            interpolation="bilinear",
+            mean=normal,
+            std=normal,
+        )
+    elif model.config is not None:
+        source = folder if _has_processor(Path(folder)) else model.name_or_path or folder
+        _processors(loaded, source, text=hasattr(model.config, "vocab_size"))
+    else:
+        loaded.transform = _timm_transform(model.host)
+    return loaded
+
+
+def import_tiny_vit() -> None:
+    """Make the family of the demo's model known."""
+    from .. import tiny_vit  # noqa: F401
+
+
+def _has_processor(folder: Path) -> bool:
+    files = ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
+    return any((folder / name).is_file() for name in files)
+
+
+def _timm(name: str) -> Loaded:
+    try:
+        import timm
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{name} needs timm: pip install 'hydra-ensembles[timm]'."
+        ) from error
+    try:
+        model = timm.create_model(name.removeprefix("timm:"), pretrained=True)
+    except Exception as error:  # timm raises many kinds for unknown names and no network
+        raise UnsupportedModelError(
+            f"timm cannot make {name.removeprefix('timm:')!r}: {' '.join(str(error).split())[:300]}"
+        ) from error
+    return Loaded(model, name, transform=_timm_transform(model), key=None)
+
+
+def _timm_transform(model: Any) -> Any:
+    from ..data import image_transform
+
+    return image_transform(model)
+
+
+def _transformers(name: str, names: list[str] | None) -> Loaded:
+    folder = Path(name).expanduser()
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local and not folder.is_dir():
+        raise DataError(f"There is no model folder {name}. Give a hub name, a folder or timm:NAME.")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UnsupportedModelError(
+            f"The folder {name} holds no config.json: expected what save_pretrained() of "
+            "transformers or of hydra-ensembles writes."
+        )
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{name} needs transformers: pip install 'hydra-ensembles[transformers]'."
+        ) from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+        dual = hasattr(config, "vision_config") and hasattr(config, "text_config")
+        built = " ".join(getattr(config, "architectures", None) or ())
+        if dual and "Classification" not in built:
+            return _zero_shot(transformers, name, names)
+        text = hasattr(config, "vocab_size") and "ImageClassification" not in built
+        kind = "AutoModelForSequenceClassification" if text else "AutoModelForImageClassification"
+        model = getattr(transformers, kind).from_pretrained(name)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UnsupportedModelError(
+            f"Cannot load {name} as a classifier: {reason[:400]}"
+        ) from error
+    loaded = Loaded(model, name)
+    labels = getattr(config, "id2label", None) or {}
+    if labels and not all(str(v).startswith("LABEL_") for v in labels.values()):
+        loaded.class_names = [str(labels[i]) for i in sorted(labels)]
+    _processors(loaded, name, text=text)
+    return loaded
+
+
+def _processors(loaded: Loaded, source: str, *, text: bool) -> None:
+    """Find how the model wants its texts or images; what is missing is told when it is needed."""
+    import transformers
+
+    try:
+        if text:
+            loaded.tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        else:
+            from ..data import image_transform
+
+            processor = transformers.AutoImageProcessor.from_pretrained(source)
+            loaded.transform = image_transform(processor)
+    except (OSError, ValueError, KeyError, ImportError):
+        loaded.transform = None if text else _by_config(loaded.model)
+
+
+def _by_config(model: Any) -> Any:
+    from ..data import ImageTransform
+
+    size = getattr(getattr(model, "config", None), "image_size", 224)
+    channels = getattr(getattr(model, "config", None), "num_channels", 3)
+    return ImageTransform(size=size, mean=(0.5,) * channels, std=(0.5,) * channels)
+
+
+def _zero_shot(transformers: Any, name: str, names: list[str] | None) -> Loaded:
+    from ..models import ZeroShotClassifier
+
+    if names is None:
+        raise Stop(
+            f"{name} is a dual encoder: give the classes to choose from with --class-names.", 2
+        )
+    encoder = transformers.AutoModel.from_pretrained(name).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    model = ZeroShotClassifier(encoder, names, tokenizer=tokenizer)
+    loaded = Loaded(model, name, class_names=names)
+    _processors(loaded, name, text=False)
+    return loaded

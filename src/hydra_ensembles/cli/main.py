@@ -1,0 +1,159 @@
+"""`hydra-ensembles`: the commands, the config file, and errors as one helpful line each."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from .. import __version__
+from .clicks import click_module
+from .exits import Stop, exit_code, one_line
+
+COMMANDS = {
+    "explain": "Say what can be pruned and fused in a model, and why not.",
+    "score": "Score the attention heads of a model; higher = keep.",
+    "circuit": "Search the heads that carry an objective (HeadMap).",
+    "build": "Build a fused ensemble from a model and calibration data.",
+    "eval": "Evaluate models, with outliers and corruptions; write a report.",
+    "bench": "Time models against each other, as ratios.",
+    "sweep": "Prune by each criterion to each ratio; measure what is left.",
+    "predict": "Predict files or standard input to JSON lines; abstain at a risk.",
+    "report": "Write one HTML page from saved results.",
+    "demo": "The whole way on embedded digits, in a few minutes.",
+    "env": "Print the versions of everything that matters.",
+}
+
+
+class Commands(TyperGroup):
+    """Commands that are imported when they are called: `--help` stays quick."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names in the order in which they are used."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import a command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f".{cmd_name}", __package__)
+        one = typer.Typer(add_completion=False, rich_markup_mode=None)
+        one.command(cmd_name)(module.command)
+        return typer.main.get_command(one)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+app = typer.Typer(
+    name="hydra-ensembles",
+    cls=Commands,
+    help="A pretrained transformer in, one fused ensemble out, that knows when it does not know.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # importing rich's help takes longer than everything else here
+    pretty_exceptions_enable=False,
+    epilog=(
+        "Exit codes: 0 fine, 1 unexpected, 2 wrong usage, 3 data, 4 model not supported, 5 damaged "
+        "or foreign file, 6 package missing, 7 disk, 8 verification failed, 130 interrupted."
+    ),
+)
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Accept what stands before a command; `--debug` is read by `main`, wherever it stands."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code; the entry point exits with it."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    given = [argument for argument in given if argument != "--debug"]
+    if given[:1] == ["--version"]:
+        typer.echo(__version__)
+        return 0
+    command = typer.main.get_command(app)
+    problems = click_module("exceptions")
+    try:
+        defaults = _config_of(given, command)
+        return int(command.main(given, standalone_mode=False, default_map=defaults) or 0)
+    except typer.Abort:
+        return _say("Stopped. What was finished is kept; start again to go on.", 130)
+    except typer.Exit as error:
+        return error.exit_code
+    except problems.ClickException as error:
+        error.show()
+        return error.exit_code
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        return _say("Stopped. What was finished is kept; start again to go on.", 130)
+    except BrokenPipeError:  # the reader of our output has gone: be quiet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if debug:
+            raise
+        code = exit_code(error)
+        text = one_line(error)
+        if code == 1:
+            text = f"{type(error).__name__}: {text} (unexpected; --debug shows where)"
+        return _say(text, code)
+
+
+def _say(text: str, code: int) -> int:
+    typer.echo(f"hydra-ensembles: {text}", err=True)
+    return code
+
+
+def run() -> None:
+    """Exit with what `main` returns."""
+    sys.exit(main())
+
+
+def _config_of(given: list[str], group: Any) -> dict[str, Any]:
+    """Read `--config FILE` as defaults of the command; what is on the command line wins."""
+    path = None
+    for place, argument in enumerate(given):
+        if argument == "--config" and place + 1 < len(given):
+            path = given[place + 1]
+        elif argument.startswith("--config="):
+            path = argument.partition("=")[2]
+    name = next((argument for argument in given if argument in COMMANDS), None)
+    if path is None or name is None:
+        return {}
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Stop(f"The config file {path} does not exist.", 3) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise Stop(f"The config file {path} is not YAML: {one_line(error)}", 3) from None
+    if not isinstance(content, dict):
+        raise Stop(f"The config file {path} holds no options; expected lines like `seed: 0`.", 3)
+    values = {str(key).replace("-", "_"): value for key, value in content.items()}
+    made_for = values.pop("command", name)
+    if made_for != name:
+        raise Stop(f"The config file {path} is for `{made_for}`, not for `{name}`.", 2)
+    known = [parameter.name for parameter in group.get_command(None, name).params]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise Stop(
+                f"The config file {path} sets {key!r}, which `{name}` does not know.{hint}", 2
+            )
+    return {name: values}

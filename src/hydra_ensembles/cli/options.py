@@ -1,0 +1,53 @@
+"""Options that commands share, so that they are called and explained alike everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+MODEL_HELP = (
+    "A hub name, a folder (of a host or of a saved ensemble), or timm:NAME "
+    "(timm:local-dir:FOLDER for local weights)."
+)
+DATA_HELP = (
+    "An image folder (a subfolder a class), a CSV/TSV/JSONL/TXT file of texts, or the name of a "
+    "Hugging Face dataset (name:config)."
+)
+
+Model = Annotated[str, typer.Argument(help=MODEL_HELP, show_default=False)]
+Data = Annotated[str, typer.Option("--data", help=DATA_HELP, show_default=False)]
+Ood = Annotated[
+    list[str] | None,
+    typer.Option("--ood", help="Outliers, as NAME=DATA or DATA; may be repeated."),
+]
+Split = Annotated[str | None, typer.Option(help="Split of a Hugging Face dataset.")]
+TextColumn = Annotated[str | None, typer.Option(help="Column of the texts.")]
+LabelColumn = Annotated[str | None, typer.Option(help="Column of the labels.")]
+Labels = Annotated[
+    Path | None, typer.Option(help="Table with a label for each file of a flat image folder.")
+]
+ClassNames = Annotated[
+    str | None,
+    typer.Option(
+        help="Names in the order of the model's classes: a file with one a line, or a,b,c. "
+        "Makes a dual encoder (CLIP) a zero-shot classifier."
+    ),
+]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="Use this many examples of each set, stratified.")
+]
+BatchSize = Annotated[int, typer.Option(min=1, help="Examples a batch.")]
+SkipBroken = Annotated[
+    bool, typer.Option("--skip-broken", help="Leave broken images out, with a warning.")
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps ...")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
+Seed = Annotated[int, typer.Option(help="Of everything that is drawn.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for what is made.")]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", help="YAML file of options; what is on the command line wins."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]

@@ -1,0 +1,83 @@
+"""Printing: tables and lines for people on a terminal, JSON for machines on standard output."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from .clicks import click_module
+
+if TYPE_CHECKING:
+    from ..evaluation import Results
+
+FIGURES = (
+    *("cls/Acc", "cls/NLL", "cal/ECE"),
+    *("ood/mean/AUROC", "ood/mean/FPR95", "sc/AURC", "shift/mean/cls/Acc"),
+)
+
+
+def say(text: str, *, json: bool = False) -> None:
+    """Print a line for people: on standard error when standard output is for a machine."""
+    typer.echo(text, err=json)
+
+
+def print_json(value: Any) -> None:
+    """Print plain data as JSON."""
+    typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def results_table(results: Sequence[Results], costs: Mapping[str, float] | None = None) -> None:
+    """Print results side by side."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..evaluation.tables import direction, shown
+
+    table = Table(title=None)
+    table.add_column("model")
+    keys = [key for key in FIGURES if any(key in result for result in results)]
+    if costs:
+        table.add_column("cost", justify="right")
+    for key in keys:
+        mark = {1: " ↑", -1: " ↓", 0: ""}[direction(key)]
+        short = key.replace("ood/mean/", "OOD ").replace("shift/mean/cls/", "shifted ")
+        table.add_column(short.split("/")[-1] + mark, justify="right")
+    for result in results:
+        cells = [result.name]
+        if costs:
+            ratio = costs.get(result.name)
+            cells.append("–" if ratio is None else f"{ratio:.2f} x")
+        table.add_row(*cells, *(shown(key, result.get(key)) for key in keys))
+    Console().print(table)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file beside and rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_config(folder: Path) -> dict[str, Any]:
+    """Write the resolved options of the running command beside its results; return them."""
+    import yaml
+
+    context = click_module("globals").get_current_context()
+    values = {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in context.params.items()
+        if key not in ("config", "json") and value is not None
+    }
+    values = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
+    resolved = {"command": context.info_name, **values}
+    write_text(folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
+    return resolved
