@@ -42,24 +42,53 @@ KEYS = (
 
 def main() -> None:
     arguments = read_arguments()
-    started = time.monotonic()
     data = digits(SHAPE.image_size, seed=arguments.seed)
+    begun = time.monotonic(), time.process_time()
     host = train_host(data, SHAPE, arguments)
-    print(f"host trained, {time.monotonic() - started:.0f} s", flush=True)
+    trained = spent_since(*begun)
+    print(f"host trained, {trained['wall']:.0f} s", flush=True)
     names = arguments.only or [name for name in baselines if name not in NOT_HERE]
-    results, extra = [], {}
-    for name in names:
-        begun = time.monotonic()
-        result, extra[name] = run(name, host, data, arguments)
-        results.append(result)
-        print(f"{name:<18} {time.monotonic() - begun:5.0f} s", flush=True)
-    seconds = {"wall": time.monotonic() - started, "processor": time.process_time()}
+    records = [run_once(name, host, data, arguments) for name in names]
+    results = [Results.from_json(json.dumps(record["results"])) for record in records]
+    extra = {record["results"]["name"]: record["rival"] for record in records}
+    parts = [trained, *(record["seconds"] for record in records)]
+    seconds = {kind: sum(part[kind] for part in parts) for kind in ("wall", "processor")}
     table = tell(results, extra)
     print(table)
     spent = ", ".join(f"{kind} {value / 60:.1f}" for kind, value in seconds.items())
     print(f"{len(results)} rivals in minutes: {spent}")
     if arguments.only is None:
-        write(results, extra, table, arguments, seconds)
+        write(records, table, arguments, seconds)
+
+
+def spent_since(wall: float, processor: float) -> dict[str, float]:
+    """Return the seconds that have passed, and those that the processor worked for us."""
+    return {"wall": time.monotonic() - wall, "processor": time.process_time() - processor}
+
+
+def run_once(
+    name: str, host: nn.Module, data: Demo, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Return one rival's record; read it if a run that was stopped has left it."""
+    path = None if arguments.folder is None else arguments.folder / f"{name}.json"
+    if path is not None and path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))
+    begun = time.monotonic(), time.process_time()
+    result, rival = run(name, host, data, arguments)
+    seconds = spent_since(*begun)
+    record = {"results": json.loads(result.to_json()), "rival": rival, "seconds": seconds}
+    if path is not None:
+        put(path, json.dumps(record))
+    print(f"{name:<18} {seconds['wall']:5.0f} s", flush=True)
+    return record
+
+
+def put(path: Path, text: str) -> None:
+    """Write beside and rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -143,14 +172,13 @@ def tell(results: list[Results], extra: dict[str, dict[str, Any]]) -> str:
 
 
 def write(
-    results: list[Results],
-    extra: dict[str, dict[str, Any]],
+    records: list[dict[str, Any]],
     table: str,
     arguments: argparse.Namespace,
     seconds: dict[str, float],
 ) -> None:
-    """Write the record and the page, each beside and renamed."""
-    sizes = results[0].settings["examples"]
+    """Write the record and the page."""
+    sizes = records[0]["results"]["settings"]["examples"]
     page = f"""# Rivals on the digits
 
 `python experiments/digits_rivals.py`: a TinyViT ({SHAPE.layers} layers, {SHAPE.heads} heads, width
@@ -158,8 +186,8 @@ def write(
 members and {RIVAL_EPOCHS} epochs where it trains, seed {arguments.seed}.
 {sizes["id"]} test digits; the mean over {", ".join(k[4:] for k in sizes if k.startswith("ood/"))};
 shifts: {", ".join(k[6:] for k in sizes if k.startswith("shift/"))}.
-`post/` is after one temperature fitted on validation data. Scribbles are the outliers that a rival may see. Cost is counted in
-multiply-adds of one batch against the host.
+`post/` is after one temperature fitted on validation data. Scribbles are the outliers that a rival
+may see. Cost is counted in multiply-adds of one batch against the host.
 
 {table}
 
@@ -173,16 +201,10 @@ multiply-adds of one batch against the host.
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "seconds": {kind: round(value) for kind, value in seconds.items()},
-        "rivals": [json.loads(r.to_json()) | {"rival": extra[r.name]} for r in results],
+        "rivals": records,
     }
-    RESULTS.mkdir(exist_ok=True)
-    for path, text in (
-        (RESULTS / "digits_rivals.md", page),
-        (RESULTS / "digits_rivals.json", json.dumps(record, indent=1) + "\n"),
-    ):
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
+    put(RESULTS / "digits_rivals.md", page)
+    put(RESULTS / "digits_rivals.json", json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
