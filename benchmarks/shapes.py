@@ -1,0 +1,83 @@
+"""Host models of the benchmarked shapes (random weights: speed does not depend on them) and masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydra_ensembles import HeadMask
+
+VIT = {
+    "vit-s": {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536},
+    "vit-b": {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
+    "deit-tiny": {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768},
+}
+SHAPES = (*VIT, "minilm")
+
+
+def host(shape: str, *, tokens: int = 64, seed: int = 0) -> nn.Module:
+    """Build a host: ViT-S/16, ViT-B/16 and DeiT-tiny at 224 pixels, MiniLM-L6 (BERT)."""
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        DeiTConfig,
+        DeiTForImageClassification,
+        ViTConfig,
+        ViTForImageClassification,
+    )
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if shape == "minilm":
+            config = BertConfig(
+                vocab_size=30522,
+                hidden_size=384,
+                num_hidden_layers=6,
+                num_attention_heads=12,
+                intermediate_size=1536,
+                max_position_embeddings=max(512, tokens),
+                num_labels=2,
+            )
+            return BertForSequenceClassification(config).eval()
+        if shape == "deit-tiny":
+            return DeiTForImageClassification(DeiTConfig(**VIT[shape], num_labels=1000)).eval()
+        return ViTForImageClassification(ViTConfig(**VIT[shape], num_labels=1000)).eval()
+
+
+def batch(shape: str, *, size: int = 1, tokens: int = 64) -> dict[str, Any]:
+    """Build a batch: images of 224 pixels, or token ids without padding."""
+    generator = torch.Generator().manual_seed(0)
+    if shape == "minilm":
+        ids = torch.randint(1000, 30000, (size, tokens), generator=generator)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {"pixel_values": torch.randn(size, 3, 224, 224, generator=generator)}
+
+
+def masks(
+    model: nn.Module, *, members: int = 3, blocks: int, keep: float | int, spread: str = "even"
+) -> list[HeadMask]:
+    """Let members part in the last blocks, each with its own heads.
+
+    `spread="even"`: member m keeps heads m, m + M, m + 2M, ..., which no two share while they last.
+    `"random"`: seeded, as a search would choose, with overlaps.
+    """
+    full = HeadMask.full(model)
+    result = []
+    for member in range(members):
+        mask = full
+        for layer in range(len(full) - blocks, len(full)):
+            heads = full.shape[layer]
+            count = keep if isinstance(keep, int) else max(1, round(keep * heads))
+            if spread == "random":
+                seeded = HeadMask.random([heads], keep=count, seed=1000 * member + layer)
+                row = seeded[0]
+            else:
+                row = torch.zeros(heads, dtype=torch.bool)
+                order = [h for s in range(members) for h in range(s, heads, members)]
+                start = order.index(member % heads)
+                row[[order[(start + i) % heads] for i in range(count)]] = True
+            mask = mask.with_layer(layer, row)
+        result.append(mask)
+    return result
