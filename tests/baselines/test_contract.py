@@ -38,14 +38,15 @@ NEEDS = {
 
 
 def make(name: str, **options: Any) -> Any:
+    scratch = name == "packed-ensemble"  # it has no pretrained start
     return make_baseline(
         name,
         host(),
         train=TRAIN,
         validation=VALIDATION,
         ood=outliers(),
-        epochs=1,
-        learning_rate=1e-3,
+        epochs=15 if scratch else 1,
+        learning_rate=3e-3 if scratch else 1e-3,
         progress=False,
         **options,
     )

@@ -60,7 +60,7 @@ def test_dropout_draws_differ_and_average_to_the_host() -> None:
     draws = logits(rival, IMAGES[:4])
     assert draws.std(1).min() > 1e-4
     far = (draws.mean(1) - logits(host(), IMAGES[:4])).abs()
-    assert far.max() < 0.5 * draws.std(1).mean()
+    assert far.mean() < 0.4 * draws.std(1).mean()  # dropout is unbiased to first order
     torch.testing.assert_close(draws, logits(rival, IMAGES[:4]), rtol=0, atol=0)
 
 
