@@ -11,6 +11,7 @@ import matplotlib as mpl
 
 from hydra_ensembles.evaluation.prune_sweep_results import Interval, PruneSweep, write_text
 from hydra_ensembles.report.pruning_figures import (
+    plot_alpha,
     plot_head_scores,
     plot_prune_sweep,
     plot_rank_correlation,
@@ -103,9 +104,9 @@ def _points(d: Interval) -> str:
 
 
 def _verdict(d: Interval) -> str:
-    if d.low > 0:
+    if d.low > 1e-9:
         return "HIES better"
-    return "HIS better" if d.high < 0 else "no difference can be told"
+    return "HIS better" if d.high < -1e-9 else "no difference can be told"
 
 
 def _nice(name: str) -> str:
@@ -136,6 +137,8 @@ Alpha chosen on held-out data in each draw: {chosen}.
 Paired differences (same draws, same examples):
 
 {_differences(sweep)}
+
+![Accuracy and stability over alpha]({pictures["alpha"]})
 
 ![NLL, ECE and OOD AUROC over pruning ratios]({pictures["others"]})
 
@@ -173,15 +176,21 @@ def _pictures(name: str, sweep: PruneSweep, out: Path) -> dict[str, str]:
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for ax, metric in zip(axes, METRICS, strict=True):
         plot_prune_sweep(sweep, metric, criteria=LINES, ax=ax)
-    axes[1].get_legend().remove()
+    _one_legend(figure, axes)
     figure.suptitle(sweep.model, fontsize=11)
     found = {"curves": _save(figure, out, f"pruning-{name}-curves.png")}
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for ax, metric in zip(axes, METRICS, strict=True):
+        plot_alpha(sweep, {0.0: "entropy", 0.5: "hies", 1.0: "his"}, metric=metric, ax=ax)
+    _one_legend(figure, axes)
+    figure.suptitle(sweep.model, fontsize=11)
+    found["alpha"] = _save(figure, out, f"pruning-{name}-alpha.png")
 
     figure, axes = plt.subplots(1, 3, figsize=(14, 3.9), layout="constrained")
     for ax, metric in zip(axes, OTHERS, strict=True):
         plot_prune_sweep(sweep, metric, criteria=LINES, ax=ax)
-    for ax in axes[1:]:
-        ax.get_legend().remove()
+    _one_legend(figure, axes)
     figure.suptitle(sweep.model, fontsize=11)
     found["others"] = _save(figure, out, f"pruning-{name}-others.png")
 
@@ -200,6 +209,15 @@ def _pictures(name: str, sweep: PruneSweep, out: Path) -> dict[str, str]:
     ax.set_title(sweep.model, fontsize=10)
     found["ranks"] = _save(ax.figure, out, f"pruning-{name}-ranks.png")
     return found
+
+
+def _one_legend(figure: Any, axes: Sequence[Any]) -> None:
+    """Put one legend below all axes, where it hides nothing."""
+    handles, labels = axes[0].get_legend_handles_labels()
+    for ax in axes:
+        ax.get_legend().remove()
+    names = [_nice(label) for label in labels]
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
 
 
 def _save(figure: Any, out: Path, name: str) -> str:

@@ -32,9 +32,11 @@ from hydra_ensembles.inference import collect_logits
 from hydra_ensembles.masks import HeadMask, HeadScores
 from hydra_ensembles.models import host_model
 from hydra_ensembles.report.pruning_figures import (
+    plot_alpha,
     plot_head_scores,
     plot_prune_sweep,
     plot_rank_correlation,
+    plot_shift_gaps,
 )
 
 mpl.use("Agg")
@@ -336,4 +338,15 @@ def test_pictures(sweep):
     assert ragged.images[0].get_array().mask.sum() == 2
     matrix = plot_rank_correlation(sweep.scores, lower_is_kept=sweep.lower_is_kept)
     assert matrix.images[0].get_array().shape == (5, 5)
+    alpha = plot_alpha(sweep, {0.0: "entropy", 0.5: "hies", 1.0: "his"}, ratios=(0.5,))
+    assert [label.get_text() for label in alpha.get_xticklabels()] == [
+        "0\nentropy",
+        "0.5",
+        "1\nHIS",
+    ]
+    gap = {"gap_before": 0.1, "gap_after": 0.3, "gap_change_error": 0.05}
+    kinds = [(c, s) for c in ("taylor", "hies") for s in ("noise", "blur")]
+    bars = plot_shift_gaps([{"criterion": c, "ratio": 0.3, "shift": s, **gap} for c, s in kinds])
+    assert len(bars.patches) == 2 + 4  # before, and after for both criteria
+    assert max(bar.get_height() for bar in bars.patches) == 0.3
     mpl.pyplot.close("all")
