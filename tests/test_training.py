@@ -314,6 +314,43 @@ def test_hugging_face_and_timm_hosts_train():
     assert history[-1]["loss"] < 0.8 * history[0]["loss"]
 
 
+def test_a_fused_branch_trains_by_its_members_losses():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    from hydra_ensembles.ensemble import fuse
+    from hydra_ensembles.masks import HeadMask
+
+    config = BertConfig(
+        vocab_size=30,
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=16,
+        num_labels=2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        host = BertForSequenceClassification(config).eval()
+        ids = torch.randint(1, 30, (32, 5))
+    masks = [HeadMask([[1, 1, 1], kept]) for kept in ([1, 0, 0], [0, 1, 1])]
+    ensemble = fuse(host, masks).untie_().freeze_trunk_()
+    data = [{"input_ids": i, "labels": i[:, 0] % 2} for i in ids.split(8)]
+    trained = finetune(ensemble, data, epochs=1, learning_rate=1e-2, label_smoothing=0.1)[0]
+
+    moved = {
+        name
+        for name, value in trained.model.named_parameters()
+        if not torch.equal(value, ensemble.get_parameter(name))
+    }
+    assert moved == {name for name, p in ensemble.named_parameters() if p.requires_grad}
+    assert any(".branch." in name for name in moved)
+    assert not any("embeddings" in name for name in moved)
+    with torch.no_grad():
+        together = trained.model.member_logits(data[0])
+        alone = [trained.model.member(m)(data[0]["input_ids"]).logits for m in range(2)]
+    torch.testing.assert_close(together, torch.stack(alone, 1), atol=1e-5, rtol=0)
+
+
 def test_bf16_trains_and_leaves_accelerate_as_it_was():
     from accelerate.state import AcceleratorState
 
