@@ -21,7 +21,7 @@ from hydra_ensembles.criteria import (
 )
 from hydra_ensembles.criteria import attention_entropy as module
 from hydra_ensembles.criteria.attention import split_mask
-from hydra_ensembles.criteria.watching import _dense
+from hydra_ensembles.criteria.watching import _dense, _near
 from hydra_ensembles.errors import DataError, HydraError, UnsupportedModelError
 from hydra_ensembles.models import host_model
 
@@ -374,17 +374,18 @@ def test_masks_of_flash_and_flex_attention_are_understood():
     query = key = torch.zeros(2, 1, 6, 4)
     flat = torch.ones(2, 6, dtype=torch.long)
     flat[0, 4:] = 0
-    dense, hides_all = _dense(flat, query, key, {}, True)
+    dense, hides_all = _dense(flat, query, key)
     assert dense.shape == (2, 1, 1, 6) and dense[0, 0, 0].tolist() == [True] * 4 + [False] * 2
     assert not hides_all  # the kernel is causal by its flag
-    near, _ = _dense(flat, query, key, {"sliding_window": 2}, True)
-    assert (near & torch.ones(6, 6).tril().bool())[1, 0].sum(-1).tolist() == [1, 2, 2, 2, 2, 2]
+    near = _near(query, key, 2, True)
+    assert (near & torch.ones(6, 6).tril().bool())[0, 0].sum(-1).tolist() == [1, 2, 2, 2, 2, 2]
+    assert _near(query, key, 2, False)[0, 0].sum(-1).tolist() == [2, 3, 3, 3, 3, 2]
 
     def later(b, h, q, k):
         return q >= k
 
     block = create_block_mask(later, 2, None, 6, 6, device="cpu", BLOCK_SIZE=2)
-    dense, hides_all = _dense(block, query, key, {}, True)
+    dense, hides_all = _dense(block, query, key)
     assert hides_all and torch.equal(dense[1, 0], torch.ones(6, 6).tril().bool())
 
 

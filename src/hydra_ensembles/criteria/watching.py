@@ -156,15 +156,20 @@ def _wrapper(
     watch: Watch, by_module: dict[int, AttentionSite], name: str, inner: Any
 ) -> Callable[..., Any]:
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
     ) -> Any:
+        mask = args[0] if args else options.pop("attention_mask", None)
         function = inner or sys.modules[type(module).__module__].eager_attention_forward
         site = by_module.get(id(module))
         if site is not None:
             _refuse(module, options)
             causal = options.get("is_causal")
-            causal = getattr(module, "is_causal", True) if causal is None else causal
-            seen, hides_all = _dense(mask, query, key, options, bool(causal))
+            causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+            window = options.get("sliding_window") if "flash" in name else None
+            seen, hides_all = _dense(mask, query, key, options.get("position_bias"))
+            if window is not None and window < key.shape[2]:
+                near = _near(query, key, window, causal)
+                seen = near if seen is None else seen & near
             watch.see(
                 site,
                 query,
@@ -172,17 +177,11 @@ def _wrapper(
                 mask=seen,
                 scale=float(options.get("scaling") or query.shape[-1] ** -0.5),
                 # eager hides by its mask alone, as does every backend that is given a full one
-                causal=bool(causal) and name != "eager" and not hides_all,
+                causal=causal and name != "eager" and not hides_all,
             )
         return function(module, query, key, value, mask, **options)
 
-    def by_keyword(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
-    ) -> Any:
-        mask = args[0] if args else options.pop("attention_mask", None)
-        return attend(module, query, key, value, mask, **options)
-
-    return by_keyword
+    return attend
 
 
 def _refuse(module: nn.Module, options: dict[str, Any]) -> None:
@@ -195,7 +194,7 @@ def _refuse(module: nn.Module, options: dict[str, Any]) -> None:
 
 
 def _dense(
-    mask: Any, query: Tensor, key: Tensor, options: dict[str, Any], causal: bool
+    mask: Any, query: Tensor, key: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor | None, bool]:
     """Return what a backend hides as a tensor, and whether later keys are hidden by it already."""
     if mask is not None and not isinstance(mask, Tensor):  # a BlockMask of flex attention
@@ -204,20 +203,19 @@ def _dense(
         rows, keys, device = query.shape[2], key.shape[2], query.device
         batch, heads = mask.shape[:2]
         return create_mask(mask.mask_mod, batch, heads, rows, keys, device=str(device)), True
-    if mask is not None and mask.dim() == 2:  # flash attention: [batch, keys], True = real
-        mask = mask.bool()[:, None, None, :]
-        window = options.get("sliding_window")
-        if window is None or window >= key.shape[2]:
-            return mask, False
-        far = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-        near = far.triu(1 - window) if causal else far.triu(1 - window) & far.tril(window - 1)
-        return mask & near, False
-    bias = options.get("position_bias")
+    if mask is not None and mask.dim() == 2:  # flash attention: [batch, keys], 1 = real
+        return mask.bool()[:, None, None, :], False
     if bias is None:
         return mask, mask is not None
     if mask is not None and not mask.is_floating_point():
         mask = torch.zeros_like(mask, dtype=bias.dtype).masked_fill(~mask, float("-inf"))
     return (bias if mask is None else bias + mask), mask is not None
+
+
+def _near(query: Tensor, key: Tensor, window: int, causal: bool) -> Tensor:
+    """Tell which keys flash attention's sliding window shows, bool [1, 1, rows, keys]."""
+    every = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool)
+    return every.triu(1 - window) if causal else every.triu(1 - window) & every.tril(window - 1)
 
 
 class _FunctionWatch(TorchFunctionMode):
@@ -247,8 +245,10 @@ class _FunctionWatch(TorchFunctionMode):
         if self.site is not None:
             if func is F.scaled_dot_product_attention:
                 self._attention(self.site, *args, **kwargs)
-            elif func in (torch.softmax, Tensor.softmax, F.softmax) and args[0].dim() == 4:
-                self.watch.see(self.site, args[0], None)
+            elif func in (torch.softmax, Tensor.softmax, F.softmax):
+                dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+                if args[0].dim() == 4 and dim in (-1, 3):
+                    self.watch.see(self.site, args[0], None)
         return func(*args, **kwargs)
 
     def _attention(
