@@ -1,4 +1,4 @@
-"""Host models of the benchmarked shapes (random weights: speed does not depend on them) and masks."""
+"""Host models of the benchmarked shapes, with random weights (speed does not depend on them)."""
 
 from __future__ import annotations
 

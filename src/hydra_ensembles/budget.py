@@ -59,11 +59,11 @@ def branch_options(
         at_most: Largest share of a branched block's heads that a member keeps, also where the
             budget would allow more: members that keep nearly all heads hardly differ.
     """
-    counter = _counter(model, batch)
+    counter = counter_of(model, batch)
     return [
         option
         for layer in reversed(range(len(counter.host)))
-        if (option := _fill(counter, layer, members, max_cost, at_most)) is not None
+        if (option := fill(counter, layer, members, max_cost, at_most)) is not None
     ]
 
 
@@ -84,7 +84,7 @@ def fit_budget(
     Raises:
         MaskError: Nothing fits; the message says what the cheapest ensemble costs.
     """
-    counter = _counter(model, batch)
+    counter = counter_of(model, batch)
     options = branch_options(
         counter, members=members, max_cost=max_cost, batch=batch, at_most=at_most
     )
@@ -137,7 +137,7 @@ def budgeted_masks(
         raise MaskError(
             f"{len(tables)} score tables for {members} members: give one each, or one for all."
         )
-    counter = _counter(model, batch)
+    counter = counter_of(model, batch)
     for table in tables:
         check_fits(table, counter.host)
     option = fit_budget(
@@ -208,7 +208,8 @@ def option_cost(
     return model.ratio_of(Plan((), branch_layer, trunk, tuple(layers), each, each))
 
 
-def _counter(model: Host, batch: Any) -> CostModel:
+def counter_of(model: Host, batch: Any) -> CostModel:
+    """Return the counter of a host on a shape of batch, as it is when it is one."""
     return model if isinstance(model, CostModel) else CostModel(model, batch)
 
 
@@ -217,9 +218,10 @@ def _counts(counter: CostModel, branch_layer: int, keep: int) -> tuple[int, ...]
     return tuple(n if i < branch_layer else min(keep, n) for i, n in enumerate(heads))
 
 
-def _fill(
+def fill(
     counter: CostModel, branch_layer: int, members: int, max_cost: float, at_most: float
 ) -> Option | None:
+    """Fill the budget at one branch layer (see `branch_options`); None when nothing fits."""
     heads = counter.host.head_counts
     limits = [n if i < branch_layer else keep_count(at_most, n) for i, n in enumerate(heads)]
     if members > 1:  # with all heads of the branch they would not part there

@@ -76,12 +76,14 @@ def benchmark(
         counted = {n: _count(_call(m, batch, min(batch_sizes), dtype)) for n, m in models.items()}
         for size in batch_sizes:
             calls = {name: _call(model, batch, size, dtype) for name, model in models.items()}
+            for call in calls.values():
+                for _ in range(warmup):
+                    call()
             memory = {name: _peak(models[name], call) for name, call in calls.items()}
             seconds = _interleaved(
                 calls,
                 synchronize=_synchronizer(models),
                 rounds=rounds,
-                warmup=warmup,
                 max_seconds=max_seconds,
                 min_sample=min_sample_seconds,
                 seed=seed,
@@ -118,7 +120,6 @@ def _interleaved(
     *,
     synchronize: Call,
     rounds: int,
-    warmup: int,
     max_seconds: float | None,
     min_sample: float,
     seed: int,
@@ -127,8 +128,6 @@ def _interleaved(
     """Return seconds a call, by model and round."""
     repeats = {}
     for name, call in calls.items():
-        for _ in range(warmup):
-            call()
         once = _time(call, 1, synchronize)
         repeats[name] = max(1, round(min_sample / max(once, 1e-9)))
     names = list(calls)
@@ -170,12 +169,10 @@ def _peak(model: Any, call: Call) -> tuple[int, int]:
     device = device_of(model)
     weights = _weight_bytes(model)
     if device is not None and device.type == "cuda":
-        call()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         call()
         return weights, torch.cuda.max_memory_allocated(device) - before
-    call()  # caches are filled before: what they hold is no activation
     with PeakMemory() as memory:
         call()
     return weights, memory.peak

@@ -114,12 +114,12 @@ class HeadBank(nn.Module):
         qkv = output = None
         sizes = {len(heads) for _, heads in groups}
         if len(sizes) == 1 and sizes != {0}:
-            weight, bias = (_stack(parts) for parts in list(zip(*projections, strict=True))[1:])
-            assert weight is not None
-            qkv = weight, bias
-            biases = [None] * len(weight) if bias is None else list(bias)
+            weights, shifts = (_stack(parts) for parts in list(zip(*projections, strict=True))[1:])
+            assert weights is not None
+            qkv = weights, shifts
+            biases = [None] * len(weights) if shifts is None else list(shifts)
             projections = [
-                (p[0], w, b) for p, w, b in zip(projections, weight, biases, strict=True)
+                (p[0], w, b) for p, w, b in zip(projections, weights, biases, strict=True)
             ]
             own = [heads for _, heads in groups]
             if len(own) == len(outputs) and [o[0] for o in outputs] == list(range(len(own))):

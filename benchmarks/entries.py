@@ -1,0 +1,118 @@
+"""What is timed side by side: the single model, Hydra at several branches, and the rivals."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import shapes
+import torch
+from torch import Tensor, nn
+
+import hydra_ensembles as hydra
+from hydra_ensembles import HeadMask
+
+KEEP: dict[str, float | int] = {"vit-s": 1 / 3, "vit-b": 1 / 3, "deit-tiny": 1, "minilm": 0.5}
+"""Heads that a member keeps of a branched block: a third; one of three; half."""
+
+CORE = ("single", "single readout", "hydra last 1", "hydra last 2", "hydra last 3")
+RIVALS = (
+    "single",
+    "hydra first",
+    "hydra first all tokens",
+    "loop",
+    "deep ensemble",
+    "deep ensemble vmap",
+    "mc dropout",
+    "packed ensemble",
+    "batch ensemble",
+)
+
+
+class DeepEnsemble(nn.Module):
+    """M copies, one after another."""
+
+    def __init__(self, host: nn.Module, members: int) -> None:
+        super().__init__()
+        self.members = nn.ModuleList([copy.deepcopy(host) for _ in range(members)])
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        """Return [batch, member, class]."""
+        return torch.stack([member(**batch).logits for member in self.members], 1)
+
+
+class VmapEnsemble(nn.Module):
+    """M copies by `torch.func.vmap` over stacked parameters."""
+
+    def __init__(self, host: nn.Module, members: int) -> None:
+        super().__init__()
+        copies = [copy.deepcopy(host) for _ in range(members)]
+        parameters, buffers = torch.func.stack_module_state(copies)
+        self.parameters_ = {k: v.detach() for k, v in parameters.items()}
+        self.buffers_ = buffers
+        self.shell = copy.deepcopy(host).to("meta")
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        """Return [batch, member, class]."""
+
+        def one(parameters: Any, buffers: Any) -> Tensor:
+            state = {**parameters, **buffers}
+            return torch.func.functional_call(self.shell, state, (), batch).logits
+
+        return torch.func.vmap(one, out_dims=1)(self.parameters_, self.buffers_)
+
+
+def entry(name: str, shape: str, host: nn.Module, batch: Any, members: int = 3) -> nn.Module:
+    """Make one entry by name."""
+    keep, layers = KEEP[shape], len(HeadMask.full(host))
+
+    def masks(blocks: int) -> list[HeadMask]:
+        return shapes.masks(host, members=members, blocks=blocks, keep=keep)
+
+    if name.startswith("hydra last "):
+        return hydra.fuse(host, masks(int(name.rpartition(" ")[2])))
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "single": lambda: host,
+        "single readout": lambda: hydra.fuse(host, [HeadMask.full(host)]),
+        "hydra first": lambda: hydra.fuse(host, masks(layers)),
+        "hydra first all tokens": lambda: hydra.fuse(host, masks(layers), readout_only=False),
+        "loop": lambda: hydra.fuse(host, masks(layers), mode="loop"),
+        "deep ensemble": lambda: DeepEnsemble(host, members),
+        "deep ensemble vmap": lambda: VmapEnsemble(host, members),
+        "mc dropout": lambda: rival("mc-dropout", host, batch, members),
+        "packed ensemble": lambda: rival("packed-ensemble", host, batch, members),
+        "batch ensemble": lambda: rival("batch-ensemble", host, batch, members, train=False),
+    }
+    return makers[name]().eval()
+
+
+def rival(name: str, host: nn.Module, batch: Any, members: int, **options: Any) -> nn.Module:
+    """Make one of the library's baselines; one training step, where it wants one, is enough."""
+    from hydra_ensembles.baselines import make_baseline
+
+    labelled = {**batch, "labels": torch.zeros(len(next(iter(batch.values()))), dtype=torch.long)}
+    return make_baseline(
+        name, host, train=[labelled], members=members, epochs=1, options=options, progress=False
+    )
+
+
+def entries(
+    names: tuple[str, ...], shape: str, host: nn.Module, batch: Any, members: int = 3
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Make entries, try each once, and say why those that do not run do not."""
+    made, failed = {}, {}
+    for name in names:
+        try:
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                with torch.enable_grad():
+                    model = entry(name, shape, host, batch, members)
+                model(**batch)
+            made[name] = model
+        except Exception as error:  # a rival's library may not run on this host: report it
+            if name.startswith(("single", "hydra", "loop")):
+                raise
+            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+    return made, failed

@@ -1,0 +1,88 @@
+"""Growth of the cost: with the members, M = 1..8, and with the sequence length, 64..1024.
+
+python benchmarks/growth.py members --shape vit-s
+python benchmarks/growth.py tokens
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any
+
+import shapes
+import torch
+from entries import KEEP, entries
+from latency import RESULTS, write
+
+import hydra_ensembles as hydra
+from hydra_ensembles.cost import CostModel
+from hydra_ensembles.evaluation.benchmark import benchmark
+
+LENGTHS = (64, 128, 256, 512, 1024)
+
+
+def members(args: argparse.Namespace) -> None:
+    """Time M = 1..8 members that branch at the last block."""
+    host, batch = shapes.host(args.shape), shapes.batch(args.shape)
+    models: dict[str, Any] = {"single": host}
+    for number in range(1, args.most + 1):
+        chosen = shapes.masks(host, members=number, blocks=1, keep=KEEP[args.shape])
+        models[f"{number}"] = hydra.fuse(host, chosen)
+    result = benchmark(models, batch, batch_sizes=[1], rounds=args.rounds, threads=args.threads)
+    result.settings.update(shape=args.shape, axis="members", branch="last block")
+    counter = CostModel(host, batch)
+    result.settings["counted"] = {
+        str(number): counter.ratio(
+            shapes.masks(host, members=number, blocks=1, keep=KEEP[args.shape])
+        )
+        for number in range(1, args.most + 1)
+    }
+    print(result)
+    write(result, f"growth-members-{args.shape}")
+
+
+def tokens(args: argparse.Namespace) -> None:
+    """Time texts of 64..1024 tokens: single, Hydra at the last block, Hydra as in the paper."""
+    names = ("single", "hydra last 1", "hydra last 2", "hydra first", "deep ensemble")
+    points = []
+    for length in LENGTHS:
+        host, batch = shapes.host("minilm", tokens=length), shapes.batch("minilm", tokens=length)
+        models, _ = entries(names, "minilm", host, batch)
+        result = benchmark(
+            models,
+            batch,
+            batch_sizes=[1],
+            rounds=args.rounds,
+            threads=args.threads,
+            max_seconds=args.max_seconds,
+        )
+        print(f"{length} tokens: {result}")
+        points.append({"tokens": length, "rows": result.rows(), "settings": result.settings})
+    from hydra_ensembles.report.cost_figures import plot_growth, save
+
+    path = RESULTS / "growth-tokens-minilm.json"
+    beside = path.with_suffix(".partial")
+    payload = {"kind": "growth", "axis": "tokens", "shape": "minilm", "points": points}
+    beside.write_text(json.dumps(payload, indent=1) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+    save(plot_growth(payload), path.with_suffix(".png"))
+
+
+def main() -> None:
+    """Parse and run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("axis", choices=("members", "tokens"))
+    parser.add_argument("--shape", choices=shapes.SHAPES, default="vit-s")
+    parser.add_argument("--most", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--max-seconds", type=float)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    (members if args.axis == "members" else tokens)(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Latency of entries side by side, one interleaved run.
+
+python benchmarks/latency.py --shape vit-s --set core --batch-sizes 1,8
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import shapes
+import torch
+from entries import CORE, RIVALS, entries
+
+from hydra_ensembles.evaluation.benchmark import benchmark
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    """Parse, run, print, write JSON and a picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=shapes.SHAPES, default="vit-s")
+    parser.add_argument("--set", choices=("core", "rivals"), default="core", dest="which")
+    parser.add_argument("--only", help="names of entries, with commas, instead of a set")
+    parser.add_argument("--batch-sizes", default="1,8,32")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--max-seconds", type=float, help="stop a batch size after this long")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokens", type=int, default=64, help="length of a text (minilm)")
+    parser.add_argument("--name", help="of the files written, below benchmarks/results")
+    args = parser.parse_args()
+
+    names = tuple(args.only.split(",")) if args.only else CORE if args.which == "core" else RIVALS
+    torch.set_num_threads(args.threads)
+    host = shapes.host(args.shape, tokens=args.tokens)
+    batch = shapes.batch(args.shape, tokens=args.tokens)
+    models, failed = entries(names, args.shape, host, batch)
+    result = benchmark(
+        models,
+        batch,
+        batch_sizes=[int(size) for size in args.batch_sizes.split(",")],
+        rounds=args.rounds,
+        warmup=args.warmup,
+        threads=args.threads,
+        dtype=None if args.dtype == "float32" else getattr(torch, args.dtype),
+        device=None if args.device == "cpu" else args.device,
+        max_seconds=args.max_seconds,
+    )
+    facts = {"shape": args.shape, "tokens": args.tokens, "members": 3, "not run": failed}
+    result = dataclasses.replace(result, settings={**result.settings, **facts})
+    print(result)
+    for name, reason in failed.items():
+        print(f"not run: {name}: {reason}")
+    sizes = args.batch_sizes.replace(",", "-")
+    write(result, args.name or f"latency-{args.shape}-{args.which}-b{sizes}")
+
+
+def write(result: object, name: str) -> None:
+    """Write the JSON and the picture."""
+    from hydra_ensembles.report.cost_figures import plot_benchmark, save
+
+    result.to_json(RESULTS / f"{name}.json")  # type: ignore[attr-defined]
+    save(plot_benchmark(result), RESULTS / f"{name}.png")
+    print(f"wrote {name}.json and {name}.png")
+
+
+if __name__ == "__main__":
+    main()
