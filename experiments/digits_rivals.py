@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydra_ensembles.baselines import baselines, make_baseline, relative_cost
+from hydra_ensembles.baselines import make_baseline, relative_cost
 from hydra_ensembles.data.corruptions import corrupted
 from hydra_ensembles.data.demo import Demo, digits
 from hydra_ensembles.evaluation import Results, compare_table, evaluate
@@ -32,6 +32,11 @@ SHAPE = TinyViTConfig(image_size=16, patch_size=4, width=64, layers=4, heads=8, 
 PACKED = TinyViTConfig(image_size=16, patch_size=4, width=96, layers=4, heads=12, mlp_width=192)
 HOST_EPOCHS, HOST_RATE = 30, 2e-3
 RIVAL_EPOCHS, RIVAL_RATE = 6, 5e-4
+RIVALS = (
+    *("single", "temperature", "mc-dropout", "laplace", "outlier-exposure"),
+    *("batch-ensemble", "lora-ensemble", "packed-ensemble", "deep-ensemble"),
+    *("taylor-single", "circavg-single", "hydra-taylor", "hydra-circuit", "hydra-select"),
+)
 NOT_HERE = {"vilu": "needs class texts: a zero-shot classifier, which the digits have none of"}
 KEYS = (
     *("cls/Acc", "cls/NLL", "cal/ECE", "post/cls/NLL", "post/cal/ECE"),
@@ -43,11 +48,8 @@ KEYS = (
 def main() -> None:
     arguments = read_arguments()
     data = digits(SHAPE.image_size, seed=arguments.seed)
-    begun = time.monotonic(), time.process_time()
-    host = train_host(data, SHAPE, arguments)
-    trained = spent_since(*begun)
-    print(f"host trained, {trained['wall']:.0f} s", flush=True)
-    names = arguments.only or [name for name in baselines if name not in NOT_HERE]
+    host, trained = train_host(data, arguments)
+    names = arguments.only or RIVALS
     records = [run_once(name, host, data, arguments) for name in names]
     results = [Results.from_json(json.dumps(record["results"])) for record in records]
     extra = {record["results"]["name"]: record["rival"] for record in records}
@@ -101,10 +103,12 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train_host(data: Demo, shape: TinyViTConfig, arguments: argparse.Namespace) -> nn.Module:
-    """Train the small ViT that all rivals start from."""
-    return finetune(
-        TinyViT(shape, seed=arguments.seed),
+def train_host(data: Demo, arguments: argparse.Namespace) -> tuple[nn.Module, dict[str, float]]:
+    """Train the small ViT that all rivals start from; return it and the seconds that it took."""
+    path = None if arguments.folder is None else arguments.folder / "host.json"
+    begun = time.monotonic(), time.process_time()
+    host = finetune(
+        TinyViT(SHAPE, seed=arguments.seed),
         list(data.train),  # a list is shuffled by sample
         epochs=HOST_EPOCHS,
         learning_rate=HOST_RATE,
@@ -112,6 +116,13 @@ def train_host(data: Demo, shape: TinyViTConfig, arguments: argparse.Namespace) 
         folder=None if arguments.folder is None else arguments.folder / "host",
         progress=False,
     )[0].model
+    seconds = spent_since(*begun)
+    if path is not None and path.exists():  # it was read, not trained
+        return host, json.loads(path.read_text(encoding="utf-8"))
+    if path is not None:
+        put(path, json.dumps(seconds))
+    print(f"host trained       {seconds['wall']:5.0f} s", flush=True)
+    return host, seconds
 
 
 def run(

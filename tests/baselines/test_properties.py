@@ -175,7 +175,7 @@ def test_an_uncertainty_travels_with_logits() -> None:
 
 
 def test_an_outlier_head_learns_its_outliers_and_leaves_predictions() -> None:
-    data = {"validation": VALIDATION, "ood": outliers()}
+    data: dict[str, Any] = {"validation": VALIDATION, "ood": {"bright": outliers()}}
     rival = make_baseline("outlier-exposure", host(), progress=False, **data)
     far = {"same kind": outliers(seed=8)}
     own = evaluate(rival, TEST, ood=far, score=rival.score, progress=False)

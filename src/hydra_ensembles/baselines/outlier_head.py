@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ def outlier_exposure(
         steps: Of its training.
     """
     validation, outliers = task.need("validation"), task.need("ood")
+    if isinstance(outliers, Mapping):  # by family: all of them are outliers to this head
+        outliers = [batch for family in outliers.values() for batch in family]
     copied = copy.deepcopy(host)
     featured = Featured(copied, find_classifier(copied, first_batch(validation)))
     parts = [

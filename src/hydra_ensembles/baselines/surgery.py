@@ -34,7 +34,11 @@ def attention_linears(model: nn.Module) -> list[str]:
     """Return the paths of the query, key, value and output projections."""
     host = host_model(model)
     _refuse_multihead(model)
-    parts = {id(part) for site in host.sites for part in site._parts()}
+    parts = {
+        id(part)
+        for site in host.sites
+        for part in (site.packed, site.query, site.key, site.value, site.output)
+    }
     return [
         name
         for name, module in model.named_modules()

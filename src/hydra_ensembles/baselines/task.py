@@ -28,7 +28,7 @@ class Task:
         name: The rival that it is for, in errors.
         train: Labelled batches to fine-tune on.
         validation: Labelled batches that no training has seen.
-        ood: Outliers to validate on; their labels are ignored.
+        ood: Outliers to validate on, data or a dict of data by family; their labels are ignored.
         members: Members of an ensemble.
         seed: Of every draw.
         epochs, learning_rate: Of fine-tuning.
@@ -100,7 +100,7 @@ def make_baseline(
         host: A trained classifier.
         train: Labelled batches, for rivals that are trained.
         validation: Labelled held-out batches.
-        ood: Outliers, for rivals that see such data.
+        ood: Outliers (data, or a dict of data by family), for rivals that see such data.
         members: Members of an ensemble, at least one.
         seed: Of every draw.
         epochs: Passes over `train`, where something is fine-tuned.
