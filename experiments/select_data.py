@@ -175,7 +175,7 @@ def other_texts(root: Path, tokenizer: Any, count: int) -> dict[str, Batches]:
         reviews = [archive.read(n).decode("latin1").replace("\n", " ") for n in names]
     step = max(1, len(reviews) // count)
     return {
-        "trec-train": texts(tokenizer, trec("TREC.train.all")[:1500]),
+        "trec-train": texts(tokenizer, trec("TREC.train.all")[:800]),
         "trec-test": texts(tokenizer, trec("TREC.test.all")[:count]),
         "ag-news": texts(tokenizer, news[:count]),
         "multi30k": texts(tokenizer, captions.splitlines()[:count]),

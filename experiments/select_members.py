@@ -262,10 +262,10 @@ class Images:
     def __init__(self, args: argparse.Namespace) -> None:
         self.host = host_model(data_of.deit(args.data))
         parts = data_of.imagenet(args.data)
-        self.sets: dict[str, Any] = dict(parts)
+        self.sets: dict[str, Any] = {name: parts[name] for name in ("validation", "test")}
         self.sets.update({f"textures-{k}": v for k, v in data_of.textures(args.data).items()})
-        self.sets.update(data_of.other_images(args.data, 300))
-        some = parts["validation"].subset(range(0, 1000, 3))
+        self.sets.update(data_of.other_images(args.data, 200))
+        some = parts["validation"].subset(range(0, 1000, 4))
         made = make_proxies(some, mean=data_of.MEAN, std=data_of.STD)
         self.sets.update({f"proxy-{name}": data for name, data in made.items()})
         self.labelled = set(parts)
@@ -274,7 +274,7 @@ class Images:
         self.layers = [10, 11]
         self.pool = make_pool(self.host, self.layers)
         self.search: dict[str, Any] = {}
-        self.gradient_data = parts["calibration"].subset(range(0, 1000, 5))
+        self.gradient_data = parts["calibration"].subset(range(0, 1000, 10))
 
     def draw(self, bank: Bank, draw: int) -> tuple[dict[str, Any], list[str], list[str]]:
         """Take two texture classes, and 80 % of everything else."""
@@ -287,7 +287,7 @@ class Images:
             return name, torch.randperm(size, generator=generator)[: int(share * size)]
 
         rows = {
-            "id": [some("validation"), some("calibration")],
+            "id": [some("validation")],
             "ood/textures": [some(f"textures-{kind}", 1.0) for kind in mine],
         }
         for name in bank.logits:
@@ -322,7 +322,7 @@ class Texts:
         tables = score_heads(
             self.host, parts["calibration"].subset(range(0, 500, 4)), criterion=["taylor", "hies"]
         )
-        self.pool = make_pool(self.host, self.layers, size=700, tables=tables)
+        self.pool = make_pool(self.host, self.layers, size=320, tables=tables)
         self.search: dict[str, Any] = {}
         self.gradient_data = parts["calibration"].subset(range(0, 500, 2))
 
@@ -336,7 +336,7 @@ class Texts:
 
         rows = {
             "id": [some("validation"), some("calibration"), some("reserve")],
-            "ood/trec": [some("trec-train", 0.3)],
+            "ood/trec": [some("trec-train", 0.5)],
         }
         for name in bank.logits:
             if name.startswith("proxy-"):

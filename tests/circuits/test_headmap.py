@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -238,6 +240,7 @@ def test_the_record_reads_back_and_shows_noise():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("HYDRA_SLOW" not in os.environ, reason="minutes long: set HYDRA_SLOW to run it")
 def test_killed_at_random_moments_it_ends_bit_equal():
     import subprocess
     import sys

@@ -39,13 +39,26 @@ def test_figures_are_those_of_the_ensemble():
     names = ("msp", "energy", "entropy", "mutual-information", "max-logit")
     found = table.figures(members, scores=names, detail=True)
     logits = {k: v[:, members] for k, v in out.logits.items()}
-    mean = logits["id"].softmax(-1).mean(1)
-    assert found.nll == pytest.approx(log_loss(out.labels["id"], mean.double()), abs=1e-5)
+    mean = logits["id"].double().softmax(-1).mean(1)
+    assert found.nll == pytest.approx(log_loss(out.labels["id"], mean), abs=1e-5)
     for name in names:
         own, other = (score_logits(logits[k], name) for k in ("id", "ood/a"))
         truth = [0] * len(own) + [1] * len(other)
         expected = roc_auc_score(truth, torch.cat([own, other]))
         assert found.auroc["ood/a"][name] == pytest.approx(expected, abs=1e-6)
+
+
+def test_all_additions_at_once_equal_one_by_one():
+    table = Table(outputs(7))
+    scores = ("msp", "energy")
+    for have in ([], [2], [2, 5]):
+        many = table.grown(have, range(7), scores=scores)
+        for new, found in enumerate(many):
+            one = table.figures([*have, new], scores=scores)
+            assert found.nll == pytest.approx(one.nll, abs=1e-6)
+            assert found.accuracy == one.accuracy
+            for family, by in one.auroc.items():
+                assert found.auroc[family] == pytest.approx(by, abs=1e-4)
 
 
 def test_greedy_with_refinement_finds_the_best_pair():
@@ -60,11 +73,18 @@ def test_the_objective_asks_for_mean_worst_and_likelihood():
     table = Table(outputs())
     host = table.figures([0], scores=("msp",))
     mine = table.figures([1, 2, 3], scores=("msp",))
-    plain = EnsembleObjective(scores=("msp",), worst=0.0, nll=0.0, nll_gain=0.0, accuracy=0.0)
-    gains = plain.gains(mine, host)
-    assert plain.value(mine, host) == pytest.approx(sum(gains.values()) / 2)
-    both = EnsembleObjective(scores=("msp",), worst=1.0, nll=0.0, nll_gain=0.0, accuracy=0.0)
-    assert both.value(mine, host) == pytest.approx(sum(gains.values()) / 2 + min(gains.values()))
+    off = {"nll": 0.0, "nll_gain": 0.0, "accuracy": 0.0, "scores": ("msp",)}
+    closed = {
+        family: 100 * (mine.auroc[family]["msp"] - by["msp"]) / (1 - by["msp"])
+        for family, by in host.auroc.items()
+    }
+    mean, worst = sum(closed.values()) / 2, min(closed.values())
+    assert EnsembleObjective(worst=0.0, **off).value(mine, host) == pytest.approx(mean)
+    assert EnsembleObjective(**off).value(mine, host) == pytest.approx(mean + worst)
+    dear = EnsembleObjective(**{**off, "nll": 3.0})
+    rise = [max(0.0, 100 * (a / b - 1)) for a, b in ((host.nll, mine.nll),)]
+    back = table.figures([1, 2, 3], scores=("msp",))
+    assert dear.value(host, back) <= EnsembleObjective(**off).value(host, back) - 3 * rise[0] + 1e-6
     same = table.figures([0], scores=("msp", "energy"))
     assert EnsembleObjective().value(same, same) == 0
 

@@ -83,7 +83,7 @@ def search_members(
     objective: EnsembleObjective | None = None,
     rounds: int = 2,
     beam: int = 3,
-    bags: int = 8,
+    bags: int = 4,
     leave_family_out: bool = True,
     seed: int = 0,
 ) -> Members:

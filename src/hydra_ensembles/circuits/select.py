@@ -22,26 +22,29 @@ Fits = Callable[[Sequence[int]], bool]
 
 @dataclass(frozen=True)
 class EnsembleObjective:
-    """What an ensemble is selected for: gains over the host in points (higher is better).
+    """What an ensemble is selected for: gains over the host in percent (higher is better).
 
-    gain = mean_f d_f + worst * min_f d_f - nll * max(0, rise of NLL in %) + reward of NLL's fall,
-    with d_f the gain in AUROC points on family f, averaged over `scores`.
+    The gain on family f is the share of the host's missing AUROC that is closed,
+    g_f = 100 (A_f - H_f) / (1 - H_f), averaged over `scores`: families that the host finds easy
+    count as much as hard ones, so that none is traded for another.
+
+    value = mean * mean_f g_f + worst * min_f g_f - nll * (rise of NLL in %) + nll_gain * (its fall)
+    - accuracy * (points lost), NLL both raw and with the host's temperature.
 
     Attributes:
         scores: Uncertainty scores that rank; several keep a search from serving only one.
-        mean, worst: Weights of the mean and of the worst family.
-        nll: Points lost for each percent that NLL rises above the host's, raw or scaled.
-        nll_gain: Points won for each percent that it falls below.
-        accuracy: Points lost for each point of accuracy below the host's.
-        ece, diversity: Points for a lower ECE (points) and for disagreement (percent).
+        mean, worst: Weights of the mean and of the worst family (and score).
+        nll, nll_gain: Loss for each percent that NLL rises, and gain for each that it falls.
+        accuracy: Loss for each point of accuracy below the host's.
+        ece, diversity: Gain for each point of ECE less, and each percent of disagreement.
     """
 
     scores: tuple[str, ...] = ("msp", "energy")
     mean: float = 1.0
     worst: float = 1.0
-    nll: float = 1.0
-    nll_gain: float = 0.1
-    accuracy: float = 0.5
+    nll: float = 5.0
+    nll_gain: float = 1.0
+    accuracy: float = 2.0
     ece: float = 0.0
     diversity: float = 0.0
 
@@ -52,10 +55,20 @@ class EnsembleObjective:
             for family, by in figures.auroc.items()
         }
 
+    def closed(self, figures: Figures, host: Figures) -> dict[str, float]:
+        """Return the share of missing AUROC that is closed in percent, by family and score."""
+        return {
+            f"{family} {s}": 100
+            * (by[s] - host.auroc[family][s])
+            / max(1 - host.auroc[family][s], 0.01)
+            for family, by in figures.auroc.items()
+            for s in self.scores
+        }
+
     def value(self, figures: Figures, host: Figures) -> float:
         """Return the gain over the host."""
-        gains = list(self.gains(figures, host).values())
-        total = self.mean * sum(gains) / len(gains) + self.worst * min(gains) if gains else 0.0
+        closed = list(self.closed(figures, host).values())
+        total = self.mean * sum(closed) / len(closed) + self.worst * min(closed) if closed else 0.0
         for mine, theirs in ((figures.nll, host.nll), (figures.nll_scaled, host.nll_scaled)):
             rise = 100 * (mine - theirs) / max(theirs, 1e-9)
             total -= self.nll * max(0.0, rise) - self.nll_gain * max(0.0, -rise)
@@ -100,23 +113,21 @@ class Selector:
         select: Rows | None = None,
         hold: Rows | None = None,
         fits: Fits | None = None,
-        folds: int = 1,
     ) -> None:
-        self.table = table
         self.objective = objective or EnsembleObjective()
-        self.select, self.hold = select, hold
+        self.parts = {
+            False: table if select is None else table.take(select),
+            True: table if hold is None else table.take(hold),
+        }
+        self.candidates = table.candidates
         self.fits = fits or (lambda members: True)
         self._known: dict[tuple[bool, tuple[int, ...]], float] = {}
         self._hosts = {part: self._figures((0,), part) for part in (False, True)}
 
     def _figures(self, members: Sequence[int], held_out: bool) -> Figures:
         o = self.objective
-        return self.table.figures(
-            members,
-            scores=o.scores,
-            rows=self.hold if held_out else self.select,
-            detail=bool(o.ece or o.diversity),
-        )
+        detail = bool(o.ece or o.diversity)
+        return self.parts[held_out].figures(members, scores=o.scores, detail=detail)
 
     def gain(self, members: Sequence[int], *, held_out: bool = False) -> float:
         """Return the objective of an ensemble, remembered."""
@@ -127,22 +138,41 @@ class Selector:
         return self._known[key]
 
     def forward(
-        self, members: int, *, beam: int = 3, among: Sequence[int] | None = None
+        self, members: int, *, beam: int = 3, shortlist: int = 120
     ) -> list[tuple[int, ...]]:
-        """Add members one by one, each the best addition; return the best ensembles, best first."""
-        pool = range(self.table.candidates) if among is None else among
+        """Add members one by one, each the best addition; return the best ensembles, best first.
+
+        After the first member only the `shortlist` best candidates are considered.
+        """
+        pool: Sequence[int] = range(self.candidates)
         front: list[tuple[int, ...]] = [()]
-        for _ in range(members):
+        for size in range(members):
             grown = {tuple(sorted((*have, new))) for have in front for new in pool}
             able = [ensemble for ensemble in sorted(grown) if self.fits(ensemble)]
-            front = sorted(able, key=lambda e: -self.gain(e))[:beam]
+            for have in front:
+                self._judge(have, [new for new in pool if self.fits((*have, new))])
+            ranked = sorted(able, key=lambda e: -self.gain(e))
+            front = ranked[:beam]
+            if size == 0:
+                pool = [ensemble[0] for ensemble in ranked[:shortlist]]
         return front
 
-    def refine(
-        self, start: Sequence[int], *, among: Sequence[int] | None = None
-    ) -> tuple[int, ...]:
+    def _judge(self, have: tuple[int, ...], pool: Sequence[int]) -> None:
+        """Compute the gains of `have` plus each candidate at once, where scores allow it."""
+        o = self.objective
+        if o.ece or o.diversity or not set(o.scores) <= {"msp", "energy"}:
+            return
+        keys = [(False, tuple(sorted((*have, new)))) for new in pool]
+        new = [p for p, key in zip(pool, keys, strict=True) if key not in self._known]
+        for place, figures in zip(
+            new, self.parts[False].grown(have, new, scores=o.scores), strict=True
+        ):
+            key = (False, tuple(sorted((*have, place))))
+            self._known[key] = o.value(figures, self._hosts[False])
+
+    def refine(self, start: Sequence[int]) -> tuple[int, ...]:
         """Exchange single members as long as the selecting part improves."""
-        pool = range(self.table.candidates) if among is None else among
+        pool = range(self.candidates)
         best = tuple(sorted(start))
         while True:
             near = {
@@ -177,24 +207,24 @@ class Selector:
     ) -> dict[str, tuple[float, float]]:
         """Return 95 % bootstrap intervals of the gains, over examples of the held-out part."""
         generator = torch.Generator().manual_seed(seed)
-        sizes = self.table.sizes()
-        base = self.hold or {name: torch.arange(n) for name, n in sizes.items()}
+        order = sorted({0, *members})
+        part, scores = self.parts[True].only(order), self.objective.scores
+        index = [order.index(m) for m in members]
         found: dict[str, list[float]] = {}
         for _ in range(draws):
             rows = {
-                name: index[torch.randint(len(index), (len(index),), generator=generator)]
-                for name, index in base.items()
+                name: torch.randint(size, (size,), generator=generator)
+                for name, size in part.sizes().items()
             }
-            kwargs = {"scores": self.objective.scores, "rows": rows}
-            mine = self.table.figures(members, **kwargs)  # type: ignore[arg-type]
-            host = self.table.figures((0,), **kwargs)  # type: ignore[arg-type]
-            gains = self.objective.gains(mine, host)
-            for family, value in gains.items():
+            some = part.take(rows)
+            mine, host = some.figures(index, scores=scores), some.figures((0,), scores=scores)
+            for family, value in self.objective.gains(mine, host).items():
                 found.setdefault(f"AUROC {family}", []).append(value)
             found.setdefault("NLL", []).append(mine.nll - host.nll)
+        edges = torch.tensor([0.025, 0.975])
         return {
-            name: tuple(torch.tensor(v).quantile(torch.tensor([0.025, 0.975])).tolist())  # type: ignore[misc]
-            for name, v in found.items()
+            name: tuple(torch.tensor(values).quantile(edges).tolist())  # type: ignore[misc]
+            for name, values in found.items()
         }
 
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ..uncertainty import disagreement, fit_temperature, score_logits
-from .objectives import auroc, ece_of
+from .objectives import ece_of
 from .prefix import Outputs
+
+CLASSES = 64
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,42 @@ class Figures:
     disagreement: float = 0.0
 
 
+@dataclass(frozen=True)
+class Column:
+    """One data set: what is read of each candidate.
+
+    Attributes:
+        top: Probabilities of the classes that any candidate finds probable [example, candidate,
+            class]; all classes where there are at most `CLASSES`. The class that an ensemble
+            predicts is probable for one of its members, so its confidence is read off these.
+        energy: -logsumexp of the logits [example, candidate].
+        logits: The logits of all examples and candidates, for other scores: never copied whole.
+        rows, places: Which examples and candidates of `logits` are meant; None for all.
+    """
+
+    top: Tensor
+    energy: Tensor
+    logits: Tensor
+    rows: Tensor | None = None
+    places: Sequence[int] | None = None
+
+    def take(self, rows: Tensor) -> Column:
+        """Return some examples."""
+        before = rows if self.rows is None else self.rows[rows]
+        return Column(self.top[rows], self.energy[rows], self.logits, before, self.places)
+
+    def only(self, index: Sequence[int]) -> Column:
+        """Return some candidates."""
+        places = index if self.places is None else [self.places[i] for i in index]
+        return Column(self.top[:, index], self.energy[:, index], self.logits, self.rows, places)
+
+    def members(self, index: Sequence[int]) -> Tensor:
+        """Return the logits of some candidates, [example, member, class]."""
+        places = index if self.places is None else [self.places[i] for i in index]
+        chosen = self.logits[:, places]
+        return (chosen if self.rows is None else chosen[self.rows]).float()
+
+
 class Table:
     """Candidates' probabilities, energies and true-class probabilities.
 
@@ -41,18 +79,22 @@ class Table:
     """
 
     def __init__(self, outputs: Outputs, *, temperature: float | None = None) -> None:
-        self.outputs = outputs
         self.labels = outputs.labels["id"]
         own = outputs.logits["id"]
         self.temperature = (
             fit_temperature(own[:, :1], self.labels) if temperature is None else temperature
         )
-        self.energies = {k: -v.logsumexp(-1) for k, v in outputs.logits.items()}
-        self.probabilities = {k: v.softmax(-1) for k, v in outputs.logits.items()}
-        place = self.labels[:, None, None].expand(-1, own.shape[1], 1)
-        self.target = self.probabilities["id"].gather(-1, place)[..., 0]
-        scaled = torch.cat([part.log_softmax(-1) for part in (own / self.temperature).split(64)])
-        self.target_scaled = scaled.gather(-1, place)[..., 0].exp()
+        self.columns: dict[str, Column] = {}
+        predicted = []
+        for name, logits in outputs.logits.items():
+            top, classes = _probable(logits)
+            energy = torch.cat([-part.logsumexp(-1) for part in logits.split(64)])
+            self.columns[name] = Column(top, energy, logits)
+            if name == "id":
+                predicted.append(classes)
+        self.classes = predicted[0]
+        self.target = _at_labels(own, self.labels)
+        self.target_scaled = _at_labels(own, self.labels, self.temperature)
 
     @property
     def candidates(self) -> int:
@@ -62,70 +104,137 @@ class Table:
     @property
     def families(self) -> list[str]:
         """Names of the outlier families."""
-        return [name for name in self.outputs.logits if name.startswith("ood")]
+        return [name for name in self.columns if name.startswith("ood")]
 
     def sizes(self) -> dict[str, int]:
         """Examples by data set."""
-        return {name: len(logits) for name, logits in self.outputs.logits.items()}
+        return {name: len(column.energy) for name, column in self.columns.items()}
+
+    def take(self, rows: Mapping[str, Tensor]) -> Table:
+        """Return some examples of the data sets that `rows` names."""
+        part = Table.__new__(Table)
+        part.temperature = self.temperature
+        part.columns = {name: self.columns[name].take(index) for name, index in rows.items()}
+        for name in ("labels", "classes", "target", "target_scaled"):
+            setattr(part, name, getattr(self, name)[rows["id"]])
+        return part
+
+    def only(self, candidates: Sequence[int]) -> Table:
+        """Return some candidates."""
+        part, index = Table.__new__(Table), list(candidates)
+        part.__dict__.update(self.__dict__)
+        part.columns = {name: column.only(index) for name, column in self.columns.items()}
+        part.target, part.target_scaled = self.target[:, index], self.target_scaled[:, index]
+        return part
 
     def figures(
-        self,
-        members: Sequence[int],
-        *,
-        scores: Sequence[str] = ("msp",),
-        rows: Mapping[str, Tensor] | None = None,
-        detail: bool = False,
+        self, members: Sequence[int], *, scores: Sequence[str] = ("msp",), detail: bool = False
     ) -> Figures:
         """Judge an ensemble of candidates; a candidate may be a member more than once.
 
         Args:
             members: Candidates.
             scores: Uncertainty scores to rank by.
-            rows: Examples by data set; all by default.
             detail: Compute ECE and disagreement too.
         """
         index = list(members)
-        by_set: dict[str, dict[str, Tensor]] = {}
-        mean_id = None
-        families = [f for f in self.families if rows is None or f in rows]
-        for name in ("id", *families):
-            chosen = None if rows is None else rows[name]
-            some = self.probabilities[name]
-            mean = sum((_rows(some[:, m], chosen) for m in index), start=torch.zeros(())) / len(
-                index
-            )
-            by_set[name] = {s: self._score(s, name, index, chosen, mean) for s in scores}
-            mean_id = mean if name == "id" else mean_id
-        assert mean_id is not None
-        rows_id = None if rows is None else rows["id"]
-        labels = _rows(self.labels, rows_id)
-        found = {
-            family: {s: auroc(by_set["id"][s], by_set[family][s]) for s in scores}
-            for family in families
+        means = {
+            name: column.top[:, index].mean(1)
+            for name, column in self.columns.items()
+            if "msp" in scores or name == "id"
         }
+        found: dict[str, dict[str, float]] = {name: {} for name in self.families}
+        for score in scores:
+            own = self._score(score, "id", index, means).sort().values
+            for family in found:
+                other = self._score(score, family, index, means)
+                low = torch.searchsorted(own, other)
+                high = torch.searchsorted(own, other, right=True)
+                found[family][score] = float((low + high).double().mean()) / (2 * len(own))
         nll, scaled = (
-            -float(_rows(t, rows_id)[:, index].mean(1).clamp_min(1e-30).log().double().mean())
+            -float(t[:, index].mean(1).clamp_min(1e-30).log().double().mean())
             for t in (self.target, self.target_scaled)
         )
+        guess = self.classes.gather(-1, means["id"].argmax(-1, keepdim=True))[:, 0]
         extra: dict[str, float] = {}
         if detail:
-            logits = _rows(self.outputs.logits["id"], rows_id)[:, index]
+            logits = self.columns["id"].members(index)
             extra = {
-                "ece": ece_of(logits, labels),
+                "ece": ece_of(logits, self.labels),
                 "disagreement": float(disagreement(logits).mean()),
             }
-        accuracy = float((mean_id.argmax(-1) == labels).double().mean())
+        accuracy = float((guess == self.labels).double().mean())
         return Figures(found, nll, scaled, accuracy, **extra)
 
-    def _score(
-        self, score: str, name: str, index: list[int], rows: Tensor | None, mean: Tensor
-    ) -> Tensor:
+    def grown(
+        self, have: Sequence[int], pool: Sequence[int], *, scores: Sequence[str] = ("msp",)
+    ) -> list[Figures]:
+        """Judge `have` plus each candidate of a pool, all at once; for MSP and energy alone."""
+        found: list[Figures] = []
+        for start in range(0, len(pool), 64):
+            found += self._grown(list(have), list(pool[start : start + 64]), scores)
+        return found
+
+    def _grown(self, have: list[int], pool: list[int], scores: Sequence[str]) -> list[Figures]:
+        def mean(values: Tensor) -> Tensor:  # [example, candidate, ...] to [example, pool, ...]
+            return (values[:, have].sum(1, keepdim=True) + values[:, pool]) / (len(have) + 1)
+
+        own_mean = mean(self.columns["id"].top)
+        aurocs: dict[str, dict[str, Tensor]] = {name: {} for name in self.families}
+        for score in scores:
+            own = 1 - own_mean.amax(-1) if score == "msp" else mean(self.columns["id"].energy)
+            low = own.t().contiguous().sort(-1).values
+            for name in aurocs:
+                column = self.columns[name]
+                other = 1 - mean(column.top).amax(-1) if score == "msp" else mean(column.energy)
+                other = other.t().contiguous()
+                places = torch.searchsorted(low, other) + torch.searchsorted(low, other, right=True)
+                aurocs[name][score] = places.double().mean(1) / (2 * low.shape[1])
+        nll, scaled = (
+            -mean(t).clamp_min(1e-30).log().double().mean(0)
+            for t in (self.target, self.target_scaled)
+        )
+        guess = self.classes.gather(-1, own_mean.argmax(-1))
+        accuracy = (guess == self.labels[:, None]).double().mean(0)
+        return [
+            Figures(
+                {name: {s: float(by[s][k]) for s in scores} for name, by in aurocs.items()},
+                float(nll[k]),
+                float(scaled[k]),
+                float(accuracy[k]),
+            )
+            for k in range(len(pool))
+        ]
+
+    def _score(self, score: str, name: str, index: list[int], means: dict[str, Tensor]) -> Tensor:
         if score == "msp":
-            return 1 - mean.amax(-1)
+            return 1 - means[name].amax(-1)
         if score == "energy":
-            return _rows(self.energies[name], rows)[:, index].mean(1)
-        return score_logits(_rows(self.outputs.logits[name], rows)[:, index], score)
+            return self.columns[name].energy[:, index].mean(1)
+        return score_logits(self.columns[name].members(index), score)
 
 
-def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
-    return tensor if rows is None else tensor[rows]
+def _probable(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the probabilities of the most probable classes, and the classes [example, class]."""
+    top, classes = [], []
+    for part in logits.split(64):  # a part at a time: 64 x candidates x classes in memory
+        probabilities = part.float().softmax(-1)
+        number = probabilities.shape[-1]
+        if number <= CLASSES:
+            chosen = torch.arange(number).expand(len(part), -1)
+        else:
+            chosen = probabilities.amax(1).topk(CLASSES, dim=-1).indices.sort(-1).values
+        classes.append(chosen)
+        where = chosen[:, None].expand(-1, probabilities.shape[1], -1)
+        top.append(probabilities.gather(-1, where))
+    return torch.cat(top), torch.cat(classes)
+
+
+def _at_labels(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return every candidate's probability of the label [example, candidate]."""
+    found = []
+    for part, label in zip(logits.split(64), labels.split(64), strict=True):
+        logs = (part.float() / temperature).log_softmax(-1)
+        place = label[:, None, None].expand(-1, logs.shape[1], 1)
+        found.append(logs.gather(-1, place)[..., 0].exp())
+    return torch.cat(found)
