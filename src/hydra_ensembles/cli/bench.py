@@ -12,6 +12,8 @@ from . import options
 from .exits import Stop
 from .show import print_json, say, write_config
 
+BATCHES = [1, 8, 32]
+
 
 def command(
     models: Annotated[
@@ -21,11 +23,7 @@ def command(
             "alone is compared with its members one by one."
         ),
     ],
-    batch_sizes: Annotated[list[int], typer.Option("--batch", help="May be repeated.")] = [
-        1,
-        8,
-        32,
-    ],  # noqa: B006
+    batch_sizes: Annotated[list[int], typer.Option("--batch", help="May be repeated.")] = BATCHES,
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds.")] = 20,
     max_seconds: Annotated[
         float | None, typer.Option(help="Stop a batch size after this long.")

@@ -29,8 +29,8 @@ from ..errors import (
     VerificationError,
 )
 
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
-_DISK_WORDS = ("no space left", "os error 28", "disk quota", "enforce fail", "read-only file")
+_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_DISK_WORDS = ("no space left", "file too large", "disk quota", "enforce fail", "read-only file")
 
 
 class Stop(HydraError):

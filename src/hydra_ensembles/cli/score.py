@@ -10,6 +10,8 @@ import typer
 from . import options
 from .show import print_json, say, write_config
 
+CRITERIA = ["hies"]
+
 
 def command(
     model: options.Model,
@@ -19,7 +21,7 @@ def command(
         typer.Option(
             help="random, magnitude, taylor, his, entropy, hies, fisher; may be repeated."
         ),
-    ] = ["hies"],  # noqa: B006  (typer copies it)
+    ] = CRITERIA,
     keep: Annotated[
         float | None, typer.Option(help="Also write the mask that keeps this share of the heads.")
     ] = None,

@@ -11,26 +11,16 @@ import typer
 from . import options
 from .show import print_json, say, write_config
 
+CRITERIA = ["random", "magnitude", "taylor", "his", "entropy", "hies", "fisher"]
+RATIOS = [0.1, 0.2, 0.3, 0.5]
+
 
 def command(
     model: options.Model,
     data: options.Data,
     ood: options.Ood = None,
-    criterion: Annotated[list[str], typer.Option(help="May be repeated.")] = [
-        "random",
-        "magnitude",
-        "taylor",
-        "his",
-        "entropy",
-        "hies",
-        "fisher",
-    ],  # noqa: B006
-    ratio: Annotated[list[float], typer.Option(help="Share pruned; may be repeated.")] = [  # noqa: B006
-        0.1,
-        0.2,
-        0.3,
-        0.5,
-    ],
+    criterion: Annotated[list[str], typer.Option(help="May be repeated.")] = CRITERIA,
+    ratio: Annotated[list[float], typer.Option(help="Share pruned; may be repeated.")] = RATIOS,
     draws: Annotated[int, typer.Option(min=1, help="Calibration draws.")] = 5,
     calibration_examples: Annotated[int, typer.Option(min=1, help="Examples of a draw.")] = 32,
     scope: Annotated[str, typer.Option(help="Rank within each 'layer' or over the 'model'.")] = (

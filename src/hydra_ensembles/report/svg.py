@@ -36,6 +36,7 @@ class Chart:
     percent: tuple[bool, bool] = (True, True)
     size: tuple[int, int] = (460, 340)
     parts: list[str] = field(default_factory=list)
+    labels: list[Point] = field(default_factory=list)
 
     def x(self, value: float) -> float:
         """Place a value on the horizontal axis."""
@@ -87,7 +88,11 @@ class Chart:
         if label:
             near_right = x > self.size[0] * 0.66
             anchor, shift = ("end", -10) if near_right else ("start", 10)
-            text = f'<text class="label" x="{x + shift}" y="{y + 4}" text-anchor="{anchor}">'
+            below = y + 4
+            while any(abs(a - x) < 60 and abs(b - below) < 13 for a, b in self.labels):
+                below += 14  # models of one cost and quality must both be read
+            self.labels.append((x, below))
+            text = f'<text class="label" x="{x + shift}" y="{below}" text-anchor="{anchor}">'
             text += f"{escape(label)}</text>"
         self.parts.append(
             f'<g class="marker s{series % SERIES}" data-series="{series}">'

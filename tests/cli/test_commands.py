@@ -1,0 +1,150 @@
+"""Every command on a small model: what it prints, what it writes, what can be read back."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hydra_ensembles import HeadMask, HydraEnsemble, Results
+from hydra_ensembles.cli.main import COMMANDS, main
+from hydra_ensembles.masks import HeadScores
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def ensemble(shelf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build once; the tests below look at it."""
+    folder = tmp_path_factory.mktemp("built") / "ensemble"
+    arguments = ("--data", shelf / "digits", "--ood", f"noise={shelf / 'noise'}", "-o", folder)
+    assert run("build", shelf / "host", *arguments, "--members", 2, "--json") == 0
+    return folder
+
+
+def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in COMMANDS)
+    for name in COMMANDS:
+        assert run(name, "--help") == 0
+        assert "Usage:" in capsys.readouterr().out
+
+
+def test_version_and_env(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0 and capsys.readouterr().out.strip() == "0.1.0"
+    assert run("env", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"python", "torch", "hydra-ensembles"} <= found.keys()
+
+
+def test_explain(shelf: Path, ensemble: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("explain", ensemble) == 0
+    assert "2 members" in capsys.readouterr().out
+
+
+def test_build_writes_a_folder_and_its_resolved_config(shelf: Path, ensemble: Path) -> None:
+    loaded = HydraEnsemble.from_pretrained(ensemble)
+    assert loaded.members == 2 and loaded.record["settings"]["method"] == "select"
+    config = yaml.safe_load((ensemble / "config.yaml").read_text())
+    assert config["command"] == "build" and config["members"] == 2 and config["max_cost"] == 1.07
+
+
+def test_a_resolved_config_makes_the_same_again(
+    shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = tmp_path / "again"
+    assert run("build", "--config", ensemble / "config.yaml", "-o", again) == 0
+    one, two = (json.loads((f / "config.json").read_text()) for f in (ensemble, again))
+    assert one["masks"] == two["masks"] and one["sha256"] == two["sha256"]
+    assert yaml.safe_load((again / "config.yaml").read_text())["output"] == str(again)
+
+
+def test_score_writes_tables_and_masks(
+    shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--criterion", "his", "--criterion", "magnitude", "--keep", 0.5, "-o", tmp_path)
+    assert run("score", shelf / "host", "--data", shelf / "digits", *arguments, "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    scores = HeadScores.from_json(tmp_path / "scores-his.json")
+    assert scores.shape == (4, 4)
+    assert printed["his"][1] == pytest.approx(scores[1].tolist(), rel=1e-5)
+    assert HeadMask.from_json(tmp_path / "mask-magnitude.json").total_kept == 4
+
+
+def test_circuit_goes_on_where_it_stopped(
+    shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--data", shelf / "digits", "--ood", shelf / "noise", "-o", tmp_path)
+    assert run("circuit", shelf / "host", *arguments) == 0
+    first = (tmp_path / "circuit.json").read_text()
+    assert run("circuit", shelf / "host", *arguments) == 0
+    assert (tmp_path / "circuit.json").read_text() == first
+    assert HeadMask.from_json(tmp_path / "mask.json").kept == (2, 2)
+    assert "Circuit for ood-auroc" in capsys.readouterr().out
+
+
+def test_eval_and_report(
+    shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ("--data", shelf / "digits", "--ood", f"noise={shelf / 'noise'}", "-o", tmp_path)
+    more = ("--corruption", "gaussian_noise", "--json")
+    assert run("eval", f"hydra={ensemble}", f"single={shelf / 'host'}", *data, *more) == 0
+    printed = json.loads(capsys.readouterr().out)
+    found = Results.load(tmp_path / "results-hydra.json")
+    assert printed["hydra"]["cls/Acc"] == found["cls/Acc"] and printed["single"]["cost"] <= 1
+    assert "shift/gaussian_noise/cls/Acc" in found and "ood/noise/AUROC" in found
+    page = (tmp_path / "report.html").read_text()
+    assert "member 2" in page and "data:image/png" in page and "ood/noise" in page
+
+    other = tmp_path / "again.html"
+    assert run("report", tmp_path, "--ensemble", ensemble, "-o", other) == 0
+    again = other.read_text()
+    assert again.index(">hydra<") < again.index(">single<") and "member 2" in again
+
+
+def test_bench_compares_with_members_one_by_one(
+    ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--batch", 1, "--rounds", 3, "-o", tmp_path, "--json")
+    assert run("bench", ensemble, *arguments) == 0
+    json.loads(capsys.readouterr().out)
+    assert (tmp_path / "benchmark.json").is_file()
+
+
+def test_sweep(shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--criterion", "magnitude", "--ratio", 0.5, "--draws", 1, "-o", tmp_path)
+    assert run("sweep", shelf / "host", "--data", shelf / "digits", *arguments) == 0
+    assert "magnitude" in capsys.readouterr().out and (tmp_path / "sweep.json").is_file()
+
+
+def test_predict_streams_files_and_abstains_at_a_risk(
+    shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = ("--held-out", shelf / "digits", "--risk", 0.95, "--conformal")
+    assert run("predict", ensemble, shelf / "noise", *held_out, "--probabilities") == 0
+    printed = capsys.readouterr()
+    lines = [json.loads(line) for line in printed.out.splitlines()]
+    assert len(lines) == 12 and "conformal" in printed.err
+    for line in lines:
+        assert line["label"] == str(line["class"]) and isinstance(line["abstain"], bool)
+        assert max(line["probabilities"]) == pytest.approx(line["probability"], abs=2e-6)
+    assert run("predict", ensemble, shelf / "noise", "--threshold", -1e9) == 0
+    assert all(json.loads(line)["abstain"] for line in capsys.readouterr().out.splitlines())
+
+
+def test_predict_reads_standard_input(
+    shelf: Path, ensemble: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = next((shelf / "noise").iterdir())
+    lines = f"{picture}\n\n" + json.dumps({"file": str(picture), "id": 7}) + "\n{bad\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert run("predict", ensemble) == 3
+    plain, tagged, bad = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert tagged["id"] == 7 and tagged["uncertainty"] == pytest.approx(plain["uncertainty"])
+    assert "expected a JSON object" in bad["error"] and bad["abstain"]

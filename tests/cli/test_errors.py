@@ -1,0 +1,203 @@
+"""What goes wrong ends with one helpful line and an exit code, and what was done is kept."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hydra_ensembles.cli.main import main
+
+
+def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    """Run a command that fails; return its exit code and its one line."""
+    code = main([str(argument) for argument in arguments])
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("hydra-ensembles: ") and "Traceback" not in lines[0]
+    return code, lines[0]
+
+
+def started(*arguments: object, limit: int | None = None) -> subprocess.Popen[str]:
+    """Start the command line in a process of its own, with a limit on file sizes."""
+
+    def before() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    code = "from hydra_ensembles.cli.main import run; run()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=before,
+    )
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, line = failure(capsys, "explain", tmp_path)
+    assert code == 4 and "config.json" in line
+
+
+def test_a_model_that_is_not_supported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8], depths=[1], num_labels=2, layer_type="basic"
+    )
+    transformers.ResNetForImageClassification(config).save_pretrained(tmp_path)
+    capsys.readouterr()  # a bar of transformers
+    code, line = failure(capsys, "explain", tmp_path)
+    assert code == 4 and "not supported" in line and "Family" in line
+
+
+def test_missing_things(shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, line = failure(capsys, "build", shelf / "host", "--data", "/nowhere/at/all")
+    assert code == 3 and "/nowhere/at/all does not exist" in line
+    code, line = failure(capsys, "explain", "/nowhere/at/all")
+    assert code == 3 and "no model folder" in line
+    code, line = failure(capsys, "build", "--config", tmp_path / "none.yaml")
+    assert code == 3 and "config file" in line
+    code, line = failure(capsys, "report", tmp_path / "none")
+    assert code == 3 and "does not exist" in line
+
+
+def test_a_wrong_label_column(
+    shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    rows = ["file,digit"]
+    for picture in sorted((shelf / "digits").rglob("*.png"))[:6]:
+        shutil.copy(picture, flat / picture.name)
+        rows.append(f"{picture.name},{picture.parent.name}")
+    table = tmp_path / "labels.csv"
+    table.write_text("\n".join(rows))
+    arguments = ("--data", flat, "--labels", table, "--label-column", "didgit")
+    code, line = failure(capsys, "build", shelf / "host", *arguments, "-o", tmp_path / "out")
+    assert code == 3 and "Did you mean 'digit'?" in line
+
+
+def test_a_broken_image_in_the_middle(
+    shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "digits"
+    shutil.copytree(shelf / "digits", folder)
+    broken = sorted(folder.rglob("*.png"))[30]
+    broken.write_bytes(broken.read_bytes()[:60])
+    out = tmp_path / "out"
+    code, line = failure(capsys, "build", shelf / "host", "--data", folder, "-o", out)
+    assert code == 3 and broken.name in line
+    assert (out / "config.yaml").is_file()
+
+    answers = tmp_path / "answers.jsonl"
+    code, line = failure(capsys, "predict", shelf / "host", folder, "-o", answers)
+    assert code == 3 and "1 of 64" in line
+    lines = [json.loads(text) for text in answers.read_text().splitlines()]
+    assert len(lines) == 64 and sum("error" in each for each in lines) == 1
+
+
+def test_a_full_disk(shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, line = failure(capsys, "predict", shelf / "host", shelf / "noise", "-o", "/dev/full")
+    assert code == 7 and "make room" in line
+
+
+def test_a_disk_that_fills_up_keeps_what_was_searched(shelf: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ("build", shelf / "host", "--data", shelf / "digits", "-o", out)
+    process = started(*arguments, limit=20_000)  # the search fits, the weights do not
+    error = process.communicate(timeout=240)[1].strip().splitlines()
+    assert process.returncode == 7 and len(error) == 1 and "make room" in error[0], error
+    assert (out / "state" / "build.json").is_file() and not (out / "config.json").exists()
+    assert main([str(argument) for argument in arguments]) == 0
+    assert (out / "config.json").is_file()
+
+
+def test_ctrl_c(shelf: Path, tmp_path: Path) -> None:
+    process = started("demo", "-o", tmp_path, "--epochs", 400)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.rglob("*.safetensors")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    try:
+        error = process.communicate(timeout=120)[1].strip().splitlines()
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert error[-1].endswith("Stopped. What was finished is kept; start again to go on.")
+    assert not any("Traceback" in line for line in error)
+    assert list(tmp_path.rglob("*.safetensors")) and (tmp_path / "config.yaml").is_file()
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    process = started("explain", tmp_path, "--debug")
+    error = process.communicate(timeout=120)[1]
+    assert "Traceback" in error and "UnsupportedModelError" in error
+
+
+def test_wrong_usage(shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nonsense"]) == 2
+    assert main(["build", "--members", "0", "x", "--data", "y"]) == 2
+    capsys.readouterr()
+    code, line = failure(capsys, "explain", shelf / "host", "--config", _yaml(tmp_path, "jsn: 1"))
+    assert code == 2 and "Did you mean 'json'?" in line
+    text = "command: demo"
+    code, line = failure(capsys, "explain", shelf / "host", "--config", _yaml(tmp_path, text))
+    assert code == 2 and "is for `demo`" in line
+    code, line = failure(capsys, "explain", shelf / "host", "--config", _yaml(tmp_path, "- 1"))
+    assert code == 3
+    arguments = ("--data", shelf / "digits", "--dtype", "int8")
+    code, line = failure(capsys, "score", shelf / "host", *arguments)
+    assert code == 2 and "float32" in line
+    code, line = failure(capsys, "predict", shelf / "host", "--risk", "0.1")
+    assert code == 2 and "--held-out" in line
+    arguments = ("--data", shelf / "digits", "--criterion", "tailor", "-o", tmp_path)
+    code, line = failure(capsys, "score", shelf / "host", *arguments)
+    assert code == 2 and "taylor" in line
+
+
+def test_an_ensemble_is_no_host(
+    shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import hydra_ensembles as hydra
+
+    host = hydra.HydraEnsemble.from_pretrained(shelf / "host").member(0)
+    masks = [hydra.HeadMask([[1, 1, 1, 1], row]) for row in ([1, 0, 0, 0], [0, 1, 1, 0])]
+    hydra.fuse(host, masks).save_pretrained(tmp_path)
+    code, line = failure(capsys, "build", tmp_path, "--data", shelf / "digits")
+    assert code == 4 and "already" in line
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    code, line = failure(capsys, "explain", tmp_path)
+    assert code == 5 and "SHA-256" in line
+
+
+def test_help_is_as_quick_as_its_imports() -> None:
+    def fastest(*code: str) -> float:
+        times = []
+        for _ in range(7):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, *code], capture_output=True, check=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            times.append(spent)
+        return min(times)
+
+    helped = "from hydra_ensembles.cli.main import main; main(['--help'])"
+    # processor time and not the clock's: others may be at work on this machine
+    ratio = fastest("-c", helped) / fastest("-c", "import typer, rich")
+    assert ratio < 1.3 + 0.2, ratio  # a margin for the coarse clock of the processor's time
+
+
+def _yaml(folder: Path, text: str) -> Path:
+    path = folder / "options.yaml"
+    path.write_text(text)
+    return path

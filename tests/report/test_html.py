@@ -1,0 +1,243 @@
+"""The page: complete, escaped, self-contained, and alive in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import struct
+import subprocess
+import zlib
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from hydra_ensembles import Results
+from hydra_ensembles.errors import DataError, FormatError
+from hydra_ensembles.report.examples import Example, picture_address, png
+from hydra_ensembles.report.html import write_report
+
+from .made import MASKS, some_examples, three_results
+
+COSTS = {"hydra": 1.05, "single": 1.0, "deep ensemble": 3.0}
+CHROMIUM = next(
+    (
+        path
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (path := shutil.which(name))
+    ),
+    None,
+)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a page with everything on it."""
+    return write_report(
+        tmp_path_factory.mktemp("page") / "report.html",
+        three_results(),
+        title="A <title> & more",
+        lead="hydra beats single.",
+        summary="HydraEnsemble of <Host>, 3 members",
+        masks=MASKS,
+        branch=1,
+        costs=COSTS,
+        examples=some_examples(),
+        settings={"seed": 0, "where": "</script><script>alert(1)</script>"},
+        command="hydra-ensembles eval a b",
+        made="today",
+    )
+
+
+class Structure(HTMLParser):
+    """Collect tags, and check that they are closed in order."""
+
+    void = frozenset({"meta", "link", "img", "input", "br"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.ids += [value for key, value in attrs if key == "id" and value]
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.ids += [value for key, value in attrs if key == "id" and value]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def structure(page: Path) -> Structure:
+    parser = Structure()
+    parser.feed(page.read_text())
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+def test_it_is_well_formed_and_has_every_section(page: Path) -> None:
+    found = structure(page)
+    assert len(found.ids) == len(set(found.ids))
+    wanted = {"built", "figures", "cost", "calibration", "detection", "abstention", "examples"}
+    assert wanted | {"reproduce", "data", "coverage", "risk-chart", "cursor"} <= set(found.ids)
+    text = page.read_text()
+    for piece in ("98.33", "1.05 ×", "ROC of the out-of-distribution set near", "eval a b"):
+        assert piece in text
+
+
+def test_it_loads_nothing_and_runs_no_foreign_script(page: Path) -> None:
+    found = structure(page)
+    for tag, attributes in found.tags:
+        for key in ("src", "href", "action", "data"):
+            address = attributes.get(key)
+            assert address is None or address.startswith(("#", "data:")), (tag, address)
+    assert sum(tag == "script" for tag, _ in found.tags) == 2
+    assert not re.search(r"https?://|@import|url\(", page.read_text())
+    assert "default-src 'none'" in page.read_text()
+
+
+def test_pictures_tell_what_they_show(page: Path) -> None:
+    found = structure(page)
+    for tag, attributes in found.tags:
+        if tag == "img":
+            assert attributes["alt"]
+        if tag == "svg":
+            assert attributes.get("aria-label") or attributes.get("aria-hidden") == "true"
+        if tag == "th":
+            assert attributes["scope"] in ("col", "row")
+    assert found.tags[0] == ("html", {"lang": "en"})
+
+
+def test_colours_contrast_with_both_papers() -> None:
+    style = (Path(write_report.__code__.co_filename).parent / "page.css").read_text()
+    schemes = re.findall(r":root \{([^}]*)\}", style)[:2]
+    for scheme in schemes:
+        colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", scheme))
+        for name, least in {"ink": 7, "soft": 4.5, "link": 4.5}.items():
+            assert contrast(colours[name], colours["paper"]) >= least
+            assert contrast(colours[name], colours["card"]) >= 4.5
+        for series in range(8):
+            assert contrast(colours[f"s{series}"], colours["paper"]) >= 3
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast ratio of WCAG 2."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_figures_alone_are_enough(tmp_path: Path) -> None:
+    bare = Results(name="bare", figures={"cls/Acc": 0.9, "cls/NLL": 0.3})
+    text = write_report(tmp_path / "bare.html", [bare]).read_text()
+    assert 'id="figures"' in text and 'id="calibration"' not in text
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bare.html"]
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    bare = Results(name="bare", figures={"cls/Acc": 0.9})
+    with pytest.raises(DataError, match="no results"):
+        write_report(tmp_path / "x.html", [])
+    with pytest.raises(DataError, match="same name"):
+        write_report(tmp_path / "x.html", [bare, bare])
+    with pytest.raises(FormatError, match="data:image"):
+        Example.from_dict({**some_examples()[0].to_dict(), "picture": "http://x/y.png"})
+    with pytest.raises(FormatError, match="no example"):
+        Example.from_dict({"a": 1})
+
+
+def test_a_picture_survives_its_encoding() -> None:
+    pixels = torch.arange(2 * 3 * 3, dtype=torch.uint8).view(2, 3, 3) * 10
+    content = png(pixels)
+    assert struct.unpack(">II", content[16:24]) == (3, 2)
+    length = struct.unpack(">I", content[33:37])[0]
+    rows = zlib.decompress(content[41 : 41 + length])
+    assert rows == b"".join(b"\0" + bytes(row.flatten().tolist()) for row in pixels)
+    image = picture_address(torch.zeros(3, 400, 200), mean=(0.5, 0.5, 0.5), std=(1, 1, 1))
+    header = base64.b64decode(image.partition(",")[2])[16:24]
+    assert struct.unpack(">II", header) == (80, 160)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_it_works_in_a_browser(page: Path, tmp_path: Path) -> None:
+    """Load it with every request forbidden, use its controls, and read what changed."""
+    driver = """
+<script>
+window.addEventListener("error", (e) => { document.title = "ERROR " + e.message; });
+document.addEventListener("securitypolicyviolation", (e) => {
+  document.title = "ERROR " + e.blockedURI;
+});
+</script>"""
+    actions = """
+<script>
+const set = (id, value, kind) => {
+  const item = document.getElementById(id); item.value = value;
+  item.dispatchEvent(new Event(kind, {bubbles: true}));
+};
+const read = (id) => document.getElementById(id).textContent;
+const seen = {start: read("out-coverage"), startRisk: read("out-risk")};
+set("coverage", "50", "input");
+seen.half = read("out-coverage");
+set("coverage", "100", "input"); seen.full = read("out-risk");
+set("coverage-model", "single", "change"); seen.single = read("out-risk");
+seen.ood = document.querySelector("[data-ood]").textContent;
+const all = (what) => [...document.querySelectorAll(what)];
+const panels = () => all(".ood-panel").filter((p) => p.offsetHeight > 0).length;
+seen.panels = panels(); set("ood-set", "near", "change"); seen.one = panels();
+const box = document.querySelector("input[data-toggle='1']"); box.click();
+const lines = all("polyline[data-series='1']");
+seen.hidden = lines.length > 0 && lines.every((l) => getComputedStyle(l).display === "none");
+seen.wide = document.documentElement.scrollWidth <= window.innerWidth;
+const loaded = performance.getEntriesByType("resource");
+seen.requests = loaded.filter((r) => !r.name.startsWith("data:")).length;
+seen.title = document.title;
+const out = document.createElement("pre"); out.id = "seen"; out.textContent = JSON.stringify(seen);
+document.body.append(out);
+</script>"""
+    text = (
+        page.read_text()
+        .replace("<title>", driver + "<title>")
+        .replace("</body>", actions + "</body>")
+    )
+    tried = tmp_path / "tried.html"
+    tried.write_text(text)
+    assert CHROMIUM is not None
+    result = subprocess.run(
+        [
+            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"),
+            *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
+            *(
+                "--disable-sync",
+                f"--user-data-dir={tmp_path / 'profile'}",
+                "--window-size=900,1000",
+            ),
+            *("--virtual-time-budget=4000", "--dump-dom", tried.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=True,
+    )
+    found = re.search(r'<pre id="seen">(.*?)</pre>', result.stdout)
+    assert found is not None, result.stdout[-500:]
+    seen = json.loads(unescape(found.group(1)))
+    assert seen["title"] == "A <title> & more" and seen["requests"] == 0
+    assert seen["start"] == "90.0 %" and seen["half"] == "50.0 %"
+    assert seen["full"] == "1.7 %" and seen["single"] == "7.5 %" and seen["ood"] == "100.0 %"
+    assert seen["panels"] == 2 and seen["one"] == 1 and seen["hidden"] and seen["wide"]
