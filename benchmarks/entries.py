@@ -50,18 +50,21 @@ class VmapEnsemble(nn.Module):
         super().__init__()
         copies = [copy.deepcopy(host) for _ in range(members)]
         parameters, buffers = torch.func.stack_module_state(copies)
-        self.parameters_ = {k: v.detach() for k, v in parameters.items()}
-        self.buffers_ = buffers
-        self.shell = copy.deepcopy(host).to("meta")
+        state = {**parameters, **buffers}
+        self.names = list(state)
+        self.stacked = nn.ParameterList(
+            [nn.Parameter(t.detach(), requires_grad=False) for t in state.values()]
+        )
+        self.__dict__["shell"] = copy.deepcopy(host).to("meta")  # no part of this module
 
     def forward(self, **batch: Tensor) -> Tensor:
         """Return [batch, member, class]."""
 
-        def one(parameters: Any, buffers: Any) -> Tensor:
-            state = {**parameters, **buffers}
+        def one(tensors: list[Tensor]) -> Tensor:
+            state = dict(zip(self.names, tensors, strict=True))
             return torch.func.functional_call(self.shell, state, (), batch).logits
 
-        return torch.func.vmap(one, out_dims=1)(self.parameters_, self.buffers_)
+        return torch.func.vmap(one, out_dims=1)(list(self.stacked))
 
 
 def entry(name: str, shape: str, host: nn.Module, batch: Any, members: int = 3) -> nn.Module:

@@ -17,7 +17,7 @@ from entries import KEEP, entries
 from latency import RESULTS, write
 
 import hydra_ensembles as hydra
-from hydra_ensembles.cost import CostModel
+from hydra_ensembles.counting import CostModel
 from hydra_ensembles.evaluation.benchmark import benchmark
 
 LENGTHS = (64, 128, 256, 512, 1024)

@@ -266,7 +266,9 @@ class Images:
         self.sets.update({f"textures-{k}": v for k, v in data_of.textures(args.data).items()})
         self.sets.update(data_of.other_images(args.data, 200))
         some = parts["validation"].subset(range(0, 1000, 4))
-        made = make_proxies(some, mean=data_of.MEAN, std=data_of.STD)
+        # without the proxy "noise": noise is a family of the test, and must stay unseen
+        kinds = ["corrupt", "shuffle", "mix", "blur", "tile"]
+        made = make_proxies(some, kinds, mean=data_of.MEAN, std=data_of.STD)
         self.sets.update({f"proxy-{name}": data for name, data in made.items()})
         self.labelled = set(parts)
         batch = next(iter(parts["test"].subset([0])))

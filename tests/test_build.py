@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from hydra_ensembles.build import METHODS, build, replay
-from hydra_ensembles.cost import relative_cost
+from hydra_ensembles.builder import METHODS, build, replay
+from hydra_ensembles.counting import relative_cost
 from hydra_ensembles.errors import DataError, FormatError, MaskError
 from hydra_ensembles.masks import HeadMask
 

@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "hydra_ensembles"
 LEAVES = {"errors", "registry", "masks", "uncertainty", "inference"}
-CORE = LEAVES | {"models", "heads", "plan", "cost"}
+CORE = LEAVES | {"models", "heads", "plan", "counting"}
 EXPERIMENTS = CORE | {"criteria", "data", "fusion", "ensemble", "training"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -22,21 +22,31 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": LEAVES,
     "heads": LEAVES | {"models"},
     "plan": {"errors", "masks", "models"},
-    "cost": CORE,
+    "counting": CORE,
+    "cost_frontier": EXPERIMENTS | {"circuits", "evaluation", "budget"},
     "criteria": CORE,
     "data": {"errors", "registry", "masks"},
     "circuits": CORE | {"criteria", "data", "fusion", "budget"},
     "fusion": LEAVES | {"plan", "models", "heads"},
-    "summary": {"errors", "plan", "cost", "models"},
+    "summary": {"errors", "plan", "counting", "models"},
     "saving": LEAVES | {"fusion", "models", "plan", "ensemble"},
     "ensemble": LEAVES | {"fusion", "models", "plan", "saving", "summary"},
     "training": EXPERIMENTS,
-    "baselines": EXPERIMENTS | {"circuits", "build", "evaluation"},
+    "baselines": EXPERIMENTS | {"circuits", "builder", "evaluation"},
     "budget": EXPERIMENTS | {"circuits", "evaluation"},
     "evaluation": EXPERIMENTS | {"circuits", "baselines", "budget", "selective"},
     "selective": LEAVES | {"evaluation"},
-    "build": EXPERIMENTS | {"circuits", "evaluation", "budget", "baselines"},
-    "report": {"errors", "masks", "plan", "cost", "evaluation", "uncertainty", "selective"},
+    "builder": EXPERIMENTS | {"circuits", "evaluation", "budget", "baselines"},
+    "report": {
+        "errors",
+        "masks",
+        "plan",
+        "counting",
+        "cost_frontier",
+        "evaluation",
+        "uncertainty",
+        "selective",
+    },
     "tiny_vit": {"models", "errors"},
 }
 FREE = {"cli", "demo", "__init__"}
@@ -110,6 +120,13 @@ def test_every_public_name_exists() -> None:
     assert set(hydra_ensembles.__all__) <= set(dir(hydra_ensembles))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         hydra_ensembles.nothing  # noqa: B018
+
+
+def test_no_submodule_hides_a_public_function() -> None:
+    import hydra_ensembles
+
+    modules = {path.stem for path in SOURCE.iterdir() if path.name != "__init__.py"}
+    assert not modules & set(hydra_ensembles.__all__)
 
 
 def test_no_pickle_is_loaded() -> None:

@@ -1,7 +1,8 @@
 """A pretrained transformer in, one fused ensemble out: at about the cost of one, it knows when it
 does not know.
 
-The names below are the library. They are loaded when first used, so that importing is quick.
+The names below are the library. They are loaded when first used, so that importing is quick. No
+submodule has the name of a public function: importing it would hide the function.
 """
 
 from __future__ import annotations
@@ -12,14 +13,23 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .cost import Cost as Cost
-    from .cost import cost as cost
+    from .builder import build as build
+    from .circuits.head_map import head_map as head_map
+    from .circuits.headmap import find_circuit as find_circuit
+    from .cost_frontier import frontier as frontier
+    from .counting import Cost as Cost
+    from .counting import cost as cost
+    from .criteria import score_heads as score_heads
     from .ensemble import HydraEnsemble as HydraEnsemble
     from .ensemble import fuse as fuse
     from .errors import HydraError as HydraError
     from .evaluation import Results as Results
     from .evaluation import compare as compare
+    from .evaluation import compare_table as compare_table
     from .evaluation import evaluate as evaluate
+    from .evaluation.benchmark import benchmark as benchmark
+    from .evaluation.prune_sweep import prune_sweep as prune_sweep
+    from .evaluation.shift_gap import pruning_shift_gap as pruning_shift_gap
     from .fusion import verify as verify
     from .heads import gate as gate
     from .heads import prune_heads_ as prune_heads_
@@ -29,10 +39,12 @@ if TYPE_CHECKING:
     from .models import ZeroShotClassifier as ZeroShotClassifier
     from .models import explain as explain
     from .models import register_family as register_family
+    from .training import finetune as finetune
+    from .training import finetune_branch as finetune_branch
     from .uncertainty import Prediction as Prediction
 
 _NAMES = {
-    "Cost": "cost",
+    "Cost": "counting",
     "Family": "models",
     "HeadMask": "masks",
     "HeadScores": "masks",
@@ -41,14 +53,25 @@ _NAMES = {
     "Prediction": "uncertainty",
     "Results": "evaluation",
     "ZeroShotClassifier": "models",
+    "benchmark": "evaluation.benchmark",
+    "build": "builder",
     "compare": "evaluation",
-    "cost": "cost",
+    "compare_table": "evaluation",
+    "cost": "counting",
     "evaluate": "evaluation",
     "explain": "models",
+    "find_circuit": "circuits.headmap",
+    "finetune": "training",
+    "finetune_branch": "training",
+    "frontier": "cost_frontier",
     "fuse": "ensemble",
     "gate": "heads",
+    "head_map": "circuits.head_map",
     "prune_heads_": "heads",
+    "prune_sweep": "evaluation.prune_sweep",
+    "pruning_shift_gap": "evaluation.shift_gap",
     "register_family": "models",
+    "score_heads": "criteria",
     "verify": "fusion",
 }
 

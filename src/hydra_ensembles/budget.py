@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .cost import CostModel
+from .counting import CostModel
 from .errors import MaskError
 from .masks import HeadMask, HeadScores, check_fits, keep_count
 from .models import HostModel

@@ -36,7 +36,7 @@ def _trunk_heads(plan: Plan) -> str:
 
 
 def _cost_lines(ensemble: Any) -> list[str]:
-    from .cost import cost
+    from .counting import cost
     from .models.probe import example_batch
 
     size = ensemble.parameter_bytes()

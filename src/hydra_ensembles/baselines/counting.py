@@ -31,7 +31,7 @@ class RelativeCost:
 def relative_cost(model: nn.Module, host: nn.Module, batch: Any) -> RelativeCost:
     """Count a rival and its host on one batch by running both.
 
-    `hydra_ensembles.cost` counts from shapes, for hosts and ensembles alone; this one counts
+    `hydra_ensembles.counting` counts from shapes, for hosts and ensembles alone; this one counts
     anything that runs, and agrees with it where both apply.
     """
     return RelativeCost(

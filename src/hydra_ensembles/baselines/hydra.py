@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from ..build import build
+from ..builder import build
 from ..criteria import score_heads
 from ..data.splits import sample
 from ..ensemble import fuse

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..cost import CostModel
+from ..counting import CostModel
 from ..errors import MaskError
 from ..masks import HeadMask, HeadScores, keep_count
 from ..models import HostModel

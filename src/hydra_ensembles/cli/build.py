@@ -47,11 +47,12 @@ def command(
 
     Finished steps are kept in OUTPUT/state: the same command goes on after a stop.
     """
-    from ..build import build
+    from ..builder import build
     from .loading import load_model, load_set, load_sets
 
     loaded = load_model(model, device=device, dtype=dtype, class_names=class_names)
-    shared = {
+    host = loaded.host
+    shared: dict[str, Any] = {
         "limit": limit,
         "seed": seed,
         "split": split,
@@ -64,7 +65,7 @@ def command(
     output.mkdir(parents=True, exist_ok=True)
     write_config(output)
     ensemble = build(
-        loaded.host,
+        host,
         calibration,
         ood=outliers or "auto",
         method=method,  # type: ignore[arg-type]

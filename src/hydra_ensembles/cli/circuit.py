@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -43,7 +43,8 @@ def command(
     from .loading import load_model, load_set, load_sets
 
     loaded = load_model(model, device=device, dtype=dtype, class_names=class_names)
-    shared = {
+    host = loaded.host
+    shared: dict[str, Any] = {
         "limit": limit,
         "seed": seed,
         "split": split,
@@ -56,7 +57,7 @@ def command(
     output.mkdir(parents=True, exist_ok=True)
     write_config(output)
     found = find_effects(
-        loaded.host,
+        host,
         id=known,
         ood=outliers or None,
         objective=objective,

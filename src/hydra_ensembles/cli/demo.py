@@ -30,7 +30,7 @@ def command(
 
     Training checkpoints and results are kept in OUTPUT: the same command goes on after a stop.
     """
-    from ..build import build
+    from ..builder import build
     from ..data import digits
     from ..ensemble import fuse
     from ..evaluation import evaluate

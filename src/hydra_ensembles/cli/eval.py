@@ -5,12 +5,15 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import options
 from .show import print_json, results_table, say, write_config, write_text
+
+if TYPE_CHECKING:
+    from ..evaluation import Results
 
 
 def command(
@@ -54,7 +57,7 @@ def command(
     from .loading import load_model, load_set, load_sets
     from .report import make_report
 
-    shared = {
+    shared: dict[str, Any] = {
         "limit": limit,
         "seed": seed,
         "split": split,
@@ -64,7 +67,9 @@ def command(
     }
     output.mkdir(parents=True, exist_ok=True)
     resolved = write_config(output)
-    results, costs, facts = [], {}, {}
+    results: list[Results] = []
+    costs: dict[str, float] = {}
+    facts: dict[str, Any] = {}
     for given in models:
         name, equals, place = given.partition("=")
         name, place = (name, place) if equals else (Path(given).name or given, given)

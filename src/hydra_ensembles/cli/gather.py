@@ -16,7 +16,7 @@ EACH = 6
 
 def cost_of(model: Any, batch: Any) -> float | None:
     """Return a model's multiply-adds relative to its own unpruned host; None when not countable."""
-    from ..cost import cost
+    from ..counting import cost
     from ..ensemble import HydraEnsemble
 
     if not isinstance(model, HydraEnsemble):

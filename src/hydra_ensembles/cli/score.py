@@ -48,6 +48,7 @@ def command(
     from .loading import load_model, load_set
 
     loaded = load_model(model, device=device, dtype=dtype, class_names=class_names)
+    host = loaded.host
     calibration = load_set(
         loaded,
         data,
@@ -60,7 +61,7 @@ def command(
         batch_size=batch_size,
         skip_broken=skip_broken,
     )
-    tables = score_heads(loaded.host, calibration, criterion=list(criterion), progress=not json)
+    tables = score_heads(host, calibration, criterion=list(criterion), progress=not json)
     output.mkdir(parents=True, exist_ok=True)
     write_config(output)
     written = []

@@ -280,7 +280,7 @@ class AttentionSite:
             assert x is not None
             if inside:
                 bias: Any = this.get_submodule(path).bias
-                result = torch.zeros_like(x) if bias is None else bias.expand_as(x)
+                result = torch.zeros_like(x) if bias is None else torch.zeros_like(x) + bias
             else:
                 result = x.new_zeros(*x.shape[:-1], 0)
             return (result, None) if returns_tuple else result

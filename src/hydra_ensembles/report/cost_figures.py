@@ -78,7 +78,8 @@ def plot_benchmark(result: BenchmarkResult, *, ax: Any = None, title: str | None
         title
         or f"{facts.get('shape', '')} {facts.get('dtype')}, {facts.get('threads')} threads".strip()
     )
-    ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=4, frameon=False)
+    below = (0.5, -0.5 / (0.42 * len(names) + 0.3))  # under the label of the axis
+    ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=below, ncols=4, frameon=False)
     ax.grid(axis="x", alpha=0.3)
     return ax
 

@@ -135,7 +135,7 @@ def cost(
     points += [dict(point) for point in frontier if "cost" in point]
     if len(points) < 2:
         return None
-    drawings = []
+    drawings: list[str] = []
     for key in ("ood/mean/AUROC", "cls/NLL", "cls/Acc", "cal/ECE"):
         here = [point for point in points if key in point]
         if len(here) >= 2 and len(drawings) < 2:
