@@ -123,7 +123,7 @@ def test_a_disk_that_fills_up_keeps_what_was_searched(shelf: Path, tmp_path: Pat
 
 def test_ctrl_c(shelf: Path, tmp_path: Path) -> None:
     process = started("demo", "-o", tmp_path, "--epochs", 400)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while not list(tmp_path.rglob("*.safetensors")) and time.monotonic() < deadline:
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)

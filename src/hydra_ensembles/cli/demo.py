@@ -32,8 +32,8 @@ def command(
     """
     from ..builder import build
     from ..data import digits
-    from ..ensemble import fuse
     from ..evaluation import evaluate
+    from ..fusing import fuse
     from ..masks import HeadMask
     from .gather import cost_of, extreme_examples
     from .loading import Loaded

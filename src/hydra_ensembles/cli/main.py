@@ -30,6 +30,8 @@ COMMANDS = {
     "env": "Print the versions of everything that matters.",
 }
 
+STOPPED = "Stopped. What was finished is kept; start again to go on."
+
 
 class Commands(TyperGroup):
     """Commands that are imported when they are called: `--help` stays quick."""
@@ -89,17 +91,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         defaults = _config_of(given, command)
         return int(command.main(given, standalone_mode=False, default_map=defaults) or 0)
-    except typer.Abort:
-        return _say("Stopped. What was finished is kept; start again to go on.", 130)
-    except typer.Exit as error:
-        return error.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        return _say(STOPPED, 130)
+    except typer.Exit as error:  # newer typer turns Ctrl-C into this
+        return _say(STOPPED, 130) if error.exit_code == 130 else error.exit_code
     except problems.ClickException as error:
         error.show()
         return error.exit_code
-    except KeyboardInterrupt:
-        if debug:
-            raise
-        return _say("Stopped. What was finished is kept; start again to go on.", 130)
     except BrokenPipeError:  # the reader of our output has gone: be quiet
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

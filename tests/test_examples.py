@@ -1,0 +1,33 @@
+"""The tutorials run, on less training than when they are read."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("name", "better_than"), [("vit", 0.5), ("bert", 0.7), ("clip", 0.5)])
+def test_tutorials(name: str, better_than: float, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    results = load(name).main(epochs=4, folder=tmp_path)
+    assert results["hydra"]["cls/Acc"] > better_than
+    assert (tmp_path / f"{name}-hydra" / "config.json").is_file()
+
+
+def test_the_whole_idea_is_short_and_works() -> None:
+    assert len((EXAMPLES / "minimal.py").read_text().splitlines()) < 150
+    figures = load("minimal").main(epochs=6)  # it compares fused members with one by one itself
+    assert figures["hydra accuracy"] > 0.7
