@@ -171,8 +171,6 @@ def sweep(setup: Setup, work: Path, out: Path) -> PruneSweep:
         criteria=[
             "random",
             "magnitude",
-            "taylor",
-            "fisher",
             "his",
             "entropy",
             "hies",

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "hydra_ensembles"
-LEAVES = {"errors", "registry", "masks", "uncertainty", "inference"}
+LEAVES = {"errors", "registry", "head_tables", "masks", "uncertainty", "inference"}
 CORE = LEAVES | {"models", "heads", "plan", "counting"}
-EXPERIMENTS = CORE | {"criteria", "data", "fusion", "ensemble", "training"}
+EXPERIMENTS = CORE | {"criteria", "data", "fusion", "fusing", "ensemble", "training"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "registry": {"errors"},
-    "masks": {"errors", "models"},  # models only to count a module's heads, inside a function
+    "head_tables": {"errors", "models"},  # models only to count a module's heads, in a function
+    "masks": {"errors", "head_tables"},
     "uncertainty": {"errors", "registry"},
     "inference": {"errors", "uncertainty"},
     "models": LEAVES,
@@ -29,7 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "circuits": CORE | {"criteria", "data", "fusion", "budget"},
     "fusion": LEAVES | {"plan", "models", "heads"},
     "summary": {"errors", "plan", "counting", "models"},
-    "saving": LEAVES | {"fusion", "models", "plan", "ensemble"},
+    "saving": LEAVES | {"fusion", "models", "plan", "fusing"},
+    "fusing": LEAVES | {"fusion", "models", "ensemble"},
     "ensemble": LEAVES | {"fusion", "models", "plan", "saving", "summary"},
     "training": EXPERIMENTS,
     "baselines": EXPERIMENTS | {"circuits", "builder", "evaluation"},

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .counting import cost as cost
     from .criteria import score_heads as score_heads
     from .ensemble import HydraEnsemble as HydraEnsemble
-    from .ensemble import fuse as fuse
     from .errors import HydraError as HydraError
     from .evaluation import Results as Results
     from .evaluation import compare as compare
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from .evaluation.benchmark import benchmark as benchmark
     from .evaluation.prune_sweep import prune_sweep as prune_sweep
     from .evaluation.shift_gap import pruning_shift_gap as pruning_shift_gap
+    from .fusing import fuse as fuse
     from .fusion import verify as verify
     from .heads import gate as gate
     from .heads import prune_heads_ as prune_heads_
@@ -64,7 +64,7 @@ _NAMES = {
     "finetune": "training",
     "finetune_branch": "training",
     "frontier": "cost_frontier",
-    "fuse": "ensemble",
+    "fuse": "fusing",
     "gate": "heads",
     "head_map": "circuits.head_map",
     "prune_heads_": "heads",

@@ -23,8 +23,9 @@ from .circuits.ticking import ticker
 from .criteria import HeadImportanceEntropy, score_heads
 from .data.batches import Batches, as_data, indexable
 from .data.splits import fingerprint, sample, split
-from .ensemble import HydraEnsemble, fuse
+from .ensemble import HydraEnsemble
 from .errors import DataError
+from .fusing import fuse
 from .masks import HeadMask, Keep
 from .models import HostModel, host_model
 from .uncertainty import fit_member_temperatures, fit_temperature, score_logits, scores

@@ -81,7 +81,7 @@ def load(
     revision: str | None = None,
 ) -> Any:
     """Read an ensemble from a folder or a hub name (see `HydraEnsemble.from_pretrained`)."""
-    from .ensemble import wrap
+    from .fusing import wrap
 
     folder = _folder(name_or_folder, revision)
     config = read_config(folder)

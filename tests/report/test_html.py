@@ -18,6 +18,7 @@ import torch
 
 from hydra_ensembles import Results
 from hydra_ensembles.errors import DataError, FormatError
+from hydra_ensembles.report.curves import answered_at
 from hydra_ensembles.report.examples import Example, picture_address, png
 from hydra_ensembles.report.html import write_report
 
@@ -239,5 +240,8 @@ document.body.append(out);
     seen = json.loads(unescape(found.group(1)))
     assert seen["title"] == "A <title> & more" and seen["requests"] == 0
     assert seen["start"] == "90.0 %" and seen["half"] == "50.0 %"
-    assert seen["full"] == "1.7 %" and seen["single"] == "7.5 %" and seen["ood"] == "100.0 %"
+    hydra, single, _ = (answered_at(result) for result in three_results())
+    assert seen["full"] == f"{100 * hydra['risk'][-1]:.1f} %"
+    assert seen["single"] == f"{100 * single['risk'][-1]:.1f} %" != seen["full"]
+    assert seen["ood"] == f"{100 * single['ood/near'][-1]:.1f} %"
     assert seen["panels"] == 2 and seen["one"] == 1 and seen["hidden"] and seen["wide"]

@@ -11,7 +11,7 @@ from torch import nn
 from ..builder import build
 from ..criteria import score_heads
 from ..data.splits import sample
-from ..ensemble import fuse
+from ..fusing import fuse
 from ..heads import prune_heads_
 from ..training import finetune
 from .task import Task, baselines

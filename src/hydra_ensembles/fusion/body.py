@@ -39,14 +39,15 @@ class Body(nn.Module):
         self.causal = causal
         self.positions: Tensor | None = None
         self.replay: Tensor | None = None
+        self.cached: Tensor | None = None  # the trunk's output, known already (see training.branch)
         self.watch: list[Tensor] | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run all blocks."""
         if self.replay is not None:
             return self.replay
-        x = hidden_states
-        for block in self.trunk:
+        x = hidden_states if self.cached is None else self.cached
+        for block in self.trunk if self.cached is None else ():
             x = block(x, *args, **kwargs)
             x = x[0] if isinstance(x, tuple) else x
             if self.watch is not None:

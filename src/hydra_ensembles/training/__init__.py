@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .branch import finetune_branch
 from .finetune import FinetunedMember, StepInfo, finetune
 
-__all__ = ["FinetunedMember", "StepInfo", "finetune"]
+__all__ = ["FinetunedMember", "StepInfo", "finetune", "finetune_branch"]
