@@ -41,10 +41,10 @@ def main() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = timm.models.vision_transformer.VisionTransformer(
-            img_size=32, patch_size=4, embed_dim=48, depth=8, num_heads=4, num_classes=5
+            img_size=16, patch_size=4, embed_dim=48, depth=8, num_heads=4, num_classes=5
         ).eval()
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(128, 3, 32, 32, generator=generator)
+    x = torch.randn(128, 3, 16, 16, generator=generator)
     y = torch.randint(5, (128,), generator=generator)
     data = list(zip(x.split(16), y.split(16), strict=True))
     host = host_model(model)
@@ -56,7 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         state = folder / "search.json"
-        for _ in range(args.kills):
+        while killed < args.kills:
             child = os.fork()
             if child == 0:
                 search(host, data, folder)
@@ -67,7 +67,7 @@ def main() -> None:
             killed += os.WIFSIGNALED(status)
             kept.append(len(json.loads(state.read_text())["steps"]) if state.exists() else 0)
             if kept[-1] == len(host):
-                state.unlink()  # it had finished: start over, so that every kill hits a search
+                state.unlink()  # it was done: start over, so that the next kill hits a search
         resumed = search(host, data, folder)
     same = resumed.mask == whole.mask and resumed.effects.tolist() == whole.effects.tolist()
     errors = (resumed.effects.standard_error, whole.effects.standard_error)
