@@ -1,0 +1,103 @@
+"""Counted cost agrees with a counter on a real run, and adds up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import hydra_ensembles as hydra
+from hydra_ensembles import HeadMask
+from hydra_ensembles.counting import CostModel, cost, relative_cost
+from hydra_ensembles.errors import DataError
+from tests import zoo
+from tests.core.test_fusion import EARLY, LATE, SWITCHES, TREE
+
+HOSTS = [name for name in zoo.FUSABLE if name != "clip-classifier"]
+
+
+def counted(model: nn.Module, inputs: object) -> int:
+    counter = FlopCounterMode(display=False)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # one operator that no counter knows
+    try:
+        with torch.no_grad(), counter:
+            model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    return counter.get_total_flops() // 2
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_hosts_and_ensembles_agree_with_a_real_run(name: str) -> None:
+    model, inputs = zoo.host(name), zoo.batch(name)
+    assert cost(model, inputs).multiply_adds == pytest.approx(counted(model, inputs), rel=0.01)
+    for masks in (LATE, EARLY, TREE):
+        for switches in (SWITCHES[0], SWITCHES[-1]):
+            ensemble = hydra.fuse(model, masks, **switches)
+            assert cost(ensemble, inputs).multiply_adds == pytest.approx(
+                counted(ensemble, inputs), rel=0.01
+            )
+
+
+@pytest.mark.parametrize("name", ["vit", "bert", "timm", "clip-text", "zero-shot-clip"])
+@pytest.mark.parametrize("switches", SWITCHES)
+def test_the_plan_alone_counts_what_the_ensemble_counts(name: str, switches: dict) -> None:
+    model, inputs = zoo.host(name), zoo.batch(name)
+    ensemble = hydra.fuse(model, EARLY, **switches)
+    whole = cost(ensemble, inputs).relative_to(cost(model, inputs)).multiply_adds
+    assert relative_cost(model, EARLY, inputs, **switches) == pytest.approx(whole, rel=1e-9)
+
+
+def test_parts_add_up_and_shared_things_count_once() -> None:
+    model, inputs = zoo.host("vit"), zoo.batch("vit")
+    ensemble = hydra.fuse(model, LATE)
+    for one in (cost(model, inputs), cost(ensemble, inputs)):
+        assert sum(layer.multiply_adds for layer in one.layers) == one.multiply_adds
+        assert sum(layer.parameters for layer in one.layers) == one.parameters
+        assert max(layer.activation_bytes for layer in one.layers) == one.activation_bytes
+        assert "multiply-adds" in str(one)
+    assert cost(ensemble, inputs).parameters == sum(p.numel() for p in ensemble.parameters())
+    assert cost(ensemble, inputs).parameters <= cost(model, inputs).parameters
+
+
+def test_cost_grows_with_the_batch_and_falls_with_pruned_trunk_heads() -> None:
+    model = zoo.host("vit")
+    one, four = (cost(model, zoo.batch("vit", size=n)).multiply_adds for n in (1, 4))
+    assert four == 4 * one
+    counter = CostModel(model, zoo.batch("vit"))
+    pruned = [HeadMask([[1, 0, 0, 0], *mask.tolist()[1:]]) for mask in LATE]
+    assert counter.ratio(pruned) < counter.ratio(LATE)
+    assert counter.ratio([HeadMask.full(model)], readout_only=False) == 1.0
+    assert counter.ratio([HeadMask.full(model)]) < 1.0
+
+
+def test_loop_counts_every_member() -> None:
+    model, inputs = zoo.host("vit"), zoo.batch("vit")
+    loop = hydra.fuse(model, EARLY, mode="loop")
+    assert cost(loop, inputs).multiply_adds == pytest.approx(counted(loop, inputs), rel=0.01)
+    assert cost(loop, inputs).multiply_adds > cost(hydra.fuse(model, EARLY), inputs).multiply_adds
+
+
+def test_a_batch_that_the_model_cannot_take_is_named() -> None:
+    with pytest.raises(DataError, match="cannot be run on this batch"):
+        cost(zoo.host("vit"), torch.zeros(2, 1, 16, 16))
+
+
+def test_the_papers_design_costs_what_the_method_page_says() -> None:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    with torch.device("meta"):
+        shape = ViTForImageClassification(ViTConfig(num_labels=1000))
+    model = shape.to_empty(device="cpu").eval()
+    draws = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():  # the readout is found by running it
+            parameter.uniform_(-0.05, 0.05, generator=draws)
+    batch = torch.zeros(1, 3, 224, 224)
+    third = [HeadMask([[h % 3 == m for h in range(12)]] * 12) for m in range(3)]
+    ratio = relative_cost(model, third, batch, readout_only=False)
+    assert ratio == pytest.approx(2.27, abs=0.01)
+    two = [HeadMask([[1] * 12] * 10 + [[h % 3 == m for h in range(12)]] * 2) for m in range(3)]
+    assert relative_cost(model, two, batch) == pytest.approx(1.04, abs=0.01)
