@@ -163,7 +163,8 @@ def _differences(sweep: PruneSweep) -> str:
         "|---|---|" + "---|" * len(sweep.ratios),
     ]
     pairs = [(AUTO, other) for other in ("his", "entropy", "magnitude", "random")]
-    for one, other in [*pairs, ("hies", "his"), ("taylor", "his")]:
+    pairs += [(one, "his") for one in ("hies", "taylor", "fisher") if one in sweep.criteria]
+    for one, other in pairs:
         for metric in METRICS:
             cells = [_points(sweep.difference(one, other, r, metric)) for r in sweep.ratios]
             cells = [cell.replace(" points", "") for cell in cells]
@@ -175,7 +176,7 @@ def _differences(sweep: PruneSweep) -> str:
 def _pictures(name: str, sweep: PruneSweep, out: Path) -> dict[str, str]:
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for ax, metric in zip(axes, METRICS, strict=True):
-        plot_prune_sweep(sweep, metric, criteria=LINES, ax=ax)
+        plot_prune_sweep(sweep, metric, criteria=[c for c in LINES if c in sweep.criteria], ax=ax)
     _one_legend(figure, axes)
     figure.suptitle(sweep.model, fontsize=11)
     found = {"curves": _save(figure, out, f"pruning-{name}-curves.png")}
@@ -189,12 +190,12 @@ def _pictures(name: str, sweep: PruneSweep, out: Path) -> dict[str, str]:
 
     figure, axes = plt.subplots(1, 3, figsize=(14, 3.9), layout="constrained")
     for ax, metric in zip(axes, OTHERS, strict=True):
-        plot_prune_sweep(sweep, metric, criteria=LINES, ax=ax)
+        plot_prune_sweep(sweep, metric, criteria=[c for c in LINES if c in sweep.criteria], ax=ax)
     _one_legend(figure, axes)
     figure.suptitle(sweep.model, fontsize=11)
     found["others"] = _save(figure, out, f"pruning-{name}-others.png")
 
-    shown = ("taylor", "his", "entropy", "hies")
+    shown = ("magnitude", "his", "entropy", "hies")
     wide = max(sweep.scores["his"].shape) > 6
     grid = (2, 2) if wide else (1, 4)
     size = (11, 6) if wide else (11, 4.6)
