@@ -1,6 +1,6 @@
 """Evaluate every rival on the digits with a small ViT trained on the spot; print one table.
 
-    python experiments/digits_rivals.py            # under 10 minutes on 2 cores
+    python experiments/digits_rivals.py            # about 6 minutes of one core's work
 
 Writes experiments/results/digits_rivals.{json,md}. Every rival starts from the same trained host
 (Packed-Ensembles cannot and says so), sees the same training, validation and outlier data, and is
@@ -199,6 +199,20 @@ members and {RIVAL_EPOCHS} epochs where it trains, seed {arguments.seed}.
 shifts: {", ".join(k[6:] for k in sizes if k.startswith("shift/"))}.
 `post/` is after one temperature fitted on validation data. Scribbles are the outliers that a rival
 may see. Cost is counted in multiply-adds of one batch against the host.
+
+This run took {seconds["processor"] / 60:.1f} minutes of processor time on
+{torch.get_num_threads()} thread(s), {seconds["wall"] / 60:.1f} minutes by the clock of a shared machine.
+
+Read with care: one seed, few test examples (intervals are in the JSON), no rival was tuned.
+
+- `packed-ensemble` is no member of the family: it cannot start from the host, so it is another
+  network, {PACKED.width / SHAPE.width:.1f} times as wide, trained from scratch for
+  {HOST_EPOCHS + RIVAL_EPOCHS} epochs at the host's learning rate. Its gains may come from there.
+- `deep-ensemble` starts new last layers, for which {RIVAL_EPOCHS} epochs are short: it is
+  under-confident as it stands, so judge it by `post/`.
+- `hydra-circuit` and `hydra-select` come with temperatures and a score that `build` chose on the
+  validation data; the others are raw with MSP. Compare their likelihood and calibration by `post/`,
+  and their OOD figures with MSP by `ood/mean/msp/AUROC` in the JSON.
 
 {table}
 
