@@ -3,8 +3,8 @@
 1. A small transformer is trained.
 2. Three members are the same weights with different attention heads removed from the last block.
 3. Until the last block they are one model, so the trunk runs once; in the last block only the
-   token that the classifier reads is needed, so three members cost less than one plain model more.
-4. Their disagreement says what a single model cannot: that it does not know.
+   token that the classifier reads is needed, so three members cost about as much as one.
+4. The mean of their probabilities is the answer, and doubt where they disagree.
 
     python examples/minimal.py
 """

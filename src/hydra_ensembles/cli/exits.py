@@ -55,6 +55,7 @@ def exit_code(error: BaseException) -> int:
         (DataError, 3),
         (UnknownNameError, 2),
         (FileNotFoundError, 3),
+        (HydraError, 3),
         (ValueError, 2),
     ]
     return next((code for kind, code in kinds if isinstance(error, kind)), 1)

@@ -60,7 +60,7 @@ def command(
 
             settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {}
     loaded = [Results.load(file) for file in files]
-    order = [Path(m.partition("=")[0]).name for m in settings.get("models", ())]
+    order = list(costs)  # as the models were given to `eval`
     loaded.sort(key=lambda r: order.index(r.name) if r.name in order else len(order))
     page = make_report(
         output,
