@@ -1,0 +1,91 @@
+"""Batches whose samples carry numbers, so that what is known of a sample is found again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ..data.batches import Batches
+from ..errors import DataError
+from ..inference import split_batch
+from .stream import _is_seedable, _leaves
+
+_KEYS = {"samples", "labels", "batch"}
+
+
+def numbered(data: Iterable[Any]) -> list[Any] | DataLoader[Any]:
+    """Give every sample a number that stays with it however `Stream` shuffles.
+
+    Returns:
+        Data whose batches are dicts: `batch` as it was, its `labels`, and the numbers `samples`.
+    """
+    if isinstance(data, (list, tuple)):
+        result, start = [], 0
+        for batch in data:
+            size = len(_labels(batch))
+            result.append(_number(batch, torch.arange(start, start + size)))
+            start += size
+        return result
+    if isinstance(data, Batches):
+        return DataLoader(
+            range(data.count),  # type: ignore[arg-type]
+            batch_size=data.batch_size,
+            collate_fn=partial(_load, partial(_from_batches, data)),
+        )
+    if isinstance(data, DataLoader) and _is_seedable(data):
+        return DataLoader(
+            range(len(data.dataset)),  # type: ignore[arg-type]
+            batch_size=data.batch_size,
+            drop_last=data.drop_last,
+            num_workers=data.num_workers,
+            pin_memory=data.pin_memory,
+            worker_init_fn=data.worker_init_fn,
+            collate_fn=partial(_load, partial(_from_dataset, data.dataset, data.collate_fn)),
+        )
+    raise DataError(
+        f"Samples of a {type(data).__name__} cannot be told apart from pass to pass. Pass a list "
+        "of batches, or a DataLoader over a map-style data set without a custom sampler."
+    )
+
+
+def is_numbered(batch: Any) -> bool:
+    """Tell whether a batch was made by `numbered`."""
+    return isinstance(batch, dict) and batch.keys() == _KEYS
+
+
+def keys_of(batch: Any) -> list[tuple[Any, ...]]:
+    """Name each sample by its number and its shapes, which padding may change."""
+    leaves = [leaf for _, leaf in _leaves(batch["batch"]) if isinstance(leaf, Tensor)]
+    shapes = tuple(leaf.shape[1:] for leaf in leaves)
+    return [(number, shapes) for number in batch["samples"].tolist()]
+
+
+def _number(batch: Any, samples: Tensor) -> dict[str, Any]:
+    return {"samples": samples, "labels": _labels(batch), "batch": batch}
+
+
+def _labels(batch: Any) -> Tensor:
+    labels = split_batch(batch)[2]
+    if labels is None:
+        raise DataError("A batch has no labels. Give (inputs, labels), or dicts with 'labels'.")
+    return labels
+
+
+# Functions and no closures below: a loader's workers may have to unpickle them.
+
+
+def _load(load: Callable[[Sequence[int]], Any], numbers: Sequence[int]) -> dict[str, Any]:
+    return _number(load(numbers), torch.tensor(numbers))
+
+
+def _from_batches(data: Batches, numbers: Sequence[int]) -> Any:
+    return next(iter(data.subset(numbers, batch_size=len(numbers))))
+
+
+def _from_dataset(dataset: Any, collate: Callable[[Any], Any], numbers: Sequence[int]) -> Any:
+    return collate([dataset[number] for number in numbers])
