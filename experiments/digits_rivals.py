@@ -201,7 +201,8 @@ shifts: {", ".join(k[6:] for k in sizes if k.startswith("shift/"))}.
 may see. Cost is counted in multiply-adds of one batch against the host.
 
 This run took {seconds["processor"] / 60:.1f} minutes of processor time on
-{torch.get_num_threads()} thread(s), {seconds["wall"] / 60:.1f} minutes by the clock of a shared machine.
+{torch.get_num_threads()} thread(s), {seconds["wall"] / 60:.1f} minutes by the clock, on a shared
+machine.
 
 Read with care: one seed, few test examples (intervals are in the JSON), no rival was tuned.
 
