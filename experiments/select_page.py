@@ -28,6 +28,8 @@ def interval(values: list[float]) -> tuple[float, float]:
 def cell(values: list[float], digits: int = 1, sign: bool = False) -> str:
     """Say mean ± half interval."""
     mean, half = interval(values)
+    if math.isnan(half):  # one draw has no interval
+        return f"{mean:{'+' if sign else ''}.{digits}f}"
     return f"{mean:{'+' if sign else ''}.{digits}f} ± {half:.{digits}f}"
 
 

@@ -48,8 +48,9 @@ def make_pool(
     for layer in layers:
         whole *= 2 ** min(host.head_counts[layer], 30) - 1
     if whole <= size:
-        for rows in itertools.product(*(all_rows(host.head_counts[layer]) for layer in layers)):
-            pool.setdefault(_with(full, layers, rows), "all")
+        every = (all_rows(host.head_counts[layer]) for layer in layers)
+        for choice in itertools.product(*every):
+            pool.setdefault(_with(full, layers, choice), "all")
         return pool
     generator = torch.Generator().manual_seed(seed)
     for name, scores in (tables or {}).items():

@@ -223,7 +223,7 @@ class Selector:
             found.setdefault("NLL", []).append(mine.nll - host.nll)
         edges = torch.tensor([0.025, 0.975])
         return {
-            name: tuple(torch.tensor(values).quantile(edges).tolist())  # type: ignore[misc]
+            name: tuple(torch.tensor(values).quantile(edges).tolist())
             for name, values in found.items()
         }
 

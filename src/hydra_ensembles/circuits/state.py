@@ -25,7 +25,7 @@ def model_fingerprint(model: nn.Module) -> str:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         whole.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         if flat.numel():
-            whole.update(memoryview(flat.view(torch.uint8).numpy()))
+            whole.update(flat.view(torch.uint8).numpy().data)
     return whole.hexdigest()
 
 
