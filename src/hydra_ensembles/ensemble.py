@@ -17,7 +17,8 @@ from .errors import HydraError, UnsupportedModelError
 from .fusion import Assembly, FusedBlock, cast_full, cast_member
 from .inference import evaluating, move, split_batch
 from .masks import HeadMask
-from .models import HostModel, device_of, main_output
+from .models import HostModel, device_of, host_model, main_output
+from .models.probe import modules_after_blocks
 from .plan import Plan
 from .uncertainty import Prediction, log_mean_probability, predict_from_logits, scale_logits
 
@@ -292,12 +293,9 @@ class HydraEnsemble(nn.Module):
         for parameter in self.host.parameters():
             parameter.requires_grad_(False)
         trainable = [*self.body.branch.parameters()]
-        inside = self._view.blocks_path + "."
-        from .models.probe import modules_after_blocks
-
-        for path in modules_after_blocks(self._view):
-            if not path.startswith(inside):
-                trainable += list(self.host.get_submodule(path).parameters())
+        # A member is probed: its host's code runs on a batch that is not folded.
+        for path in modules_after_blocks(host_model(self.member(0), family=self.body.family)):
+            trainable += list(self.host.get_submodule(path).parameters())
         for parameter in trainable:
             parameter.requires_grad_(True)
         return self

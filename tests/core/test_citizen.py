@@ -12,7 +12,7 @@ import torch
 import hydra_ensembles as hydra
 from hydra_ensembles.errors import HydraError, UnsupportedModelError
 from tests import zoo
-from tests.core.test_fusion import EARLY, LATE
+from tests.core.test_fusion import EARLY, LATE, perturbed
 
 
 @pytest.mark.parametrize("name", zoo.CLASSIFIERS)
@@ -107,6 +107,10 @@ def test_the_frozen_trunk_has_no_gradients() -> None:
     assert trainable
     assert not any("trunk" in name or "embeddings" in name for name in trainable)
     assert any("classifier" in name for name in trainable)
+    members = [perturbed(zoo.host("vit"), seed) for seed in range(3)]
+    split = hydra.fuse(members, LATE).freeze_trunk_()
+    trainable = {n for n, p in split.named_parameters() if p.requires_grad}
+    assert {f"host.classifier.each.{m}.weight" for m in range(3)} <= trainable
 
 
 @pytest.mark.parametrize("name", ["vit", "bert"])
