@@ -43,11 +43,12 @@ def describe_host(model: Any) -> dict[str, Any]:
     name = type(model).__name__
     root = type(model).__module__.split(".")[0]
     if isinstance(model, ZeroShotClassifier):
+        embeddings: Any = model.text_embeddings
         return {
             "library": "zero-shot",
             "class": name,
             "class_names": model.class_names,
-            "width": model.text_embeddings.shape[1],
+            "width": embeddings.shape[1],
             "tower": describe_host(model.image_tower),
         }
     if isinstance(model, PooledTower):
