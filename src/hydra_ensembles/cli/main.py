@@ -90,10 +90,11 @@ def main(arguments: list[str] | None = None) -> int:
     problems = click_module("exceptions")
     try:
         defaults = _config_of(given, command)
-        return int(command.main(given, standalone_mode=False, default_map=defaults) or 0)
+        code = int(command.main(given, standalone_mode=False, default_map=defaults) or 0)
+        return _say(STOPPED, 130) if code == 130 else code
     except (typer.Abort, KeyboardInterrupt):
         return _say(STOPPED, 130)
-    except typer.Exit as error:  # newer typer turns Ctrl-C into this
+    except typer.Exit as error:  # some versions of typer turn Ctrl-C into this, some return 130
         return _say(STOPPED, 130) if error.exit_code == 130 else error.exit_code
     except problems.ClickException as error:
         error.show()
