@@ -31,7 +31,8 @@ def members(args: argparse.Namespace) -> None:
         chosen = shapes.masks(host, members=number, blocks=1, keep=KEEP[args.shape])
         models[f"{number}"] = hydra.fuse(host, chosen)
     result = benchmark(models, batch, batch_sizes=[1], rounds=args.rounds, threads=args.threads)
-    result.settings.update(shape=args.shape, axis="members", branch="last block")
+    streams = {name: len(m.plan.ends) for name, m in models.items() if name != "single"}
+    result.settings.update(shape=args.shape, axis="members", branch="last block", streams=streams)
     counter = CostModel(host, batch)
     result.settings["counted"] = {
         str(number): counter.ratio(

@@ -29,7 +29,7 @@ small="single,single readout,hydra last 2"
 latency vit-b core 1 20 1
 latency vit-b core 8 7 0 --only "$small"
 latency vit-b core 32 4 0 --only "$small"
-for shape in vit-s deit-tiny minilm; do
+for shape in vit-s minilm; do # DeiT-tiny has three heads: only three members with one each differ
   run "growth-members-$shape" growth.py members --shape $shape --rounds 20
 done
 run growth-tokens-minilm growth.py tokens --rounds 12 --max-seconds 12

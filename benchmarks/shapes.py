@@ -60,7 +60,7 @@ def masks(
 ) -> list[HeadMask]:
     """Let members part in the last blocks, each with its own heads.
 
-    `spread="even"`: member m keeps heads m, m + M, m + 2M, ..., which no two share while they last.
+    `spread="even"`: members' heads are disjoint while they last, and no two members are equal.
     `"random"`: seeded, as a search would choose, with overlaps.
     """
     full = HeadMask.full(model)
@@ -77,7 +77,10 @@ def masks(
                 row = torch.zeros(heads, dtype=torch.bool)
                 order = [h for s in range(members) for h in range(s, heads, members)]
                 start = order.index(member % heads)
-                row[[order[(start + i) % heads] for i in range(count)]] = True
+                stride = 1 + member // heads  # more members than heads: other neighbours
+                row[[order[(start + i * stride) % heads] for i in range(count)]] = True
             mask = mask.with_layer(layer, row)
         result.append(mask)
+    if blocks and len(set(result)) < members:
+        raise ValueError(f"{members} members that differ cannot keep {keep} of the heads each.")
     return result

@@ -89,7 +89,7 @@ def plot_growth(growth: BenchmarkResult | Mapping[str, Any], *, ax: Any = None) 
 
     Solid: measured, with its interval; dashed: counted.
     """
-    ax = _axes(ax, (6.4, 4.0))
+    ax = _axes(ax, (7.4, 4.0))
     if isinstance(growth, Mapping):
         places = [point["tokens"] for point in growth["points"]]
         names = [row["name"] for row in growth["points"][0]["rows"]][1:]
@@ -123,7 +123,7 @@ def plot_growth(growth: BenchmarkResult | Mapping[str, Any], *, ax: Any = None) 
     ax.set_ylim(bottom=0)
     ax.set_ylabel("relative to the single model")
     ax.set_title(title, fontsize=11)
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     ax.grid(alpha=0.3)
     return ax
 
