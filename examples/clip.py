@@ -62,7 +62,13 @@ def main(epochs: int = 15, folder: Path | None = None) -> dict[str, hydra.Result
     }
     config = CLIPConfig(
         vision_config={**sizes, "image_size": 16, "patch_size": 4, "num_channels": 1},
-        text_config={**sizes, "vocab_size": len(words), "eos_token_id": words.index("[SEP]")},
+        text_config={
+            **sizes,
+            "vocab_size": len(words),
+            "bos_token_id": words.index("[CLS]"),
+            "eos_token_id": words.index("[SEP]"),
+            "pad_token_id": words.index("[PAD]"),
+        },
         projection_dim=32,
     )
     torch.manual_seed(0)

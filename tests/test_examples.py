@@ -19,10 +19,12 @@ def load(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("name", "better_than"), [("vit", 0.5), ("bert", 0.7), ("clip", 0.5)])
-def test_tutorials(name: str, better_than: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "epochs", "better_than"), [("vit", 12, 0.7), ("bert", 4, 0.7), ("clip", 12, 0.7)]
+)
+def test_tutorials(name: str, epochs: int, better_than: float, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    results = load(name).main(epochs=4, folder=tmp_path)
+    results = load(name).main(epochs=epochs, folder=tmp_path)
     assert results["hydra"]["cls/Acc"] > better_than
     assert (tmp_path / f"{name}-hydra" / "config.json").is_file()
 

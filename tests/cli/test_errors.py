@@ -43,6 +43,15 @@ def started(*arguments: object, limit: int | None = None) -> subprocess.Popen[st
     )
 
 
+def errors_of(process: subprocess.Popen[str]) -> list[str]:
+    """Wait for a process, never leave it behind, and return the lines of its standard error."""
+    with process:
+        try:
+            return process.communicate(timeout=600)[1].strip().splitlines()
+        finally:
+            process.kill()
+
+
 def test_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, line = failure(capsys, "explain", tmp_path)
     assert code == 4 and "config.json" in line
@@ -114,7 +123,7 @@ def test_a_disk_that_fills_up_keeps_what_was_searched(shelf: Path, tmp_path: Pat
     out = tmp_path / "out"
     arguments = ("build", shelf / "host", "--data", shelf / "digits", "-o", out)
     process = started(*arguments, limit=20_000)  # the search fits, the weights do not
-    error = process.communicate(timeout=240)[1].strip().splitlines()
+    error = errors_of(process)
     assert process.returncode == 7 and len(error) == 1 and "make room" in error[0], error
     assert (out / "state" / "build.json").is_file() and not (out / "config.json").exists()
     assert main([str(argument) for argument in arguments]) == 0
@@ -127,10 +136,7 @@ def test_ctrl_c(shelf: Path, tmp_path: Path) -> None:
     while not list(tmp_path.rglob("*.safetensors")) and time.monotonic() < deadline:
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    try:
-        error = process.communicate(timeout=120)[1].strip().splitlines()
-    finally:
-        process.kill()
+    error = errors_of(process)
     assert process.returncode == 130
     assert error[-1].endswith("Stopped. What was finished is kept; start again to go on.")
     assert not any("Traceback" in line for line in error)
@@ -139,7 +145,7 @@ def test_ctrl_c(shelf: Path, tmp_path: Path) -> None:
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     process = started("explain", tmp_path, "--debug")
-    error = process.communicate(timeout=120)[1]
+    error = "\n".join(errors_of(process))
     assert "Traceback" in error and "UnsupportedModelError" in error
 
 
