@@ -30,6 +30,8 @@ def command(
 
     Training checkpoints and results are kept in OUTPUT: the same command goes on after a stop.
     """
+    import torch
+
     from ..builder import build
     from ..data import digits
     from ..evaluation import evaluate
@@ -39,6 +41,7 @@ def command(
     from .loading import Loaded
     from .report import make_report
 
+    torch.set_num_threads(1)  # the model is too small to gain from more, and busy machines lose
     output.mkdir(parents=True, exist_ok=True)
     resolved = write_config(output)
     data = digits(16, seed=seed)
