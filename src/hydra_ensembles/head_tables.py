@@ -36,7 +36,9 @@ class HeadTable:
             raise MaskError(f"{type(self).__name__} needs at least one layer but got none.")
 
     def _row(self, layer: int, row: Any) -> Tensor:
-        values = torch.as_tensor(row).detach().to("cpu")
+        # a plain list would be read in float32, and loaded scores would not equal the saved ones
+        listed = not isinstance(row, Tensor) and self._dtype.is_floating_point
+        values = torch.as_tensor(row, dtype=self._dtype if listed else None).detach().to("cpu")
         if values.dim() != 1:
             raise MaskError(
                 f"Layer {layer} of a {type(self).__name__} must be a list of heads but has shape "

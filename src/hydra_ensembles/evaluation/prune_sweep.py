@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..criteria import Criterion, as_criterion, ranked, score_heads
 from ..criteria.losses import Loss
-from ..data.splits import sample, split
+from ..data.splits import fingerprint, sample, split
 from ..errors import FormatError, HydraError, UnsupportedModelError
 from ..heads import gate, prune_heads_
 from ..inference import collect_logits, progress_bar, require_reiterable
@@ -79,7 +79,7 @@ def prune_sweep(
         held_out: Labelled data for `hies` with `alpha="auto"`.
         scope: `"model"` ranks all heads together (as HIES does), `"layer"` within each layer.
         loss: See `score_heads`.
-        resume: A JSON file that keeps every measured mask, so that a stopped sweep goes on.
+        resume: A JSON file that keeps scores and measured masks, so that a stopped sweep goes on.
         progress: Show bars on a terminal.
     """
     host = host_model(model)
@@ -95,6 +95,7 @@ def prune_sweep(
     for name, source in {"data": data, "calibration": calibration, **(ood or {})}.items():
         require_reiterable(source, name=name)
 
+    measure = _Measure(host, data, ood or {}, ood_score, Path(resume) if resume else None)
     tables: dict[str, list[HeadScores]] = {criterion.label: [] for criterion in wanted}
     points, masks = [], {}
     for draw in progress_bar(
@@ -102,14 +103,7 @@ def prune_sweep(
     ):
         examples = sample(calibration, calibration_examples, seed=seed + draw)
         seeded = {criterion.label: _reseeded(criterion, draw) for criterion in wanted}
-        found = score_heads(
-            host,
-            examples,
-            criterion=list(seeded.values()),
-            loss=loss,
-            held_out=held_out,
-            progress=False,
-        )
+        found = measure.scores(examples, list(seeded.values()), loss, held_out)
         for label, criterion in seeded.items():
             scores = found[criterion.label]
             tables[label].append(scores)
@@ -118,7 +112,6 @@ def prune_sweep(
                 masks[mask_key(mask)] = mask
                 points.append(SweepPoint(label, float(ratio), draw, mask_key(mask)))
 
-    measure = _Measure(host, data, ood or {}, ood_score, Path(resume) if resume else None)
     for key, mask in progress_bar(
         masks.items(), description="masks", enabled=progress, total=len(masks)
     ):
@@ -161,7 +154,7 @@ def pruned(host: HostModel, mask: HeadMask) -> Iterator[nn.Module]:
 
 
 class _Measure:
-    """Measures masks on the same data, each once, and keeps them in a file."""
+    """Scores heads and measures masks on the same data, each once, and keeps them in a file."""
 
     def __init__(
         self,
@@ -175,7 +168,31 @@ class _Measure:
         logits, self.labels = self._logits(host.model, data, "data")
         self.predicted = mean_probability(logits).argmax(-1)
         self.baseline = self._figures(host.model, logits)[0]
-        self.outcomes = self._read()
+        self.outcomes: dict[str, Outcome] = {}
+        self.tables: dict[str, str] = {}
+        if path is not None and path.exists():
+            self._read(path)
+
+    def scores(
+        self,
+        examples: Iterable[Any],
+        criteria: list[Criterion],
+        loss: Loss | None,
+        held_out: Iterable[Any] | None,
+    ) -> dict[str, HeadScores]:
+        """Return the scores of a calibration draw by label."""
+        keys = {}
+        if self.path is not None and loss is None:  # a user's loss has no fingerprint
+            read = fingerprint(examples) + ("" if held_out is None else fingerprint(held_out))
+            keys = {criterion.label: f"{criterion!r} {read}" for criterion in criteria}
+            if all(key in self.tables for key in keys.values()):
+                return {c: HeadScores.from_json(self.tables[key]) for c, key in keys.items()}
+        found = score_heads(
+            self.host, examples, criterion=criteria, loss=loss, held_out=held_out, progress=False
+        )
+        self.tables.update({key: found[label].to_json() for label, key in keys.items()})
+        self._write()
+        return found
 
     def __call__(self, key: str, mask: HeadMask) -> None:
         if key in self.outcomes:
@@ -184,9 +201,7 @@ class _Measure:
             logits, _ = self._logits(model, self.data, "data")
             figures, right, same = self._figures(model, logits)
         self.outcomes[key] = Outcome(figures, pack(right), pack(same))
-        if self.path is not None:
-            kept = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
-            write_text(self.path, json.dumps({"baseline": self.baseline, "outcomes": kept}))
+        self._write()
 
     def _logits(self, model: nn.Module, data: Iterable[Any], name: str) -> tuple[Tensor, Tensor]:
         logits, labels = collect_logits(model, data, name=name, need_labels=True)
@@ -212,17 +227,22 @@ class _Measure:
             figures["ood/mean/AUROC"] = sum(aurocs) / len(aurocs)
         return figures, right, same
 
-    def _read(self) -> dict[str, Outcome]:
-        if self.path is None or not self.path.exists():
-            return {}
-        kept = json.loads(self.path.read_text(encoding="utf-8"))
+    def _write(self) -> None:
+        if self.path is not None:
+            outcomes = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
+            kept = {"baseline": self.baseline, "outcomes": outcomes, "scores": self.tables}
+            write_text(self.path, json.dumps(kept))
+
+    def _read(self, path: Path) -> None:
+        kept = json.loads(path.read_text(encoding="utf-8"))
         before = kept.get("baseline", {})
         same = before.keys() == self.baseline.keys() and all(
             abs(before[name] - value) <= 1e-4 for name, value in self.baseline.items()
         )
         if not same:
             raise FormatError(
-                f"{self.path} holds masks of another model or other data (unpruned: {before} "
+                f"{path} holds masks of another model or other data (unpruned: {before} "
                 f"there, {self.baseline} here). Delete it or give another file."
             )
-        return {key: Outcome(**outcome) for key, outcome in kept["outcomes"].items()}
+        self.outcomes = {key: Outcome(**outcome) for key, outcome in kept["outcomes"].items()}
+        self.tables = kept.get("scores", {})

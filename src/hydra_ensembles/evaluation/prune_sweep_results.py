@@ -229,14 +229,9 @@ class PruneSweep:
                 **payload,
                 "points": [SweepPoint(**point) for point in payload["points"]],
                 "outcomes": {key: Outcome(**o) for key, o in payload["outcomes"].items()},
-                "scores": {n: _table(rows, n) for n, rows in payload["scores"].items()},
+                "scores": {n: HeadScores(rows, name=n) for n, rows in payload["scores"].items()},
             }
         )
-
-
-def _table(rows: list[list[float]], name: str) -> HeadScores:
-    # a plain list would be read in float32
-    return HeadScores([torch.tensor(row, dtype=torch.float64) for row in rows], name=name)
 
 
 def mask_key(mask: HeadMask) -> str:
