@@ -63,6 +63,8 @@ class Outputs:
         seen: names of families of which the search saw other examples.
         shifts: `(logits, labels)` on shifted test data by name.
         draw: number of the draw of validation data (or of training).
+        scores: uncertainty scores, each a column.
+        logit_scale: what multiplies the cosines in zero-shot logits, read by the score `mcm`.
     """
 
     test: Tensor
@@ -72,6 +74,8 @@ class Outputs:
     seen: Sequence[str] = ()
     shifts: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     draw: int = 0
+    scores: Sequence[str] = SCORES
+    logit_scale: float | None = None
 
 
 def figures(
@@ -84,7 +88,11 @@ def figures(
     shifts: Mapping[str, tuple[Tensor, Tensor]] | None = None,
 ) -> dict[str, Figures]:
     """Return `{"raw": figures, "scaled": figures}` of member logits; see `Outputs`."""
-    outputs = Outputs(test, labels, families, temperature, seen, shifts or {})
+    return figures_of(Outputs(test, labels, families, temperature, seen, shifts or {}))
+
+
+def figures_of(outputs: Outputs) -> dict[str, Figures]:
+    """Return `{"raw": figures, "scaled": figures}`."""
     return {
         kind: {key: float(value[0]) for key, value in found.items()}
         for kind, found in _by_kind(outputs, None).items()
@@ -121,14 +129,7 @@ def table_rows(
             {
                 "draw": one.draw,
                 "temperature": one.temperature,
-                **figures(
-                    one.test,
-                    one.labels,
-                    one.families,
-                    one.temperature,
-                    seen=one.seen,
-                    shifts=one.shifts,
-                ),
+                **figures_of(one),
             }
             for one in draws
         ]
@@ -169,10 +170,12 @@ def _by_kind(outputs: Outputs, resample: tuple[int, int] | None) -> dict[str, di
         own = outputs.test.double() / divide
         mine = weights("id", len(own))
         found = _labelled(own, outputs.labels, mine)
-        for score in SCORES:
-            inside = score_logits(own, score)
+        # MCM reads cosines, whatever the temperature
+        scale = None if outputs.logit_scale is None else outputs.logit_scale / divide
+        for score in outputs.scores:
+            inside = score_logits(own, score, logit_scale=scale)
             for name, logits in outputs.families.items():
-                outside = score_logits(logits.double() / divide, score)
+                outside = score_logits(logits.double() / divide, score, logit_scale=scale)
                 both = _separation(inside, outside, mine, weights(name, len(outside)))
                 found |= {f"{name}/{score}/{figure}": value for figure, value in both.items()}
         for name, (logits, labels) in outputs.shifts.items():
