@@ -162,6 +162,10 @@ class TextSet:
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         return self.subset(order[:count].sort().values.tolist())
 
+    def by_length(self) -> TextSet:
+        """Return the texts from the shortest to the longest: batches then need little padding."""
+        return self.subset(sorted(range(len(self)), key=lambda row: len(self.texts[row])))
+
     def unlabelled(self) -> TextSet:
         """Return the texts without labels, as outliers need them."""
         return TextSet(self.texts)
@@ -334,6 +338,25 @@ def text_outliers(root: Path) -> dict[str, TextSet]:
         "multi30k": multi30k,
     }
     return {name: make(root).unlabelled() for name, make in makers.items()}
+
+
+def sst2_sets(root: Path, *, count: int = 500, reviews: int = 400) -> dict[str, TextSet]:
+    """Load all that a search on SST-2 needs, shortest texts first.
+
+    Labelled: `calibration`, `validation`, `reserve` (no host has seen them) and `test` (dev). OOD
+    validation: `trec-train`. OOD test: `trec-test`, of the seen family, and the others.
+    """
+    found = {part: sst2(root, part) for part in ("calibration", "validation", "reserve")}
+    found["test"] = sst2(root)
+    others = {
+        "trec-train": trec(root, "train"),
+        "trec-test": trec(root),
+        "ag-news": ag_news(root),
+        "multi30k": multi30k(root),
+    }
+    found |= {name: texts.sample(count).unlabelled() for name, texts in others.items()}
+    found["movie-reviews"] = movie_reviews(root).sample(reviews).unlabelled()
+    return {name: texts.by_length() for name, texts in found.items()}
 
 
 def image_outliers(

@@ -113,6 +113,16 @@ def test_the_trunk_runs_once_a_sample_when_it_is_cached():
     assert sum(rows) == 3 * 16
 
 
+def test_runs_share_the_states_of_one_trunk():
+    states: dict[Any, torch.Tensor] = {}
+    first = train(fused("vit"), samples("vit"), trunk_states=states)
+    assert len(states) == 16
+    kept = dict(states)
+    again = train(fused("vit"), samples("vit"), trunk_states=states)
+    assert all(states[key] is kept[key] for key in kept)
+    assert largest_difference(first.model, again.model) == 0
+
+
 @pytest.mark.parametrize("name", ["bert", "vit"])
 def test_members_part_and_the_trunk_stays(name):
     ensemble, data = fused(name), samples(name)

@@ -34,6 +34,7 @@ def finetune_branch(
     label_smoothing: float = 0.0,
     towards_host: float = 0.0,
     cache_bytes: int = 2 * 2**30,
+    trunk_states: dict[Any, Tensor] | None = None,
     shuffle: bool = True,
     warmup: float = 0.1,
     weight_decay: float = 0.01,
@@ -71,6 +72,8 @@ def finetune_branch(
         towards_host: Strength of the pull towards the starting weights (L2-SP).
         cache_bytes: Memory for the trunk's outputs, beside the data. What does not fit is computed
             each time it is needed, with the same result (up to rounding).
+        trunk_states: A dict to keep the trunk's outputs in, filled by the first of several runs and
+            read by the next. Only for the same trunk and the same data: neither is checked.
         shuffle, warmup, weight_decay, max_grad_norm, mixed_precision, validation, keep, folder,
             save_every, progress, on_step: As in `finetune`.
 
@@ -93,7 +96,7 @@ def finetune_branch(
     )
     if keep == "best" and validation is None:
         raise ValueError('keep="best" needs validation data: pass validation=..., or keep="last".')
-    model = CachedTrunk(_untied(ensemble), cache_bytes)
+    model = CachedTrunk(_untied(ensemble), cache_bytes, trunk_states)
     with _accelerator(mixed_precision) as accelerator:
         result = BranchRun(
             model=model,
@@ -150,12 +153,17 @@ class _Reached(Exception):
 class CachedTrunk(nn.Module):
     """An ensemble that remembers its trunk's output for numbered batches (see `numbered`)."""
 
-    def __init__(self, ensemble: HydraEnsemble, cache_bytes: int) -> None:
+    def __init__(
+        self,
+        ensemble: HydraEnsemble,
+        cache_bytes: int,
+        states: dict[Any, Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.ensemble = ensemble
         self.cache_bytes = cache_bytes
-        self.used_bytes = 0
-        self._rows: dict[Any, Tensor] = {}
+        self._rows: dict[Any, Tensor] = {} if states is None else states
+        self.used_bytes = sum(row.numel() * row.element_size() for row in self._rows.values())
 
     def member_logits(self, batch: Any) -> Tensor:
         """Return the members' logits [batch, member, class] of a numbered or a plain batch."""
@@ -171,6 +179,8 @@ class CachedTrunk(nn.Module):
     def remember(self, batches: Iterable[Any]) -> None:
         """Compute and keep the trunk's output of numbered batches, as many as the bound allows."""
         for batch in batches if self.cache_bytes > 0 else ():
+            if all(key in self._rows for key in keys_of(batch)):
+                continue
             states = self._compute(batch["batch"])
             size = states.numel() * states.element_size()
             if self.used_bytes + size > self.cache_bytes:
