@@ -21,13 +21,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import real_data
 import select_data as data_of
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hydra_ensembles.circuits.budget import Budget
+from hydra_ensembles.budget import Budget
 from hydra_ensembles.circuits.headmap import average_harm
 from hydra_ensembles.circuits.members import Candidates, search_members
 from hydra_ensembles.circuits.objectives import as_objective, average_of, ece_of, effect, nll_of
@@ -162,7 +163,7 @@ def judge(
 
 
 def circuits(
-    bank: Bank, drawn: Drawn, rows: Mapping[str, Tensor], layers: Sequence[int], keep: float
+    bank: Bank, drawn: Drawn, rows: Mapping[str, Tensor], layers: Sequence[int], keep: int
 ) -> list[HeadMask]:
     """Find three circuits (id-loss, ood-auroc, average) of the branched layers, knocked out."""
     full = HeadMask.full(bank.host)
@@ -195,7 +196,7 @@ def drawn_outputs(bank: Bank, drawn: Drawn, masks: Sequence[HeadMask]) -> Output
 
 
 def taylor(
-    gradients: Sequence[Tensor], layers: Sequence[int], keep: float, host: HostModel, seed: int
+    gradients: Sequence[Tensor], layers: Sequence[int], keep: int, host: HostModel, seed: int
 ) -> HeadMask:
     """Prune by |E_x dL/dg_h| over half of the examples."""
     count = len(gradients[0])
@@ -207,7 +208,7 @@ def taylor(
     return mask
 
 
-def random_mask(host: HostModel, layers: Sequence[int], keep: float, seed: int) -> HeadMask:
+def random_mask(host: HostModel, layers: Sequence[int], keep: int, seed: int) -> HeadMask:
     """Keep heads of the branched layers at random."""
     chosen, mask = HeadMask.random(host, keep=keep, seed=seed), HeadMask.full(host)
     for layer in layers:
@@ -223,8 +224,9 @@ def run_draw(task: Any, bank: Bank, draw: int, origins: Mapping[HeadMask, str]) 
     sizes = {name: len(logits) for name, logits in drawn.outputs.logits.items()}
     parts = split_rows(sizes, {"select": 0.6, "stop": 0.25, "temperature": 0.15}, seed=draw)
     budget, host = task.budget, bank.host
-    layers = budget.full_branch_layers(3)
-    keep = min(0.5, budget.keep(3, layers))
+    option = budget.option(3)
+    layers = list(range(option.branch_layer, len(host)))
+    keep = min(option.keep_per_layer[layer] for layer in layers)
     searched = {"select": parts["select"], "hold": parts["stop"]}
     common = {"layers": task.layers, "rounds": 0, "seed": draw, **task.search}
     chosen = {
@@ -310,23 +312,22 @@ class Texts:
 
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         self.host = host_model(BertForSequenceClassification.from_pretrained(args.model).eval())
-        parts = data_of.sst2(args.data, SPLITS / "sst2.json", tokenizer)
-        self.sets: dict[str, Any] = dict(parts)
-        self.sets.update(data_of.other_texts(args.data, tokenizer, 500))
-        made = make_proxies(parts["validation"], tokenizer=tokenizer)
+        texts = real_data.sst2_sets(args.data)
+        self.sets: dict[str, Any] = {k: v.batches(tokenizer) for k, v in texts.items()}
+        kinds = ["shuffle_words", "token_noise", "foreign", "halves"]
+        made = make_proxies(self.sets["validation"], kinds, tokenizer=tokenizer)
         self.sets.update({f"proxy-{name}": data for name, data in made.items()})
-        self.labelled = set(parts)
-        batch = {k: v[:1] for k, v in list(parts["test"])[14].items()}
-        self.budget = Budget.of(self.host, batch, args.max_cost)
-        self.layers = [4, 5]
+        self.labelled = {name for name, data in texts.items() if data.labels is not None}
+        median = texts["test"].subset([len(texts["test"]) // 2]).batches(tokenizer)
+        self.budget = Budget.of(self.host, next(iter(median)), args.max_cost)
+        self.layers = [5]  # three members that part below it cost more than 1.07
         from hydra_ensembles.criteria import score_heads
 
-        tables = score_heads(
-            self.host, parts["calibration"].subset(range(0, 500, 4)), criterion=["taylor", "hies"]
-        )
+        some = self.sets["calibration"]
+        tables = score_heads(self.host, some.subset(range(0, 500, 4)), criterion=["taylor", "hies"])
         self.pool = make_pool(self.host, self.layers, size=320, tables=tables)
         self.search: dict[str, Any] = {}
-        self.gradient_data = parts["calibration"].subset(range(0, 500, 2))
+        self.gradient_data = some.subset(range(0, 500, 2))
 
     def draw(self, bank: Bank, draw: int) -> tuple[dict[str, Any], list[str], list[str]]:
         """Take 80 % of the examples kept aside, and 400 questions."""
@@ -338,7 +339,7 @@ class Texts:
 
         rows = {
             "id": [some("validation"), some("calibration"), some("reserve")],
-            "ood/trec": [some("trec-train", 0.5)],
+            "ood/trec": [some("trec-train")],
         }
         for name in bank.logits:
             if name.startswith("proxy-"):

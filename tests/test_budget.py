@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask, HeadScores
-from hydra_ensembles.budget import branch_options, budgeted_masks, deal, fit_budget, option_cost
+from hydra_ensembles.budget import (
+    Budget,
+    branch_options,
+    budgeted_masks,
+    deal,
+    fit_budget,
+    option_cost,
+)
 from hydra_ensembles.cost_frontier import Frontier, frontier
 from hydra_ensembles.counting import CostModel
 from hydra_ensembles.errors import MaskError
@@ -96,9 +103,46 @@ def test_a_larger_budget_branches_earlier() -> None:
     assert layers[-1] == 0
 
 
+@pytest.mark.parametrize("name", ["vit", "bert", "timm-unusual"])
+def test_heads_of_one_pruned_model_fill_its_budget(name: str) -> None:
+    counter = CostModel(zoo.host(name), zoo.batch(name))
+    for layers in (None, [0, 2]):
+        chosen = range(zoo.LAYERS) if layers is None else layers
+        least = HeadScores(torch.ones(zoo.LAYERS, zoo.HEADS)).top_k(
+            [1 if layer in chosen else zoo.HEADS for layer in range(zoo.LAYERS)]
+        )
+        low, high = counter.ratio([least]), counter.ratio([HeadMask.full(counter.host)])
+        for limit in (low, (low + high) / 2, high):
+            counts = Budget.of(counter, None, limit + 1e-9).heads(layers)
+            assert all(counts[i] == zoo.HEADS for i in range(zoo.LAYERS) if i not in chosen)
+            assert counter.ratio([scores(1).top_k(list(counts))]) <= limit + 1e-8
+            for layer in chosen:
+                more = list(counts)
+                more[layer] = min(zoo.HEADS, more[layer] + 1)
+                mask = scores(1).top_k(more)
+                assert more == list(counts) or counter.ratio([mask]) > limit
+        with pytest.raises(MaskError, match="leaves no room for 1 member of"):
+            Budget.of(counter, None, 0.9 * low).heads(layers)
+
+
+def test_a_given_number_of_heads_decides_where_members_part() -> None:
+    counter = CostModel(zoo.host("vit"), zoo.batch("vit"))
+    free = Budget.of(counter, None, None)
+    assert free.option(3, keep=2).branch_layer == 0
+    option = Budget.of(counter, None, 1.3).option(3, keep=2)
+    assert option.cost <= 1.3 < option_cost(counter, option.branch_layer - 1, [2] * zoo.LAYERS, 3)
+    assert Budget.of(counter, None, 1.3).option(3) == fit_budget(
+        counter, members=3, max_cost=1.3, batch=None
+    )
+    with pytest.raises(MaskError, match="leaves no room for 3 members"):
+        Budget.of(counter, None, 0.3).option(3, keep=2)
+
+
 def test_errors_say_what_would_fit() -> None:
     model, inputs = zoo.host("vit"), zoo.batch("vit")
-    with pytest.raises(MaskError, match=r"max_cost=0.3 cannot be kept by 3 members.*cost 0\.\d+ x"):
+    with pytest.raises(
+        MaskError, match=r"max_cost=0.3 leaves no room for 3 members.*cost 0\.\d+ x"
+    ):
         fit_budget(model, members=3, max_cost=0.3, batch=inputs)
     with pytest.raises(MaskError, match="2 score tables for 3 members"):
         budgeted_masks(model, [scores(0), scores(1)], members=3, batch=inputs)

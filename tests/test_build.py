@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from hydra_ensembles.builder import METHODS, build, replay
+from hydra_ensembles.circuits.select import EnsembleObjective
 from hydra_ensembles.counting import relative_cost
 from hydra_ensembles.errors import DataError, FormatError, MaskError
 from hydra_ensembles.masks import HeadMask
@@ -96,6 +101,61 @@ def test_a_finished_search_is_not_repeated_and_a_changed_one_refused(tmp_path):
     assert first.record == again.record
     with pytest.raises(FormatError, match=r"max_cost was 1\.5"):
         build(model, data, max_cost=1.4, folder=tmp_path, progress=False)
+
+
+QUICK = {"score": "msp", "calibrate": False, "progress": False}
+KILLED = """
+import os, signal, sys
+from tests.criteria.tiny_hosts import HOSTS
+from tests.test_build import QUICK, build, pictures
+model, calls = HOSTS["timm"][0](), 0
+def count(*_):
+    global calls
+    calls += 1
+    if calls == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+model.head.register_forward_hook(count)
+build(model, pictures(), max_cost=1.5, folder=sys.argv[1], **QUICK)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no SIGKILL here")
+def test_a_killed_search_of_members_ends_the_same_and_a_changed_one_is_refused(tmp_path):
+    model, data, calls = HOSTS["timm"][0](), pictures(), []
+    model.head.register_forward_hook(lambda *_: calls.append(1))
+    whole = build(model, data, max_cost=1.5, **QUICK)
+    moment = str(int(0.8 * len(calls)))
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), moment], cwd=Path(__file__).parents[1]
+    )
+    assert killed.returncode == -signal.SIGKILL
+    kept = sorted((tmp_path / "candidates").glob("*.safetensors"))
+    assert kept and not (tmp_path / "build.json").read_text().count("masks")
+    arguments = {"max_cost": 1.5, "folder": tmp_path, **QUICK}
+    with pytest.raises(FormatError, match="seed was 0, is 1"):
+        build(model, data, seed=1, **arguments)
+    with pytest.raises(FormatError, match="data was"):
+        build(model, pictures(seed=1), **arguments)
+    with pytest.raises(FormatError, match="objective was"):
+        build(model, data, objective=EnsembleObjective(ece=1.0), **arguments)
+    other = HOSTS["timm"][0]()
+    with torch.no_grad():
+        other.head.bias.add_(1.0)
+    with pytest.raises(FormatError, match="model was"):
+        build(other, data, **arguments)
+    before = len(calls)
+    resumed = build(model, data, **arguments)
+    assert len(calls) - before <= before - len(kept)  # what was kept was not run again
+    assert resumed.record == whole.record
+    assert not (tmp_path / "candidates").exists()
+
+
+@pytest.mark.parametrize("members", [2, 4])
+def test_members_made_one_by_one_stay_within_their_budget(members):
+    model, data = HOSTS["timm"][0](), pictures()
+    for limit in (0.75, 1.2):  # the first allows one head each in the last block, the other two
+        found = build(model, data, method="random", members=members, max_cost=limit, progress=False)
+        assert found.record["cost"] <= limit
 
 
 def test_switches():

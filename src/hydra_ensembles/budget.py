@@ -1,8 +1,9 @@
 """The budget: where members branch and how many heads they keep, so that the cost stays within it.
 
-Costs are counted multiply-adds against the plain host model (`cost.CostModel`). A budget is kept
-for *any* heads that members may choose: at the branch, where they share projections, the union of
-their heads is counted as large as it can be.
+Costs are counted multiply-adds against the plain host model (`counting.CostModel`). Before heads
+are known a budget is kept for *any* that members may choose: at the branch, where they share
+projections, the union of their heads is counted as large as it can be. `Budget` also counts the
+members that a search has in hand.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from torch import Tensor, nn
 
 from .counting import CostModel
 from .errors import MaskError
-from .masks import HeadMask, HeadScores, check_fits, keep_count
+from .masks import HeadMask, HeadScores, Keep, check_fits, keep_count, keep_counts
 from .models import HostModel
 from .plan import LayerPlan, Plan
 
 Host = nn.Module | HostModel | CostModel
+SLACK = 1e-9
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,87 @@ class Option:
     def __str__(self) -> str:
         kept = ", ".join(map(str, self.keep_per_layer[self.branch_layer :]))
         return f"branch at block {self.branch_layer}, heads kept {kept}: {self.cost:.3f} x"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A bound on counted multiply-adds relative to the plain host.
+
+    Attributes:
+        costs: Counts plans of one host on one shape of batch.
+        max_cost: The bound; None for no bound.
+    """
+
+    costs: CostModel
+    max_cost: float | None
+
+    @classmethod
+    def of(cls, model: Host, batch: Any, max_cost: float | None) -> Budget:
+        """Look at a host and the shape of a batch."""
+        return cls(counter_of(model, batch), max_cost)
+
+    @property
+    def limit(self) -> float:
+        """The bound as a number."""
+        return float("inf") if self.max_cost is None else self.max_cost
+
+    def ratio(self, masks: Sequence[HeadMask]) -> float:
+        """Return the counted cost of members."""
+        return self.costs.ratio(list(masks))
+
+    def allows(self, masks: Sequence[HeadMask]) -> bool:
+        """Tell whether members are within the bound."""
+        return self.max_cost is None or self.ratio(masks) <= self.max_cost + SLACK
+
+    def branch_layers(self, members: int) -> list[int]:
+        """Return the layers, up to the last, in which members of a search may differ.
+
+        The lowest layer from which two streams of a third of the heads fit: more members part
+        higher up. Without a bound, the upper half of the layers.
+        """
+        depth = len(self.costs.host)
+        if self.max_cost is None:
+            return list(range(depth // 2, depth))
+        counts = keep_counts(1 / 3, self.costs.host.head_counts)
+        first = _earliest(self.costs, counts, min(members, 2), self.max_cost)
+        if first is None:
+            raise _no_room(self.costs, depth - 1, counts, members, self.max_cost)
+        return list(range(first, depth))
+
+    def option(self, members: int, *, keep: Keep | None = None, at_most: float = 0.5) -> Option:
+        """Choose where members part and what they keep, whichever heads that are.
+
+        Args:
+            members: Number of members M.
+            keep: Heads of a branched layer; then only the earliest branch is chosen at which they
+                fit. None chooses both (`fit_budget`).
+            at_most: Largest share of a branched block's heads, where the budget chooses.
+        """
+        if keep is None:
+            return fit_budget(
+                self.costs, members=members, max_cost=self.limit, batch=None, at_most=at_most
+            )
+        heads = self.costs.host.head_counts
+        counts = keep_counts(keep, heads)
+        first = _earliest(self.costs, counts, members, self.limit)
+        if first is None:
+            raise _no_room(self.costs, len(heads) - 1, counts, members, self.limit)
+        counts = (*heads[:first], *counts[first:])
+        return Option(first, counts, option_cost(self.costs, first, counts, members))
+
+    def heads(self, layers: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Return how many heads one pruned model may keep, by layer.
+
+        As many as fit, the same number in each of `layers` (all by default), then one more where
+        that fits, from the top; the other layers keep all.
+        """
+        depth = len(self.costs.host)
+        chosen = range(depth) if layers is None else sorted(layers)
+        option = fill(self.costs, chosen, 1, self.limit, 1.0)
+        if option is None:
+            counts = _counts(self.costs, chosen, 1)
+            raise _no_room(self.costs, chosen[0], counts, 1, self.limit)
+        return option.keep_per_layer
 
 
 def branch_options(
@@ -63,7 +146,7 @@ def branch_options(
     return [
         option
         for layer in reversed(range(len(counter.host)))
-        if (option := fill(counter, layer, members, max_cost, at_most)) is not None
+        if (option := fill(counter, _from(counter, layer), members, max_cost, at_most)) is not None
     ]
 
 
@@ -92,11 +175,8 @@ def fit_budget(
         options = [option for option in options if option.branch_layer == branch_layer]
     if not options:
         layer = len(counter.host) - 1 if branch_layer is None else branch_layer
-        least = option_cost(counter, layer, _counts(counter, layer, 1), members)
-        raise MaskError(
-            f"max_cost={max_cost} cannot be kept by {members} members that branch at block "
-            f"{layer} of {counter.host.name}: with one head each they cost {least:.3f} x the plain "
-            "model. Allow more, branch later or take fewer members."
+        raise _no_room(
+            counter, layer, _counts(counter, _from(counter, layer), 1), members, max_cost
         )
     heads = counter.host.head_counts
 
@@ -213,40 +293,73 @@ def counter_of(model: Host, batch: Any) -> CostModel:
     return model if isinstance(model, CostModel) else CostModel(model, batch)
 
 
-def _counts(counter: CostModel, branch_layer: int, keep: int) -> tuple[int, ...]:
+def _from(counter: CostModel, layer: int) -> range:
+    """Return the layers from one on."""
+    return range(layer, len(counter.host))
+
+
+def _counts(counter: CostModel, layers: Sequence[int], keep: int) -> tuple[int, ...]:
     heads = counter.host.head_counts
-    return tuple(n if i < branch_layer else min(keep, n) for i, n in enumerate(heads))
+    return tuple(min(keep, n) if i in layers else n for i, n in enumerate(heads))
+
+
+def _earliest(
+    counter: CostModel, counts: Sequence[int], members: int, max_cost: float
+) -> int | None:
+    """Return the lowest layer from which members that keep so many heads fit; None for none."""
+    found = None
+    for layer in reversed(range(len(counter.host))):
+        if option_cost(counter, layer, counts, members) > max_cost + SLACK:
+            break
+        found = layer
+    return found
+
+
+def _no_room(
+    counter: CostModel, layer: int, counts: Sequence[int], members: int, max_cost: float
+) -> MaskError:
+    kept = ", ".join(str(count) for count in counts[layer:])
+    least = option_cost(counter, layer, counts, members)
+    return MaskError(
+        f"max_cost={max_cost} leaves no room for {members} member{'s' * (members > 1)} of "
+        f"{counter.host.name} that part at block {layer} and keep {kept} heads from there on: they "
+        f"cost {least:.3f} x the plain model. Allow more, branch later, keep fewer heads or take "
+        "fewer members."
+    )
 
 
 def fill(
-    counter: CostModel, branch_layer: int, members: int, max_cost: float, at_most: float
+    counter: CostModel, layers: Sequence[int], members: int, max_cost: float, at_most: float
 ) -> Option | None:
-    """Fill the budget at one branch layer (see `branch_options`); None when nothing fits."""
-    heads = counter.host.head_counts
-    limits = [n if i < branch_layer else keep_count(at_most, n) for i, n in enumerate(heads)]
+    """Fill the budget in some layers (see `branch_options`); None when nothing fits.
+
+    Members part at the first of `layers`; in layers that are not named they keep all heads.
+    """
+    heads, first = counter.host.head_counts, layers[0]
+    limits = [keep_count(at_most, n) if i in layers else n for i, n in enumerate(heads)]
     if members > 1:  # with all heads of the branch they would not part there
-        limits[branch_layer] = min(limits[branch_layer], heads[branch_layer] - 1)
+        limits[first] = min(limits[first], heads[first] - 1)
 
     def fits(counts: Sequence[int]) -> bool:
         within = all(count <= limit for count, limit in zip(counts, limits, strict=True))
-        return within and option_cost(counter, branch_layer, counts, members) <= max_cost
+        return within and option_cost(counter, first, counts, members) <= max_cost
 
     best: tuple[int, ...] | None = None
     for keep in range(1, max(heads) + 1):
-        counts = _counts(counter, branch_layer, keep)
+        counts = _counts(counter, layers, keep)
         if counts == best or not fits(counts):
             break
         best = counts
     if best is None:
         return None
     while True:
-        more = next((counts for counts in _one_more(best, branch_layer) if fits(counts)), None)
+        more = next((counts for counts in _one_more(best, layers) if fits(counts)), None)
         if more is None:
-            return Option(branch_layer, best, option_cost(counter, branch_layer, best, members))
+            return Option(first, best, option_cost(counter, first, best, members))
         best = more
 
 
-def _one_more(counts: tuple[int, ...], branch_layer: int) -> Iterator[tuple[int, ...]]:
+def _one_more(counts: tuple[int, ...], layers: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Give one block one more head: those with fewest first, of these the last."""
-    for layer in sorted(range(branch_layer, len(counts)), key=lambda i: (counts[i], -i)):
+    for layer in sorted(layers, key=lambda i: (counts[i], -i)):
         yield (*counts[:layer], counts[layer] + 1, *counts[layer + 1 :])

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .circuits.budget import Budget
+from .budget import Budget
+from .circuits.candidates import PartCandidates
 from .circuits.headmap import find_effects
-from .circuits.members import Candidates, Members, search_members
+from .circuits.members import Members, search_members
 from .circuits.objectives import auroc
 from .circuits.pool import make_pool
-from .circuits.prefix import CACHE_BYTES, Outputs, Prefix
+from .circuits.prefix import CACHE_BYTES, Prefix
 from .circuits.select import EnsembleObjective, settings_of, split_rows
 from .circuits.sets import outlier_sets
-from .circuits.state import SearchState, model_fingerprint
+from .circuits.state import SearchState, TensorStore, model_fingerprint
 from .circuits.ticking import ticker
 from .criteria import HeadImportanceEntropy, score_heads
 from .data.batches import Batches, as_data, indexable
@@ -26,7 +28,7 @@ from .data.splits import fingerprint, sample, split
 from .ensemble import HydraEnsemble
 from .errors import DataError
 from .fusing import fuse
-from .masks import HeadMask, Keep
+from .masks import HeadMask, HeadScores, Keep
 from .models import HostModel, host_model
 from .uncertainty import fit_member_temperatures, fit_temperature, score_logits, scores
 
@@ -71,12 +73,15 @@ def build(
         members: Number of members M.
         max_cost: Bound on counted multiply-adds relative to the plain model; None for none.
         keep: Heads that `circuit`, `taylor`, `hies` and `random` keep in branched layers: a
-            fraction, or a number; by default as many as the budget allows, half at most.
+            fraction, a number, or a list by layer; by default as many as the budget allows, half at
+            most.
         score: The uncertainty that `predict` reports, or `"auto"`: the best on validation data.
         calibrate: Fit a temperature for each member and one for the mean.
         objective: What `select` rewards.
         seed: Of splits, proxies, pools and bags.
-        folder: Keep finished steps here, so that a stopped build goes on.
+        folder: Keep finished steps here (candidates' logits, up to 1 GB, until the search is done),
+            so that a stopped build goes on and ends with the same members. Another model, other
+            data or settings are refused.
         cache_bytes: Memory for hidden states.
         progress: Show bars on a terminal.
 
@@ -110,17 +115,17 @@ def build(
     }
     settings = json.loads(json.dumps(settings))
     state = SearchState(folder, settings, name="build.json")
-    if state.steps:
-        result = state.steps[0]
-    else:
+    store = None if folder is None else TensorStore(Path(folder) / "candidates")
+    result = next((step for step in state.steps if "masks" in step), None)
+    if result is None:
         budget = Budget.of(host, work.first_batch(), max_cost)
         if method == "select":
-            result = work.select(members, budget, objective, folder)
+            result = work.select(members, budget, objective, state, store)
         else:
-            masks, tried = work.by_method(method, members, budget, keep, folder)
-            result = {"masks": [m.tolist() for m in masks], "tried": tried}
-            result["cost"] = budget.ratio(masks)
+            result = work.by_method(method, members, budget, keep, state)
         state.add(result)
+    if store is not None:
+        store.clear()
     masks = [HeadMask(rows) for rows in result["masks"]]
     ensemble = fuse(host.model, masks)
     decisions = work.decide(ensemble, score, calibrate)
@@ -215,7 +220,8 @@ class _Build:
         members: int,
         budget: Budget,
         objective: EnsembleObjective,
-        folder: Any,
+        state: SearchState,
+        store: TensorStore | None,
     ) -> dict[str, Any]:
         """Search members by the ensemble's own figures."""
         layers = budget.branch_layers(members)
@@ -226,7 +232,7 @@ class _Build:
         }
         labelled = [name for name in both if name.endswith(":id")]
         prefix = Prefix(self.host, both, cache_bytes=self.cache_bytes, labelled=labelled)
-        tables = self._tables(layers, prefix)
+        tables = self._tables(layers, state)
         size = self._pool_size(prefix)
         pool = make_pool(self.host, layers, size=size, tables=tables, seed=self.seed)
         trunk = torch.ones(1)
@@ -235,7 +241,7 @@ class _Build:
             for layer in range(layers[0]):
                 trunk = torch.ones(self.host.head_counts[layer], dtype=torch.bool)
                 prefix.advance(trunk, tick=tick)
-            candidates = _PartCandidates(prefix, pool, tick=tick)
+            candidates = PartCandidates(prefix, pool, tick=tick, store=store)
             found = search_members(
                 candidates,
                 budget,
@@ -245,6 +251,7 @@ class _Build:
                 hold=candidates.rows("stop"),
                 objective=objective,
                 seed=self.seed,
+                state=state,
             )
         return _plain(found, len(candidates.masks), layers)
 
@@ -253,33 +260,44 @@ class _Build:
         examples = sum(prefix.examples.values())
         return int(min(600, max(64, POOL_BYTES / (8 * examples * classes))))
 
-    def _tables(self, layers: Sequence[int], prefix: Prefix) -> dict[str, Any]:
+    def _tables(self, layers: Sequence[int], state: SearchState) -> dict[str, HeadScores]:
         """Score heads by criteria, as seeds of the pool."""
-        if all(self.host.head_counts[layer] <= 3 for layer in layers):
-            return {}
-        found = score_heads(
-            self.host, self.parts["select"], criterion=["taylor", "hies"], progress=self.progress
-        )
-        return dict(found)
+        if not state.find("tables"):
+            names = ["taylor", "hies"]
+            few = all(self.host.head_counts[layer] <= 3 for layer in layers)
+            found = (
+                {}
+                if few
+                else score_heads(
+                    self.host, self.parts["select"], criterion=names, progress=self.progress
+                )
+            )
+            state.add({"tables": {name: table.tolist() for name, table in found.items()}})
+        return {name: HeadScores(rows) for name, rows in state.find("tables")[0].items()}
 
     def by_method(
-        self, method: str, members: int, budget: Budget, keep: Keep | None, folder: Any
-    ) -> tuple[list[HeadMask], list[Any]]:
+        self, method: str, members: int, budget: Budget, keep: Keep | None, state: SearchState
+    ) -> dict[str, Any]:
         """Make members one by one, each without a look at the others."""
-        layers = budget.full_branch_layers(members)
-        if keep is None:
-            keep = min(0.5, budget.keep(members, layers))
+        option = budget.option(members, keep=keep)
+        layers = range(option.branch_layer, len(self.host))
         full = HeadMask.full(self.host)
-        masks: list[HeadMask] = []
-        tried: list[Any] = []
-        for member in range(members):
-            kept, what = self._member(method, member, layers, keep, folder)
+        known = state.find("member")
+        for member in range(len(known), members):
+            folder = None if state.path is None else state.path.parent / f"member{member}"
+            kept, tried = self._member(method, member, layers, option.keep_per_layer, folder)
             mask = full
             for layer in layers:
                 mask = mask.with_layer(layer, kept[layer])
-            masks.append(mask)
-            tried.append(what)
-        return masks, tried
+            known.append({"mask": mask.tolist(), "tried": tried})
+            state.add({"member": known[member]})
+        masks = [HeadMask(step["mask"]) for step in known]
+        return {
+            "masks": [mask.tolist() for mask in masks],
+            "tried": [step["tried"] for step in known],
+            "cost": budget.ratio(masks),
+            "branch_layers": list(layers),
+        }
 
     def _member(
         self, method: str, member: int, layers: Sequence[int], keep: Keep, folder: Any
@@ -301,7 +319,7 @@ class _Build:
                 objective=goal,
                 keep=keep,
                 layers=layers,
-                folder=None if folder is None else os.path.join(folder, f"member{member}"),
+                folder=folder,
                 cache_bytes=self.cache_bytes,
                 progress=self.progress,
             )
@@ -368,40 +386,6 @@ def _run(ensemble: HydraEnsemble, data: Any) -> tuple[Tensor, Tensor | None]:
         if found is not None:
             labels.append(found.long().cpu())
     return torch.cat(logits), torch.cat(labels) if labels else None
-
-
-class _PartCandidates(Candidates):
-    """Candidates on data sets in parts `<part>:<name>`, joined by name."""
-
-    def add(self, pool: Mapping[HeadMask, str]) -> None:
-        new = {mask: origin for mask, origin in pool.items() if mask not in self.origins}
-        if not new:
-            return
-        found = self.prefix.logits(list(new), tick=self.tick)
-        joined = _join(found.logits)
-        before = self.outputs.logits
-        self.outputs = Outputs(
-            {n: torch.cat([before[n], v], 1) if n in before else v for n, v in joined.items()},
-            _join(found.labels),
-        )
-        self.origins.update(new)
-
-    def rows(self, part: str) -> dict[str, Tensor]:
-        """Return the examples of a part, by data set."""
-        result, starts = {}, dict.fromkeys(self.outputs.logits, 0)
-        for key, count in self.prefix.examples.items():
-            where, _, name = key.partition(":")
-            if where == part:
-                result[name] = torch.arange(starts[name], starts[name] + count)
-            starts[name] += count
-        return result
-
-
-def _join(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, list[Tensor]] = {}
-    for key, tensor in parts.items():
-        found.setdefault(key.partition(":")[2], []).append(tensor)
-    return {name: torch.cat(tensors) for name, tensors in found.items()}
 
 
 def _plain(found: Members, pool: int, layers: Sequence[int]) -> dict[str, Any]:

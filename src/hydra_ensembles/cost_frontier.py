@@ -168,7 +168,8 @@ def frontier(
             if cost <= up_to and counts[layer] > 0:
                 options.add(Option(layer, counts, cost))
         # what the budget itself allows here belongs on the curve
-        filled = fill(counter, layer, members, max_cost, at_most=max(keep))
+        above = range(layer, len(counter.host))
+        filled = fill(counter, above, members, max_cost, at_most=max(keep))
         options |= set() if filled is None else {filled}
     if callable(objective):
         value, called = objective, name or str(getattr(objective, "__name__", "objective"))

@@ -7,11 +7,13 @@ import os
 import pytest
 import torch
 
+from hydra_ensembles.budget import Budget
 from hydra_ensembles.circuits.headmap import Circuit, find_circuit, find_effects
 from hydra_ensembles.circuits.objectives import as_objective, auroc, ece_of, effect, objectives
 from hydra_ensembles.circuits.prefix import Outputs, Prefix
 from hydra_ensembles.circuits.sets import shifted
-from hydra_ensembles.errors import DataError, FormatError
+from hydra_ensembles.counting import CostModel
+from hydra_ensembles.errors import DataError, FormatError, MaskError
 from hydra_ensembles.heads import gate
 from hydra_ensembles.inference import call_model
 from hydra_ensembles.masks import HeadMask
@@ -112,6 +114,21 @@ def test_a_users_function_is_an_objective():
 
     circuit = find_effects(model, id=data, objective=largest_logit, keep=1, progress=False)
     assert circuit.objective == "largest_logit" and circuit.mask.kept == (1, 1)
+
+
+def test_a_budget_says_how_many_heads_each_layer_keeps():
+    model, data = a_host("bert")
+    host = host_model(model)
+    costs = CostModel(host, data[0])
+    top = find_circuit(model, id=data, max_cost=0.9, layers=[2], progress=False)
+    whole = find_effects(model, id=data, max_cost=0.8, progress=False)
+    assert costs.ratio([top]) <= 0.9 and top.kept[:2] == (4, 4)
+    assert costs.ratio([whole.mask]) <= 0.8 and min(whole.mask.kept) >= 1
+    assert whole.mask.kept == Budget.of(host, data[0], 0.8).heads()
+    counts = list(whole.mask.kept)
+    assert whole.mask == find_circuit(model, id=data, keep=counts, progress=False)
+    with pytest.raises(MaskError, match="give one"):
+        find_circuit(model, id=data, keep=0.5, max_cost=0.9, progress=False)
 
 
 def test_a_small_cache_changes_nothing():

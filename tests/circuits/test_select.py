@@ -7,13 +7,14 @@ import itertools
 import pytest
 import torch
 
-from hydra_ensembles.circuits.budget import Budget
+from hydra_ensembles.budget import Budget
 from hydra_ensembles.circuits.members import Candidates, search_members
 from hydra_ensembles.circuits.pool import all_rows, make_pool, mutations
 from hydra_ensembles.circuits.prefix import Outputs, Prefix
 from hydra_ensembles.circuits.select import EnsembleObjective, Selector, split_rows
+from hydra_ensembles.circuits.state import SearchState, TensorStore
 from hydra_ensembles.circuits.table import Table
-from hydra_ensembles.errors import MaskError
+from hydra_ensembles.errors import FormatError, MaskError
 from hydra_ensembles.masks import HeadMask, HeadScores
 from hydra_ensembles.models import host_model
 from hydra_ensembles.uncertainty import score_logits
@@ -115,8 +116,7 @@ def test_budgets_choose_layers_and_heads():
     host = host_model(HOSTS["timm"][0]())
     batch = images(2)
     assert Budget.of(host, batch, None).branch_layers(3) == [1]
-    loose = Budget.of(host, batch, 3.0)
-    assert loose.branch_layers(2) == [0, 1] and loose.keep(3, [0, 1]) == 1.0
+    assert Budget.of(host, batch, 3.0).branch_layers(2) == [0, 1]
     with pytest.raises(MaskError, match="no room"):
         Budget.of(host, batch, 0.1).branch_layers(3)
 
@@ -141,3 +141,61 @@ def test_search_stays_within_the_budget_and_reports_intervals():
     assert found.selection.held_out >= 0  # the unpruned host is among the finalists
     low, high = found.selection.intervals["AUROC ood/flip"]
     assert low <= high
+
+
+class Stopped(Exception):
+    pass
+
+
+def a_search(folder=None, stop=None):
+    """Search members of a small host; stop after some block runs. Returns them, and the runs."""
+    host = host_model(HOSTS["bert"][0]())
+    from ..test_build import sentences
+
+    data = sentences(30)
+    odd = [{k: v.flip(1) for k, v in b.items() if k != "labels"} for b in data]
+    prefix = Prefix(host, {"id": data, "ood/flip": odd})
+    prefix.advance(torch.ones(4, dtype=torch.bool))
+    runs = 0
+
+    def tick(_):
+        nonlocal runs
+        runs += 1
+        if runs == stop:
+            raise Stopped
+
+    state, store = SearchState(folder, {"seed": 3}), None
+    if folder is not None:
+        store = TensorStore(folder / "candidates")
+    candidates = Candidates(prefix, make_pool(host, [1, 2], size=20), tick=tick, store=store)
+    found = search_members(
+        candidates, Budget.of(host, data[0], 1.5), layers=[1, 2], seed=3, state=state
+    )
+    return found, runs
+
+
+def test_a_search_stopped_anywhere_ends_the_same(tmp_path):
+    whole, runs = a_search()
+    steps = set()
+    for part in (0.1, 0.4, 0.7, 0.95):
+        folder = tmp_path / str(part)
+        with pytest.raises(Stopped):
+            a_search(folder, stop=int(part * runs))
+        steps.add(len(SearchState(folder, {"seed": 3}).find("round")))
+        kept = len(list((folder / "candidates").glob("*")))
+        assert kept or part == 0.1
+        assert a_search(folder)[0] == whole
+        assert a_search(folder)[0] == whole  # and once more, all from the folder
+    assert len(steps) > 1, "no stop came after a round"
+
+
+def test_damaged_logits_are_refused(tmp_path):
+    store = TensorStore(tmp_path)
+    value = torch.randn(3, 2)
+    store.put("a", value)
+    assert torch.equal(store.get("a"), value) and store.get("b") is None
+    (tmp_path / "a.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(FormatError, match="Delete it"):
+        store.get("a")
+    store.clear()
+    assert not tmp_path.exists()

@@ -16,9 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..budget import Budget
 from ..data.batches import without_labels
 from ..data.splits import fingerprint
-from ..errors import DataError
+from ..errors import DataError, MaskError
 from ..masks import HeadMask, HeadScores, Keep, keep_counts
 from ..models import HostModel, host_model
 from ..uncertainty import Score
@@ -119,7 +120,8 @@ def find_circuit(
     ood: Any = None,
     shift: Any = None,
     objective: Any = "id-loss",
-    keep: Keep = 0.5,
+    keep: Keep | None = None,
+    max_cost: float | None = None,
     condition: Condition = "knockout",
     layers: Sequence[int] | None = None,
     score: str | Score = "msp",
@@ -139,6 +141,7 @@ def find_circuit(
         shift=shift,
         objective=objective,
         keep=keep,
+        max_cost=max_cost,
         condition=condition,
         layers=layers,
         score=score,
@@ -155,7 +158,8 @@ def find_effects(
     ood: Any = None,
     shift: Any = None,
     objective: Any = "id-loss",
-    keep: Keep = 0.5,
+    keep: Keep | None = None,
+    max_cost: float | None = None,
     condition: Condition = "knockout",
     layers: Sequence[int] | None = None,
     score: str | Score = "msp",
@@ -174,7 +178,10 @@ def find_effects(
             needs it and None is given.
         objective: `id-loss`, `ood-auroc`, `ece`, `nll-shift`, `average`, an `Objective`, or a
             function of `Outputs` that is lower when better.
-        keep: Heads of the circuit: a fraction of each layer, a number, or a list by layer.
+        keep: Heads of the circuit: a fraction of each layer, a number, or a list by layer; half by
+            default.
+        max_cost: In place of `keep`: as many heads as the model pruned to the circuit may cost, in
+            counted multiply-adds relative to the plain one (`Budget.heads`).
         condition: What is fixed below a layer: `"knockout"` (the published search: heads already
             selected stay zeroed), `"keep"` (heads not selected are zeroed: the circuit as it will
             be used), `"none"` (nothing: each head alone).
@@ -191,8 +198,8 @@ def find_effects(
     sets = search_sets(id, ood=ood, shift=shift, needs=goal.needs, average=goal.name == "average")
     kinds = sorted({name.split("/")[0] for name in sets})
     goals = average_of(score, kinds) if goal.name == "average" else [goal]
-    counts = keep_counts(keep, host.head_counts)
     chosen = list(range(len(host))) if layers is None else sorted(layers)
+    counts = _counts(host, sets["id"], keep, max_cost, chosen)
     counts = tuple(
         k if i in chosen else n
         for i, (k, n) in enumerate(zip(counts, host.head_counts, strict=True))
@@ -218,6 +225,19 @@ def find_effects(
         condition,
         settings,
     )
+
+
+def _counts(
+    host: HostModel, data: Any, keep: Keep | None, max_cost: float | None, layers: Sequence[int]
+) -> tuple[int, ...]:
+    """Return how many heads each layer keeps, as asked or as a budget allows."""
+    if max_cost is None:
+        return keep_counts(0.5 if keep is None else keep, host.head_counts)
+    if keep is not None:
+        raise MaskError(
+            f"keep={keep} and max_cost={max_cost} both say how many heads to keep: give one."
+        )
+    return Budget.of(host, next(iter(data)), max_cost).heads(layers)
 
 
 def _fingerprints(sets: Mapping[str, Any]) -> dict[str, str]:

@@ -2,55 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
+from ..budget import Budget
 from ..masks import HeadMask
-from .budget import Budget
+from .candidates import Candidates as Candidates
 from .pool import mutations
-from .prefix import Outputs, Prefix
 from .select import EnsembleObjective, Rows, Selection, Selector
+from .state import SearchState
 from .table import Table
-
-
-class Candidates:
-    """Candidate masks and their logits above a cached trunk; each is computed once.
-
-    Args:
-        prefix: Cached states; it is advanced to the first layer in which candidates differ.
-        pool: Masks and where they come from; the first is the unpruned host.
-    """
-
-    def __init__(self, prefix: Prefix, pool: Mapping[HeadMask, str], *, tick: Any = None) -> None:
-        self.prefix, self.tick = prefix, tick
-        self.origins: dict[HeadMask, str] = {}
-        self.outputs = Outputs({}, prefix.labels)
-        self.add(pool)
-
-    @property
-    def masks(self) -> list[HeadMask]:
-        """The candidates, in the order of their logits."""
-        return list(self.origins)
-
-    def add(self, pool: Mapping[HeadMask, str]) -> None:
-        """Compute the logits of more candidates."""
-        new = {mask: origin for mask, origin in pool.items() if mask not in self.origins}
-        if not new:
-            return
-        found = self.prefix.logits(list(new), tick=self.tick)
-        before = self.outputs.logits
-        self.outputs = Outputs(
-            {
-                name: torch.cat([before[name], logits], 1) if name in before else logits
-                for name, logits in found.logits.items()
-            },
-            self.prefix.labels,
-        )
-        self.origins.update(new)
 
 
 @dataclass(frozen=True)
@@ -86,6 +50,7 @@ def search_members(
     bags: int = 4,
     leave_family_out: bool = True,
     seed: int = 0,
+    state: SearchState | None = None,
 ) -> Members:
     """Choose members out of a pool and its mutations.
 
@@ -105,8 +70,12 @@ def search_members(
         bags: Bags of half of the examples.
         leave_family_out: Also select with each family left out.
         seed: Of bags and mutations.
+        state: Where finished rounds are kept, so that a stopped search goes on; its settings are to
+            name everything that the rounds depend on.
     """
     objective = objective or EnsembleObjective()
+    state = SearchState(None, {}) if state is None else state
+    known = state.find("round")
     exhaustive = "all" in candidates.origins.values()
     best: Selection | None = None
     helped = 0
@@ -123,14 +92,18 @@ def search_members(
                 seed=seed + turn,
             )
             candidates.add(dict.fromkeys(more, "mutation"))
-        table = Table(candidates.outputs)
-        fits = _Fits(candidates.masks, budget)
-        for bag in _bags(table, select, bags, leave_family_out, seed):
-            selector = Selector(table, objective=objective, select=bag, hold=hold, fits=fits)
-            for ensemble in selector.forward(members, beam=beam):
-                finalists[ensemble] = None
-        judge = Selector(table, objective=objective, select=select, hold=hold, fits=fits)
-        now = judge.choose(list(finalists))
+        if turn == len(known):
+            table = Table(candidates.outputs)
+            fits = _Fits(candidates.masks, budget)
+            for bag in _bags(table, select, bags, leave_family_out, seed):
+                selector = Selector(table, objective=objective, select=bag, hold=hold, fits=fits)
+                for ensemble in selector.forward(members, beam=beam):
+                    finalists[ensemble] = None
+            judge = Selector(table, objective=objective, select=select, hold=hold, fits=fits)
+            known.append({"finalists": list(finalists), **asdict(judge.choose(list(finalists)))})
+            state.add({"round": known[turn]})
+        finalists = dict.fromkeys(tuple(found) for found in known[turn]["finalists"])
+        now = Selection.of(known[turn])
         if best is not None and now.held_out <= best.held_out + 1e-9:
             break
         helped, best = turn, now

@@ -13,6 +13,7 @@ from ..errors import DataError
 from ..inference import evaluating, require_reiterable, split_batch
 from ..masks import HeadMask
 from ..models import HostModel
+from .state import TensorStore
 from .streams import Branch, Call, Engine, Replacement
 
 CACHE_BYTES = 4 * 2**30
@@ -179,6 +180,8 @@ class Prefix:
         *,
         replacement: Callable[[str, int, Call], Replacement] | None = None,
         tick: Tick | None = None,
+        store: TensorStore | None = None,
+        label: str = "",
     ) -> Outputs:
         """Return the logits of the host under every mask; only rows from the current layer count.
 
@@ -186,14 +189,30 @@ class Prefix:
             masks: Masks, or gates by layer.
             replacement: What replaces heads of the *current* layer that are off (default: zero).
             tick: Called with the number of block runs that were done.
+            store: Keeps the logits of every batch, so that a stopped search need not run it again.
+            label: What the masks are called in the store.
         """
         above = [[row.float() for row in mask][self.layer :] for mask in masks]
         found: dict[str, list[Tensor]] = {name: [] for name in self.data}
         with evaluating(self.host.model):
             for name, index, x, call in self.states():
-                edit = None if replacement is None else replacement(name, index, call)
-                found[name].append(self._tree(x, call, above, edit, tick).float().cpu())
+                key = f"{label}-{self._span(name, index)}"
+                known = None if store is None else store.get(key)
+                if known is None:
+                    edit = None if replacement is None else replacement(name, index, call)
+                    known = self._tree(x, call, above, edit, tick).float().cpu()
+                    if store is not None:
+                        store.put(key, known)
+                elif tick is not None:
+                    tick(len(masks) * (len(self.host) - self.layer))
+                found[name].append(known)
         return Outputs({name: torch.cat(parts) for name, parts in found.items()}, self.labels)
+
+    def _span(self, name: str, index: int) -> str:
+        """Name a batch by its data set and examples, whatever the size of batches is."""
+        sizes = self._sizes[name]
+        start = sum(sizes[:index])
+        return f"{list(self.data).index(name)}-{start}-{start + sizes[index]}"
 
     def _tree(
         self,

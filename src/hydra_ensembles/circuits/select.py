@@ -94,6 +94,17 @@ class Selection:
     trail: list[dict[str, Any]] = field(default_factory=list)
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Selection:
+        """Read plain data, as `asdict` or JSON gives it."""
+        return cls(
+            tuple(plain["members"]),
+            plain["gain"],
+            plain["held_out"],
+            plain["trail"],
+            {name: (low, high) for name, (low, high) in plain["intervals"].items()},
+        )
+
 
 class Selector:
     """Selects ensembles out of a table.

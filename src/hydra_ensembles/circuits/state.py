@@ -1,15 +1,18 @@
-"""Resuming a search: what is done so far, written after each layer, beside and renamed."""
+"""Resuming a search: finished steps and tensors, each file written beside and renamed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
 
 from ..errors import FormatError
 
@@ -86,14 +89,59 @@ class SearchState:
         self.steps.append(step)
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"version": VERSION, "settings": self.settings, "steps": self.steps})
-        beside = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, self.path)
+        _write(self.path, text.encode())
+
+    def find(self, key: str) -> list[Any]:
+        """Return what finished steps hold under a key, in their order."""
+        return [step[key] for step in self.steps if key in step]
+
+
+class TensorStore:
+    """Tensors by name in a folder: what a search has computed and a JSON file is too small for.
+
+    Args:
+        folder: Made when the first tensor is kept. Whoever opens it checks, with a `SearchState`
+            beside it, that its tensors belong to the search.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+    def get(self, name: str) -> Tensor | None:
+        """Return a tensor, or None when it was not kept."""
+        path = self._path(name)
+        if not path.exists():
+            return None
+        try:
+            return load_file(path)["tensor"]
+        except (SafetensorError, KeyError) as error:
+            raise FormatError(
+                f"{path} does not hold the logits of a search ({error}). Delete it: it will be "
+                "computed again."
+            ) from None
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Keep a tensor."""
+        _write(self._path(name), save({"tensor": tensor.contiguous()}))
+
+    def clear(self) -> None:
+        """Remove all of them."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file beside and rename it, so that it is whole whenever the process ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
 
 
 def _short(value: Any) -> str:
