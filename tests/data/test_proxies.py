@@ -9,7 +9,7 @@ from hydra_ensembles.data import as_data, make_proxies, proxies
 from hydra_ensembles.data.proxies import Proxy, proxy_texts, string_proxies
 from hydra_ensembles.errors import DataError, UnknownNameError
 
-IMAGE_KINDS = {"corrupt", "shuffle", "mix", "blur", "tile", "noise"}
+IMAGE_KINDS = {"corrupt", "shuffle", "mix", "blur", "tile", "sketch", "noise"}
 TEXT_KINDS = {"shuffle_words", "token_noise", "foreign", "halves"}
 MEAN, STD = 0.5, 0.25
 
@@ -89,6 +89,14 @@ def test_tile_repeats_a_crop_of_the_same_image() -> None:
         found = {tuple(colour) for colour in tiled.flatten(1).T.tolist()}
         assert found < colours
         assert len(found) < 0.15 * len(colours)
+
+
+def test_sketch_draws_few_strokes_on_an_empty_ground() -> None:
+    made = next(iter(make_proxies([pictures(8)], "sketch")["sketch"]))
+    assert set(made.unique().tolist()) == {0.0, 1.0}
+    rare = torch.minimum(made.mean((1, 2, 3)), 1 - made.mean((1, 2, 3)))
+    assert bool((rare > 0.03).all()) and bool((rare < 0.15).all())
+    assert len({float(image[0, 0, 0]) for image in made}) == 2  # some white, some black grounds
 
 
 def test_mix_blends_two_images() -> None:

@@ -49,8 +49,8 @@ def make_proxies(
     Args:
         data: batches of images, or of token ids (`input_ids`, `attention_mask`).
         kinds: names of registered proxies, or `auto`: all that fit. For images `corrupt`,
-            `shuffle`, `mix`, `blur`, `tile`, `noise`; for text `shuffle_words`, `token_noise`,
-            `foreign`, `halves`.
+            `shuffle`, `mix`, `blur`, `tile`, `sketch`, `noise`; for text `shuffle_words`,
+            `token_noise`, `foreign`, `halves`.
         seed: of every draw.
         mean, std: what images were normalised with; by default read off the data's transform or
             its pixel range.
