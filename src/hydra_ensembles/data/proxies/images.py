@@ -154,7 +154,7 @@ def _mirrored(length: int, side: int, device: torch.device) -> Tensor:
 
 @image_proxy("sketch")
 def sketch(pixels: Tensor, draws: Draws, context: ImageContext) -> Tensor:
-    """Draw the strongest 6 to 14 % of edges in white on black, or inversely: strokes, no surfaces."""
+    """Draw the strongest 6 to 14 % of edges white on black, or inversely: strokes, no surfaces."""
     side = min(pixels.shape[-2:])
     smooth = gaussian_blur(pixels.mean(1, keepdim=True), max(0.7, 0.01 * side))
     padded = F.pad(smooth, (1, 1, 1, 1), mode="replicate")
