@@ -111,6 +111,10 @@ def command(
         print_json({r.name: {**r.figures, "cost": costs[r.name]} for r in results})
     else:
         results_table(results, costs)
+        typer.echo(
+            f"{len(data.test.indices)} test digits and one seed: a point of difference is chance; the "
+            "report has the 95 % intervals."
+        )
     say(f"Report: {page}   Ensemble: {output / 'ensemble'}", json=json)
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, FormatError, MissingDependencyError, UnsupportedModelError
+from .classes import check_labels, class_count, names_for_folder
 from .exits import Stop
+from .hub import hub_access, not_cached
 
 
 @dataclass
@@ -21,6 +23,7 @@ class Loaded:
         transform: How it wants its images, or None.
         tokenizer: How it wants its texts, or None.
         class_names: By class number, or None when it has not told.
+        folder_names: What folders of its classes are called in its data set, by class number.
         key: The name of its image input; None takes images alone.
     """
 
@@ -29,6 +32,7 @@ class Loaded:
     transform: Any = None
     tokenizer: Any = None
     class_names: list[str] | None = None
+    folder_names: list[str] | None = None
     key: str | None = "pixel_values"
 
     @property
@@ -90,15 +94,20 @@ def load_set(loaded: Loaded, source: str, *, outliers: bool = False, **options: 
 
     limit, seed = options.pop("limit", None), options.pop("seed", 0)
     labels = options.pop("labels", None)
+    names, folder = loaded.class_names, Path(source).expanduser()
+    classes = class_count(loaded.model)
+    if not outliers and labels is None and loaded.tokenizer is None and folder.is_dir():
+        names = names_for_folder(folder, loaded.name, [names, loaded.folder_names], classes)
     data = load_data(
         source,
         tokenizer=loaded.tokenizer,
         transform=loaded.transform,
         labels=False if outliers else labels or True,
-        class_names=None if outliers else loaded.class_names,
+        class_names=None if outliers else names,
         key=loaded.key,
         **options,
     )
+    check_labels(getattr(data, "labels", None), classes, source=source, model=loaded.name)
     return data if limit is None else sample(data, limit, seed=seed)
 
 
@@ -179,19 +188,14 @@ def _has_processor(folder: Path) -> bool:
 
 
 def _timm(name: str) -> Loaded:
-    try:
-        import timm
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{name} needs timm: pip install 'hydra-ensembles[timm]'."
-        ) from error
-    try:
-        model = timm.create_model(name.removeprefix("timm:"), pretrained=True)
-    except Exception as error:  # timm raises many kinds for unknown names and no network
-        raise UnsupportedModelError(
-            f"timm cannot make {name.removeprefix('timm:')!r}: {' '.join(str(error).split())[:300]}"
-        ) from error
-    return Loaded(model, name, transform=_timm_transform(model), key=None)
+    from .timm_models import imagenet_names, load_timm
+
+    model = load_timm(name)
+    loaded = Loaded(model, name, transform=_timm_transform(model), key=None)
+    names = imagenet_names(model)
+    if names is not None:
+        loaded.class_names, loaded.folder_names = names
+    return loaded
 
 
 def _timm_transform(model: Any) -> Any:
@@ -218,6 +222,25 @@ def _transformers(name: str, names: list[str] | None) -> Loaded:
         ) from error
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if folder.is_dir():
+        return _classifier(transformers, name, names)
+    with hub_access() as reached:
+        try:
+            return _classifier(transformers, name, names)
+        except UnsupportedModelError as error:
+            if reached or _in_cache(name):
+                raise
+            raise UnsupportedModelError(not_cached(name)) from error
+
+
+def _in_cache(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+def _classifier(transformers: Any, name: str, names: list[str] | None) -> Loaded:
+    """Load a transformers classifier, or a dual encoder as one."""
     try:
         config = transformers.AutoConfig.from_pretrained(name)
         dual = hasattr(config, "vision_config") and hasattr(config, "text_config")

@@ -32,21 +32,22 @@ def print_json(value: Any) -> None:
 
 
 def results_table(results: Sequence[Results], costs: Mapping[str, float] | None = None) -> None:
-    """Print results side by side."""
+    """Print results side by side, within 80 columns."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     from ..evaluation.tables import direction, shown
 
-    table = Table(title=None)
-    table.add_column("model")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+    table.add_column("model", overflow="fold")
     keys = [key for key in FIGURES if any(key in result for result in results)]
     if costs:
-        table.add_column("cost", justify="right")
+        table.add_column("cost", justify="right", no_wrap=True)
     for key in keys:
         mark = {1: " ↑", -1: " ↓", 0: ""}[direction(key)]
-        short = key.replace("ood/mean/", "OOD ").replace("shift/mean/cls/", "shifted ")
-        table.add_column(short.split("/")[-1] + mark, justify="right")
+        short = key.replace("ood/mean/", "OOD\n").replace("shift/mean/cls/", "shifted\n")
+        table.add_column(short.split("/")[-1] + mark, justify="right", no_wrap=True)
     for result in results:
         cells = [result.name]
         if costs:

@@ -1,0 +1,137 @@
+"""Models and data by name: the hub's cache without a network, weights of one's own, classes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from hydra_ensembles.cli.classes import check_labels, names_for_folder
+from hydra_ensembles.cli.hub import hub_access, reachable
+from hydra_ensembles.cli.loading import load_model
+from hydra_ensembles.cli.main import main
+from hydra_ensembles.errors import DataError, FormatError, UnsupportedModelError
+
+NOWHERE = "https://no-such-host.invalid"
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Point the hub's client at a host that does not exist, with a cache of our own."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", NOWHERE)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def test_an_unreachable_hub_is_told_from_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert not reachable(NOWHERE) and reachable("http://localhost:1")
+    monkeypatch.setenv("https_proxy", "http://localhost:1")
+    assert reachable(NOWHERE)
+
+
+def test_offline_lasts_as_long_as_the_loading(no_hub: Path) -> None:
+    from huggingface_hub import is_offline_mode
+
+    before = is_offline_mode()
+    with hub_access() as reached:
+        assert not reached and is_offline_mode()
+    assert is_offline_mode() is before
+
+
+def test_a_hub_name_without_network(no_hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert main(["explain", "someone/some-model"]) == 4
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and "cannot be reached" in lines[0] and str(no_hub) in lines[0]
+
+
+def test_a_hub_name_in_the_cache(no_hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        image_size=8,
+        patch_size=4,
+        num_labels=2,
+    )
+    place = no_hub / "models--someone--some-model"
+    transformers.ViTForImageClassification(config).save_pretrained(place / "snapshots" / "1")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("1")
+    monkeypatch.setattr(transformers.utils.hub.constants, "HF_HUB_CACHE", str(no_hub))
+    loaded = load_model("someone/some-model")
+    assert type(loaded.model).__name__ == "ViTForImageClassification"
+
+
+def test_timm_weights_of_ones_own(tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    from safetensors.torch import save_file
+
+    name, file = "vit_tiny_patch16_224", tmp_path / "weights.safetensors"
+    model = timm.create_model(name, pretrained=False, num_classes=3)
+    save_file(model.state_dict(), file)
+    loaded = load_model(f"timm:{name}@{file}")
+    assert loaded.model.num_classes == 3 and loaded.class_names is None
+    torch.testing.assert_close(loaded.model.head.weight, model.head.weight)
+    with pytest.raises(DataError, match="no weights file"):
+        load_model(f"timm:{name}@{tmp_path / 'none.safetensors'}")
+    with pytest.raises(FormatError, match="Pickled weights"):
+        load_model(f"timm:{name}@{Path(__file__)}")
+    with pytest.raises(FormatError, match="do not fit"):
+        load_model(f"timm:deit_tiny_distilled_patch16_224@{file}")
+    with pytest.raises(UnsupportedModelError, match="Did you mean vit_tiny_patch16_224"):
+        load_model("timm:vit_tny_patch16_224")
+
+
+def test_imagenet_folders_by_name_or_number(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    from hydra_ensembles.cli.timm_models import imagenet_names
+
+    model = torch.nn.Module()
+    model.num_classes = 1000  # type: ignore[assignment]
+    known = imagenet_names(model)
+    assert known is not None
+    for name, place in (("n01443537", 1), ("goldfish", 1), ("Great_White_Shark", 2)):
+        folder = tmp_path / name
+        (folder / name).mkdir(parents=True)
+        names = names_for_folder(folder, "model", known, 1000)
+        assert names is not None and names.index(name) == place and len(names) == 1000
+    (tmp_path / "goldfish" / "unicorn").mkdir()
+    with pytest.raises(DataError, match="'unicorn'"):
+        names_for_folder(tmp_path / "goldfish", "model", known, 1000)
+
+
+def test_folders_never_become_other_classes(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+    assert names_for_folder(tmp_path, "model", [None], 2) is None
+    with pytest.raises(DataError, match="2 class subfolders, but model has 10 classes"):
+        names_for_folder(tmp_path, "model", [None, None], 10)
+    assert names_for_folder(tmp_path, "m", [["bird", "Dog", "cat"]], 3) == ["bird", "dog", "cat"]
+
+
+def test_a_label_that_the_model_does_not_know() -> None:
+    check_labels(torch.tensor([0, 1]), 2, source="data.csv", model="model")
+    with pytest.raises(DataError, match="the label 7, but model has 2 classes"):
+        check_labels(torch.tensor([0, 7]), 2, source="data.csv", model="model")
+
+
+def test_digits_of_a_missing_class_keep_their_number(
+    shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hydra_ensembles.cli.loading import load_set
+
+    shutil.copytree(shelf / "digits", tmp_path / "some")
+    shutil.rmtree(tmp_path / "some" / "3")
+    data = load_set(load_model(str(shelf / "host")), str(tmp_path / "some"))
+    assert set(data.labels.tolist()) == {0, 1, 2, 4, 5, 6, 7, 8, 9}
