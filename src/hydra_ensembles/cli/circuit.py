@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options
+from .head_grid import circuit_grid
 from .show import print_json, say, write_config, write_text
 
 
@@ -71,5 +72,5 @@ def command(
     if json:
         print_json(json_module.loads(found.to_json()))
     else:
-        typer.echo(str(found))
+        typer.echo(circuit_grid(found))
     say(f"Written to {output}: circuit.json, mask.json", json=json)

@@ -112,8 +112,8 @@ def command(
     else:
         results_table(results, costs)
         typer.echo(
-            f"{len(data.test.indices)} test digits and one seed: a point of difference is chance; the "
-            "report has the 95 % intervals."
+            f"{len(data.test.indices)} test digits, one seed: a point of difference is chance; "
+            "the report has intervals."
         )
     say(f"Report: {page}   Ensemble: {output / 'ensemble'}", json=json)
 

@@ -12,6 +12,7 @@ from ..errors import DataError, FormatError, MissingDependencyError, Unsupported
 from .classes import check_labels, class_count, names_for_folder
 from .exits import Stop
 from .hub import hub_access, not_cached
+from .show import waiting
 
 
 @dataclass
@@ -60,6 +61,11 @@ def load_model(
     name: str, *, device: str | None = None, dtype: str = "float32", class_names: str | None = None
 ) -> Loaded:
     """Load a model by hub name, folder or `timm:NAME`."""
+    with waiting(f"Loading {name}"):
+        return _load_model(name, device=device, dtype=dtype, class_names=class_names)
+
+
+def _load_model(name: str, *, device: str | None, dtype: str, class_names: str | None) -> Loaded:
     import torch
 
     kind = getattr(torch, dtype, None)

@@ -9,7 +9,7 @@ import typer
 
 MODEL_HELP = (
     "A hub name, a folder (of a host or of a saved ensemble), or timm:NAME "
-    "(timm:local-dir:FOLDER for local weights)."
+    "(timm:NAME@FILE.safetensors for weights of your own)."
 )
 DATA_HELP = (
     "An image folder (a subfolder a class), a CSV/TSV/JSONL/TXT file of texts, or the name of a "

@@ -126,7 +126,7 @@ def make_report(
 
 
 def _lead(results: Sequence[Results], costs: Mapping[str, float]) -> str:
-    """Say the outcome in a sentence, in figures alone."""
+    """Say the outcome in a line a model, in figures alone."""
     from ..evaluation.tables import shown
 
     def figures(result: Results) -> str:
@@ -137,7 +137,7 @@ def _lead(results: Sequence[Results], costs: Mapping[str, float]) -> str:
         cost = costs.get(result.name)
         return ", ".join(words) + (f", at {cost:.2f} x the cost" if cost else "")
 
-    return ". ".join(f"{result.name}: {figures(result)}" for result in results) + "."
+    return "\n".join(f"{result.name}: {figures(result)}." for result in results)
 
 
 def _read(path: Path, default: Any) -> Any:

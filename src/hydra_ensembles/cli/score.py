@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from . import options
+from .head_grid import scores_grid
 from .show import print_json, say, write_config
 
 CRITERIA = ["hies"]
@@ -75,6 +76,6 @@ def command(
     if json:
         print_json({name: table.tolist() for name, table in tables.items()})
     else:
-        for table in tables.values():
-            typer.echo(str(table))
+        for name, table in tables.items():
+            typer.echo(scores_grid(name, table))
     say(f"Written to {output}: {', '.join(written)}", json=json)

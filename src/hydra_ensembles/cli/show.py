@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,19 @@ FIGURES = (
 def say(text: str, *, json: bool = False) -> None:
     """Print a line for people: on standard error when standard output is for a machine."""
     typer.echo(text, err=json)
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """Show what is going on while it lasts, where somebody looks: on a terminal alone."""
+    shown = sys.stderr.isatty()
+    if shown:
+        typer.echo(f"{text} ...", err=True, nl=False)
+    try:
+        yield
+    finally:
+        if shown:
+            typer.echo("\r\x1b[K", err=True, nl=False)
 
 
 def print_json(value: Any) -> None:

@@ -50,7 +50,7 @@ def write_report(
         path: The HTML file; written beside and renamed.
         results: One for each model, the main one first. Curves need their examples; without, the
             sections that show curves are left out.
-        title, lead: Heading and the sentence below it (plain text).
+        title, lead: Heading and the lines below it (plain text).
         summary: What was built, as the ensemble prints itself.
         masks: The members' masks, for the head maps.
         branch: First layer in which members differ.
@@ -127,7 +127,7 @@ def _page(
 <a class="skip" href="#main">Skip to the results</a>
 <header>
 <h1>{escape(title)}</h1>
-<p class="lead">{escape(lead)}</p>
+<p class="lead">{escape(lead).replace(chr(10), "<br>")}</p>
 <nav aria-label="Sections"><ul>{links}</ul></nav>
 </header>
 <main id="main">

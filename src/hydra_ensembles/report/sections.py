@@ -76,29 +76,27 @@ def figures(results: Sequence[Results], costs: Mapping[str, float]) -> Section:
     """Set the headline figures of all models side by side."""
     keys = select_keys(results, None)
     arrows = {1: " ↑", -1: " ↓", 0: ""}
-    head = "".join(
-        f'<th scope="col" title="{escape(key)}">{escape(LABELS.get(key, key))}'
-        f"{arrows[direction(key)]}</th>"
-        for key in keys
-    )
-    if costs:
-        head = f'<th scope="col" title="counted multiply-adds, single = 1">cost ↓</th>{head}'
+    head = "".join(f'<th scope="col">{escape(result.name)}</th>' for result in results)
     rows = []
-    for result in results:
-        cells = ""
-        if costs:
-            ratio = costs.get(result.name)
-            cells = f"<td>{'–' if ratio is None else f'{ratio:.2f} ×'}</td>"
-        cells += "".join(_cell(key, result, results) for key in keys)
-        rows.append(f'<tr><th scope="row">{escape(result.name)}</th>{cells}</tr>')
-    note = "★ best of its column. Arrows say which way is better."
+    if costs:
+        ratios = [costs.get(result.name) for result in results]
+        cells = "".join(
+            f"<td>{'–' if ratio is None else f'{ratio:.2f} ×'}</td>" for ratio in ratios
+        )
+        rows.append(f'<tr><th scope="row">cost ↓</th>{cells}</tr>')
+    for key in keys:
+        name = escape(LABELS.get(key, key)) + arrows[direction(key)]
+        cells = "".join(_cell(key, result, results) for result in results)
+        rows.append(f'<tr><th scope="row" title="{escape(key)}">{name}</th>{cells}</tr>')
+    note = "★ best of its row. Arrows say which way is better."
     if any(result.intervals for result in results):
         note += " Brackets: 95 % bootstrap intervals over test examples."
     if costs:
         note += " Cost: counted multiply-adds relative to the single model."
     body = (
-        f"<div class='scroll' tabindex='0' role='region' aria-label='Table of figures'><table>"
-        f"<thead><tr><th scope='col'>model</th>{head}</tr></thead>"
+        f"<div class='scroll' tabindex='0' role='region' aria-label='Table of figures'>"
+        f"<table{' class=few' if len(results) <= 3 else ''}>"
+        f"<thead><tr><th scope='col'><span class='sr'>figure</span></th>{head}</tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div><p class='tiny'>{note}</p>"
     )
     notes = {f"{r.name}: no {key}, {why}" for r in results for key, why in r.notes.items()}
@@ -196,6 +194,7 @@ def calibration(results: Sequence[Results], names: Sequence[str]) -> Section | N
     drawings = []
     for result in results:
         bins = reliability(result)
+        most = max((each.count for each in bins), default=1)
         error = shown("cal/ECE", result.get("cal/ECE"))
         chart = svg.Chart(
             f"Reliability of {result.name}: expected calibration error {error} percent",
@@ -208,7 +207,8 @@ def calibration(results: Sequence[Results], names: Sequence[str]) -> Section | N
                 f"confidence {each.confidence:.1%}, accuracy {each.accuracy:.1%}, "
                 f"{each.count} examples"
             )
-            chart.add_bar(each.low, each.high, each.accuracy, names.index(result.name), note)
+            series, share = names.index(result.name), each.count / most
+            chart.add_bar(each.low, each.high, each.accuracy, series, note, weight=share)
         chart.add_guide([(0, 0), (1, 1)], "perfectly calibrated")
         drawings.append(
             f"<figure>{chart.render()}<figcaption>{escape(result.name)}: ECE {error} %, "
@@ -216,7 +216,7 @@ def calibration(results: Sequence[Results], names: Sequence[str]) -> Section | N
         )
     body = (
         "<p>Of the answers given with a confidence, how many are right? Bars on the dotted line "
-        "are honest; below it the model is too sure.</p>"
+        "are honest; below it the model is too sure. The paler a bar, the fewer the examples.</p>"
         f"<div class='columns'>{''.join(drawings)}</div>"
     )
     return Section("calibration", "Calibration", body)
@@ -350,4 +350,7 @@ def reproduce(results: Sequence[Results], settings: Mapping[str, Any], command: 
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, Mapping) and all(isinstance(each, str) for each in value.values()):
+        known = {name: each for name, each in value.items() if each != "not installed"}
+        return ", ".join(f"{name} {each}" for name, each in known.items())
     return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -65,13 +65,16 @@ class Chart:
             f'<polyline class="guide" points="{path}"><title>{escape(name)}</title></polyline>'
         )
 
-    def add_bar(self, low: float, high: float, value: float, series: int, note: str) -> None:
-        """Draw a bar from the axis to a value."""
+    def add_bar(
+        self, low: float, high: float, value: float, series: int, note: str, *, weight: float = 1.0
+    ) -> None:
+        """Draw a bar from the axis to a value, paler the less weight (0 to 1) it has."""
         left, right, top = self.x(low) + 0.75, self.x(high) - 0.75, self.y(value)
         height = max(0.0, self.y(self.y_range[0]) - top)
         self.parts.append(
             f'<rect class="bar s{series % SERIES}" x="{left:.2f}" y="{top}" '
-            f'width="{max(0.5, right - left):.2f}" height="{height:.2f}">'
+            f'width="{max(0.5, right - left):.2f}" height="{height:.2f}" '
+            f'fill-opacity="{0.3 + 0.7 * weight**0.5:.2f}">'
             f"<title>{escape(note)}</title></rect>"
         )
 
