@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -194,6 +195,39 @@ def test_a_stopped_search_goes_on_and_a_changed_one_is_refused(tmp_path):
         model.classifier.bias.add_(1.0)
     with pytest.raises(FormatError, match="model was"):
         find_effects(model, id=data, objective=goal, folder=tmp_path / "part", progress=False)
+
+
+@pytest.mark.parametrize("condition", ["knockout", "keep", "none"])
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_from_any_layer_on_it_ends_with_the_same_bits(tmp_path, condition, keep):
+    model, data = a_host("bert")
+    arguments = {"keep": keep, "condition": condition, "folder": tmp_path, "progress": False}
+    whole = find_effects(model, id=data, **arguments)
+    path = tmp_path / "search.json"
+    state = json.loads(path.read_text())
+    for done in range(len(whole.mask)):
+        path.write_text(json.dumps({**state, "steps": state["steps"][:done]}))
+        assert find_effects(model, id=data, **arguments).to_json() == whole.to_json()
+
+
+def test_what_a_pass_has_run_is_not_run_again():
+    model, data = a_host("bert")  # 3 layers of 4 heads
+    examples = sum(len(batch["labels"]) for batch in data)
+    read = 0
+
+    def count(module, inputs, output):
+        nonlocal read
+        read += len(output)
+
+    runs = {}
+    for condition, keep in (("knockout", 2), ("knockout", 1), ("keep", 3), ("none", 2)):
+        handle = model.classifier.register_forward_hook(count)
+        read = 0
+        find_circuit(model, id=data, condition=condition, keep=keep, progress=False)
+        handle.remove()
+        runs[condition, keep] = read / examples
+    most = runs["knockout", 2]
+    assert [most - runs[key] for key in list(runs)[1:]] == [2, 2, 2]  # two baselines of three
 
 
 def test_a_damaged_state_is_refused(tmp_path):

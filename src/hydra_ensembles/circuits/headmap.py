@@ -271,64 +271,110 @@ class _Search:
             return state.steps
         labelled = [name for name in self.sets if name in ("id", "shift")]
         prefix = Prefix(self.host, self.sets, cache_bytes=self.cache_bytes, labelled=labelled)
-        for step in state.steps:
-            prefix.advance(self._below(torch.tensor(step["selected"]), len(prefix.rows)))
+        rows = [self._below(step, layer) for layer, step in enumerate(state.steps)]
+        base = self._climb(prefix, rows)
         remaining = [layer for layer in self.layers if layer >= prefix.layer]
         work = sum((self.host.head_counts[i] + 1) * (depth - i) for i in remaining)
         with ticker("circuit", work * prefix.batches, enabled=progress) as tick:
-            while prefix.layer < depth:
-                step = self._layer(prefix, tick)
+            while True:
+                runs = self._pass(prefix, base, tick)
+                step = self._step(prefix.layer, runs)
                 state.add(step)
-                if prefix.layer < depth - 1:
-                    prefix.advance(self._below(torch.tensor(step["selected"]), prefix.layer))
-                else:
-                    break
-        return state.steps
+                if prefix.layer == depth - 1:
+                    return state.steps
+                row = self._below(step, prefix.layer)
+                place = _known(row)
+                base = None if place is None else runs[place]
+                prefix.advance(row)
 
-    def _below(self, selected: Tensor, layer: int) -> Tensor:
+    def _climb(self, prefix: Prefix, rows: Sequence[Tensor]) -> Outputs | None:
+        """Go up to where a search stopped; run again what its next baseline was taken from.
+
+        The same pass in the same shape, so that the baseline has the same bits.
+        """
+        source = self._source(rows)
+        base = None
+        for layer, row in enumerate(rows):
+            if source is not None and source[0] == layer:
+                own = None if self._source(rows[:layer]) is None else Outputs({}, {})
+                base = self._pass(prefix, own, lambda _: None)[source[1]]
+            prefix.advance(row)
+        return base
+
+    def _source(self, rows: Sequence[Tensor]) -> tuple[int, int] | None:
+        """Return the layer and candidate whose pass ran the baseline above `rows`; None for none.
+
+        Passes run a layer as it is, and with one head off. Where no head, or one, is off below the
+        next layer, its baseline is known: it need not be run again.
+        """
+        found: tuple[int, int] | None = None
+        for layer, row in enumerate(rows):
+            place = _known(row)
+            if place != 0:
+                found = None if place is None else (layer, place)
+            elif found is None and layer in self.layers:
+                found = (layer, 0)
+        return found
+
+    def _below(self, step: Mapping[str, Any], layer: int) -> Tensor:
         """Return the gates of a finished layer while later ones are scored."""
+        selected = torch.tensor(step["selected"], dtype=torch.bool)
         if self.condition == "none" or layer not in self.layers:
-            return torch.ones_like(selected, dtype=torch.bool)
-        return ~selected.bool() if self.condition == "knockout" else selected.bool()
+            return torch.ones_like(selected)
+        return ~selected if self.condition == "knockout" else selected
 
-    def _layer(self, prefix: Prefix, tick: Any) -> dict[str, Any]:
-        """Zero each head of a layer by itself."""
+    def _pass(self, prefix: Prefix, base: Outputs | None, tick: Any) -> list[Any]:
+        """Run a layer as it is, unless that is known, and with each head off by itself."""
         layer = prefix.layer
-        heads = self.host.head_counts[layer]
         if layer not in self.layers:
-            nothing = [0.0] * heads
+            return [base]
+        heads = self.host.head_counts[layer]
+        full = HeadMask.full(self.host)
+        masks = [full.with_layer(layer, torch.arange(heads) != head) for head in range(heads)]
+        if base is not None:
+            found = prefix.logits(masks, tick=tick)
+            return [base, *(found.candidate(head) for head in range(heads))]
+        found = prefix.logits([full, *masks], tick=tick)
+        return [found.candidate(place) for place in range(heads + 1)]
+
+    def _step(self, layer: int, runs: Sequence[Outputs]) -> dict[str, Any]:
+        """Rank the heads of a layer by their harm."""
+        if layer not in self.layers:
+            heads = self.host.head_counts[layer]
             return {
                 "selected": [True] * heads,
-                "effect": nothing,
-                "standard_error": nothing,
+                "effect": [0.0] * heads,
+                "standard_error": [0.0] * heads,
                 "baseline": 0.0,
             }
-        full = HeadMask.full(self.host)
-        rows = [torch.ones(heads)] + [1 - torch.eye(heads)[h] for h in range(heads)]
-        masks = [full.with_layer(layer, row.bool()) for row in rows]
-        outputs = prefix.logits(masks, tick=tick)
-        harms, errors = self._effects(outputs, heads)
+        harms, errors = self._effects(runs[0], runs[1:])
         kept = HeadScores([harms]).top_k([self.counts[layer]])
         return {
             "selected": kept[0].tolist(),
             "effect": harms.tolist(),
             "standard_error": errors.tolist(),
-            "baseline": sum(goal.value(outputs.candidate(0)) for goal in self.goals),
+            "baseline": sum(goal.value(runs[0]) for goal in self.goals),
         }
 
-    def _effects(self, outputs: Outputs, heads: int) -> tuple[Tensor, Tensor]:
-        base = outputs.candidate(0)
+    def _effects(self, base: Outputs, changed: Sequence[Outputs]) -> tuple[Tensor, Tensor]:
         tables, spreads = [], []
         for goal in self.goals:
-            found = [effect(goal, outputs.candidate(h + 1), base) for h in range(heads)]
-            tables.append(torch.tensor([value for value, _ in found], dtype=torch.float64))
-            spreads.append(torch.tensor([error for _, error in found], dtype=torch.float64))
-        for goal, table in zip(self.goals, tables, strict=True):
-            if not bool(table.isfinite().all()):
-                raise DataError(f"The objective {goal.name!r} gave {table.tolist()}: not finite.")
+            found = torch.tensor([effect(goal, c, base) for c in changed], dtype=torch.float64)
+            if not bool(found[:, 0].isfinite().all()):
+                raise DataError(
+                    f"The objective {goal.name!r} gave {found[:, 0].tolist()}: not finite."
+                )
+            tables.append(found[:, 0])
+            spreads.append(found[:, 1])
         if len(self.goals) == 1:
             return tables[0], spreads[0]
         return average_harm(tables), average_error(tables, spreads)
+
+
+def _known(row: Tensor) -> int | None:
+    """Return which run of a layer's pass has these heads on: 0 for all, 1 + h without head h."""
+    off = (~row).nonzero().flatten().tolist()
+    return None if len(off) > 1 else 1 + off[0] if off else 0
 
 
 def average_harm(tables: Sequence[Tensor]) -> Tensor:

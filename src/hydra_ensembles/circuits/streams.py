@@ -21,6 +21,7 @@ from ..inference import move, split_batch
 from ..models import HostModel, device_of, main_output
 from ..models.block_math import run
 from ..models.host import Block
+from ..models.sites import HeadWeights
 
 Branch = tuple[int, Tensor]
 """A stream that leaves a block: the stream it comes from, and its gates [heads]."""
@@ -210,12 +211,14 @@ class Engine:
         query_norm, key_norm = site.head_norms
         queries = y if rows is None else rows(y)
         q = project(queries, weights.query, weights.query_bias, query_norm)
-        k = project(y, weights.key, weights.key_bias, key_norm)
-        v = project(y, weights.value, weights.value_bias, None)
         causal = bool(kwargs.get("is_causal", site.causal))
         mask = _mask(args, kwargs, y)
         if rows is not None:
             mask = _rows_of_mask(mask, causal, call, len(x), y.shape[1], queries.shape[1], x.device)
+        if rows is not None and key_norm is None and 4 * q.shape[1] * q.shape[2] <= y.shape[2]:
+            return _few_queries(q, y, weights, mask, site.scale)
+        k = project(y, weights.key, weights.key_bias, key_norm)
+        v = project(y, weights.value, weights.value_bias, None)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=site.scale
         )
@@ -261,6 +264,25 @@ class Engine:
             output = self._around(args, kwargs, lambda *_, w=whole, **__: w)
             found.append(main_output(output))
         return torch.stack(found, 1)
+
+
+def _few_queries(
+    q: Tensor, y: Tensor, weights: HeadWeights, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """Attend from few queries [batch, heads, queries, head width] to tokens [batch, T, d].
+
+    Neither keys nor values are projected: q.(W_K y_t + b_K) is (W_K^T q).y_t and a constant that
+    softmax drops, and sum_t a_t (W_V y_t + b_V) is W_V (sum_t a_t y_t) + b_V.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    looked = torch.einsum("bhqe,hed->bhqd", q * scale, weights.key)
+    scores = torch.bmm(looked.flatten(1, 2), y.transpose(1, 2)).view(*q.shape[:3], -1)
+    if mask is not None:
+        floats = mask.is_floating_point()
+        scores = scores + mask if floats else scores.masked_fill(~mask, float("-inf"))
+    seen = torch.bmm(scores.softmax(-1).flatten(1, 2), y).view_as(looked)
+    values = torch.einsum("bhqd,hed->bqhe", seen, weights.value)
+    return values if weights.value_bias is None else values + weights.value_bias
 
 
 def _attended(block: Block, heads: Tensor, parents: Sequence[int], gates: Tensor) -> Tensor:

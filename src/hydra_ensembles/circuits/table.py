@@ -14,6 +14,9 @@ from .prefix import Outputs
 
 CLASSES = 64
 
+GRID = tuple(1.15**step for step in range(-4, 4))
+"""Temperatures tried for an ensemble, as factors of the host's."""
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -21,7 +24,7 @@ class Figures:
 
     Attributes:
         auroc: By family, then by score.
-        nll: Of the mean probability; `nll_scaled`: with the host's temperature on every member.
+        nll: Of the mean probability; `nll_scaled`: at the ensemble's own best temperature.
         accuracy, ece, disagreement: On in-distribution data; the last two only where asked for.
     """
 
@@ -74,8 +77,9 @@ class Table:
 
     Args:
         outputs: Logits of all candidates on `"id"` and `"ood/..."`.
-        temperature: The host's temperature, for NLL after scaling; fitted on candidate 0 (the
-            unpruned host) by default.
+        temperature: The host's temperature, fitted on candidate 0 (the unpruned host) by default.
+            NLL after scaling is the least on a grid around it: pruned members are less confident
+            than the host, so that its temperature would speak against them.
     """
 
     def __init__(self, outputs: Outputs, *, temperature: float | None = None) -> None:
@@ -94,7 +98,9 @@ class Table:
                 predicted.append(classes)
         self.classes = predicted[0]
         self.target = _at_labels(own, self.labels)
-        self.target_scaled = _at_labels(own, self.labels, self.temperature)
+        self.target_scaled = torch.stack(
+            [_at_labels(own, self.labels, self.temperature * factor) for factor in GRID], 1
+        )
 
     @property
     def candidates(self) -> int:
@@ -124,7 +130,7 @@ class Table:
         part, index = Table.__new__(Table), list(candidates)
         part.__dict__.update(self.__dict__)
         part.columns = {name: column.only(index) for name, column in self.columns.items()}
-        part.target, part.target_scaled = self.target[:, index], self.target_scaled[:, index]
+        part.target, part.target_scaled = self.target[:, index], self.target_scaled[..., index]
         return part
 
     def figures(
@@ -152,7 +158,7 @@ class Table:
                 high = torch.searchsorted(own, other, right=True)
                 found[family][score] = float((low + high).double().mean()) / (2 * len(own))
         nll, scaled = (
-            -float(t[:, index].mean(1).clamp_min(1e-30).log().double().mean())
+            -float(t[..., index].mean(-1).clamp_min(1e-30).log().double().mean(0).amax())
             for t in (self.target, self.target_scaled)
         )
         guess = self.classes.gather(-1, means["id"].argmax(-1, keepdim=True))[:, 0]
@@ -190,10 +196,11 @@ class Table:
                 other = other.t().contiguous()
                 places = torch.searchsorted(low, other) + torch.searchsorted(low, other, right=True)
                 aurocs[name][score] = places.double().mean(1) / (2 * low.shape[1])
-        nll, scaled = (
-            -mean(t).clamp_min(1e-30).log().double().mean(0)
-            for t in (self.target, self.target_scaled)
-        )
+        nll = -mean(self.target).clamp_min(1e-30).log().double().mean(0)
+        by_member = self.target_scaled  # [example, temperature, candidate]
+        grown = by_member[..., have].sum(-1, keepdim=True) + by_member[..., pool]
+        logs = (grown / (len(have) + 1)).clamp_min(1e-30).log()
+        scaled = -logs.double().mean(0).amax(0)
         guess = self.classes.gather(-1, own_mean.argmax(-1))
         accuracy = (guess == self.labels[:, None]).double().mean(0)
         return [
