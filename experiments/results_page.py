@@ -28,7 +28,8 @@ training or a choice.
 - **Cost** is counted multiply-adds relative to the plain single model. Measured times are on the
   [cost page](results/cost.md).
 - **AUROC, FPR95** tell outliers (positive) from test examples, mean over the sets of a group:
-  *seen* are new examples of a family of which the search had others, *unseen* are families it never met.
+  *seen* are new examples of a family of which the search had others, *unseen* are families that it
+  never met.
 - **±** is half of the 95 % interval over draws of validation data (or of training); figures without
   it have one draw. Intervals over test examples (200 paired resamples) are in the tables of
   differences; **bold** there means that the interval leaves zero out on the better side.

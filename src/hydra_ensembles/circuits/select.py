@@ -29,7 +29,7 @@ class EnsembleObjective:
     count as much as hard ones, so that none is traded for another.
 
     value = mean * mean_f g_f + worst * min_f g_f - nll * (rise of NLL in %) + nll_gain * (its fall)
-    - accuracy * (points lost), NLL both raw and with the host's temperature.
+    - accuracy * (points lost), NLL both raw and at the best temperature of each.
 
     Attributes:
         scores: Uncertainty scores that rank; several keep a search from serving only one.

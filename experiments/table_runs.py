@@ -1,0 +1,478 @@
+"""What the tables of fine-tuned hosts share: trunks computed once, rows kept, branches trained.
+
+Everything slow is kept in a cache folder by name, so that a stopped command goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import tables
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from hydra_ensembles import HeadMask, HydraEnsemble, fuse, prune_heads_
+from hydra_ensembles.baselines import make_baseline, relative_cost
+from hydra_ensembles.counting import CostModel
+from hydra_ensembles.inference import collect_logits, evaluating, split_batch
+from hydra_ensembles.models import HostModel, host_model
+from hydra_ensembles.training import finetune, finetune_branch
+from hydra_ensembles.training.branch import CachedTrunk
+from hydra_ensembles.training.numbered import keys_of, numbered
+from hydra_ensembles.uncertainty import fit_member_temperatures, fit_temperature
+
+Logits = dict[str, Tensor]
+"""Member logits `[example, member, class]` by data set."""
+
+STATES_BYTES = 6 * 2**30
+
+
+def kept(path: Path, make: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Read tensors, or make and keep them."""
+    if not path.exists():
+        begun = time.process_time()
+        found = {name: tensor.contiguous() for name, tensor in make().items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        save_file(found, beside)
+        os.replace(beside, path)
+        print(f"{path.stem}: {time.process_time() - begun:.0f} s of CPU", flush=True)
+    return load_file(path)
+
+
+def logits_of(model: nn.Module, sets: Mapping[str, Iterable[Any]]) -> Logits:
+    """Run a model on data sets."""
+    return {name: collect_logits(model, data, name=name)[0] for name, data in sets.items()}
+
+
+def labelled(batches: Iterable[Any]) -> list[Any]:
+    """Return batches in which everything has a label: outliers get 0, which nobody reads."""
+    result = []
+    for batch in batches:
+        if split_batch(batch)[2] is not None:
+            result.append(batch)
+        elif isinstance(batch, Mapping):
+            rows = len(next(iter(batch.values())))
+            result.append({**batch, "labels": torch.zeros(rows, dtype=torch.long)})
+        else:
+            inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
+            result.append((inputs, torch.zeros(len(inputs), dtype=torch.long)))
+    return result
+
+
+class Trunks:
+    """States below a branch, by trunk and data set: computed once, whatever is trained above."""
+
+    def __init__(self, host: HostModel, folder: Path) -> None:
+        self.host, self.folder = host, folder
+        self.states: dict[tuple[str, str], dict[Any, Tensor]] = {}
+
+    def of(self, ensemble: HydraEnsemble, name: str, batches: Sequence[Any]) -> dict[Any, Tensor]:
+        """Return the states of a data set's samples below an ensemble's branch."""
+        plan = ensemble.plan
+        pruned = [
+            f"{layer}.{'-'.join(map(str, heads))}"
+            for layer, heads in enumerate(plan.trunk_heads)
+            if len(heads) < self.host.head_counts[layer]
+        ]
+        trunk = "_".join([str(plan.trunk), *pruned])
+        if (trunk, name) not in self.states:
+            data = numbered(list(batches))
+
+            def compute() -> dict[str, Tensor]:
+                model = CachedTrunk(ensemble, 0)
+                with evaluating(ensemble), torch.no_grad():
+                    return {str(i): model.trunk_states(batch) for i, batch in enumerate(data)}
+
+            found = kept(self.folder / trunk / f"{name}.safetensors", compute)
+            self.states[trunk, name] = {
+                key: row
+                for i, batch in enumerate(data)
+                for key, row in zip(keys_of(batch), found[str(i)], strict=True)
+            }
+        return self.states[trunk, name]
+
+    def logits(self, ensemble: HydraEnsemble, sets: Mapping[str, Sequence[Any]]) -> Logits:
+        """Run an ensemble above known states."""
+        result = {}
+        for name, batches in sets.items():
+            model = CachedTrunk(ensemble, 0, self.of(ensemble, name, batches))
+            with evaluating(ensemble), torch.no_grad():
+                parts = [model.member_logits(batch) for batch in numbered(list(batches))]
+            result[name] = torch.cat(parts)
+        return result
+
+    def train(
+        self, masks: Sequence[HeadMask], name: str, batches: Sequence[Any], **options: Any
+    ) -> HydraEnsemble:
+        """Train the branch of members above known states of a training set."""
+        ensemble = fuse(self.host.model, list(masks))
+        found = finetune_branch(
+            ensemble,
+            list(batches),
+            trunk_states=self.of(ensemble, name, batches),
+            cache_bytes=STATES_BYTES,
+            progress=False,
+            **options,
+        )
+        return found.model.eval()  # type: ignore[return-value]
+
+
+def chosen_masks(task: str, host: HostModel) -> dict[int, dict[str, list[HeadMask]]]:
+    """Read the members that `select_members.py` found: by draw and row."""
+    record = json.loads((tables.RESULTS / f"select_{task}.json").read_text(encoding="utf-8"))
+    found: dict[int, dict[str, list[HeadMask]]] = {}
+    for draw in record["draws"]:
+        found[draw["draw"]] = {}
+        for name, row in draw["rows"].items():
+            masks = []
+            for rows in row["masks"]:
+                mask = HeadMask.full(host)
+                for layer, bits in zip(record["layers"], rows, strict=True):
+                    mask = mask.with_layer(layer, torch.tensor(bits).bool())
+                masks.append(mask)
+            found[draw["draw"]][name] = masks
+    return found
+
+
+class Judge:
+    """Makes `tables.Outputs` of logits: the same test data, and one temperature fitted alike.
+
+    Args:
+        labels: of `test` and of `tuning`, and of shifts.
+        families: names of the OOD test sets.
+        seen: those of which a search saw other examples.
+        shifts: names of shifted test sets.
+        tuning: the set on which temperatures are fitted; draws take 80 % of it each.
+    """
+
+    def __init__(
+        self,
+        labels: Mapping[str, Tensor],
+        *,
+        families: Sequence[str],
+        seen: Sequence[str],
+        shifts: Sequence[str] = (),
+        tuning: str = "calibration",
+    ) -> None:
+        self.labels, self.families, self.seen = dict(labels), list(families), list(seen)
+        self.shifts, self.tuning = list(shifts), tuning
+
+    @property
+    def sets(self) -> list[str]:
+        """Names of the data sets that a row needs."""
+        return [self.tuning, "test", *self.families, *self.shifts]
+
+    def __call__(self, logits: Mapping[str, Tensor], draw: int = 0) -> tables.Outputs:
+        """Return a row's outputs on one draw."""
+        size = len(self.labels[self.tuning])
+        generator = torch.Generator().manual_seed(draw)
+        rows = torch.randperm(size, generator=generator)[: int(0.8 * size)].sort().values
+        temperature = fit_temperature(logits[self.tuning][rows], self.labels[self.tuning][rows])
+        return tables.Outputs(
+            logits["test"],
+            self.labels["test"],
+            {name: logits[name] for name in self.families},
+            temperature,
+            self.seen,
+            {name: (logits[name], self.labels[name]) for name in self.shifts},
+            draw,
+        )
+
+
+def point(x: Any, cost: float, draws: Sequence[tables.Outputs]) -> dict[str, Any]:
+    """Return one point of a sweep: the mean over draws."""
+    found = [
+        tables.figures(o.test, o.labels, o.families, o.temperature, seen=o.seen, shifts=o.shifts)
+        for o in draws
+    ]
+    return {
+        "x": x,
+        "cost": cost,
+        "draws": len(found),
+        **{
+            kind: {key: sum(f[kind][key] for f in found) / len(found) for key in found[0][kind]}
+            for kind in tables.KINDS
+        },
+    }
+
+
+class Table:
+    """A table of a fine-tuned host, its rivals, and Hydra with and without trained branches.
+
+    A subclass gives the data, the hosts and the plan; every row is kept in a cache folder.
+    """
+
+    name: str
+    title: str
+    command: str
+    paper: ClassVar[dict[str, dict[str, float]]]
+    seen: tuple[str, ...]
+    unseen: tuple[str, ...]
+    shifts: tuple[str, ...] = ()
+    trained_parameters: str
+    """What is trained when members are trained one by one: a pattern of names."""
+    plan: ClassVar[dict[str, tuple[str, str]]]
+    """Trained rows: whose masks, and the training set."""
+    rivals: ClassVar[dict[str, tuple[str, int]]]
+    """Rivals: name of the baseline, and rows of training data."""
+    training: ClassVar[dict[str, Any]]
+    rival_training: ClassVar[dict[str, Any]]
+    one: Any
+    """A batch of one example, to count costs on."""
+
+    def __init__(self, cache: Path, *, trained: int) -> None:
+        self.cache, self.draws = cache / f"{self.name}-table", trained
+        self.host = host_model(self.load(0))
+        self.labels = self.read_data()
+        self.judge = Judge(
+            self.labels,
+            families=[*self.seen, *self.unseen],
+            seen=self.seen,
+            shifts=self.shifts,
+            tuning=self.tuning,
+        )
+        self.trunks = Trunks(self.host, cache / f"{self.name}-trunks")
+        self.costs = CostModel(self.host, self.one)
+        self.rows: dict[str, tuple[float, list[tables.Outputs]]] = {}
+        self.sweeps: dict[str, Any] = {}
+
+    tuning = "calibration"
+    sets: dict[str, list[Any]]
+    """Batches of every set that a row needs."""
+
+    def load(self, seed: int) -> nn.Module:
+        """Load a fine-tuned host."""
+        raise NotImplementedError
+
+    def read_data(self) -> dict[str, Tensor]:
+        """Set `sets` and `one`; return labels by set."""
+        raise NotImplementedError
+
+    def training_sets(self) -> dict[str, list[Any]]:
+        """Return what branches are trained on, by name."""
+        raise NotImplementedError
+
+    def rival_data(self, count: int) -> list[Any]:
+        """Return batches that rivals are trained on."""
+        raise NotImplementedError
+
+    def setup(self) -> list[str]:
+        """Say how the table was made."""
+        raise NotImplementedError
+
+    def kept(self, name: str, make: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Read or compute the logits of a row; a cost travels along."""
+        plain = "".join(c if c.isalnum() or c in "-=" else "_" for c in name)
+        return kept(self.cache / f"{plain}.safetensors", make)
+
+    def cost(self, model: nn.Module) -> Tensor:
+        """Count a model against the plain host by running both."""
+        return torch.tensor(relative_cost(model, self.host.model, self.one).multiply_adds)
+
+    def add(self, name: str, found: Sequence[Mapping[str, Tensor]]) -> None:
+        """Add a row: one set of logits a draw."""
+        cost = max(float(one["cost"]) for one in found)
+        self.rows[name] = (cost, [self.judge(one, draw) for draw, one in enumerate(found)])
+
+    def run(self) -> None:
+        """Make all rows that are missing, and write the table after each group."""
+        self.untrained()
+        self.write()
+        self.deep()
+        self.write()
+        self.trained()
+        self.others()
+        self.unmerged()
+        self.write()
+
+    def untrained(self) -> None:
+        """Add the rows of masks that searches chose, and the sweep over kept heads."""
+        chosen, random = chosen_masks(self.name, self.host), self.random_masks()
+        lists = [masks for rows in chosen.values() for masks in rows.values()]
+        every = list(dict.fromkeys(m for masks in (*lists, *random.values()) for m in masks))
+        found: dict[str, list[Tensor]] = {name: [] for name in self.sets}
+        for start in range(0, len(every), 48):  # an ensemble of all would need much memory
+            some = every[start : start + 48]
+            part = self.kept(
+                f"masks-{len(every)}-{start}",
+                lambda some=some: self.trunks.logits(fuse(self.host.model, some), self.sets),  # type: ignore[misc]
+            )
+            for name in self.sets:
+                found[name].append(part[name])
+        logits = {name: torch.cat(parts, 1) for name, parts in found.items()}
+        index = {mask: i for i, mask in enumerate(every)}
+
+        def of(masks: Sequence[HeadMask]) -> dict[str, Tensor]:
+            places = [index[mask] for mask in masks]
+            picked = {name: logits[name][:, places] for name in self.sets}
+            return {**picked, "cost": torch.tensor(self.costs.ratio(list(masks)))}
+
+        draws = sorted(chosen)
+        full = {**of([HeadMask.full(self.host)]), "cost": torch.tensor(1.0)}
+        self.add("single", [full] * len(draws))
+        self.add(
+            "temperature",
+            [_divided(full, torch.tensor(self.judge(full, d).temperature)) for d in draws],
+        )
+        self.add("taylor-single", [of(chosen[d]["taylor"][:1]) for d in draws])
+        self.add("circavg-single", [of(chosen[d]["circuit"][2:3]) for d in draws])
+        titles = {"random": "Hydra random", "taylor": "Hydra Taylor", "circuit": "Hydra Circ"}
+        for key in chosen[0]:
+            if key.startswith("select"):
+                titles[key] = f"Hydra {key}"
+        for key, title in titles.items():
+            self.add(title, [of(chosen[d][key]) for d in draws])
+        by_member = []
+        for draw in draws:
+            mine = of(chosen[draw]["select M=3"])
+            own = fit_member_temperatures(mine[self.tuning], self.labels[self.tuning])
+            by_member.append(_divided(mine, torch.tensor(own)[:, None]))
+        self.add("Hydra select M=3, member temperatures", by_member)
+        points = []
+        for count, masks in random.items():
+            triples = [of(masks[i : i + 3]) for i in range(0, len(masks), 3)]
+            cost = max(float(one["cost"]) for one in triples)
+            points.append(point(count, cost, [self.judge(one, i) for i, one in enumerate(triples)]))
+        about = "three random masks of the last block each, mean of 6 ensembles, nothing trained"
+        self.sweeps["Kept heads"] = {
+            "x": f"heads of {self.host.head_counts[-1]}",
+            "about": about,
+            "points": points,
+        }
+
+    def random_masks(self, each: int = 18) -> dict[int, list[HeadMask]]:
+        """Draw masks of the last block by the number of kept heads, unequal within a triple."""
+        last, heads = len(self.host) - 1, self.host.head_counts[-1]
+        result: dict[int, list[HeadMask]] = {}
+        for count in sorted({max(1, round(heads * k / 6)) for k in range(1, 6)} - {heads}):
+            generator = torch.Generator().manual_seed(count)
+            masks: list[HeadMask] = []
+            while len(masks) < each:
+                row = torch.zeros(heads, dtype=torch.bool)
+                row[torch.randperm(heads, generator=generator)[:count]] = True
+                mask = HeadMask.full(self.host).with_layer(last, row)
+                if mask not in masks[len(masks) // 3 * 3 :]:
+                    masks.append(mask)
+            result[count] = masks
+        return result
+
+    def deep(self) -> None:
+        """Add the three hosts, apart and together."""
+        hosts = [
+            self.kept(f"host-{seed}", lambda s=seed: logits_of(self.load(s), self.sets))  # type: ignore[misc]
+            for seed in range(3)
+        ]
+        deep = {name: torch.cat([one[name] for one in hosts], 1) for name in self.sets}
+        draws = len(self.rows["single"][1])
+        self.add("Deep Ensembles", [{**deep, "cost": torch.tensor(3.0)}] * draws)
+        self.add("single, all three hosts", [{**one, "cost": torch.tensor(1.0)} for one in hosts])
+
+    def train(
+        self, title: str, masks: Sequence[HeadMask], data: str, draw: int, **options: Any
+    ) -> dict[str, Tensor]:
+        """Train a branch and keep its logits."""
+
+        def make() -> dict[str, Tensor]:
+            settings = {**self.training, "seed": draw, **options}
+            ensemble = self.trunks.train(masks, data, self.training_sets()[data], **settings)
+            return {**self.trunks.logits(ensemble, self.sets), "cost": self.cost(ensemble)}
+
+        return self.kept(f"{title}-{draw}", make)
+
+    def trained(self) -> None:
+        """Add the rows whose branch was trained."""
+        chosen = chosen_masks(self.name, self.host)
+        for title, (row, data) in self.plan.items():
+            found = []
+            for draw in range(self.draws):
+                masks = list(dict.fromkeys(chosen[draw][row]))
+                found.append(self.train(title, masks, data, draw))
+            self.add(title, found)
+            self.write()
+
+    def others(self) -> None:
+        """Add the rivals."""
+        draws = len(self.rows["single"][1])
+        for title, (name, count) in self.rivals.items():
+
+            def make(name: str = name, count: int = count) -> dict[str, Tensor]:
+                model = make_baseline(
+                    name,
+                    self.load(0),
+                    train=self.rival_data(count) if count else None,
+                    members=3,
+                    progress=False,
+                    **self.rival_training,
+                )
+                return {**logits_of(model, self.sets), "cost": self.cost(model)}
+
+            self.add(title, [self.kept(name, make)] * draws)
+            self.write()
+
+    def unmerged(self) -> None:
+        """Train members by themselves, and compare their ensemble with the fused, merged one."""
+        masks = chosen_masks(self.name, self.host)[0]["taylor"]
+
+        def make() -> dict[str, Tensor]:
+            trained = finetune(
+                [prune_heads_(self.load(0), mask) for mask in masks],
+                self.training_sets()[next(iter(self.plan.values()))[1]],
+                parameters=self.trained_parameters,
+                bootstrap=True,
+                progress=False,
+                **self.training,
+            )
+            models = [member.model.eval() for member in trained]
+            merged = fuse(models)
+            result = {f"merged/{k}": v for k, v in logits_of(merged, self.sets).items()}
+            each = [logits_of(model, self.sets) for model in models]
+            for name in self.sets:
+                result[f"apart/{name}"] = torch.cat([one[name] for one in each], 1)
+            result["merged/cost"] = self.cost(merged)
+            result["apart/cost"] = sum((self.cost(model) for model in models), torch.tensor(0.0))
+            return result
+
+        found = self.kept("unmerged", make)
+        self.sweeps["Merged and unmerged MLPs"] = {
+            "x": "MLPs of the branch",
+            "about": "members of `Hydra Taylor` trained one by one, then fused with the mean of "
+            "their MLPs, or kept apart and run one by one",
+            "points": [
+                point(
+                    kind,
+                    float(found[f"{kind}/cost"]),
+                    [self.judge({name: found[f"{kind}/{name}"] for name in self.sets})],
+                )
+                for kind in ("apart", "merged")
+            ],
+        }
+
+    def write(self) -> None:
+        """Write the record with all rows that are there, Hydra last."""
+        order = sorted(self.rows, key=lambda name: ("Hydra" in name, "-single" in name))
+        first = [name for name in ("single", "single, all three hosts") if name in self.rows]
+        rows = {name: self.rows[name] for name in dict.fromkeys((*first, *order))}
+        tables.write(
+            {
+                "name": self.name,
+                "title": self.title,
+                "command": self.command,
+                "setup": self.setup(),
+                "families": {"seen": self.seen, "unseen": self.unseen},
+                "rows": tables.table_rows(rows, against=("single", "Deep Ensembles")),
+                "sweeps": self.sweeps,
+                "paper": self.paper,
+                "notes": [],
+            }
+        )
+
+
+def _divided(logits: Mapping[str, Tensor], temperature: Tensor) -> dict[str, Tensor]:
+    return {k: v if k == "cost" else v / temperature for k, v in logits.items()}

@@ -1,0 +1,132 @@
+"""The text table: MiniLM on SST-2, its rivals, and Hydra with and without trained branches.
+
+    python experiments/finetune_sst2.py --data DATA --out HOSTS
+    python experiments/select_members.py text --data DATA --cache CACHE --model HOSTS/seed0
+    python experiments/text_table.py --data DATA --cache CACHE --hosts HOSTS
+
+Members of searched rows are those that `select_members.py` chose on each draw of validation data.
+Writes results/table_text.json; what is done is kept in CACHE, so that a stopped run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import real_data
+import table_runs as runs
+import torch
+from real_data import TextSet
+from torch import Tensor, nn
+from transformers import AutoTokenizer, BertForSequenceClassification
+
+from hydra_ensembles.data.proxies import make_proxies
+
+
+class TextTable(runs.Table):
+    """MiniLM on SST-2."""
+
+    name = "text"
+    title = "Text: MiniLM-L6 on SST-2"
+    command = "python experiments/text_table.py --data DATA --cache CACHE --hosts HOSTS"
+    paper: ClassVar[dict[str, dict[str, float]]] = {
+        "Hydra (Circ), BERT, SST-2": {"AUROC": 77.60, "FPR95": 55.06},
+        "Deep Ensembles, BERT, SST-2": {"AUROC": 74.81, "FPR95": 62.69},
+    }
+    seen = ("trec-test",)
+    unseen = ("ag-news", "multi30k", "movie-reviews")
+    trained_parameters = r"layer\.5\.|pooler|classifier"
+    training: ClassVar[dict[str, Any]] = {"epochs": 2, "learning_rate": 3e-4}
+    plan: ClassVar[dict[str, tuple[str, str]]] = {
+        "Hydra Taylor, trained": ("taylor", "reserve"),
+        "Hydra select M=3, trained": ("select M=3", "reserve"),
+        "Hydra select M=6, trained": ("select M=6", "reserve"),
+        "Hydra select M=3, trained with proxies": ("select M=3", "reserve+proxies"),
+        "Hydra select M=3, trained with outliers": ("select M=3", "reserve+outliers"),
+    }
+    rivals: ClassVar[dict[str, tuple[str, int]]] = {
+        "Laplace, last layer": ("laplace", 3000),
+        "MC dropout": ("mc-dropout", 0),
+        "LoRA-Ensemble": ("lora-ensemble", 1000),
+        "BatchEnsemble": ("batch-ensemble", 1000),
+    }
+    rival_training: ClassVar[dict[str, Any]] = {"epochs": 1, "learning_rate": 1e-4}
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.data, self.hosts = args.data, args.hosts
+        self.tokenizer = AutoTokenizer.from_pretrained(args.hosts / "seed0")
+        super().__init__(args.cache, trained=args.trained)
+
+    def load(self, seed: int) -> nn.Module:
+        """Load a fine-tuned host."""
+        return BertForSequenceClassification.from_pretrained(self.hosts / f"seed{seed}").eval()
+
+    def batches(self, texts: TextSet, size: int = 50) -> list[Any]:
+        """Tokenize."""
+        return list(texts.batches(self.tokenizer, batch_size=size))
+
+    def read_data(self) -> dict[str, Tensor]:
+        """Read the test sets, and one sentence of median length."""
+        self.texts = real_data.sst2_sets(self.data)
+        names = ["calibration", "test", *self.seen, *self.unseen]
+        self.sets = {name: runs.labelled(self.batches(self.texts[name])) for name in names}
+        test = self.texts["test"]
+        self.one = self.batches(test.subset([len(test) // 2]))[0]
+        return {
+            name: torch.tensor(texts.labels)
+            for name, texts in self.texts.items()
+            if texts.labels is not None
+        }
+
+    def training_sets(self) -> dict[str, list[Any]]:
+        """Return reserve texts (unseen by the hosts), with proxies, and with questions of TREC."""
+        reserve = [real_data.sst2(self.data, part) for part in ("reserve", "reserve_phrases")]
+        own = TextSet(
+            [text for part in reserve for text in part.texts],
+            [label for part in reserve for label in part.labels or []],
+        )
+        plain = self.batches(own.by_length(), 32)
+        # outliers come twice, once with either label: the cross-entropy to a uniform answer
+        validation = self.texts["validation"].batches(self.tokenizer)
+        kinds = ["shuffle_words", "token_noise", "foreign", "halves"]
+        made = make_proxies(validation, kinds, tokenizer=self.tokenizer)
+        proxies = [
+            {**batch, "labels": torch.full((len(batch["input_ids"]),), label)}
+            for proxy in made.values()
+            for batch in proxy
+            for label in (0, 1)
+        ]
+        trec = self.texts["trec-train"].texts
+        outliers = TextSet(trec * 2, [0] * len(trec) + [1] * len(trec))
+        return {
+            "reserve": plain,
+            "reserve+proxies": plain + proxies,
+            "reserve+outliers": plain + proxies + self.batches(outliers.by_length(), 32),
+        }
+
+    def rival_data(self, count: int) -> list[Any]:
+        """Return sentences that the hosts were trained on."""
+        return self.batches(real_data.sst2(self.data, "train").sample(count).by_length(), 32)
+
+    def setup(self) -> list[str]:
+        """Say how the table was made."""
+        return []
+
+
+def main() -> None:
+    """Run what is missing and write the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, default=os.environ.get("HYDRA_DATA"))
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--hosts", type=Path, required=True)
+    parser.add_argument("--trained", type=int, default=5, help="draws of trained rows")
+    args = parser.parse_args()
+    args.data = real_data.data_root(args.data)
+    torch.set_num_threads(1)
+    TextTable(args).run()
+
+
+if __name__ == "__main__":
+    main()
