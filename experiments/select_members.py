@@ -305,6 +305,9 @@ class Texts:
     """MiniLM on SST-2."""
 
     name = "text"
+    command = (
+        "python experiments/select_members.py text --data DATA --cache CACHE --model HOSTS/seed0"
+    )
     members = (1, 3, 6)
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -326,7 +329,7 @@ class Texts:
         some = self.sets["calibration"]
         tables = score_heads(self.host, some.subset(range(0, 500, 4)), criterion=["taylor", "hies"])
         self.pool = make_pool(self.host, self.layers, size=320, tables=tables)
-        self.search: dict[str, Any] = {}
+        self.search: dict[str, Any] = {"beam": 2, "bags": 2}
         self.gradient_data = some.subset(range(0, 500, 2))
 
     def draw(self, bank: Bank, draw: int) -> tuple[dict[str, Any], list[str], list[str]]:
@@ -355,19 +358,24 @@ def _write(path: Path, record: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the draws of a task that are not done yet."""
+    """Run one of the tasks of this file."""
     torch.set_num_threads(args.threads)
-    task = Images(args) if args.task == "image" else Texts(args)
+    run_task(Images(args) if args.task == "image" else Texts(args), args)
+
+
+def run_task(task: Any, args: argparse.Namespace) -> None:
+    """Run the draws of a task that are not done yet."""
     bank = Bank(task.host, task.sets, task.layers[0], args.cache / task.name, task.labelled)
     bank.open(list(task.pool))
     stored = args.cache / task.name / "gradients.json"
     if not stored.exists():
         by_batch = [gate_gradients(task.host, batch) for batch in task.gradient_data]
         _write(stored, [torch.cat(layer).tolist() for layer in zip(*by_batch, strict=True)])
-    task.gradients = [torch.tensor(rows) for rows in json.loads(stored.read_text())]  # type: ignore[union-attr]
+    task.gradients = [torch.tensor(rows) for rows in json.loads(stored.read_text())]
     path = RESULTS / f"select_{task.name}.json"
     record = json.loads(path.read_text()) if path.exists() else {"draws": []}
     command = f"python experiments/select_members.py {task.name} --data DATA --cache CACHE"
+    command = getattr(task, "command", command)
     record.update(command=command, max_cost=args.max_cost, layers=task.layers, pool=len(task.pool))
     record["objective"] = EnsembleObjective().__dict__
     for draw in range(args.draws):

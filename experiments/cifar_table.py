@@ -1,0 +1,203 @@
+"""The CIFAR-10 table: DeiT-tiny at 96 x 96, its rivals, and Hydra with and without training.
+
+    python experiments/finetune_cifar10.py --data DATA --out HOSTS
+    python experiments/cifar_table.py search --data DATA --cache CACHE --hosts HOSTS
+    python experiments/cifar_table.py table --data DATA --cache CACHE --hosts HOSTS
+
+`search` chooses members on draws of validation data (results/select_cifar10.json), `table` judges
+them beside the rivals and trains branches (results/table_cifar10.json). What is done is kept in
+CACHE, so that a stopped run goes on. All outliers are brought to 32 x 32 first, as CIFAR-10 is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import real_data
+import select_members
+import table_runs as runs
+import torch
+from finetune_cifar10 import MEAN, SIZE, STD, load_host, load_split
+from real_data import ImageSet
+from torch import Tensor, nn
+
+from hydra_ensembles.budget import Budget
+from hydra_ensembles.circuits.pool import make_pool
+from hydra_ensembles.data.corruptions import corrupted
+from hydra_ensembles.data.proxies import make_proxies
+from hydra_ensembles.models import host_model
+
+SEEN, UNSEEN = ("textures",), ("tinyimagenet", "mnist")
+SHIFTS = ("gaussian_noise", "defocus_blur", "contrast")
+SEARCH_ROWS = 700  # of the 1,000 validation images; temperatures are fitted on the others
+TRAIN_ROWS = 4500
+
+
+def image_sets(root: Path) -> dict[str, ImageSet]:
+    """Load every set that a search or a table needs."""
+    validation = real_data.cifar10(root, "validation")
+    return {
+        "search": validation.subset(range(SEARCH_ROWS)),
+        "calibration": validation.subset(range(SEARCH_ROWS, len(validation))),
+        "test": real_data.cifar10(root).subset(range(2000)),
+        "textures-validation": real_data.textures(root, "validation", size=32),
+        "textures": real_data.textures(root, "test", size=32),
+        "tinyimagenet": real_data.tinyimagenet(root, size=32).subset(range(0, 2500, 5)),
+        "mnist": real_data.mnist(root).subset(range(500)).unlabelled(),
+    }
+
+
+class Cifar:
+    """The search: masks of the last two blocks, textures of two classes and proxies."""
+
+    name = "cifar10"
+    command = "python experiments/cifar_table.py search --data DATA --cache CACHE --hosts HOSTS"
+    members = (1, 3, 6)
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.host = host_model(load_host(args.hosts / "seed0"))
+        images = image_sets(args.data)
+        self.sets: dict[str, Any] = {k: v.batches(size=SIZE) for k, v in images.items()}
+        kinds = ["corrupt", "shuffle", "mix", "blur", "tile"]
+        some = images["search"].subset(range(0, SEARCH_ROWS, 3)).batches(size=SIZE)
+        made = make_proxies(some, kinds, mean=MEAN, std=STD)
+        self.sets.update({f"proxy-{name}": data for name, data in made.items()})
+        self.labelled = {"search", "calibration", "test"}
+        one = images["test"].subset([0]).batches(size=SIZE)
+        self.budget = Budget.of(self.host, next(iter(one)), args.max_cost)
+        self.layers = [10, 11]
+        self.pool = make_pool(self.host, self.layers)
+        self.search: dict[str, Any] = {}
+        self.gradient_data = images["search"].subset(range(0, 600, 6)).batches(size=SIZE)
+
+    def draw(
+        self, bank: select_members.Bank, draw: int
+    ) -> tuple[dict[str, Any], list[str], list[str]]:
+        """Take 80 % of everything."""
+        generator = torch.Generator().manual_seed(draw)
+
+        def some(name: str) -> tuple[str, Tensor]:
+            size = len(bank.logits[name])
+            return name, torch.randperm(size, generator=generator)[: int(0.8 * size)]
+
+        rows = {"id": [some("search")], "ood/textures": [some("textures-validation")]}
+        for name in bank.logits:
+            if name.startswith("proxy-"):
+                rows[f"ood/{name}"] = [some(name)]
+        return rows, list(SEEN), list(UNSEEN)
+
+
+class CifarTable(runs.Table):
+    """DeiT-tiny on CIFAR-10."""
+
+    name = "cifar10"
+    title = "Images: DeiT-tiny at 96 x 96 on CIFAR-10"
+    command = "python experiments/cifar_table.py table --data DATA --cache CACHE --hosts HOSTS"
+    paper: ClassVar[dict[str, dict[str, float]]] = {
+        "Hydra (Circ), CIFAR-100": {"AUROC": 89.43, "FPR95": 36.44},
+        "Deep Ensembles, CIFAR-100": {"AUROC": 86.08, "FPR95": 38.67},
+    }
+    seen, unseen, shifts = SEEN, UNSEEN, SHIFTS
+    trained_parameters = r"blocks\.1[01]\.|^norm\.|head"
+    training: ClassVar[dict[str, Any]] = {"epochs": 1, "learning_rate": 1e-4}
+    plan: ClassVar[dict[str, tuple[str, str]]] = {
+        "Hydra Taylor, trained": ("taylor", "train"),
+        "Hydra select M=3, trained": ("select M=3", "train"),
+        "Hydra select M=3, trained with outliers": ("select M=3", "train+outliers"),
+    }
+    rivals: ClassVar[dict[str, tuple[str, int]]] = {
+        "Laplace, last layer": ("laplace", 2000),
+        "MC dropout": ("mc-dropout", 0),
+        "LoRA-Ensemble": ("lora-ensemble", 1000),
+        "BatchEnsemble": ("batch-ensemble", 1000),
+    }
+    rival_training: ClassVar[dict[str, Any]] = {"epochs": 1, "learning_rate": 1e-4}
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.data, self.hosts = args.data, args.hosts
+        super().__init__(args.cache, trained=args.trained)
+
+    def load(self, seed: int) -> nn.Module:
+        """Load a fine-tuned host."""
+        return load_host(self.hosts / f"seed{seed}")
+
+    def read_data(self) -> dict[str, Tensor]:
+        """Read the test sets and corrupt 500 test images."""
+        self.images = image_sets(self.data)
+        names = ["calibration", "test", *SEEN, *UNSEEN]
+        self.sets = {name: runs.labelled(self.images[name].batches(size=SIZE)) for name in names}
+        labels = {
+            name: images.labels for name, images in self.images.items() if images.labels is not None
+        }
+        some = self.images["test"].subset(range(500))
+        assert some.labels is not None
+        for kind in SHIFTS:
+            data = corrupted(some.batches(size=SIZE), kind, severity=3, mean=MEAN, std=STD)
+            self.sets[kind] = list(data)
+            labels[kind] = some.labels
+        self.one = next(iter(some.subset([0]).batches(size=SIZE)))
+        return labels
+
+    def train_images(self, count: int) -> ImageSet:
+        """Return images that the hosts were trained on."""
+        rows = load_split()["train"]
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:count]
+        return real_data.cifar10(self.data, "train").subset([rows[i] for i in order.tolist()])
+
+    def training_sets(self) -> dict[str, list[Any]]:
+        """Return training images, and the same with outliers that answer all classes alike."""
+        own = self.train_images(TRAIN_ROWS)
+        plain = list(own.batches(size=SIZE, batch_size=64))
+        return {"train": plain, "train+outliers": plain + self.outliers()}
+
+    def outliers(self) -> list[Any]:
+        """Return proxies and textures once, each with a label drawn at random.
+
+        In expectation over labels this is the cross-entropy to a uniform answer.
+        """
+        some = self.images["search"].subset(range(0, SEARCH_ROWS, 3)).batches(size=SIZE)
+        kinds = ["corrupt", "shuffle", "mix", "blur", "tile"]
+        made = make_proxies(some, kinds, mean=MEAN, std=STD)
+        sources: list[Any] = [self.images["textures-validation"].batches(size=SIZE)]
+        generator = torch.Generator().manual_seed(0)
+        result = []
+        for data in [*sources, *made.values()]:
+            for batch in data:
+                images = batch[0] if isinstance(batch, (tuple, list)) else batch
+                labels = torch.randint(10, (len(images),), generator=generator)
+                result.append((images, labels))
+        return result
+
+    def rival_data(self, count: int) -> list[Any]:
+        """Return images that the hosts were trained on."""
+        return list(self.train_images(count).batches(size=SIZE, batch_size=32))
+
+    def setup(self) -> list[str]:
+        """Say how the table was made."""
+        return []
+
+
+def main() -> None:
+    """Search, or make the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("step", choices=["search", "table"])
+    parser.add_argument("--data", type=Path, default=os.environ.get("HYDRA_DATA"))
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--hosts", type=Path, required=True)
+    parser.add_argument("--draws", type=int, default=6, help="draws of the search")
+    parser.add_argument("--trained", type=int, default=3, help="draws of trained rows")
+    parser.add_argument("--max-cost", type=float, default=1.07)
+    args = parser.parse_args()
+    args.data = real_data.data_root(args.data)
+    torch.set_num_threads(1)
+    if args.step == "search":
+        select_members.run_task(Cifar(args), args)
+    else:
+        CifarTable(args).run()
+
+
+if __name__ == "__main__":
+    main()
