@@ -236,3 +236,92 @@ def test_what_cannot_be_trained_is_refused():
         train(vit, [zoo.batch("vit")])
     with pytest.raises(ValueError, match="validation"):
         train(vit, data, keep="best")
+
+
+def uniform_gap(ensemble: hydra.HydraEnsemble, batches: Any) -> float:
+    """Mean KL(uniform || member) over batches: how sure members are."""
+    with torch.no_grad():
+        logits = torch.cat([ensemble.member_logits(batch) for batch in batches])
+    return float(-logits.log_softmax(-1).mean()) - float(torch.tensor(logits.shape[-1]).log())
+
+
+def odd_ones(name: str, count: int = 2) -> list[Any]:
+    if name in zoo.TEXTS:
+        return [zoo.batch(name, 4, seed=90 + i) for i in range(count)]
+    return [(3 + zoo.batch(name, 4, seed=90 + i),) for i in range(count)]
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_members_learn_to_be_unsure_about_outliers(name):
+    data, odd = list(samples(name)), odd_ones(name)
+    plain = train(fused(name), data, epochs=6, bootstrap=False).model
+    aware = train(fused(name), data, epochs=6, bootstrap=False, outliers=odd, outlier_weight=2.0)
+    assert uniform_gap(aware.model, odd) < 0.3 * uniform_gap(plain, odd)
+    families = train(
+        fused(name), data, epochs=6, bootstrap=False, outliers={"odd": odd}, outlier_weight=2.0
+    )
+    assert largest_difference(aware.model, families.model) == 0
+
+
+def test_the_outlier_loss_is_the_divergence_from_uniform():
+    data, odd = list(samples("vit"))[:1], odd_ones("vit", 1)
+    seen = {}
+    for weight in (0.0, 1.0):
+        train(
+            fused("vit"),
+            data,
+            epochs=1,
+            bootstrap=False,
+            outliers=odd,
+            outlier_weight=weight,
+            on_step=lambda info, w=weight: seen.update({w: info.loss}),
+        )
+    ensemble = fused("vit").eval()
+    assert seen[1.0] - seen[0.0] == pytest.approx(uniform_gap(ensemble, odd), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_outliers_made_of_the_data_itself(name):
+    trained = train(fused(name), list(samples(name)), outliers="auto")
+    assert largest_difference(trained.model, train(fused(name), list(samples(name))).model) > 1e-4
+    assert trained.to_dict()["steps"] == 8
+
+
+def test_distilling_keeps_the_given_predictions():
+    data = list(samples("vit"))
+    start = fused("vit")
+    options: dict[str, Any] = {"epochs": 8, "bootstrap": False}
+    free, held = (train(start, data, distill=share, **options).model for share in (0.0, 1.0))
+
+    def moved(model: Any) -> float:
+        with torch.no_grad():
+            pairs = [(model.member_logits(x), start.member_logits(x)) for x, _ in data]
+        return max(
+            float((a.softmax(-1).mean(1) - b.softmax(-1).mean(1)).abs().max()) for a, b in pairs
+        )
+
+    assert moved(held) < 0.2 * moved(free)
+
+
+def test_a_resumed_run_meets_the_same_outliers(tmp_path):
+    data, odd = list(samples("vit")), odd_ones("vit", 3)
+    options: dict[str, Any] = {"outliers": odd, "distill": 0.5, "save_every": 1}
+    whole = train(fused("vit"), data, **options)
+
+    def stop(info: Any) -> None:
+        if info.step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(fused("vit"), data, folder=tmp_path, on_step=stop, **options)
+    resumed = train(fused("vit"), data, folder=tmp_path, **options)
+    assert largest_difference(whole.model, resumed.model) == 0
+
+
+def test_bad_outliers_are_told():
+    with pytest.raises(ValueError, match='expected batches, a mapping, or "auto"'):
+        train(fused("vit"), list(samples("vit")), outliers="proxies")
+    with pytest.raises(DataError, match="'empty' have no batches"):
+        train(fused("vit"), list(samples("vit")), outliers={"empty": []})
+    with pytest.raises(ValueError, match="distill is 2"):
+        train(fused("vit"), list(samples("vit")), distill=2)

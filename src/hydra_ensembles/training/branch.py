@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from ..models.probe import modules_after_blocks
 from .finetune import _accelerator
 from .loop import FinetunedMember, Run, Settings, StepInfo
 from .numbered import is_numbered, keys_of, numbered
+from .outliers import Cycle, Outliers, outlier_stream
 from .stream import Stream, _take, derive_seed, generator
 
 
@@ -33,6 +36,9 @@ def finetune_branch(
     bootstrap: bool = True,
     label_smoothing: float = 0.0,
     towards_host: float = 0.0,
+    distill: float = 0.0,
+    outliers: Outliers | None = None,
+    outlier_weight: float = 0.2,
     cache_bytes: int = 2 * 2**30,
     trunk_states: dict[Any, Tensor] | None = None,
     shuffle: bool = True,
@@ -57,6 +63,10 @@ def finetune_branch(
     Objective: mean over samples b and members m of w_bm * cross-entropy(logits_bm, label_b), plus
     towards_host / 2 * sum (w - w_start)^2, with w_bm ~ Poisson(1), fixed for all epochs: the online
     form of the bootstrap (Oza and Russell, 2001), so that members see different data in one pass.
+    With `distill` = a the label becomes (1 - a) * label_b + a * p_b, where p_b is what the given
+    ensemble predicts (with its temperatures): few examples then do not cost accuracy. With
+    `outliers` the mean over them and the members of w * KL(uniform || prediction) is added,
+    `outlier_weight` times (Outlier Exposure, Hendrycks et al., 2019).
 
     Args:
         ensemble: What `fuse` or `build` made. It is not changed.
@@ -70,6 +80,11 @@ def finetune_branch(
         bootstrap: Whether each member weighs the samples by its own draw; otherwise all count one.
         label_smoothing: Share of the label given to all classes.
         towards_host: Strength of the pull towards the starting weights (L2-SP).
+        distill: Share of the labels that is the given ensemble's own prediction, in [0, 1].
+        outliers: What members learn to be unsure about: batches, batches by family, or "auto",
+            proxies made of `data` (see `make_proxies`), so that no real outliers are needed. They
+            are held in memory. Each step takes one batch of them.
+        outlier_weight: Weight of the outliers' loss.
         cache_bytes: Memory for the trunk's outputs, beside the data. What does not fit is computed
             each time it is needed, with the same result (up to rounding).
         trunk_states: A dict to keep the trunk's outputs in, filled by the first of several runs and
@@ -93,10 +108,13 @@ def finetune_branch(
         max_grad_norm=max_grad_norm,
         mixed_precision=mixed_precision,
         keep=keep,
+        distill=distill,
+        outlier_weight=outlier_weight if outliers is not None else 0.0,
     )
     if keep == "best" and validation is None:
         raise ValueError('keep="best" needs validation data: pass validation=..., or keep="last".')
     model = CachedTrunk(_untied(ensemble), cache_bytes, trunk_states)
+    odd = None if outliers is None else outlier_stream(outliers, data, seed=seed)
     with _accelerator(mixed_precision) as accelerator:
         result = BranchRun(
             model=model,
@@ -112,6 +130,8 @@ def finetune_branch(
             progress=progress,
             on_step=on_step,
             accelerator=accelerator,
+            outliers=None if odd is None else Cycle(odd),
+            teacher=CachedTrunk(_still(ensemble), cache_bytes, model._rows) if distill else None,
         ).train()
     result.model = model.ensemble
     model.ensemble.mode = ensemble.mode
@@ -143,6 +163,13 @@ def _untied(ensemble: HydraEnsemble) -> HydraEnsemble:
             split_classifier_(result.host, {name: streams})
             result.copies[name] = streams
         result.host.get_submodule(path).requires_grad_(True)
+    return result
+
+
+def _still(ensemble: HydraEnsemble) -> HydraEnsemble:
+    """Return a copy that only predicts."""
+    result = copy.deepcopy(ensemble).eval().requires_grad_(False)
+    result.mode = "fused"
     return result
 
 
@@ -215,10 +242,14 @@ class CachedTrunk(nn.Module):
         raise HydraError("The host ran without its blocks. Please report this.")
 
 
+@dataclass
 class BranchRun(Run):
     """A run whose batches are numbered: trunk states and bootstrap weights follow the samples."""
 
     model: CachedTrunk
+    outliers: Cycle | None = None
+    teacher: CachedTrunk | None = None
+    _targets: dict[Any, Tensor] = field(default_factory=dict)
 
     def _run_epochs(self) -> None:
         # In the data's own order, whatever was trained before: a resumed run gets the same bits.
@@ -231,6 +262,9 @@ class BranchRun(Run):
                     in_order.epoch(0), description="trunk", enabled=shown, total=len(in_order)
                 )
             )
+            if self.outliers is not None:
+                odd = self.outliers.stream.data
+                self.model.remember(progress_bar(odd, description="outliers", enabled=shown))
         super()._run_epochs()
 
     def _loss(self, batch: Any) -> Tensor:
@@ -242,9 +276,35 @@ class BranchRun(Run):
             reduction="none",
             label_smoothing=self.settings.label_smoothing,
         )
-        if self.settings.bootstrap:
-            losses = losses * bootstrap_weights(batch["samples"], members, self.seed).to(losses)
-        return losses.mean()
+        share = self.settings.distill
+        if share:
+            own = -(self._soft_labels(batch)[:, None] * logits.log_softmax(-1)).sum(-1)
+            losses = (1 - share) * losses + share * own
+        loss = self._weighted(losses, batch).mean()
+        if self.outliers is None:
+            return loss
+        group = self.accelerator
+        odd = self.outliers.at(self.step * group.num_processes + group.process_index)
+        answers = self.wrapped(odd).float().log_softmax(-1)
+        sure = -answers.mean(-1) - math.log(answers.shape[-1])  # KL(uniform || answer)
+        return loss + self.settings.outlier_weight * self._weighted(sure, odd).mean()
+
+    def _weighted(self, losses: Tensor, batch: Any) -> Tensor:
+        if not self.settings.bootstrap:
+            return losses
+        weights = bootstrap_weights(batch["samples"], losses.shape[1], self.seed)
+        return losses * weights.to(losses)
+
+    @torch.no_grad()
+    def _soft_labels(self, batch: Any) -> Tensor:
+        """Return what the ensemble predicted before training [batch, class]; remembered."""
+        assert self.teacher is not None
+        teacher, keys = self.teacher.to(self.accelerator.device), keys_of(batch)
+        if any(key not in self._targets for key in keys):
+            logits = teacher.ensemble._scaled(teacher.member_logits(batch).float())
+            self._targets.update(zip(keys, logits.softmax(-1).mean(1).cpu(), strict=True))
+        rows = torch.stack([self._targets[key] for key in keys])
+        return rows.to(self.accelerator.device)
 
 
 def bootstrap_weights(samples: Tensor, members: int, seed: int) -> Tensor:

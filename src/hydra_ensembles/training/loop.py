@@ -41,8 +41,12 @@ class Settings:
     max_grad_norm: float | None
     mixed_precision: str
     keep: str
+    distill: float = 0.0
+    outlier_weight: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.distill <= 1:
+            raise ValueError(f"distill is {self.distill}; expected a share in [0, 1].")
         if self.epochs < 1:
             raise ValueError(f"epochs is {self.epochs}; at least 1 is needed.")
         if not 0 <= self.warmup < 1:

@@ -1,0 +1,90 @@
+"""Outliers that members learn to be unsure about (Outlier Exposure, Hendrycks et al., 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..data.batches import batch_length, without_labels
+from ..data.proxies import make_proxies
+from ..errors import DataError
+from .stream import Stream, _batch_size, _pool, _take
+
+Outliers = str | Iterable[Any] | Mapping[str, Iterable[Any]]
+FIRST_NUMBER = 2**40  # beyond the numbers of the data's own samples
+
+
+def outlier_stream(outliers: Outliers, data: Iterable[Any], *, seed: int) -> Stream:
+    """Return numbered outliers without labels, in memory, in a seeded order.
+
+    Args:
+        outliers: Batches, or batches by family; `auto`: proxies made of the data itself, as many
+            as it has samples, the kinds by turns.
+        data: What the members are trained on.
+        seed: Decides the order.
+    """
+    if isinstance(outliers, str):
+        if outliers != "auto":
+            raise ValueError(f'outliers is {outliers!r}; expected batches, a mapping, or "auto".')
+        families = _proxies_by_turns(data)
+    elif isinstance(outliers, Mapping):
+        families = {name: list(batches) for name, batches in outliers.items()}
+    else:
+        families = {"outliers": list(outliers)}
+    for name, batches in families.items():
+        if not batches:
+            raise DataError(f"The outliers {name!r} have no batches. Leave them out, or fill them.")
+    found = [without_labels(batch) for batches in families.values() for batch in batches]
+    pool = _pool(found)
+    if pool is not None:  # dealt anew, so that all batches are of the same size
+        rows = torch.arange(_batch_size(pool)).split(_batch_size(found[0]))
+        found = [_take(pool, some) for some in rows]
+    return Stream(list(_numbered(found)), seed=seed)
+
+
+def _numbered(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    start = FIRST_NUMBER
+    for batch in batches:
+        size = batch_length(batch)
+        samples = torch.arange(start, start + size)
+        yield {"samples": samples, "labels": torch.zeros(size, dtype=torch.long), "batch": batch}
+        start += size
+
+
+def _proxies_by_turns(data: Iterable[Any]) -> dict[str, list[Any]]:
+    """Make one kind of proxies of every k-th batch each, or all kinds of all of few batches."""
+    kinds = list(make_proxies(data))
+    batches = list(data)
+    transform = getattr(data, "transform", None)
+    result = {}
+    for place, kind in enumerate(kinds):
+        made = make_proxies(
+            batches[place :: len(kinds)] if len(batches) >= len(kinds) else batches,
+            [kind],
+            mean=getattr(transform, "mean", None),
+            std=getattr(transform, "std", None),
+            tokenizer=getattr(data, "tokenizer", None),
+        )
+        result[kind] = list(made[kind])
+    return result
+
+
+class Cycle:
+    """The batches of a stream, epoch after epoch, by a running number: a resumed run skips."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self._next = -1
+        self._batches: Iterator[Any] = iter(())
+
+    def at(self, number: int) -> Any:
+        """Return batch `number`."""
+        turn, place = divmod(number, len(self.stream))
+        if number != self._next or place == 0:
+            self._batches = self.stream.epoch(turn)
+            for _ in range(place):
+                next(self._batches)
+        self._next = number + 1
+        return next(self._batches)
