@@ -297,16 +297,7 @@ class Table:
         chosen, random = chosen_masks(self.name, self.host), self.random_masks()
         lists = [masks for rows in chosen.values() for masks in rows.values()]
         every = list(dict.fromkeys(m for masks in (*lists, *random.values()) for m in masks))
-        found: dict[str, list[Tensor]] = {name: [] for name in self.sets}
-        for start in range(0, len(every), 48):  # an ensemble of all would need much memory
-            some = every[start : start + 48]
-            part = self.kept(
-                f"masks-{len(every)}-{start}",
-                lambda some=some: self.trunks.logits(fuse(self.host.model, some), self.sets),  # type: ignore[misc]
-            )
-            for name in self.sets:
-                found[name].append(part[name])
-        logits = {name: torch.cat(parts, 1) for name, parts in found.items()}
+        logits = self.mask_logits(every)
         index = {mask: i for i, mask in enumerate(every)}
 
         def of(masks: Sequence[HeadMask]) -> dict[str, Tensor]:
@@ -346,6 +337,19 @@ class Table:
             "about": about,
             "points": points,
         }
+
+    def mask_logits(self, every: Sequence[HeadMask]) -> Logits:
+        """Return the logits of masks, each a member, on all sets."""
+        found: dict[str, list[Tensor]] = {name: [] for name in self.sets}
+        for start in range(0, len(every), 48):  # an ensemble of all would need much memory
+            some = every[start : start + 48]
+            part = self.kept(
+                f"masks-{len(every)}-{start}",
+                lambda some=some: self.trunks.logits(fuse(self.host.model, some), self.sets),  # type: ignore[misc]
+            )
+            for name in self.sets:
+                found[name].append(part[name])
+        return {name: torch.cat(parts, 1) for name, parts in found.items()}
 
     def random_masks(self, each: int = 18) -> dict[int, list[HeadMask]]:
         """Draw masks of the last block by the number of kept heads, unequal within a triple."""
