@@ -244,6 +244,9 @@ class Table:
         self.sweeps: dict[str, Any] = {}
 
     tuning = "calibration"
+    search = ""
+    """Name of the search's record, where it is not the table's."""
+    against: tuple[str, ...] = ("single", "Deep Ensembles")
     sets: dict[str, list[Any]]
     """Batches of every set that a row needs."""
 
@@ -294,7 +297,7 @@ class Table:
 
     def untrained(self) -> None:
         """Add the rows of masks that searches chose, and the sweep over kept heads."""
-        chosen, random = chosen_masks(self.name, self.host), self.random_masks()
+        chosen, random = chosen_masks(self.search or self.name, self.host), self.random_masks()
         lists = [masks for rows in chosen.values() for masks in rows.values()]
         every = list(dict.fromkeys(m for masks in (*lists, *random.values()) for m in masks))
         logits = self.mask_logits(every)
@@ -392,7 +395,7 @@ class Table:
 
     def trained(self) -> None:
         """Add the rows whose branch was trained."""
-        chosen = chosen_masks(self.name, self.host)
+        chosen = chosen_masks(self.search or self.name, self.host)
         for title, (row, data) in self.plan.items():
             found = []
             for draw in range(self.draws):
@@ -422,7 +425,7 @@ class Table:
 
     def unmerged(self) -> None:
         """Train members by themselves, and compare their ensemble with the fused, merged one."""
-        masks = chosen_masks(self.name, self.host)[0]["taylor"]
+        masks = chosen_masks(self.search or self.name, self.host)[0]["taylor"]
 
         def make() -> dict[str, Tensor]:
             trained = finetune(
@@ -470,7 +473,7 @@ class Table:
                 "command": self.command,
                 "setup": self.setup(),
                 "families": {"seen": self.seen, "unseen": self.unseen},
-                "rows": tables.table_rows(rows, against=("single", "Deep Ensembles")),
+                "rows": tables.table_rows(rows, against=self.against),
                 "sweeps": self.sweeps,
                 "paper": self.paper,
                 "notes": [],
