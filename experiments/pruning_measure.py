@@ -28,7 +28,7 @@ from hydra_ensembles.evaluation.prune_sweep_results import PruneSweep
 from hydra_ensembles.evaluation.shift_gap import pruning_shift_gap
 
 RATIOS = (0.1, 0.2, 0.3, 0.5)
-ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 ALPHA_RATIOS = (0.3, 0.5)  # where alpha is chosen; the sweep itself takes all RATIOS
 DRAWS = 5
 CALIBRATION = 32
@@ -92,11 +92,11 @@ def sst2(data: Path, checkpoint: Path, *, test_examples: int, shift_examples: in
         model=model,
         test=list(test),
         calibration=part(split["calibration"]),
-        held_out=list(part(split["validation"][:100])),
+        held_out=list(part(split["validation"][:200])),
         ood={
-            "TREC": list(by_length([line.split(" ", 1)[1] for line in trec[:150]], None)),
+            "TREC": list(by_length([line.split(" ", 1)[1] for line in trec[:250]], None)),
             "captions": list(
-                by_length(captions.read_text(encoding="utf8").splitlines()[:100], None)
+                by_length(captions.read_text(encoding="utf8").splitlines()[:250], None)
             ),
         },
         shift_clean=list(some),
@@ -138,8 +138,8 @@ def deit(data: Path, *, test_examples: int, shift_examples: int) -> Setup:
         model=model,
         test=list(test),
         calibration=pictures.subset(sorted(thirds[0])),
-        held_out=list(sample(pictures.subset(sorted(thirds[1])), 40, seed=0)),
-        ood={"textures": list(sample(textures.subset(kept), 40, seed=0))},
+        held_out=list(sample(pictures.subset(sorted(thirds[1])), 100, seed=0)),
+        ood={"textures": list(sample(textures.subset(kept), 100, seed=0))},
         shift_clean=list(some),
         shifts={
             name: list(corrupted(some, name, severity=SEVERITY))
@@ -219,8 +219,8 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 
 
 SETUPS: dict[str, Callable[[Any], Setup]] = {
-    "sst2": lambda args: sst2(args.data, args.checkpoint, test_examples=300, shift_examples=100),
-    "deit": lambda args: deit(args.data, test_examples=120, shift_examples=40),
+    "sst2": lambda args: sst2(args.data, args.checkpoint, test_examples=872, shift_examples=200),
+    "deit": lambda args: deit(args.data, test_examples=300, shift_examples=50),
 }
 
 
