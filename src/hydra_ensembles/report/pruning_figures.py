@@ -21,7 +21,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 NAMES = {
     "cls/Acc": "accuracy",
-    "stability": "stability (same class as unpruned)",
+    "stability": "stability (class unchanged)",
     "cls/NLL": "NLL",
     "cal/ECE": "ECE",
     "ood/mean/AUROC": "OOD AUROC, mean over sets",
