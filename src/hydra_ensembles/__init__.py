@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .baselines import make_baseline as make_baseline
     from .builder import build as build
     from .circuits.head_map import head_map as head_map
     from .circuits.headmap import find_circuit as find_circuit
@@ -39,11 +40,15 @@ if TYPE_CHECKING:
     from .models import ZeroShotClassifier as ZeroShotClassifier
     from .models import explain as explain
     from .models import register_family as register_family
+    from .report.html import write_report as write_report
+    from .selective import Abstention as Abstention
+    from .selective import fit_abstention as fit_abstention
     from .training import finetune as finetune
     from .training import finetune_branch as finetune_branch
     from .uncertainty import Prediction as Prediction
 
 _NAMES = {
+    "Abstention": "selective",
     "Cost": "counting",
     "Family": "models",
     "HeadMask": "masks",
@@ -63,16 +68,19 @@ _NAMES = {
     "find_circuit": "circuits.headmap",
     "finetune": "training",
     "finetune_branch": "training",
+    "fit_abstention": "selective",
     "frontier": "cost_frontier",
     "fuse": "fusing",
     "gate": "heads",
     "head_map": "circuits.head_map",
+    "make_baseline": "baselines",
     "prune_heads_": "heads",
     "prune_sweep": "evaluation.prune_sweep",
     "pruning_shift_gap": "evaluation.shift_gap",
     "register_family": "models",
     "score_heads": "criteria",
     "verify": "fusion",
+    "write_report": "report.html",
 }
 
 __all__ = sorted(_NAMES)

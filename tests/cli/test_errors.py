@@ -68,6 +68,26 @@ def test_a_model_that_is_not_supported(tmp_path: Path, capsys: pytest.CaptureFix
     assert code == 4 and "not supported" in line and "Family" in line
 
 
+def test_an_encoder_without_a_trained_classifier(
+    shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        image_size=16,
+        patch_size=8,
+    )
+    transformers.ViTModel(config, add_pooling_layer=False).save_pretrained(tmp_path)
+    capsys.readouterr()
+    code, line = failure(capsys, "build", tmp_path, "--data", shelf / "digits")
+    assert code == 4 and "classifier.weight" in line and "fine-tune" in line
+    assert main(["explain", str(tmp_path)]) == 0
+    assert "untrained classifier" in capsys.readouterr().out
+
+
 def test_missing_things(shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, line = failure(capsys, "build", shelf / "host", "--data", "/nowhere/at/all")
     assert code == 3 and "/nowhere/at/all does not exist" in line

@@ -49,7 +49,9 @@ def command(
     for given in models:
         name, equals, place = given.partition("=")
         name, place = (name, place) if equals else (Path(given).name or given, given)
-        loaded = load_model(place, device=device, dtype=dtype, class_names=class_names)
+        loaded = load_model(
+            place, device=device, dtype=dtype, class_names=class_names, trained=False
+        )
         found[name] = loaded.model
     first = next(iter(found.values()))
     if len(found) == 1:

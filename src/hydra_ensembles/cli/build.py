@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options
-from .show import print_json, say, write_config
+from .show import print_json, say, sizes, write_config
 
 
 def command(
@@ -64,6 +64,7 @@ def command(
     outliers = load_sets(loaded, ood, **shared)
     output.mkdir(parents=True, exist_ok=True)
     write_config(output)
+    say(f"Building {members} members ({method}) from {sizes(calibration, outliers)}", json=json)
     ensemble = build(
         host,
         calibration,

@@ -10,7 +10,7 @@ import typer
 
 from . import options
 from .head_grid import circuit_grid
-from .show import print_json, say, write_config, write_text
+from .show import print_json, say, sizes, write_config, write_text
 
 
 def command(
@@ -57,6 +57,7 @@ def command(
     outliers = load_sets(loaded, ood, **shared)
     output.mkdir(parents=True, exist_ok=True)
     write_config(output)
+    say(f"Searching heads for {objective} with {sizes(known, outliers)}", json=json)
     found = find_effects(
         host,
         id=known,

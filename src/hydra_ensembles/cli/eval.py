@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import options
-from .show import print_json, results_table, say, write_config, write_text
+from .show import print_json, results_table, say, sizes, write_config, write_text
 
 if TYPE_CHECKING:
     from ..evaluation import Results
@@ -76,6 +76,7 @@ def command(
         loaded = load_model(place, device=device, dtype=dtype, class_names=class_names)
         known = load_set(loaded, data, label_column=label_column, labels=labels, **shared)
         outliers = load_sets(loaded, ood, **shared)
+        say(f"Evaluating {name} on {sizes(known, outliers)}", json=json)
         found = evaluate(
             loaded.model,
             known,

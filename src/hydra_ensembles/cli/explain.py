@@ -22,7 +22,7 @@ def command(
     from ..models import explain
     from .loading import load_model
 
-    loaded = load_model(model, class_names=class_names)
+    loaded = load_model(model, class_names=class_names, trained=False)
     if isinstance(loaded.model, HydraEnsemble):
         if json:
             record = {"members": loaded.model.members, "summary": str(loaded.model)}
@@ -37,3 +37,5 @@ def command(
         raise Stop(f"{model} is not supported. {found.reason}", 4)
     if not json:
         typer.echo(str(found))
+        if loaded.untrained:
+            typer.echo(f"  untrained {', '.join(loaded.untrained)}: fine-tune it before building")

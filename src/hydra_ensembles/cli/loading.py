@@ -26,6 +26,7 @@ class Loaded:
         class_names: By class number, or None when it has not told.
         folder_names: What folders of its classes are called in its data set, by class number.
         key: The name of its image input; None takes images alone.
+        untrained: Names of weights that its checkpoint did not hold: they are random.
     """
 
     model: Any
@@ -35,6 +36,7 @@ class Loaded:
     class_names: list[str] | None = None
     folder_names: list[str] | None = None
     key: str | None = "pixel_values"
+    untrained: tuple[str, ...] = ()
 
     @property
     def host(self) -> Any:
@@ -58,11 +60,24 @@ class Loaded:
 
 
 def load_model(
-    name: str, *, device: str | None = None, dtype: str = "float32", class_names: str | None = None
+    name: str,
+    *,
+    device: str | None = None,
+    dtype: str = "float32",
+    class_names: str | None = None,
+    trained: bool = True,
 ) -> Loaded:
-    """Load a model by hub name, folder or `timm:NAME`."""
+    """Load a model by hub name, folder or `timm:NAME`, by default with a trained classifier."""
     with waiting(f"Loading {name}"):
-        return _load_model(name, device=device, dtype=dtype, class_names=class_names)
+        loaded = _load_model(name, device=device, dtype=dtype, class_names=class_names)
+    if trained and loaded.untrained:
+        raise Stop(
+            f"{name} has no trained classifier: {', '.join(loaded.untrained[:3])} not in its "
+            "weights. Give a fine-tuned checkpoint, or fine-tune it first "
+            "(hydra_ensembles.finetune).",
+            4,
+        )
+    return loaded
 
 
 def _load_model(name: str, *, device: str | None, dtype: str, class_names: str | None) -> Loaded:
@@ -255,13 +270,13 @@ def _classifier(transformers: Any, name: str, names: list[str] | None) -> Loaded
             return _zero_shot(transformers, name, names)
         text = hasattr(config, "vocab_size") and "ImageClassification" not in built
         kind = "AutoModelForSequenceClassification" if text else "AutoModelForImageClassification"
-        model = getattr(transformers, kind).from_pretrained(name)
+        model, info = getattr(transformers, kind).from_pretrained(name, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UnsupportedModelError(
             f"Cannot load {name} as a classifier: {reason[:400]}"
         ) from error
-    loaded = Loaded(model, name)
+    loaded = Loaded(model, name, untrained=tuple(sorted(info["missing_keys"])))
     labels = getattr(config, "id2label", None) or {}
     if labels and not all(str(v).startswith("LABEL_") for v in labels.values()):
         loaded.class_names = [str(labels[i]) for i in sorted(labels)]

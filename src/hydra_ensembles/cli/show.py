@@ -28,6 +28,16 @@ def say(text: str, *, json: bool = False) -> None:
     typer.echo(text, err=json)
 
 
+def sizes(known: Any, outliers: Mapping[str, Any]) -> str:
+    """Say how much data there is: `200 examples, outliers: questions 150`."""
+    from ..data import count
+
+    words = f"{count(known)} examples"
+    if outliers:
+        words += ", outliers: " + ", ".join(f"{n} {count(data)}" for n, data in outliers.items())
+    return words
+
+
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
     """Show what is going on while it lasts, where somebody looks: on a terminal alone."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options
-from .show import print_json, say, write_config
+from .show import print_json, say, sizes, write_config
 
 CRITERIA = ["random", "magnitude", "taylor", "his", "entropy", "hies", "fisher"]
 RATIOS = [0.1, 0.2, 0.3, 0.5]
@@ -59,6 +59,8 @@ def command(
     outliers = load_sets(loaded, ood, **shared)
     output.mkdir(parents=True, exist_ok=True)
     write_config(output)
+    runs = len(criterion) * len(ratio) * draws
+    say(f"Pruning {runs} times, each measured on {sizes(known, outliers)}", json=json)
     found = prune_sweep(
         host,
         known,
