@@ -115,6 +115,8 @@ class CifarTable(runs.Table):
         "BatchEnsemble": ("batch-ensemble", 1000),
     }
     rival_training: ClassVar[dict[str, Any]] = {"epochs": 1, "learning_rate": 1e-4}
+    branched = (10, 11)
+    branch_layers = (11, 10, 9, 8, 6)
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.data, self.hosts = args.data, args.hosts

@@ -149,7 +149,7 @@ class Judge:
         families: names of the OOD test sets.
         seen: those of which a search saw other examples.
         shifts: names of shifted test sets.
-        tuning: the set on which temperatures are fitted; draws take 80 % of it each.
+        tuning: the set on which temperatures are fitted.
     """
 
     def __init__(
@@ -171,10 +171,7 @@ class Judge:
 
     def __call__(self, logits: Mapping[str, Tensor], draw: int = 0) -> tables.Outputs:
         """Return a row's outputs on one draw."""
-        size = len(self.labels[self.tuning])
-        generator = torch.Generator().manual_seed(draw)
-        rows = torch.randperm(size, generator=generator)[: int(0.8 * size)].sort().values
-        temperature = fit_temperature(logits[self.tuning][rows], self.labels[self.tuning][rows])
+        temperature = fit_temperature(logits[self.tuning], self.labels[self.tuning])
         return tables.Outputs(
             logits["test"],
             self.labels["test"],
@@ -224,6 +221,10 @@ class Table:
     """Rivals: name of the baseline, and rows of training data."""
     training: ClassVar[dict[str, Any]]
     rival_training: ClassVar[dict[str, Any]]
+    branched: tuple[int, ...]
+    """Blocks of random masks."""
+    branch_layers: tuple[int, ...]
+    """First blocks of the sweep over branches."""
     one: Any
     """A batch of one example, to count costs on."""
 
@@ -242,6 +243,7 @@ class Table:
         self.costs = CostModel(self.host, self.one)
         self.rows: dict[str, tuple[float, list[tables.Outputs]]] = {}
         self.sweeps: dict[str, Any] = {}
+        self.resampled: dict[str, Any] = {}
 
     tuning = "calibration"
     search = ""
@@ -294,6 +296,8 @@ class Table:
         self.others()
         self.unmerged()
         self.write()
+        self.branches()
+        self.write()
 
     def untrained(self) -> None:
         """Add the rows of masks that searches chose, and the sweep over kept heads."""
@@ -310,11 +314,8 @@ class Table:
 
         draws = sorted(chosen)
         full = {**of([HeadMask.full(self.host)]), "cost": torch.tensor(1.0)}
-        self.add("single", [full] * len(draws))
-        self.add(
-            "temperature",
-            [_divided(full, torch.tensor(self.judge(full, d).temperature)) for d in draws],
-        )
+        self.add("single", [full])
+        self.add("temperature", [_divided(full, torch.tensor(self.judge(full).temperature))])
         self.add("taylor-single", [of(chosen[d]["taylor"][:1]) for d in draws])
         self.add("circavg-single", [of(chosen[d]["circuit"][2:3]) for d in draws])
         titles = {"random": "Hydra random", "taylor": "Hydra Taylor", "circuit": "Hydra Circ"}
@@ -334,7 +335,24 @@ class Table:
             triples = [of(masks[i : i + 3]) for i in range(0, len(masks), 3)]
             cost = max(float(one["cost"]) for one in triples)
             points.append(point(count, cost, [self.judge(one, i) for i, one in enumerate(triples)]))
-        about = "three random masks of the last block each, mean of 6 ensembles, nothing trained"
+        kept_heads = round(self.host.head_counts[-1] * 2 / 3)
+        wide = random[kept_heads]
+        points_of_members = []
+        for members in range(1, 9):
+            some = [of([wide[(3 * i + j) % len(wide)] for j in range(members)]) for i in range(6)]
+            cost = max(float(one["cost"]) for one in some)
+            points_of_members.append(
+                point(members, cost, [self.judge(one, i) for i, one in enumerate(some)])
+            )
+        self.sweeps["Members"] = {
+            "x": "M",
+            "about": f"random masks that keep {kept_heads} heads of the branched blocks, mean of 6 "
+            "ensembles, nothing trained; equal masks run once",
+            "points": points_of_members,
+        }
+        about = (
+            "three random masks of the branched blocks each, mean of 6 ensembles, nothing trained"
+        )
         self.sweeps["Kept heads"] = {
             "x": f"heads of {self.host.head_counts[-1]}",
             "about": about,
@@ -355,20 +373,47 @@ class Table:
         return {name: torch.cat(parts, 1) for name, parts in found.items()}
 
     def random_masks(self, each: int = 18) -> dict[int, list[HeadMask]]:
-        """Draw masks of the last block by the number of kept heads, unequal within a triple."""
-        last, heads = len(self.host) - 1, self.host.head_counts[-1]
+        """Draw masks of the branched blocks by the heads kept in each, unequal within a triple."""
+        heads = self.host.head_counts[-1]
         result: dict[int, list[HeadMask]] = {}
         for count in sorted({max(1, round(heads * k / 6)) for k in range(1, 6)} - {heads}):
             generator = torch.Generator().manual_seed(count)
             masks: list[HeadMask] = []
             while len(masks) < each:
-                row = torch.zeros(heads, dtype=torch.bool)
-                row[torch.randperm(heads, generator=generator)[:count]] = True
-                mask = HeadMask.full(self.host).with_layer(last, row)
+                mask = HeadMask.full(self.host)
+                for layer in self.branched:
+                    row = torch.zeros(heads, dtype=torch.bool)
+                    row[torch.randperm(heads, generator=generator)[:count]] = True
+                    mask = mask.with_layer(layer, row)
                 if mask not in masks[len(masks) // 3 * 3 :]:
                     masks.append(mask)
             result[count] = masks
         return result
+
+    def branches(self) -> None:
+        """Sweep the layer from which members part: random masks of all layers above."""
+        points = []
+        for layer in self.branch_layers:
+            generator = torch.Generator().manual_seed(layer)
+            masks = []
+            for _ in range(3):
+                mask = HeadMask.full(self.host)
+                for above in range(layer, len(self.host)):
+                    heads = self.host.head_counts[above]
+                    row = torch.zeros(heads, dtype=torch.bool)
+                    row[torch.randperm(heads, generator=generator)[: round(heads * 2 / 3)]] = True
+                    mask = mask.with_layer(above, row)
+                masks.append(mask)
+            found = self.kept(
+                f"branch-{layer}",
+                lambda masks=masks: logits_of(fuse(self.host.model, masks), self.sets),  # type: ignore[misc]
+            )
+            points.append(point(layer, self.costs.ratio(masks), [self.judge(found)]))
+        self.sweeps["Branch layer"] = {
+            "x": f"first branched of {len(self.host)} blocks (from 0)",
+            "about": "three random masks that keep two thirds of the heads from there on, one draw",
+            "points": points,
+        }
 
     def deep(self) -> None:
         """Add the three hosts, apart and together."""
@@ -377,8 +422,7 @@ class Table:
             for seed in range(3)
         ]
         deep = {name: torch.cat([one[name] for one in hosts], 1) for name in self.sets}
-        draws = len(self.rows["single"][1])
-        self.add("Deep Ensembles", [{**deep, "cost": torch.tensor(3.0)}] * draws)
+        self.add("Deep Ensembles", [{**deep, "cost": torch.tensor(3.0)}])
         self.add("single, all three hosts", [{**one, "cost": torch.tensor(1.0)} for one in hosts])
 
     def train(
@@ -406,7 +450,6 @@ class Table:
 
     def others(self) -> None:
         """Add the rivals."""
-        draws = len(self.rows["single"][1])
         for title, (name, count) in self.rivals.items():
 
             def make(name: str = name, count: int = count) -> dict[str, Tensor]:
@@ -420,7 +463,7 @@ class Table:
                 )
                 return {**logits_of(model, self.sets), "cost": self.cost(model)}
 
-            self.add(title, [self.kept(name, make)] * draws)
+            self.add(title, [self.kept(name, make)])
             self.write()
 
     def unmerged(self) -> None:

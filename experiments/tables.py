@@ -118,11 +118,16 @@ def table_rows(
     against: Sequence[str] = ("single",),
     count: int = 200,
     seed: int = 0,
+    known: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return a record's rows from `{name: (cost, draws)}`, compared in pairs with some of them."""
-    resampled = {
-        name: bootstrap(draws, count=count, seed=seed) for name, (_, draws) in rows.items()
-    }
+    """Return a record's rows from `{name: (cost, draws)}`, compared in pairs with some of them.
+
+    Resamples of rows by name are read from and added to `known`, where given.
+    """
+    resampled = {} if known is None else known
+    for name, (_, draws) in rows.items():
+        if name not in resampled:
+            resampled[name] = bootstrap(draws, count=count, seed=seed)
     result = []
     for name, (cost, draws) in rows.items():
         points = [
