@@ -143,6 +143,8 @@ class ImagenetTable(runs.Table):
         self.train_row("Hydra M=3, trained on labels alone", members, None, 0.0)
         self.train_row("Hydra M=3, trained with proxies", members, made, weight)
         self.train_row("Hydra M=3, trained with outliers", members, made + real, weight)
+        six = self.last((*THIRDS, *ONES))
+        self.train_row("Hydra M=6, trained with outliers", six, made + real, weight)
         two = [HeadMask.full(self.host), *self.last(THIRDS[:1])]
         self.train_row("single, trained with outliers", two, made + real, weight, only=0)
 
