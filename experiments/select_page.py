@@ -12,7 +12,11 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
 PAGE = ROOT / "docs" / "results" / "circuits.md"
 NOTES = Path(__file__).parent / "results" / "select_notes.md"
-TITLES = {"image": "DeiT-tiny, ImageNet-1k", "text": "MiniLM-L6, SST-2"}
+TITLES = {
+    "text": "MiniLM-L6, SST-2",
+    "image": "DeiT-tiny, ImageNet-1k",
+    "cifar10": "DeiT-tiny at 96 x 96, CIFAR-10",
+}
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # 95 %, by degrees of freedom
 
 
@@ -76,6 +80,43 @@ def table(record: dict[str, Any], group: str, kind: str) -> list[str]:
     return lines
 
 
+def gains(record: dict[str, Any]) -> list[str]:
+    """Return each row's gains over the single model with intervals: the claims at a glance."""
+    draws = record["draws"]
+    columns: dict[str, Callable[[dict[str, Any], dict[str, Any]], float]] = {
+        "accuracy": lambda r, d: r["raw"]["accuracy"],
+        "NLL raw": lambda r, d: r["raw"]["nll"],
+        "NLL scaled": lambda r, d: r["scaled"]["nll"],
+    }
+    for group in ("unseen", "seen"):
+        for score, figure in (("msp", "AUROC"), ("energy", "AUROC"), ("msp", "FPR95")):
+            title = f"{group} {figure} {'MSP' if score == 'msp' else score}"
+            columns[title] = lambda r, d, g=group, s=score, f=figure: family_mean(  # type: ignore[misc]
+                r, "raw", d[g], s, f
+            )
+    lines = ["| row | " + " | ".join(columns) + " | worst unseen AUROC MSP |"]
+    lines.append("|---" * (len(columns) + 2) + "|")
+    for name in draws[0]["rows"]:
+        cells = []
+        for title, figure_of in columns.items():
+            differences = [
+                figure_of(d["rows"][name], d) - figure_of(d["rows"]["single"], d) for d in draws
+            ]
+            cells.append(cell(differences, 3 if "NLL" in title else 2, True))
+        worst = min(
+            sum(
+                d["rows"][name]["raw"][f"{family}/msp"]["AUROC"]
+                - d["rows"]["single"]["raw"][f"{family}/msp"]["AUROC"]
+                for d in draws
+            )
+            / len(draws)
+            for family in draws[0]["unseen"]
+        )
+        if name != "single":
+            lines.append(f"| {name} | " + " | ".join(cells) + f" | {worst:+.2f} |")
+    return lines
+
+
 def by_family(record: dict[str, Any], row: str) -> list[str]:
     """Return the gains of one row over the single model, family by family."""
     draws = record["draws"]
@@ -111,20 +152,21 @@ def write() -> None:
         "scaled tables are fitted the same way for every row, the single model included.",
         "",
     ]
+    if NOTES.exists():
+        lines += [NOTES.read_text().rstrip(), ""]
     for task, title in TITLES.items():
         path = RESULTS / f"select_{task}.json"
         if not path.exists():
             continue
         record = json.loads(path.read_text())
         lines += [f"## {title}", "", f"`{record['command']}`, {len(record['draws'])} draws.", ""]
+        lines += ["### Gains over the single model, raw", "", *gains(record), ""]
         for group, what in (("unseen", "Unseen families"), ("seen", "Seen family")):
             for kind in ("raw", "scaled"):
                 how = "raw" if kind == "raw" else "temperature-scaled"
                 lines += [f"### {what}, {how}", "", *table(record, group, kind), ""]
         lines += ["### Gains of `select M=3` in AUROC points, family by family", ""]
         lines += [*by_family(record, "select M=3"), ""]
-    if NOTES.exists():
-        lines += [NOTES.read_text().rstrip(), ""]
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     beside = PAGE.with_name(PAGE.name + ".partial")
     beside.write_text("\n".join(lines), encoding="utf-8")
