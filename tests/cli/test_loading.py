@@ -135,3 +135,22 @@ def test_digits_of_a_missing_class_keep_their_number(
     shutil.rmtree(tmp_path / "some" / "3")
     data = load_set(load_model(str(shelf / "host")), str(tmp_path / "some"))
     assert set(data.labels.tolist()) == {0, 1, 2, 4, 5, 6, 7, 8, 9}
+
+
+def test_a_text_column_of_the_labelled_data_alone(tmp_path: Path) -> None:
+    from hydra_ensembles.cli.loading import Loaded, load_set, load_sets
+
+    def tokenizer(texts: list[str], **_: object) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([[len(text)] for text in texts])}
+
+    (tmp_path / "known.csv").write_text("said,label\nyes,1\nno,0\n")
+    (tmp_path / "other.txt").write_text("a question\nanother one\n")
+    loaded = Loaded(torch.nn.Identity(), "model", tokenizer=tokenizer)
+    known = load_set(loaded, str(tmp_path / "known.csv"), text_column="said")
+    others = load_sets(loaded, [str(tmp_path / "other.txt")], text_column="said")
+    assert known.labels.tolist() == [1, 0] and others["other"].texts == [
+        "a question",
+        "another one",
+    ]
+    with pytest.raises(DataError, match="no column 'sad'"):
+        load_set(loaded, str(tmp_path / "known.csv"), text_column="sad")

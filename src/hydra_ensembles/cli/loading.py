@@ -117,6 +117,11 @@ def load_set(loaded: Loaded, source: str, *, outliers: bool = False, **options: 
     labels = options.pop("labels", None)
     names, folder = loaded.class_names, Path(source).expanduser()
     classes = class_count(loaded.model)
+    if outliers and options.get("text_column") and folder.is_file():
+        from ..data.tables import read_table
+
+        if options["text_column"] not in read_table(folder):  # it may be of the labelled data alone
+            options["text_column"] = None
     if not outliers and labels is None and loaded.tokenizer is None and folder.is_dir():
         names = names_for_folder(folder, loaded.name, [names, loaded.folder_names], classes)
     data = load_data(
@@ -178,7 +183,7 @@ def _ensemble(folder: str) -> Loaded:
     labels = model.id2label or {
         int(k): v for k, v in (model.record.get("class_names") or {}).items()
     }
-    loaded.class_names = [labels[i] for i in range(len(labels))] if labels else None
+    loaded.class_names = _told([labels[i] for i in range(len(labels))])
     loaded.key = model.main_input_name if model.main_input_name == "pixel_values" else None
     shape = getattr(model.host, "shape", None)
     if type(model.host).__name__ == "TinyViT":
@@ -278,10 +283,15 @@ def _classifier(transformers: Any, name: str, names: list[str] | None) -> Loaded
         ) from error
     loaded = Loaded(model, name, untrained=tuple(sorted(info["missing_keys"])))
     labels = getattr(config, "id2label", None) or {}
-    if labels and not all(str(v).startswith("LABEL_") for v in labels.values()):
-        loaded.class_names = [str(labels[i]) for i in sorted(labels)]
+    loaded.class_names = _told([str(labels[i]) for i in sorted(labels)])
     _processors(loaded, name, text=text)
     return loaded
+
+
+def _told(names: list[str]) -> list[str] | None:
+    """Return class names, or None when they are those that transformers makes up."""
+    made_up = all(name.startswith("LABEL_") for name in names)
+    return None if made_up else names
 
 
 def _processors(loaded: Loaded, source: str, *, text: bool) -> None:
