@@ -31,6 +31,7 @@ Logits = dict[str, Tensor]
 """Member logits `[example, member, class]` by data set."""
 
 STATES_BYTES = 6 * 2**30
+GROUPS = ("untrained", "deep", "trained", "unmerged", "others", "sweep_branches")
 
 
 def kept(path: Path, make: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -109,13 +110,19 @@ class Trunks:
         return result
 
     def train(
-        self, masks: Sequence[HeadMask], name: str, batches: Sequence[Any], **options: Any
+        self,
+        masks: Sequence[HeadMask],
+        name: str,
+        batches: Sequence[Any],
+        outliers: Sequence[Any] | None = None,
+        **options: Any,
     ) -> HydraEnsemble:
         """Train the branch of members above known states of a training set."""
         ensemble = fuse(self.host.model, list(masks))
         found = finetune_branch(
             ensemble,
             list(batches),
+            outliers=outliers,
             trunk_states=self.of(ensemble, name, batches),
             cache_bytes=STATES_BYTES,
             progress=False,
@@ -215,15 +222,15 @@ class Table:
     shifts: tuple[str, ...] = ()
     trained_parameters: str
     """What is trained when members are trained one by one: a pattern of names."""
-    plan: ClassVar[dict[str, tuple[str, str]]]
-    """Trained rows: whose masks, and the training set."""
+    plan: ClassVar[dict[str, tuple[str, float]]]
+    """Trained rows: whose masks, and the weight of outliers."""
     rivals: ClassVar[dict[str, tuple[str, int]]]
     """Rivals: name of the baseline, and rows of training data."""
     training: ClassVar[dict[str, Any]]
     rival_training: ClassVar[dict[str, Any]]
-    branched: tuple[int, ...]
+    branched: tuple[int, ...] = (-1,)
     """Blocks of random masks."""
-    branch_layers: tuple[int, ...]
+    branch_layers: tuple[int, ...] = ()
     """First blocks of the sweep over branches."""
     one: Any
     """A batch of one example, to count costs on."""
@@ -260,8 +267,12 @@ class Table:
         """Set `sets` and `one`; return labels by set."""
         raise NotImplementedError
 
-    def training_sets(self) -> dict[str, list[Any]]:
-        """Return what branches are trained on, by name."""
+    def training_set(self) -> list[Any]:
+        """Return batches that branches are trained on."""
+        raise NotImplementedError
+
+    def outliers(self) -> list[Any]:
+        """Return batches about which branches learn to be unsure."""
         raise NotImplementedError
 
     def rival_data(self, count: int) -> list[Any]:
@@ -286,18 +297,12 @@ class Table:
         cost = max(float(one["cost"]) for one in found)
         self.rows[name] = (cost, [self.judge(one, draw) for draw, one in enumerate(found)])
 
-    def run(self) -> None:
-        """Make all rows that are missing, and write the table after each group."""
-        self.untrained()
-        self.write()
-        self.deep()
-        self.write()
-        self.trained()
-        self.others()
-        self.unmerged()
-        self.write()
-        self.branches()
-        self.write()
+    def run(self, groups: Sequence[str] = GROUPS) -> None:
+        """Make the rows of some groups, and write the table after each of them."""
+        for group in GROUPS:
+            if group in groups:
+                getattr(self, group)()
+                self.write()
 
     def untrained(self) -> None:
         """Add the rows of masks that searches chose, and the sweep over kept heads."""
@@ -381,7 +386,7 @@ class Table:
             masks: list[HeadMask] = []
             while len(masks) < each:
                 mask = HeadMask.full(self.host)
-                for layer in self.branched:
+                for layer in [block % len(self.host) for block in self.branched]:
                     row = torch.zeros(heads, dtype=torch.bool)
                     row[torch.randperm(heads, generator=generator)[:count]] = True
                     mask = mask.with_layer(layer, row)
@@ -390,7 +395,7 @@ class Table:
             result[count] = masks
         return result
 
-    def branches(self) -> None:
+    def sweep_branches(self) -> None:
         """Sweep the layer from which members part: random masks of all layers above."""
         points = []
         for layer in self.branch_layers:
@@ -426,13 +431,14 @@ class Table:
         self.add("single, all three hosts", [{**one, "cost": torch.tensor(1.0)} for one in hosts])
 
     def train(
-        self, title: str, masks: Sequence[HeadMask], data: str, draw: int, **options: Any
+        self, title: str, masks: Sequence[HeadMask], weight: float, draw: int
     ) -> dict[str, Tensor]:
         """Train a branch and keep its logits."""
 
         def make() -> dict[str, Tensor]:
-            settings = {**self.training, "seed": draw, **options}
-            ensemble = self.trunks.train(masks, data, self.training_sets()[data], **settings)
+            outliers = self.outliers() if weight else None
+            settings = {**self.training, "seed": draw, "outlier_weight": weight}
+            ensemble = self.trunks.train(masks, "train", self.training_set(), outliers, **settings)
             return {**self.trunks.logits(ensemble, self.sets), "cost": self.cost(ensemble)}
 
         return self.kept(f"{title}-{draw}", make)
@@ -440,13 +446,25 @@ class Table:
     def trained(self) -> None:
         """Add the rows whose branch was trained."""
         chosen = chosen_masks(self.search or self.name, self.host)
-        for title, (row, data) in self.plan.items():
+        for title, (row, weight) in self.plan.items():
             found = []
             for draw in range(self.draws):
-                masks = list(dict.fromkeys(chosen[draw][row]))
-                found.append(self.train(title, masks, data, draw))
+                masks = self.distinct(chosen[draw][row], draw)
+                found.append(self.train(title, masks, weight, draw))
             self.add(title, found)
-            self.write()
+
+    def distinct(self, masks: Sequence[HeadMask], draw: int) -> list[HeadMask]:
+        """Return unequal masks: a repeated one loses another head, since equals stay equal."""
+        result = list(dict.fromkeys(masks))
+        generator = torch.Generator().manual_seed(draw)
+        last, heads = len(self.host) - 1, self.host.head_counts[-1]
+        while len(result) < len(masks):
+            row = result[0][last].clone()
+            row[int(torch.randint(heads, (), generator=generator))] ^= True
+            mask = result[0].with_layer(last, row)
+            if bool(row.any()) and mask not in result:
+                result.append(mask)
+        return result
 
     def others(self) -> None:
         """Add the rivals."""
@@ -473,11 +491,12 @@ class Table:
         def make() -> dict[str, Tensor]:
             trained = finetune(
                 [prune_heads_(self.load(0), mask) for mask in masks],
-                self.training_sets()[next(iter(self.plan.values()))[1]],
+                self.training_set(),
                 parameters=self.trained_parameters,
                 bootstrap=True,
                 progress=False,
-                **self.training,
+                epochs=self.training["epochs"],
+                learning_rate=self.training["learning_rate"],
             )
             models = [member.model.eval() for member in trained]
             merged = fuse(models)
@@ -516,7 +535,7 @@ class Table:
                 "command": self.command,
                 "setup": self.setup(),
                 "families": {"seen": self.seen, "unseen": self.unseen},
-                "rows": tables.table_rows(rows, against=self.against),
+                "rows": tables.table_rows(rows, against=self.against, known=self.resampled),
                 "sweeps": self.sweeps,
                 "paper": self.paper,
                 "notes": [],
