@@ -118,6 +118,10 @@ def test_folders_never_become_other_classes(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="2 class subfolders, but model has 10 classes"):
         names_for_folder(tmp_path, "model", [None, None], 10)
     assert names_for_folder(tmp_path, "m", [["bird", "Dog", "cat"]], 3) == ["bird", "dog", "cat"]
+    twice = ["cat", "dog", "cat"]  # ImageNet has two cranes and two maillots
+    with pytest.raises(DataError, match=r"'cat' of .* is one of several classes"):
+        names_for_folder(tmp_path, "m", [twice], 3)
+    assert names_for_folder(tmp_path, "m", [["cat", "dog", "Cat"]], 3) == ["cat", "dog", "Cat"]
 
 
 def test_a_label_that_the_model_does_not_know() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,17 @@ def names_for_folder(
         spelled = _spelled(found, names)
         if spelled is not None:
             return spelled
-    strange = next(name for name in found if _spelled([name], lists[0]) is None)
+    places = _places(lists[0])
+    strange = next(name for name in found if len(places(name)) != 1)
     some = ", ".join(lists[0][:5]) + (", ..." if len(lists[0]) > 5 else "")
+    kind = (
+        f"one of several classes of {model} alike"
+        if places(strange)
+        else (f"none of the {len(lists[0])} classes of {model} ({some})")
+    )
     raise DataError(
-        f"The subfolder {strange!r} of {folder} is none of the {len(lists[0])} classes of {model} "
-        f"({some}). Rename it, or give your names in the model's order with --class-names FILE."
+        f"The subfolder {strange!r} of {folder} is {kind}. Rename it, or give your names in the "
+        "model's order with --class-names FILE."
     )
 
 
@@ -68,20 +74,24 @@ def check_labels(labels: Any, count: int | None, *, source: str, model: str) -> 
 
 
 def _spelled(found: Sequence[str], names: list[str]) -> list[str] | None:
-    """Return the names with those that were found spelled as found; None when one is missing."""
-    if set(found) <= set(names):
-        return names
-    places: dict[str, int | None] = {}
-    for number, name in enumerate(names):
-        key = _plain(name)
-        places[key] = None if key in places else number  # two classes alike: neither is meant
-    spelled = list(names)
+    """Return the names with those that were found spelled as found; None when one is not clear."""
+    places, spelled = _places(names), list(names)
     for name in found:
-        place = places.get(_plain(name))
-        if place is None:
+        where = places(name)
+        if len(where) != 1:
             return None
-        spelled[place] = name
+        spelled[where[0]] = name
     return spelled
+
+
+def _places(names: Sequence[str]) -> Callable[[str], list[int]]:
+    """Return what finds the classes of a name: those that are it exactly, else those alike."""
+    exact: dict[str, list[int]] = {}
+    alike: dict[str, list[int]] = {}
+    for number, name in enumerate(names):
+        exact.setdefault(name, []).append(number)
+        alike.setdefault(_plain(name), []).append(number)
+    return lambda name: exact.get(name) or alike.get(_plain(name), [])
 
 
 def _plain(name: str) -> str:
