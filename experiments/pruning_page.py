@@ -69,8 +69,8 @@ Heads are scored on a calibration draw, ranked **over all layers together**, pru
 and never fine-tuned. Figures are means over the draws; ± is half of the 95 % interval: for
 accuracy and stability a bootstrap over draws *and* test examples, for the rest Student's t over
 the draws. Equal masks are measured once. *Stability* is the share of examples whose predicted
-class is that of the unpruned model. {sizes}. The test sets are stratified subsets, to keep the
-sweep affordable on one core.
+class is that of the unpruned model. {sizes}. Test images are a stratified subset, to keep the
+sweep affordable on one core; test sentences are the whole dev set.
 
 ## What was found
 
@@ -104,6 +104,8 @@ def _points(d: Interval) -> str:
 
 
 def _verdict(d: Interval) -> str:
+    if d.low == d.high == 0:
+        return "the same masks: alpha is 1 in every draw"
     if d.low > 1e-9:
         return "HIES better"
     return "HIS better" if d.high < -1e-9 else "no difference can be told"
