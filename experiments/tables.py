@@ -122,22 +122,20 @@ def table_rows(
 ) -> list[dict[str, Any]]:
     """Return a record's rows from `{name: (cost, draws)}`, compared in pairs with some of them.
 
-    Resamples of rows by name are read from and added to `known`, where given.
+    Figures and resamples of rows by name are read from and added to `known`, where given.
     """
-    resampled = {} if known is None else known
+    known = {} if known is None else known
     for name, (_, draws) in rows.items():
-        if name not in resampled:
-            resampled[name] = bootstrap(draws, count=count, seed=seed)
+        if name not in known:
+            points = [
+                {"draw": one.draw, "temperature": one.temperature, **figures_of(one)}
+                for one in draws
+            ]
+            known[name] = points, bootstrap(draws, count=count, seed=seed)
+    resampled = {name: known[name][1] for name in rows}
     result = []
-    for name, (cost, draws) in rows.items():
-        points = [
-            {
-                "draw": one.draw,
-                "temperature": one.temperature,
-                **figures_of(one),
-            }
-            for one in draws
-        ]
+    for name, (cost, _) in rows.items():
+        points = known[name][0]
         row: dict[str, Any] = {"name": name, "cost": cost, "draws": points}
         row["bootstrap"] = {
             kind: {key: _range(values) for key, values in resampled[name][kind].items()}
