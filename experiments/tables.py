@@ -131,14 +131,12 @@ def table_rows(
                 {"draw": one.draw, "temperature": one.temperature, **figures_of(one)}
                 for one in draws
             ]
-            known[name] = points, bootstrap(draws, count=count, seed=seed)
-    resampled = {name: known[name][1] for name in rows}
+            known[name] = {"draws": points, **bootstrap(draws, count=count, seed=seed)}
     result = []
     for name, (cost, _) in rows.items():
-        points = known[name][0]
-        row: dict[str, Any] = {"name": name, "cost": cost, "draws": points}
+        row: dict[str, Any] = {"name": name, "cost": cost, "draws": known[name]["draws"]}
         row["bootstrap"] = {
-            kind: {key: _range(values) for key, values in resampled[name][kind].items()}
+            kind: {key: _range(values) for key, values in known[name][kind].items()}
             for kind in KINDS
         }
         for other in against:
@@ -146,11 +144,11 @@ def table_rows(
                 row[f"against_{other}"] = {
                     kind: {
                         key: [float((values - theirs[key]).mean()), *_range(values - theirs[key])]
-                        for key, values in resampled[name][kind].items()
+                        for key, values in known[name][kind].items()
                         if key in theirs
                     }
                     for kind in KINDS
-                    for theirs in [resampled[other][kind]]
+                    for theirs in [known[other][kind]]
                 }
         result.append(row)
     return result
