@@ -158,3 +158,20 @@ def test_a_text_column_of_the_labelled_data_alone(tmp_path: Path) -> None:
     ]
     with pytest.raises(DataError, match="no column 'sad'"):
         load_set(loaded, str(tmp_path / "known.csv"), text_column="sad")
+
+
+def test_texts_for_images_and_images_for_texts(shelf: Path, tmp_path: Path) -> None:
+    from hydra_ensembles.cli.loading import Loaded, check_sources, load_set
+
+    table = tmp_path / "texts=1.csv"
+    table.write_text("text,label\nyes,1\n")
+    check_sources(str(table), [f"far={shelf / 'noise'}", "some/dataset", "glue:sst2"])
+    for sources in ((str(tmp_path / "none.csv"),), (str(table), ["far=../none/at/all"])):
+        with pytest.raises(DataError, match="does not exist"):
+            check_sources(*sources)
+    with pytest.raises(DataError, match="reads images"):
+        load_set(load_model(str(shelf / "host")), str(table))
+    with pytest.raises(DataError, match="has no tokenizer"):
+        load_set(Loaded(torch.nn.Identity(), "model"), str(table))
+    with pytest.raises(DataError, match="reads texts"):
+        load_set(Loaded(torch.nn.Identity(), "model", tokenizer=len), str(shelf / "digits"))

@@ -48,8 +48,9 @@ def command(
     Finished steps are kept in OUTPUT/state: the same command goes on after a stop.
     """
     from ..builder import build
-    from .loading import load_model, load_set, load_sets
+    from .loading import check_sources, load_model, load_set, load_sets
 
+    check_sources(data, ood)
     loaded = load_model(model, device=device, dtype=dtype, class_names=class_names)
     host = loaded.host
     shared: dict[str, Any] = {

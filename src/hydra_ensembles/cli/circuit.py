@@ -41,8 +41,9 @@ def command(
 ) -> None:
     """Search the heads that carry an objective (HeadMap); a stopped search goes on."""
     from ..circuits.headmap import find_effects
-    from .loading import load_model, load_set, load_sets
+    from .loading import check_sources, load_model, load_set, load_sets
 
+    check_sources(data, ood)
     loaded = load_model(model, device=device, dtype=dtype, class_names=class_names)
     host = loaded.host
     shared: dict[str, Any] = {

@@ -54,9 +54,10 @@ def command(
     """
     from ..evaluation import evaluate
     from .gather import cost_of, extreme_examples
-    from .loading import load_model, load_set, load_sets
+    from .loading import check_sources, load_model, load_set, load_sets
     from .report import make_report
 
+    check_sources(data, ood)
     shared: dict[str, Any] = {
         "limit": limit,
         "seed": seed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from ..errors import DataError, FormatError, MissingDependencyError, Unsupported
 from .classes import check_labels, class_count, names_for_folder
 from .exits import Stop
 from .hub import hub_access, not_cached
+from .options import DATA_HELP
 from .show import waiting
+
+FILES = (".csv", ".json", ".jsonl", ".ndjson", ".tab", ".tsv", ".txt")
 
 
 @dataclass
@@ -112,6 +116,7 @@ def load_set(loaded: Loaded, source: str, *, outliers: bool = False, **options: 
         options: `limit` and `seed`, and what `load_data` takes.
     """
     from ..data import load_data, sample
+    from ..data.hub import is_saved_dataset
 
     limit, seed = options.pop("limit", None), options.pop("seed", 0)
     labels = options.pop("labels", None)
@@ -122,19 +127,51 @@ def load_set(loaded: Loaded, source: str, *, outliers: bool = False, **options: 
 
         if options["text_column"] not in read_table(folder):  # it may be of the labelled data alone
             options["text_column"] = None
-    if not outliers and labels is None and loaded.tokenizer is None and folder.is_dir():
-        names = names_for_folder(folder, loaded.name, [names, loaded.folder_names], classes)
-    data = load_data(
-        source,
-        tokenizer=loaded.tokenizer,
-        transform=loaded.transform,
-        labels=False if outliers else labels or True,
-        class_names=None if outliers else names,
-        key=loaded.key,
-        **options,
-    )
+    if not is_saved_dataset(folder):
+        _check_kind(loaded, folder)
+        if not outliers and labels is None and folder.is_dir():
+            names = names_for_folder(folder, loaded.name, [names, loaded.folder_names], classes)
+    with nullcontext() if folder.exists() else hub_access():
+        data = load_data(
+            source,
+            tokenizer=loaded.tokenizer,
+            transform=loaded.transform,
+            labels=False if outliers else labels or True,
+            class_names=None if outliers else names,
+            key=loaded.key,
+            **options,
+        )
     check_labels(getattr(data, "labels", None), classes, source=source, model=loaded.name)
     return data if limit is None else sample(data, limit, seed=seed)
+
+
+def check_sources(data: str | None, ood: Sequence[str] | None = None) -> None:
+    """Raise for data that is not there, before the time that loading a model takes."""
+    outliers = [source.partition("=")[2] or source for source in ood or ()]
+    for source in [*([] if data is None else [data]), *outliers]:
+        path = Path(source).expanduser()
+        text = str(path)
+        # all else may be the name of a dataset
+        local = path.suffix.lower() in FILES or text.startswith((".", "/")) or text.count("/") > 1
+        if local and not path.exists():
+            kind = "file" if path.suffix.lower() in FILES else "folder"
+            raise DataError(f"The {kind} {path} does not exist. {DATA_HELP}")
+
+
+def _check_kind(loaded: Loaded, path: Path) -> None:
+    """Raise for texts given to a model of images, and images given to one of texts."""
+    if path.is_file() and loaded.tokenizer is None:
+        why = (
+            "has no tokenizer: save it into the model's folder"
+            if loaded.transform is None
+            else "reads images: give a folder of them"
+        )
+        raise DataError(f"{path} is a file of texts, but {loaded.name} {why}.")
+    if path.is_dir() and loaded.tokenizer is not None:
+        raise DataError(
+            f"{path} is a folder, but {loaded.name} reads texts: give a CSV, TSV, JSONL or TXT "
+            "file of them."
+        )
 
 
 def load_sets(loaded: Loaded, sources: Sequence[str] | None, **options: Any) -> dict[str, Any]:

@@ -67,10 +67,11 @@ def command(
 
     What cannot be read becomes a line with "error" and abstains; the exit code is then 3.
     """
-    from .loading import load_model, load_set
+    from .loading import check_sources, load_model, load_set
 
     if risk is not None and held_out is None:
         raise Stop("--risk needs --held-out DATA: labelled examples to fit the threshold on.", 2)
+    check_sources(held_out)
     loaded = load_model(model, device=device, dtype=dtype, class_names=class_names)
     rule = None
     if risk is not None and held_out is not None:

@@ -46,8 +46,9 @@ def command(
 ) -> None:
     """Score the attention heads of a model on calibration data; higher = keep."""
     from ..criteria import ranked, score_heads
-    from .loading import load_model, load_set
+    from .loading import check_sources, load_model, load_set
 
+    check_sources(data)
     loaded = load_model(model, device=device, dtype=dtype, class_names=class_names)
     host = loaded.host
     calibration = load_set(

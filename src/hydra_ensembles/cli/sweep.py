@@ -43,8 +43,9 @@ def command(
 ) -> None:
     """Prune a model by each criterion to each ratio and measure what is left; resumable."""
     from ..evaluation.prune_sweep import prune_sweep
-    from .loading import load_model, load_set, load_sets
+    from .loading import check_sources, load_model, load_set, load_sets
 
+    check_sources(data, ood)
     loaded = load_model(model, device=device, dtype=dtype, class_names=class_names)
     host = loaded.host
     shared: dict[str, Any] = {
