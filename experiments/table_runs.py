@@ -320,6 +320,7 @@ class Table:
         draws = sorted(chosen)
         full = {**of([HeadMask.full(self.host)]), "cost": torch.tensor(1.0)}
         self.add("single", [full])
+        self.tuning_logits = full[self.tuning]
         self.add("temperature", [_divided(full, torch.tensor(self.judge(full).temperature))])
         self.add("taylor-single", [of(chosen[d]["taylor"][:1]) for d in draws])
         self.add("circavg-single", [of(chosen[d]["circuit"][2:3]) for d in draws])
@@ -422,9 +423,12 @@ class Table:
 
     def deep(self) -> None:
         """Add the three hosts, apart and together."""
-        hosts = [
+        single = self.rows["single"][1][0]
+        first = {self.tuning: self.tuning_logits, "test": single.test, **single.families}
+        first |= {name: logits for name, (logits, _) in single.shifts.items()}
+        hosts = [first] + [
             self.kept(f"host-{seed}", lambda s=seed: logits_of(self.load(s), self.sets))  # type: ignore[misc]
-            for seed in range(3)
+            for seed in (1, 2)
         ]
         deep = {name: torch.cat([one[name] for one in hosts], 1) for name in self.sets}
         self.add("Deep Ensembles", [{**deep, "cost": torch.tensor(3.0)}])
