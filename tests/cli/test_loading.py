@@ -93,6 +93,25 @@ def test_timm_weights_of_ones_own(tmp_path: Path) -> None:
         load_model("timm:vit_tny_patch16_224")
 
 
+def test_an_ensemble_of_timm_remembers_its_images(tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    import hydra_ensembles as hydra
+    from hydra_ensembles.cli.build import save
+    from hydra_ensembles.cli.loading import Loaded
+    from hydra_ensembles.data import image_transform
+
+    model = timm.create_model(
+        "vit_tiny_patch16_224", pretrained=False, img_size=32, depth=2, num_classes=3
+    ).eval()
+    ensemble = hydra.fuse(model, [hydra.HeadMask.random(model, keep=0.5, seed=s) for s in (0, 1)])
+    transform = image_transform(model)
+    save(ensemble, tmp_path, Loaded(model, "timm", transform=transform, key=None))
+    assert load_model(str(tmp_path)).transform == transform
+    ensemble.record.pop("image_transform")
+    ensemble.save_pretrained(tmp_path)
+    assert load_model(str(tmp_path)).transform.size in (32, (32, 32))
+
+
 def test_imagenet_folders_by_name_or_number(tmp_path: Path) -> None:
     pytest.importorskip("timm")
     from hydra_ensembles.cli.timm_models import imagenet_names

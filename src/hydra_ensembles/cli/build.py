@@ -92,5 +92,11 @@ def command(
 
 def save(ensemble: Any, folder: Path, loaded: Any) -> None:
     """Save an ensemble with what prepares its inputs, so that the folder is all one needs."""
+    from dataclasses import asdict
+
+    from ..data import ImageTransform
+
     processor = getattr(loaded.transform, "processor", None)
+    if isinstance(loaded.transform, ImageTransform):
+        ensemble.record["image_transform"] = asdict(loaded.transform)
     ensemble.save_pretrained(folder, tokenizer=loaded.tokenizer, image_processor=processor)

@@ -71,6 +71,7 @@ def is_disk(error: BaseException) -> bool:
 def one_line(error: BaseException) -> str:
     """Return an error's message in one line, with what to do next where we know it."""
     text = " ".join(str(error).split()) or type(error).__name__
+    text = text.replace("pass skip_broken=True", "give --skip-broken")  # as it is called here
     if is_disk(error):
         where = getattr(error, "filename", None)
         place = f" at {where}" if where else ""

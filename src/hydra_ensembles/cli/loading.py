@@ -236,8 +236,24 @@ def _ensemble(folder: str) -> Loaded:
         source = folder if _has_processor(Path(folder)) else model.name_or_path or folder
         _processors(loaded, source, text=hasattr(model.config, "vocab_size"))
     else:
-        loaded.transform = _timm_transform(model.host)
+        loaded.transform = _remembered_transform(model)
     return loaded
+
+
+def _remembered_transform(model: Any) -> Any:
+    """Return how an ensemble that `build` saved wants its images, or else as ImageNet's."""
+    from ..data import ImageTransform
+
+    saved = model.record.get("image_transform")
+    if saved:
+        return ImageTransform(
+            **{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+        )
+    try:
+        return _timm_transform(model.host)
+    except DataError:
+        size = getattr(getattr(model.host, "patch_embed", None), "img_size", 224)
+        return ImageTransform(size=size)
 
 
 def import_tiny_vit() -> None:

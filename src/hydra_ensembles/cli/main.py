@@ -6,6 +6,7 @@ import difflib
 import importlib
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,6 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     command = typer.main.get_command(app)
     problems = click_module("exceptions")
+    if not sys.warnoptions:
+        warnings.showwarning = _note
     try:
         defaults = _config_of(given, command)
         code = int(command.main(given, standalone_mode=False, default_map=defaults) or 0)
@@ -110,6 +113,11 @@ def main(arguments: list[str] | None = None) -> int:
         if code == 1:
             text = f"{type(error).__name__}: {text} (unexpected; --debug shows where)"
         return _say(text, code)
+
+
+def _note(message: Warning | str, *_: Any) -> None:
+    """Show a warning as a line for people, without the place in the code."""
+    typer.echo(f"hydra-ensembles: note: {message}", err=True)
 
 
 def _say(text: str, code: int) -> int:
