@@ -244,11 +244,12 @@ def _remembered_transform(model: Any) -> Any:
     """Return how an ensemble that `build` saved wants its images, or else as ImageNet's."""
     from ..data import ImageTransform
 
-    saved = model.record.get("image_transform")
-    if saved:
-        return ImageTransform(
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
-        )
+    saved: dict[str, Any] | None = model.record.get("image_transform")
+    if saved:  # JSON knows lists alone
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()
+        }
+        return ImageTransform(**values)
     try:
         return _timm_transform(model.host)
     except DataError:

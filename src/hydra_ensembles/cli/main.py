@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = typer.main.get_command(app)
     problems = click_module("exceptions")
     if not sys.warnoptions:
-        warnings.showwarning = _note
+        warnings.showwarning = _note  # type: ignore[assignment]
     try:
         defaults = _config_of(given, command)
         code = int(command.main(given, standalone_mode=False, default_map=defaults) or 0)
@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _say(text, code)
 
 
-def _note(message: Warning | str, *_: Any) -> None:
+def _note(message: Warning | str, *_: Any, **__: Any) -> None:
     """Show a warning as a line for people, without the place in the code."""
     typer.echo(f"hydra-ensembles: note: {message}", err=True)
 
