@@ -190,53 +190,43 @@ def frontier(record: dict[str, Any]) -> Path | None:
 
     group = "all" if "all/msp/AUROC" in record["rows"][0]["draws"][0]["raw"] else "unseen"
     panels = [
-        (f"{group}/msp/AUROC", "raw", "AUROC, MSP (mean over OOD sets)", "better: up"),
-        (f"{group}/msp/FPR95", "raw", "FPR95, MSP (mean over OOD sets)", "better: down"),
-        ("nll", "raw", "NLL, raw", "better: down"),
-        ("nll", "scaled", "NLL, temperature-scaled", "better: down"),
+        (f"{group}/msp/AUROC", "raw", "AUROC, MSP (mean over OOD sets)", "higher is better"),
+        (f"{group}/msp/FPR95", "raw", "FPR95, MSP (mean over OOD sets)", "lower is better"),
+        ("nll", "raw", "NLL, raw", "lower is better"),
+        ("nll", "scaled", "NLL, temperature-scaled", "lower is better"),
     ]
-    figure, axes = plt.subplots(2, 2, figsize=(13, 9.5))
-    for axis, (key, kind, title, better) in zip(axes.flat, panels, strict=True):
-        for number, row in enumerate(record["rows"]):
-            values = [draw[kind][key] for draw in row["draws"]]
+    rows = sorted(record["rows"], key=lambda row: (-row["cost"], row["name"]))
+    height = 1.2 + 0.27 * len(rows)
+    figure, axes = plt.subplots(1, 4, figsize=(16, height), sharey=True)
+    for axis, (key, kind, title, better) in zip(axes, panels, strict=True):
+        for place, row in enumerate(rows):
+            mean, _ = over_draws([draw[kind][key] for draw in row["draws"]])
             low, high = row["bootstrap"][kind][key]
-            mean, _ = over_draws(values)
             ours = "hydra" in row["name"].lower()
             colour = "#c0392b" if ours else "#34495e"
+            around = [[max(mean - low, 0)], [max(high - mean, 0)]]
             axis.errorbar(
-                row["cost"],
                 mean,
-                yerr=[[max(mean - low, 0)], [max(high - mean, 0)]],
+                place,
+                xerr=around,
                 fmt="o" if ours else "s",
                 color=colour,
-                ecolor=colour + "30",
-                markersize=6,
+                ecolor=colour + "50",
             )
-            axis.annotate(
-                str(number + 1),
-                (row["cost"], mean),
-                textcoords="offset points",
-                xytext=(6, 3 if number % 2 else -9),
-                fontsize=8,
-                color=colour,
-            )
-        axis.set_xscale("log")
-        axis.axvline(1.07, color="#999", linewidth=0.8, linestyle=":")
-        ticks = [1, 1.07, 1.5, 2, 3, 5, 10]
-        top = max(row["cost"] for row in record["rows"]) * 1.1
-        axis.set_xticks([t for t in ticks if t <= top], [str(t) for t in ticks if t <= top])
-        axis.minorticks_off()
-        axis.set_xlabel("counted cost, single = 1")
-        axis.set_title(f"{title}  ({better})", fontsize=10)
-        axis.grid(alpha=0.25)
-    names = [f"{number + 1} {row['name']}" for number, row in enumerate(record["rows"])]
-    columns = 4
-    per = math.ceil(len(names) / columns)
-    for column in range(columns):
-        text = "\n".join(names[column * per : (column + 1) * per])
-        figure.text(0.03 + 0.245 * column, 0.005, text, fontsize=8.5, va="bottom")
-    figure.suptitle(f"{record['title']}: quality against cost (bars: 95 % over test examples)")
-    figure.tight_layout(rect=(0, 0.018 * per + 0.01, 1, 0.985))
+            if row["name"] == "single":
+                axis.axvline(mean, color="#999", linewidth=0.9, linestyle=":")
+        within = sum(row["cost"] > 1.07 for row in rows) - 0.5
+        axis.axhline(within, color="#999", linewidth=0.9)
+        axis.set_title(f"{title}\n({better})", fontsize=9.5)
+        axis.grid(axis="x", alpha=0.25)
+    names = [f"{row['name']}  {row['cost']:.2f} x" for row in rows]
+    axes[0].set_yticks(range(len(rows)), names, fontsize=8.5)
+    figure.suptitle(
+        f"{record['title']}: dearest rows below, those within 1.07 x above the line; "
+        "dotted: single; bars: 95 % over test examples",
+        fontsize=10,
+    )
+    figure.tight_layout()
     PICTURES.mkdir(parents=True, exist_ok=True)
     path = PICTURES / f"{record['name']}.png"
     beside = path.with_name(f".{path.name}")
