@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = typer.main.get_command(app)
     problems = click_module("exceptions")
     if not sys.warnoptions:
-        warnings.showwarning = _note  # type: ignore[assignment]
+        warnings.showwarning = _note
     try:
         defaults = _config_of(given, command)
         code = int(command.main(given, standalone_mode=False, default_map=defaults) or 0)
