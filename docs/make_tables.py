@@ -76,6 +76,56 @@ def cost_entry(root: Path = ROOT) -> list[dict[str, Any]]:
     ]
 
 
+REAL = ("text", "cifar10", "imagenet", "zeroshot")
+SHOWN = (
+    "single",
+    "Deep Ensembles",
+    "MC dropout",
+    "LoRA-Ensemble",
+    "Hydra Circ",
+    "Hydra select M=3",
+)
+
+
+def real_entries(root: Path = ROOT) -> list[dict[str, Any]]:
+    """Show the main rows of the tables on real models, each the mean over draws."""
+    found = []
+    for name in REAL:
+        path = root / "experiments" / "results" / f"table_{name}.json"
+        if not path.exists():
+            continue
+        record = json.loads(path.read_text(encoding="utf-8"))
+        columns = {
+            "accuracy": ("accuracy", "raw", 1),
+            "NLL": ("nll", "raw", 3),
+            "NLL (scaled)": ("nll", "scaled", 3),
+            "ECE": ("ece", "raw", 1),
+            "AUROC seen": ("seen/msp/AUROC", "raw", 1),
+            "AUROC unseen": ("unseen/msp/AUROC", "raw", 1),
+            "FPR95 unseen": ("unseen/msp/FPR95", "raw", 1),
+        }
+        rows = []
+        for row in record["rows"]:
+            if row["name"] not in SHOWN and "trained with" not in row["name"]:
+                continue
+            cells = [row["name"], f"{row['cost']:.2f} x"]
+            for key, kind, digits in columns.values():
+                values = [draw[kind][key] for draw in row["draws"]]
+                cells.append(f"{sum(values) / len(values):.{digits}f}")
+            rows.append(cells)
+        found.append(
+            {
+                "table": "real",
+                "title": record["title"],
+                "command": record["command"],
+                "columns": ["", "cost", *columns],
+                "rows": rows,
+                "file": "docs/results.md",
+            }
+        )
+    return found
+
+
 def digits_entry(root: Path = ROOT) -> list[dict[str, Any]]:
     """Show the rivals on the digits, by a few columns of their record."""
     file = root / "experiments" / "results" / "digits_rivals.md"
@@ -145,7 +195,7 @@ def main() -> int:
     """Fill the tables, or with `--check` say whether they are up to date."""
     readme = ROOT / "README.md"
     before = readme.read_text(encoding="utf-8")
-    after = fill(before, [*entries(), *cost_entry(), *digits_entry()])
+    after = fill(before, [*entries(), *cost_entry(), *real_entries(), *digits_entry()])
     if "--check" in sys.argv[1:]:
         sys.stdout.write("up to date\n" if after == before else "README.md is out of date\n")
         return int(after != before)
