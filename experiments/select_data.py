@@ -1,17 +1,13 @@
-"""The data sets of the selection experiments, with the splits that all experiments share.
+"""The images of the selection experiments (texts are in real_data.py).
 
-Images: calibration / validation / test are the first, second and third image of every class by
-sorted file name. Texture classes alternate between validation and test by draw. Text: calibration
-and validation from `splits/sst2.json`, tests are SST-2 dev, AG News, Multi30k and TREC.test; OOD
-validation is TREC.train alone.
+Calibration / validation / test are the first, second and third image of every class by sorted file
+name; texture classes are split between validation and test.
 """
 
 from __future__ import annotations
 
 import csv
 import gzip
-import json
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +20,6 @@ from hydra_ensembles.data.batches import Batches
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 TEXTURES = ("banded", "braided", "bumpy", "crosshatched")  # `cobwebbed` is close to a class
-MAX_LENGTH = 64
 
 
 def need(path: Path) -> Path:
@@ -127,57 +122,3 @@ def deit(root: Path) -> torch.nn.Module:
     model = timm.create_model("deit_tiny_patch16_224", pretrained=False)
     model.load_state_dict(load_file(need(root / "deit-tiny" / "model.safetensors")))
     return model.eval()
-
-
-def texts(tokenizer: Any, lines: Sequence[str], labels: Sequence[int] | None = None) -> Batches:
-    """Return data over texts, in batches of similar length."""
-    ids = tokenizer(list(lines), truncation=True, max_length=MAX_LENGTH)["input_ids"]
-    targets = None if labels is None else torch.tensor(labels)
-
-    def load(rows: Sequence[int]) -> Any:
-        batch = dict(tokenizer.pad({"input_ids": [ids[row] for row in rows]}, return_tensors="pt"))
-        return batch if targets is None else {**batch, "labels": targets[list(rows)]}
-
-    order = sorted(range(len(ids)), key=lambda row: (len(ids[row]), row))
-    return Batches(load, order, labels=targets, info={"tokenizer": tokenizer})
-
-
-def sst2(root: Path, splits: Path, tokenizer: Any) -> dict[str, Batches]:
-    """Return calibration, validation, reserve (all unseen in training) and test (dev)."""
-
-    def read(name: str) -> tuple[list[str], list[int]]:
-        lines = need(root / "text" / "sst2" / name).read_text(encoding="utf8").splitlines()[1:]
-        rows = [line.split("\t") for line in lines]
-        return [text.strip() for _, text in rows], [int(label) for label, _ in rows]
-
-    lines, labels = read("train.tsv")
-    parts = json.loads(splits.read_text())
-    data = {
-        part: texts(tokenizer, [lines[i] for i in parts[part]], [labels[i] for i in parts[part]])
-        for part in ("calibration", "validation", "reserve")
-    }
-    return {**data, "test": texts(tokenizer, *read("dev.tsv"))}
-
-
-def other_texts(root: Path, tokenizer: Any, count: int) -> dict[str, Batches]:
-    """Return OOD texts: TREC (train for validation, test for test), AG News, Multi30k, reviews."""
-    folder = need(root / "text" / "ood")
-
-    def trec(name: str) -> list[str]:
-        rows = (folder / name).read_text(encoding="latin1").splitlines()
-        return [row.split(" ", 1)[1].lower() for row in rows]
-
-    with (folder / "ag_news_test.csv").open(encoding="utf8") as file:
-        news = [f"{row[1]} . {row[2]}".replace("\\", " ").lower() for row in csv.reader(file)]
-    captions = (folder / "multi30k_test_2016_flickr.en.txt").read_text(encoding="utf8").lower()
-    with zipfile.ZipFile(folder / "nltk_movie_reviews.zip") as archive:
-        names = sorted(n for n in archive.namelist() if n.endswith(".txt"))
-        reviews = [archive.read(n).decode("latin1").replace("\n", " ") for n in names]
-    step = max(1, len(reviews) // count)
-    return {
-        "trec-train": texts(tokenizer, trec("TREC.train.all")[:800]),
-        "trec-test": texts(tokenizer, trec("TREC.test.all")[:count]),
-        "ag-news": texts(tokenizer, news[:count]),
-        "multi30k": texts(tokenizer, captions.splitlines()[:count]),
-        "movie-reviews": texts(tokenizer, reviews[::step][:count]),
-    }
