@@ -34,6 +34,7 @@ SEEN, UNSEEN = ("textures",), ("tinyimagenet", "mnist")
 SHIFTS = ("gaussian_noise", "defocus_blur", "contrast")
 SEARCH_ROWS = 700  # of the 1,000 validation images; temperatures are fitted on the others
 TRAIN_ROWS = 2000
+CHOSEN = "Hydra select M=3"
 PROXIES = ("corrupt", "shuffle", "mix", "blur", "tile")
 
 
@@ -171,8 +172,8 @@ class CifarTable(runs.Table):
             "Test: the first 1,200 test images. OOD: textures (seen family: two other classes are "
             "OOD validation), TinyImageNet without overlapping classes (300), MNIST (300), all "
             "brought to 32 x 32 first. Shifts: three corruptions of 200 test images, severity 3.",
-            f"Search: six draws of 80 % of {SEARCH_ROWS} validation images, two texture classes "
-            f"and {len(PROXIES)} kinds of proxies; all 49 masks of the last two blocks. "
+            f"Search: {len(self.rows[CHOSEN][1])} draws of 80 % of {SEARCH_ROWS} validation "
+            f"images, two texture classes and {len(PROXIES)} kinds of proxies; all 49 masks of the last two blocks. "
             "`circavg-single` is the third circuit alone, `taylor-single` the first Taylor mask.",
             "Temperatures: fitted for each row on 300 validation images that no search saw.",
             f"Trained branches: {self.draws} draws, {self.training['epochs']} epoch at "
