@@ -173,7 +173,8 @@ class CifarTable(runs.Table):
             "OOD validation), TinyImageNet without overlapping classes (300), MNIST (300), all "
             "brought to 32 x 32 first. Shifts: three corruptions of 200 test images, severity 3.",
             f"Search: {len(self.rows[CHOSEN][1])} draws of 80 % of {SEARCH_ROWS} validation "
-            f"images, two texture classes and {len(PROXIES)} kinds of proxies; all 49 masks of the last two blocks. "
+            f"images, two texture classes and {len(PROXIES)} kinds of proxies; all 49 masks of the "
+            "last two blocks. "
             "`circavg-single` is the third circuit alone, `taylor-single` the first Taylor mask.",
             "Temperatures: fitted for each row on 300 validation images that no search saw.",
             f"Trained branches: {self.draws} draws, {self.training['epochs']} epoch at "
