@@ -33,12 +33,17 @@ from hydra_ensembles.models import HostModel, host_model
 Search = Callable[[Path | None], str]
 
 
-def small_host() -> HostModel:
-    """Return a random vision transformer of 8 layers and 4 heads."""
+def small_host(depth: int, heads: int) -> HostModel:
+    """Return a random vision transformer."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = timm.models.vision_transformer.VisionTransformer(
-            img_size=16, patch_size=4, embed_dim=48, depth=8, num_heads=4, num_classes=5
+            img_size=16,
+            patch_size=4,
+            embed_dim=12 * heads,
+            depth=depth,
+            num_heads=heads,
+            num_classes=5,
         )
     host = host_model(model.eval())
     _ = host.readout
@@ -69,7 +74,7 @@ def circuit_search(host: HostModel, data: circuit_data.Data) -> Search:
 
 
 def member_search(host: HostModel, data: circuit_data.Data) -> Search:
-    """Search members by selection, in a pool that is too large to hold all masks."""
+    """Search members by selection."""
 
     def search(folder: Path | None) -> str:
         ensemble = build(host, data, members=2, max_cost=1.5, folder=folder, progress=False)
@@ -144,13 +149,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=circuit_data.RESULTS / "circuit-resume.json")
     args = parser.parse_args()
     torch.set_num_threads(1)  # forks of a threaded process may hang
-    small = small_host()
-    searches = {"find_circuit, small host": circuit_search(small, small_images(128))}
-    if args.data is not None:
+    if args.data is None:
+        searches = {"find_circuit, small host": circuit_search(small_host(8, 4), small_images(128))}
+    else:
         data = Path(args.data)
         images = circuit_data.images(data, args.images, args.images)
         searches = {"find_circuit, DeiT-tiny": circuit_search(circuit_data.deit(data), images)}
-    searches['build(method="select"), small host'] = member_search(small, small_images(48))
+    searches['build(method="select"), small host'] = member_search(
+        small_host(3, 3), small_images(64)
+    )
     runs = [kill_and_resume(name, s, args.kills, args.seed) for name, s in searches.items()]
     circuit_data.write(
         {

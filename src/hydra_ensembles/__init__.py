@@ -15,8 +15,12 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .baselines import make_baseline as make_baseline
     from .builder import build as build
+    from .builder import replay as replay
     from .circuits.head_map import head_map as head_map
+    from .circuits.head_map import overlaps as overlaps
     from .circuits.headmap import find_circuit as find_circuit
+    from .circuits.headmap import find_effects as find_effects
+    from .circuits.select import EnsembleObjective as EnsembleObjective
     from .cost_frontier import frontier as frontier
     from .counting import Cost as Cost
     from .counting import cost as cost
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "Abstention": "selective",
     "Cost": "counting",
+    "EnsembleObjective": "circuits.select",
     "Family": "models",
     "HeadMask": "masks",
     "HeadScores": "masks",
@@ -66,6 +71,7 @@ _NAMES = {
     "evaluate": "evaluation",
     "explain": "models",
     "find_circuit": "circuits.headmap",
+    "find_effects": "circuits.headmap",
     "finetune": "training",
     "finetune_branch": "training",
     "fit_abstention": "selective",
@@ -74,10 +80,12 @@ _NAMES = {
     "gate": "heads",
     "head_map": "circuits.head_map",
     "make_baseline": "baselines",
+    "overlaps": "circuits.head_map",
     "prune_heads_": "heads",
     "prune_sweep": "evaluation.prune_sweep",
     "pruning_shift_gap": "evaluation.shift_gap",
     "register_family": "models",
+    "replay": "builder",
     "score_heads": "criteria",
     "verify": "fusion",
     "write_report": "report.html",

@@ -70,7 +70,11 @@ def test_the_record_reads_back_and_circuits_overlap():
     model, data = a_host("vit")
     found = head_map(model, id=data, layers=[1], progress=False)
     assert HeadMap.from_json(found.to_json()).effects == found.effects
-    assert found["nll"][0].tolist() == [0.0] * 3 and "clear of noise" in str(found)
+    assert (
+        found["nll"][0].tolist() == [0.0] * 3
+        and "clear of noise" in str(found)
+        and "±" in str(found)
+    )
     a, b = HeadMask([[1, 1, 0]]), HeadMask([[0, 1, 1]])
     assert overlaps({"a": a, "b": b}) == {("a", "b"): pytest.approx(1 / 3)}
 

@@ -60,7 +60,12 @@ class HeadMap:
         lines = [f"HeadMap by {self.edit}-ablation, {given}; positive = the head helps"]
         for name, table in self.effects.items():
             clear = self.significant(name).total_kept
-            top = ", ".join(f"{layer}.{head}" for layer, head in table.ranking()[:5])
+            assert table.standard_error is not None
+            by = table.standard_error
+            top = ", ".join(
+                f"{layer}.{head} {float(table[layer][head]):+.4f} ± {float(by[layer][head]):.4f}"
+                for layer, head in table.ranking()[:3]
+            )
             lines.append(f"  {name:<10} {clear} of {sum(table.shape)} clear of noise; most: {top}")
         return "\n".join(lines)
 
