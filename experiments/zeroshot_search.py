@@ -35,7 +35,7 @@ from hydra_ensembles.uncertainty import fit_temperature
 
 MAX_COST = 1.07
 SCORES = ("msp", "mcm", "max-logit", "energy")
-PAIRS = list(itertools.combinations(features_of.TEXTURES, 2))  # one a draw: what the search sees
+PAIRS = list(itertools.combinations(features_of.TEXTURES, 2))
 PARTS = ("calibration", "validation", "test")
 SHARES = {"select": 0.6, "stop": 0.25, "temperature": 0.15}
 KEEP = 2  # of three heads
@@ -118,6 +118,10 @@ class World:
             save_file({f"{i:02}": layer for i, layer in enumerate(layers)}, path)
         return [found for _, found in sorted(load_file(path).items())]
 
+    def pair(self, draw: int) -> tuple[str, ...]:
+        """Return the textures that a search sees: the halves of the classes go opposite ways."""
+        return PAIRS[::-1][draw] if self.half.parity else PAIRS[draw]
+
     def draw(self, draw: int) -> dict[str, list[tuple[str, Tensor]]]:
         """Return the validation data of a draw: two textures, 80 % of all else."""
         generator = torch.Generator().manual_seed(draw)
@@ -128,14 +132,14 @@ class World:
 
         rows = {
             "id": [some("id")],
-            "ood/textures": [some(f"textures-{kind}", 1.0) for kind in PAIRS[draw]],
+            "ood/textures": [some(f"textures-{kind}", 1.0) for kind in self.pair(draw)],
         }
         return rows | {f"ood/proxy-{k}": [some(f"proxy-{k}")] for k in features_of.PROXIES}
 
     def tests(self, draw: int) -> dict[str, Tensor]:
         """Return features of the test data of a draw: zero-shot classes, then outliers."""
         sets = self.half.features.sets
-        names = [f"textures-{kind}" for kind in features_of.TEXTURES if kind not in PAIRS[draw]]
+        names = [f"textures-{kind}" for kind in features_of.TEXTURES if kind not in self.pair(draw)]
         return {"test": sets["test"][self.half.others]} | {
             name: sets[name] for name in (*names, *features_of.UNSEEN)
         }
