@@ -45,13 +45,13 @@ def command(
     output.mkdir(parents=True, exist_ok=True)
     resolved = write_config(output)
     data = digits(16, seed=seed)
-    say(f"1/4 Training {deep} small Vision Transformers on the digits", json=json)
+    say(f"1/5 Training {deep} small Vision Transformers on the digits", json=json)
     models = _train(data, output, epochs=epochs, seeds=range(seed, seed + deep), quiet=json)
     single = models[0]
     names = dict(enumerate(data.class_names))
 
     say(
-        f"2/4 Building a Hydra ensemble of {members} members from the first, no training", json=json
+        f"2/5 Building a Hydra ensemble of {members} members from the first, no training", json=json
     )
     ensemble = build(
         single,
@@ -71,13 +71,23 @@ def command(
     host.save_pretrained(output / "single")
     say(str(ensemble), json=json)
 
-    say("3/4 Evaluating on test digits and five kinds of outliers", json=json)
+    say("3/5 Teaching its branch to be unsure about outliers made of the digits", json=json)
+    trained = _teach(ensemble, data, output, seed=seed, quiet=json)
+    trained.record["class_names"] = names
+    trained.save_pretrained(output / "trained")
+
+    say("4/5 Evaluating on test digits and five kinds of outliers", json=json)
     from ..baselines.members import Members
 
-    rivals = {"Hydra": ensemble, "single": single, f"Deep Ensemble of {deep}": Members(models)}
+    rivals = {
+        "Hydra": ensemble,
+        "Hydra, trained": trained,
+        "single": single,
+        f"Deep Ensemble of {deep}": Members(models),
+    }
     batch = next(iter(data.test))
-    costs = {"Hydra": cost_of(ensemble, batch) or 0.0, "single": 1.0}
-    costs[f"Deep Ensemble of {deep}"] = float(deep)
+    costs = {name: cost_of(rivals[name], batch) or 0.0 for name in ("Hydra", "Hydra, trained")}
+    costs |= {"single": 1.0, f"Deep Ensemble of {deep}": float(deep)}
     results = []
     for name, model in rivals.items():
         found = evaluate(
@@ -89,11 +99,11 @@ def command(
             name=name,
             seed=seed,
         )
-        found.save(output / f"results-{name.lower().replace(' ', '-')}.json")
+        found.save(output / f"results-{name.lower().replace(', ', '-').replace(' ', '-')}.json")
         results.append(found)
     write_text(output / "costs.json", _dump(costs))
 
-    say("4/4 Writing the report", json=json)
+    say("5/5 Writing the report", json=json)
     shape = Loaded(ensemble, "Hydra", class_names=data.class_names)
     shown = extreme_examples(shape, results[0], data.test, data.ood)
     write_text(output / "examples.json", _dump([example.to_dict() for example in shown]))
@@ -138,6 +148,31 @@ def _train(data: Any, output: Path, *, epochs: int, seeds: Any, quiet: bool) -> 
         )
         models.append(trained[0].model.eval())
     return models
+
+
+def _teach(ensemble: Any, data: Any, output: Path, *, seed: int, quiet: bool) -> Any:
+    """Train the branch with proxies as outliers, and fit a temperature on validation data."""
+    from ..inference import collect_logits
+    from ..training import finetune_branch
+    from ..uncertainty import fit_temperature
+
+    if len(ensemble.plan.ends) == 1:  # one member, or equal ones: nothing branches
+        return ensemble
+    trained: Any = finetune_branch(
+        ensemble,
+        list(data.train),
+        outliers="auto",
+        outlier_weight=0.1,
+        distill=0.5,
+        epochs=5,
+        learning_rate=1e-3,
+        seed=seed,
+        folder=output / "training" / "branch",
+        progress=not quiet,
+    ).model
+    logits, labels = collect_logits(trained, data.validation)[:2]
+    trained.temperature = fit_temperature(logits, labels)
+    return trained
 
 
 def _dump(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -76,5 +77,8 @@ def imagenet_names(model: Any) -> tuple[list[str], list[str]] | None:
     from timm.data import ImageNetInfo
 
     info = ImageNetInfo("imagenet-1k")
-    folders = list(info.label_names())
-    return [info.index_to_description(number) for number in range(IMAGENET)], folders
+    long = [info.index_to_description(number) for number in range(IMAGENET)]
+    short = [name.partition(",")[0] for name in long]
+    many = Counter(short)  # two are called maillot: those keep their long names
+    names = [s if many[s] == 1 else name for s, name in zip(short, long, strict=True)]
+    return names, list(info.label_names())

@@ -34,9 +34,11 @@ def _grid(rows: Sequence[Any]) -> Any:
 def plot_effects(scores: Any, *, mask: Any = None, ax: Any = None, title: str = "") -> Any:
     """Draw a table of effects, layers bottom up; dots mark effects within two standard errors.
 
+    Layers of zeros were not looked at: they stay grey.
+
     Args:
         scores: `HeadScores`, with standard errors if known.
-        mask: A `HeadMask` whose kept heads are framed.
+        mask: A `HeadMask` whose kept heads are framed, in layers that do not keep all.
         ax: Where to draw.
         title: Above the picture.
     """
@@ -45,6 +47,8 @@ def plot_effects(scores: Any, *, mask: Any = None, ax: Any = None, title: str = 
     grid = _grid(list(scores))
     ax = _axes(ax, (1.2 + 0.45 * grid.shape[1], 1.2 + 0.32 * grid.shape[0]))
     limit = float(np.nanmax(np.abs(grid))) or 1.0
+    grid[np.nansum(np.abs(grid), 1) == 0] = np.nan
+    ax.set_facecolor("0.9")
     picture = ax.imshow(grid, cmap="RdBu_r", vmin=-limit, vmax=limit, origin="lower", aspect="auto")
     ax.figure.colorbar(picture, ax=ax, label="harm when edited")
     if scores.standard_error is not None:
@@ -53,16 +57,26 @@ def plot_effects(scores: Any, *, mask: Any = None, ax: Any = None, title: str = 
         ax.plot(x, y, ".", color="0.45", markersize=3)
     if mask is not None:
         _frame(ax, mask)
-    ax.set_xlabel("head")
-    ax.set_ylabel("layer")
+    _name_axes(ax, grid.shape)
     ax.set_title(title or scores.name)
     return ax
+
+
+def _name_axes(ax: Any, shape: tuple[int, ...]) -> None:
+    """Name every head and layer, or every second or fourth where there are many."""
+    layers, heads = shape
+    ax.set_xticks(range(0, heads, 1 + heads // 13))
+    ax.set_yticks(range(0, layers, 1 + layers // 13))
+    ax.set_xlabel("head")
+    ax.set_ylabel("layer")
 
 
 def _frame(ax: Any, mask: Any) -> None:
     from matplotlib.patches import Rectangle
 
     for layer, head in mask.pairs():
+        if bool(mask[layer].all()):
+            continue
         ax.add_patch(Rectangle((head - 0.5, layer - 0.5), 1, 1, fill=False, lw=1.4, ec="black"))
 
 
@@ -74,9 +88,10 @@ def plot_members(masks: Sequence[Any], *, ax: Any = None, title: str = "members"
     picture = ax.imshow(
         grid, cmap="viridis", vmin=0, vmax=len(masks), origin="lower", aspect="auto"
     )
-    ax.figure.colorbar(picture, ax=ax, label=f"kept by, of {len(masks)}")
-    ax.set_xlabel("head")
-    ax.set_ylabel("layer")
+    ax.figure.colorbar(
+        picture, ax=ax, label=f"kept by, of {len(masks)}", ticks=range(len(masks) + 1)
+    )
+    _name_axes(ax, grid.shape)
     ax.set_title(title)
     return ax
 
