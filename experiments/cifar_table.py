@@ -103,7 +103,7 @@ class CifarTable(runs.Table):
     }
     seen, unseen, shifts = SEEN, UNSEEN, SHIFTS
     trained_parameters = r"blocks\.1[01]\.|^norm\.|head"
-    training: ClassVar[dict[str, Any]] = {"epochs": 1, "learning_rate": 1e-4, "distill": 0.5}
+    training: ClassVar[dict[str, Any]] = {"epochs": 2, "learning_rate": 1e-4, "distill": 0.5}
     plan: ClassVar[dict[str, tuple[str, float]]] = {
         "Hydra select M=3, trained": ("select M=3", 0.0),
         "Hydra select M=3, trained with outliers": ("select M=3", 0.5),
@@ -177,7 +177,7 @@ class CifarTable(runs.Table):
             "last two blocks. "
             "`circavg-single` is the third circuit alone, `taylor-single` the first Taylor mask.",
             "Temperatures: fitted for each row on 300 validation images that no search saw.",
-            f"Trained branches: {self.draws} draws, {self.training['epochs']} epoch at "
+            f"Trained branches: {self.draws} draws, {self.training['epochs']} epochs at "
             f"{self.training['learning_rate']} on {TRAIN_ROWS} images that the hosts were trained "
             "on, a bootstrap a member; half of each label is the untrained ensemble's own "
             "prediction. With outliers: textures of two classes and proxies, weight 0.5.",
