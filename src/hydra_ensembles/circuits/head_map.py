@@ -62,9 +62,10 @@ class HeadMap:
             clear = self.significant(name).total_kept
             assert table.standard_error is not None
             by = table.standard_error
+            seen = [(i, h) for i, h in table.ranking() if table[i].any() or by[i].any()]
             top = ", ".join(
                 f"{layer}.{head} {float(table[layer][head]):+.4f} ± {float(by[layer][head]):.4f}"
-                for layer, head in table.ranking()[:3]
+                for layer, head in seen[:3]
             )
             lines.append(f"  {name:<10} {clear} of {sum(table.shape)} clear of noise; most: {top}")
         return "\n".join(lines)

@@ -82,6 +82,8 @@ class Circuit:
                 )
             )
             noise = "  (within noise)" if margin is not None and margin < 2 else ""
+            if layer not in self.settings.get("layers", range(len(self.mask))):
+                heads, noise = "  ".join("■" for _ in mask), "  (not searched)"
             lines.append(f"  {layer:>2}  {heads}{noise}")
         return "\n".join(lines)
 
