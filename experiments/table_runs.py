@@ -527,6 +527,15 @@ class Table:
             ],
         }
 
+    def notes(self) -> list[str]:
+        """Name the rows and sweeps that were not run."""
+        planned = [*getattr(self, "plan", ()), *getattr(self, "rivals", ())]
+        missing = [title for title in planned if title not in self.rows]
+        sweeps = ("Merged and unmerged MLPs", "Branch layer") if self.branch_layers else ()
+        missing += [name for name in sweeps if name not in self.sweeps]
+        said = f"Written, but not run here for want of processor time: {', '.join(missing)}."
+        return [said] if missing else []
+
     def write(self) -> None:
         """Write the record with all rows that are there, Hydra last."""
         order = sorted(self.rows, key=lambda name: ("Hydra" in name, "-single" in name))
@@ -542,7 +551,7 @@ class Table:
                 "rows": tables.table_rows(rows, against=self.against, known=self.resampled),
                 "sweeps": self.sweeps,
                 "paper": self.paper,
-                "notes": [],
+                "notes": self.notes(),
             }
         )
 
