@@ -243,6 +243,8 @@ class Search:
             "random M=3": random,
             "Hydra Taylor M=3": taylor,
             "Hydra Circ M=3": circuits,
+            "Hydra Taylor M=3, 1 of 3 heads": self.taylor(1),
+            "Hydra Circ M=3, 1 of 3 heads": self.circuits(1),
         }
 
 
