@@ -98,9 +98,17 @@ def sweeps(searches: Sequence[Search]) -> dict[str, Any]:
             found = [getattr(s, kind)(count) for s in searches]
             keep.append(point(f"{count} of 3, {kind}", searches, found))
     return {
-        "members": {"x": "members M (select)", "points": members},
-        "branch": {"x": "branch layer (select M=3)", "points": branch},
-        "keep": {"x": "heads kept in the last two blocks (M=3)", "points": keep},
+        "members": {
+            "x": "members M (select)",
+            "about": "two draws, one of each half of the classes",
+            "points": members,
+        },
+        "branch": {"x": "branch layer (select M=3)", "about": "six draws", "points": branch},
+        "keep": {
+            "x": "heads kept in the last two blocks (M=3)",
+            "about": "six draws",
+            "points": keep,
+        },
     }
 
 
