@@ -22,8 +22,8 @@ INTRO = """# Results on real models and data
 
 Every table is made by the command above it; running it again with the same seed gives the same
 figures. All rows of a table are judged on the same test examples, by the same scores, raw and after
-one temperature that is fitted for every row in the same way. Test data takes no part in a search or a
-training; where people had seen test figures while a method was made, the conclusions say so.
+one temperature that is fitted for every row in the same way. Test data takes no part in a search or
+a training; where people had seen test figures while a method was made, the conclusions say so.
 
 - **Cost** is counted multiply-adds relative to the plain single model. Measured times are on the
   [cost page](results/cost.md).
