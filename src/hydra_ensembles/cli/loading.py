@@ -155,7 +155,8 @@ def check_sources(data: str | None, ood: Sequence[str] | None = None) -> None:
         local = path.suffix.lower() in FILES or text.startswith((".", "/")) or text.count("/") > 1
         if local and not path.exists():
             kind = "file" if path.suffix.lower() in FILES else "folder"
-            raise DataError(f"The {kind} {path} does not exist. {DATA_HELP}")
+            expected = DATA_HELP[0].lower() + DATA_HELP[1:]
+            raise DataError(f"The {kind} {path} does not exist. Data is {expected}")
 
 
 def _check_kind(loaded: Loaded, path: Path) -> None:
