@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -158,14 +159,16 @@ class Selector:
         pool: Sequence[int] = range(self.candidates)
         front: list[tuple[int, ...]] = [()]
         for size in range(members):
-            grown = {tuple(sorted((*have, new))) for have in front for new in pool}
-            able = [ensemble for ensemble in sorted(grown) if self.fits(ensemble)]
+            grown = sorted({tuple(sorted((*have, new))) for have in front for new in pool})
             for have in front:
-                self._judge(have, [new for new in pool if self.fits((*have, new))])
-            ranked = sorted(able, key=lambda e: -self.gain(e))
-            front = ranked[:beam]
+                self._judge(have, list(pool))
+            ranked = sorted(grown, key=lambda e: -self.gain(e))
+            able = (ensemble for ensemble in ranked if self.fits(ensemble))  # few need counting
+            front = list(islice(able, beam))
             if size == 0:
-                pool = [ensemble[0] for ensemble in ranked[:shortlist]]
+                pool = [
+                    ensemble[0] for ensemble in (*front, *islice(able, max(0, shortlist - beam)))
+                ]
         return front
 
     def _judge(self, have: tuple[int, ...], pool: Sequence[int]) -> None:
