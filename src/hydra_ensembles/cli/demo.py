@@ -171,6 +171,7 @@ def _teach(ensemble: Any, data: Any, output: Path, *, seed: int, quiet: bool) ->
         progress=not quiet,
     ).model
     logits, labels = collect_logits(trained, data.validation)[:2]
+    assert labels is not None
     trained.temperature = fit_temperature(logits, labels)
     return trained
 
