@@ -108,13 +108,6 @@ class CifarTable(runs.Table):
         "Hydra select M=3, trained": ("select M=3", 0.0),
         "Hydra select M=3, trained with outliers": ("select M=3", 0.5),
     }
-    rivals: ClassVar[dict[str, tuple[str, int]]] = {
-        "Laplace, last layer": ("laplace", 1500),
-        "MC dropout": ("mc-dropout", 0),
-        "LoRA-Ensemble": ("lora-ensemble", 500),
-        "BatchEnsemble": ("batch-ensemble", 500),
-    }
-    rival_training: ClassVar[dict[str, Any]] = {"epochs": 1, "learning_rate": 1e-4}
     branched = (10, 11)
     branch_layers = (11, 10, 9, 8, 6)
 

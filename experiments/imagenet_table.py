@@ -157,8 +157,7 @@ class ImagenetTable(runs.Table):
         self.train_row("Hydra M=3, trained with outliers", members, made + real, weight)
         six = self.last((*THIRDS, *ONES))
         self.train_row("Hydra M=6, trained with outliers", six, made + real, weight)
-        two = [HeadMask.full(self.host), *self.last(THIRDS[:1])]
-        self.train_row("single, trained with outliers", two, made + real, weight, only=0)
+        self.train_row("single, trained with outliers", self.pair, made + real, weight, only=0)
 
     def weight(self, outliers: Sequence[Any]) -> float:
         """Return the largest weight of outliers at which validation NLL is the host's at most."""
@@ -169,7 +168,8 @@ class ImagenetTable(runs.Table):
             chosen = mean_probability(logits)[torch.arange(len(labels)), labels]
             return -float(chosen.log().mean())
 
-        single = self.trunks.logits(self.pair(), {"tuning": self.sets["tuning"]})["tuning"][:, :1]
+        pair = fuse(self.host.model, self.pair)
+        single = self.trunks.logits(pair, {"tuning": self.sets["tuning"]})["tuning"][:, :1]
         host = scaled_nll(single)
         best = 0.0
         for weight in WEIGHTS:
@@ -183,9 +183,10 @@ class ImagenetTable(runs.Table):
         self.chosen = f"{best} (validation NLL by weight: {', '.join(self.tried)}; host {host:.3f})"
         return best
 
-    def pair(self) -> HydraEnsemble:
-        """Return an ensemble whose first member is the host, branched at the last block."""
-        return fuse(self.host.model, [HeadMask.full(self.host), *self.last(THIRDS[:1])])
+    @property
+    def pair(self) -> list[HeadMask]:
+        """Return the unpruned mask and another, so that the host has a branch: its last block."""
+        return [HeadMask.full(self.host), *self.last(THIRDS[:1])]
 
     def train_row(
         self,

@@ -20,6 +20,8 @@ import tables
 import torch
 from safetensors.torch import load_file
 
+from hydra_ensembles.circuits.objectives import auroc
+
 SEEN = ("textures-bumpy", "textures-crosshatched")
 UNSEEN = ("mnist", "cifar10", "noise")
 
@@ -79,14 +81,6 @@ def main() -> None:
     path = tables.RESULTS / "select_ceiling.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(path.read_text())
-
-
-def auroc(inside: torch.Tensor, outside: torch.Tensor) -> float:
-    """Return the area by ranks."""
-    ranks = torch.cat([inside, outside]).argsort().argsort().double() + 1
-    count = len(outside)
-    above = ranks[len(inside) :].sum() - count * (count + 1) / 2
-    return float(above / (len(inside) * count))
 
 
 def _best(gains: list[dict[str, Any]], key: str) -> dict[str, float]:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tables
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
 PAGE = ROOT / "docs" / "results" / "circuits.md"
@@ -17,21 +19,11 @@ TITLES = {
     "image": "DeiT-tiny, ImageNet-1k",
     "cifar10": "DeiT-tiny at 96 x 96, CIFAR-10",
 }
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # 95 %, by degrees of freedom
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Return the mean and half of its 95 % interval over draws."""
-    mean = sum(values) / len(values)
-    if len(values) < 2:
-        return mean, float("nan")
-    spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
-    return mean, STUDENT[min(len(values), 10) - 2] * spread / math.sqrt(len(values))
 
 
 def cell(values: list[float], digits: int = 1, sign: bool = False) -> str:
     """Say mean ± half interval."""
-    mean, half = interval(values)
+    mean, half = tables.over_draws(values)
     if math.isnan(half):  # one draw has no interval
         return f"{mean:{'+' if sign else ''}.{digits}f}"
     return f"{mean:{'+' if sign else ''}.{digits}f} ± {half:.{digits}f}"

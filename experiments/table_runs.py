@@ -224,10 +224,15 @@ class Table:
     """What is trained when members are trained one by one: a pattern of names."""
     plan: ClassVar[dict[str, tuple[str, float]]]
     """Trained rows: whose masks, and the weight of outliers."""
-    rivals: ClassVar[dict[str, tuple[str, int]]]
-    """Rivals: name of the baseline, and rows of training data."""
+    rivals: ClassVar[dict[str, tuple[str, int]]] = {
+        "Laplace, last layer": ("laplace", 1500),
+        "MC dropout": ("mc-dropout", 0),
+        "LoRA-Ensemble": ("lora-ensemble", 500),
+        "BatchEnsemble": ("batch-ensemble", 500),
+    }
+    """Name of the baseline, and rows of training data."""
+    rival_training: ClassVar[dict[str, Any]] = {"epochs": 1, "learning_rate": 1e-4}
     training: ClassVar[dict[str, Any]]
-    rival_training: ClassVar[dict[str, Any]]
     branched: tuple[int, ...] = (-1,)
     """Blocks of random masks."""
     branch_layers: tuple[int, ...] = ()

@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "hydra_ensembles"
-LEAVES = {"errors", "registry", "head_tables", "masks", "uncertainty", "inference"}
+LEAVES = {"errors", "files", "registry", "head_tables", "masks", "uncertainty", "inference"}
 CORE = LEAVES | {"models", "heads", "plan", "counting"}
 EXPERIMENTS = CORE | {"criteria", "data", "fusion", "fusing", "ensemble", "training"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "files": set(),
     "registry": {"errors"},
-    "head_tables": {"errors", "models"},  # models only to count a module's heads, in a function
+    "head_tables": {
+        "errors",
+        "files",
+        "models",
+    },  # models only to count a module's heads, in a function
     "masks": {"errors", "head_tables"},
     "uncertainty": {"errors", "registry"},
     "inference": {"errors", "uncertainty"},
@@ -41,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "builder": EXPERIMENTS | {"circuits", "evaluation", "budget", "baselines"},
     "report": {
         "errors",
+        "files",
         "masks",
         "plan",
         "counting",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .budget import Option, counter_of, fill, masks_for, option_cost
 from .errors import FormatError
+from .files import write_whole
 from .heads import gate
 from .inference import collect_logits, progress_bar, require_reiterable
 from .masks import HeadMask, HeadScores, keep_count
@@ -83,10 +84,7 @@ class Frontier:
         }
         text = json.dumps(payload, indent=1)
         if path is not None:
-            target = Path(path)
-            beside = target.with_name(target.name + ".partial")
-            beside.write_text(text + "\n", encoding="utf-8")
-            os.replace(beside, target)
+            write_whole(path, text + "\n")
         return text
 
     @classmethod

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import MaskError
+from .files import write_whole
 
 Rows = Sequence[Any] | Tensor
 
@@ -82,10 +83,7 @@ class HeadTable:
         """Return the table as JSON text; write it to `path` (beside, then renamed) when given."""
         text = json.dumps({"kind": type(self).__name__, "version": 1, **self._payload()})
         if path is not None:
-            target = Path(path)
-            beside = target.with_name(target.name + ".partial")
-            beside.write_text(text + "\n", encoding="utf-8")
-            os.replace(beside, target)
+            write_whole(path, text + "\n")
         return text
 
     def _payload(self) -> dict[str, Any]:

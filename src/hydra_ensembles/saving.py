@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import FormatError
+from .files import write_whole
 from .fusion import Assembly, Body
 from .fusion.structure import build_body_, split_classifier_
 from .masks import HeadMask
@@ -66,8 +67,8 @@ def save(ensemble: Any, folder: Any, *, tokenizer: Any = None, image_processor: 
     config = _config(ensemble, aliases, _sha256(beside))
     text = json.dumps(config, indent=2, default=_plain)
     os.replace(beside, target / WEIGHTS)
-    _write(target / CONFIG, text + "\n")
-    _write(target / CARD, _card(ensemble))
+    write_whole(target / CONFIG, text + "\n")
+    write_whole(target / CARD, _card(ensemble))
     for part in (tokenizer, image_processor):
         if part is not None:
             part.save_pretrained(str(target))
@@ -301,12 +302,6 @@ def _sha256(path: Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _write(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
 
 
 def _versions() -> dict[str, str]:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from ..errors import FormatError
+from ..files import write_whole
 
 VERSION = 1
 
@@ -134,14 +135,9 @@ class TensorStore:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file beside and rename it, so that it is whole whenever the process ends."""
+    """Write a file whole, in a folder that need not be there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with beside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    write_whole(path, content)
 
 
 def _short(value: Any) -> str:

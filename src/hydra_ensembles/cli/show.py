@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..files import write_whole
 from .clicks import click_module
 
 if TYPE_CHECKING:
@@ -83,14 +83,9 @@ def results_table(results: Sequence[Results], costs: Mapping[str, float] | None 
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file beside and rename it."""
+    """Write a file whole, in a folder that need not be there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(path, text)
 
 
 def write_config(folder: Path) -> dict[str, Any]:

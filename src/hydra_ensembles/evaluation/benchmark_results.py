@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import DataError, FormatError
+from ..files import write_whole
 
 RESAMPLES = 2000
 
@@ -171,9 +172,7 @@ class BenchmarkResult:
         if path is not None:
             target = Path(path)
             target.parent.mkdir(parents=True, exist_ok=True)
-            beside = target.with_name(target.name + ".partial")
-            beside.write_text(text + "\n", encoding="utf-8")
-            os.replace(beside, target)
+            write_whole(target, text + "\n")
         return text
 
     @classmethod

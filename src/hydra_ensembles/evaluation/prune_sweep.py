@@ -17,6 +17,7 @@ from ..criteria import Criterion, as_criterion, ranked, score_heads
 from ..criteria.losses import Loss
 from ..data.splits import fingerprint, sample, split
 from ..errors import FormatError, HydraError, UnsupportedModelError
+from ..files import write_whole
 from ..heads import gate, prune_heads_
 from ..inference import collect_logits, progress_bar, require_reiterable
 from ..masks import HeadMask, HeadScores
@@ -32,7 +33,6 @@ from .prune_sweep_results import (
     SweepPoint,
     mask_key,
     pack,
-    write_text,
 )
 
 CRITERIA = ("random", "magnitude", "taylor", "his", "entropy", "hies", "fisher")
@@ -231,7 +231,7 @@ class _Measure:
         if self.path is not None:
             outcomes = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
             kept = {"baseline": self.baseline, "outcomes": outcomes, "scores": self.tables}
-            write_text(self.path, json.dumps(kept))
+            write_whole(self.path, json.dumps(kept))
 
     def _read(self, path: Path) -> None:
         kept = json.loads(path.read_text(encoding="utf-8"))

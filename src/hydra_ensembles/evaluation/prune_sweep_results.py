@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError, UnknownNameError
+from ..files import write_whole
 from ..masks import HeadMask, HeadScores
 
 QUALITY, STABILITY = "cls/Acc", "stability"
@@ -212,7 +213,7 @@ class PruneSweep:
         }
         text = json.dumps(payload)
         if path is not None:
-            write_text(Path(path), text + "\n")
+            write_whole(path, text + "\n")
         return text
 
     @classmethod
@@ -303,10 +304,3 @@ def _student(values: Sequence[float]) -> Interval:
     point = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.4 / freedom
     half = point * float(numbers.std()) / math.sqrt(len(numbers))
     return Interval(mean, mean - half, mean + half)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file beside and rename it."""
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import FormatError, UnknownNameError
+from ..files import write_whole
 from .figures import Examples
 
 FORMAT = "hydra-ensembles/results"
@@ -158,10 +159,10 @@ class Results(Mapping[str, float]):
             }
             content = save(columns)
             beside = path.with_suffix(".safetensors")
-            _write(beside, content)
+            write_whole(beside, content)
             digest = hashlib.sha256(content).hexdigest()
             record["examples"] = {"file": beside.name, "sha256": digest}
-        _write(path, json.dumps(record, indent=2, allow_nan=False).encode())
+        write_whole(path, json.dumps(record, indent=2, allow_nan=False).encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Results:
@@ -191,10 +192,3 @@ class Results(Mapping[str, float]):
 def _to_plain(value: float) -> float | str:
     """Return a number that JSON can hold; infinity and NaN as words that float() reads back."""
     return value if abs(value) < float("inf") else str(value)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write beside and rename, so that a reader never sees half a file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_bytes(content)
-    os.replace(beside, path)

@@ -15,7 +15,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -24,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..criteria.losses import Loss, sample_losses
 from ..errors import DataError, UnsupportedModelError
+from ..files import write_whole
 from ..heads import gate
 from ..inference import call_model, evaluating, progress_bar, split_batch
 from ..masks import HeadMask, check_fits
@@ -117,10 +117,7 @@ class ShiftGap:
         """Return the record as JSON text; write it to `path` (beside, then renamed) when given."""
         text = json.dumps({"kind": "ShiftGap", "version": 1, **asdict(self)})
         if path is not None:
-            target = Path(path)
-            beside = target.with_name(target.name + ".partial")
-            beside.write_text(text + "\n", encoding="utf-8")
-            os.replace(beside, target)
+            write_whole(path, text + "\n")
         return text
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
+from ..files import write_whole
 from ..masks import HeadMask
 from . import sections
 from .curves import answered_at
@@ -91,9 +92,7 @@ def write_report(
         made or datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
     target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    beside.write_text(page, encoding="utf-8")
-    os.replace(beside, target)
+    write_whole(target, page)
     return target
 
 
