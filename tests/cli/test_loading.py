@@ -24,6 +24,8 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
     monkeypatch.setattr(constants, "ENDPOINT", NOWHERE)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
@@ -51,6 +53,19 @@ def test_a_hub_name_without_network(no_hub: Path, capsys: pytest.CaptureFixture[
     assert main(["explain", "someone/some-model"]) == 4
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and "cannot be reached" in lines[0] and str(no_hub) in lines[0]
+
+
+def test_offline_by_wish_is_told_from_an_unreachable_hub(
+    no_hub: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["explain", "someone/some-model"]) == 4
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and "HF_HUB_OFFLINE is set" in lines[0] and str(no_hub) in lines[0]
 
 
 def test_a_hub_name_in_the_cache(no_hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
