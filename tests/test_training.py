@@ -391,6 +391,14 @@ def test_samples_of_equal_batches_are_dealt_anew_each_epoch():
     assert {frozenset(batch) for batch in first} != {frozenset(b[0].tolist()) for b in numbered()}
 
 
+def test_a_small_first_batch_loses_no_samples():
+    stream = Stream(numbered((1, 4, 4, 2)), seed=3)
+    assert len(stream) == 3 == len(rows(stream))
+    assert sorted(flat(rows(stream))) == list(range(11))
+    drawn = Stream(numbered((1, 4, 4, 2)), seed=3, bootstrap=True)
+    assert len(drawn) == 3 and [len(batch) for batch in rows(drawn)] == [4, 4, 3]
+
+
 def test_ragged_batches_keep_their_content():
     data = [{"input_ids": torch.full((2, length), length)} for length in (2, 3, 4, 5, 6, 7)]
     order = [batch["input_ids"].shape[1] for batch in Stream(data, seed=0).epoch(0)]

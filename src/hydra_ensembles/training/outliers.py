@@ -10,7 +10,7 @@ import torch
 from ..data.batches import batch_length, without_labels
 from ..data.proxies import make_proxies
 from ..errors import DataError
-from .stream import Stream, _batch_size, _pool, _take
+from .stream import Stream
 
 Outliers = str | Iterable[Any] | Mapping[str, Iterable[Any]]
 FIRST_NUMBER = 2**40  # beyond the numbers of the data's own samples
@@ -37,10 +37,6 @@ def outlier_stream(outliers: Outliers, data: Iterable[Any], *, seed: int) -> Str
         if not batches:
             raise DataError(f"The outliers {name!r} have no batches. Leave them out, or fill them.")
     found = [without_labels(batch) for batches in families.values() for batch in batches]
-    pool = _pool(found)
-    if pool is not None:  # dealt anew, so that all batches are of the same size
-        rows = torch.arange(_batch_size(pool)).split(_batch_size(found[0]))
-        found = [_take(pool, some) for some in rows]
     return Stream(list(_numbered(found)), seed=seed)
 
 

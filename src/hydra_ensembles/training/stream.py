@@ -36,7 +36,7 @@ class Stream:
     How far the order can be shuffled depends on what the data is:
 
     * a list or tuple of batches whose tensors differ in the batch dimension alone: the samples
-      are pooled and dealt into new batches each epoch;
+      are pooled and dealt into new batches, as large as the largest, each epoch;
     * a list or tuple of other batches (padded to their own lengths, say): the order of the batches
       is shuffled, their content stays;
     * a `DataLoader` over a map-style data set: its sampler is replaced by a seeded one;
@@ -74,7 +74,11 @@ class Stream:
                 f"bootstrap=True cannot resample a {type(data).__name__}. Pass a list of batches, "
                 "or a DataLoader over a map-style data set without a custom sampler."
             )
-        self._length = _count(data)
+        if self.pool is None:
+            self._length = _count(data)
+        else:
+            self.batch_size = max(_batch_size(batch) for batch in data)
+            self._length = -(-_batch_size(self.pool) // self.batch_size)
         if self._length == 0:
             raise DataError("The training data has no batches. Check the loader or the filter.")
 
@@ -103,9 +107,8 @@ class Stream:
         return samples
 
     def _pooled(self, epoch: int) -> Iterator[Any]:
-        assert isinstance(self.data, Sequence)
         order = self._sample_order(_batch_size(self.pool), epoch)
-        for rows in order.split(_batch_size(self.data[0])):
+        for rows in order.split(self.batch_size):
             yield _take(self.pool, rows)
 
     def _reordered(self, epoch: int) -> Iterator[Any]:
