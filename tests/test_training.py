@@ -222,6 +222,16 @@ def test_one_step_is_adamw_on_the_smoothed_loss():
             torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
 
 
+def test_probabilities_as_labels_distil_a_teacher():
+    hard = batches()
+    soft = [(x, nn.functional.one_hot(y, 3).float()) for x, y in hard]
+    given, taught = finetune(network(), hard)[0], finetune(network(), soft)[0]
+    for one, other in zip(given.model.parameters(), taught.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+    with pytest.raises(DataError, match="class numbers"):
+        finetune(network(), hard, validation=soft)
+
+
 def test_the_schedule_rises_then_falls():
     factors = [schedule(step, 20, 0.25) for step in range(20)]
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
@@ -479,6 +489,8 @@ def test_other_data_keeps_its_order_and_is_told_the_epoch():
         ([batch[0] for batch in batches()], "no labels"),
         ([(x, y + 5) for x, y in batches()], "has 3 classes"),
         ([(x, y[:2]) for x, y in batches()], r"2 labels for \d+ answers"),
+        ([(x, y.float()) for x, y in batches()], "class numbers .* as integers"),
+        ([(x, torch.full((len(y), 3), 0.9)) for x, y in batches()], "not probabilities"),
     ],
 )
 def test_bad_data_is_named(data, message):

@@ -303,6 +303,17 @@ def test_distilling_keeps_the_given_predictions():
     assert moved(held) < 0.2 * moved(free)
 
 
+def test_probabilities_as_labels_equal_class_numbers():
+    hard = list(samples("vit"))
+    soft = [(x, torch.nn.functional.one_hot(y, 5).double()) for x, y in hard]
+    double = copy.deepcopy(fused("vit")).double()
+    ours, theirs = (
+        train(double, [(x.double(), y) for x, y in data], label_smoothing=0.1).model
+        for data in (hard, soft)
+    )
+    assert largest_difference(ours, theirs) < 1e-6
+
+
 def test_a_resumed_run_meets_the_same_outliers(tmp_path):
     data, odd = list(samples("vit")), odd_ones("vit", 3)
     options: dict[str, Any] = {"outliers": odd, "distill": 0.5, "save_every": 1}

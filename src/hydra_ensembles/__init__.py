@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .report.html import write_report as write_report
     from .selective import Abstention as Abstention
     from .selective import fit_abstention as fit_abstention
+    from .training import average_weights as average_weights
     from .training import finetune as finetune
     from .training import finetune_branch as finetune_branch
     from .uncertainty import Prediction as Prediction
@@ -72,6 +73,7 @@ _NAMES = {
     "explain": "models",
     "find_circuit": "circuits.headmap",
     "find_effects": "circuits.headmap",
+    "average_weights": "training",
     "finetune": "training",
     "finetune_branch": "training",
     "fit_abstention": "selective",

@@ -143,17 +143,6 @@ def test_lora_trains_updates_alone_and_stores_the_backbone_once() -> None:
     assert relative_cost(rival, host(), TEST[0]).parameters < 2
 
 
-def test_laplace_is_less_sure_far_away_and_agrees_on_the_class() -> None:
-    rival = make_baseline("laplace", host(), train=TRAIN, progress=False)
-    for images in (IMAGES, 5 * IMAGES):
-        plain, found = logits(host(), images).softmax(-1), logits(rival, images).exp()
-        torch.testing.assert_close(found.sum(-1), torch.ones(len(images)))
-        assert (found.amax(-1) < plain.amax(-1) + 1e-6).all()
-    assert (found.argmax(-1) == plain.argmax(-1)).float().mean() > 0.9
-    with pytest.raises(ValueError, match="structure='lowrank'"):
-        make_baseline("laplace", host(), train=TRAIN, options={"structure": "lowrank"})
-
-
 def test_rivals_of_the_last_layer_refuse_hosts_without_one() -> None:
     model = zoo_model("zero-shot-clip")
     with pytest.raises(UnsupportedModelError, match="does not end in a linear layer"):

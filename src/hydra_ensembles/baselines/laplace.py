@@ -1,8 +1,9 @@
-"""Last-layer Laplace approximation, through laplace-torch (Daxberger et al., 2021)."""
+"""Last-layer Laplace approximation, fitted by laplace-torch (Daxberger et al., 2021)."""
 
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,23 +14,26 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from .features import Featured, collect, need_classifier
+from .laplace_variance import logit_variance
 from .task import Task, baselines, missing
+
+STRUCTURES = ("kron", "full", "diag")
+BATCH_NUMBERS = 2**26  # batch x classes^2 of them in a batch's curvature: 256 MB
+MOST_NUMBERS = 2**30  # what `full` and `diag` may form: 4 GB
 
 
 class LaplaceHead(nn.Module):
     """A host whose last linear layer has a Gaussian posterior."""
 
-    def __init__(self, host: Featured, posterior: Any) -> None:
+    def __init__(self, host: Featured, variance: nn.Module) -> None:
         super().__init__()
         self.host = host
-        self.posterior = posterior
+        self.variance = variance
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Answer with log p(y|x), `[batch, class]`."""
-        _, features = self.host(*args, **kwargs)
-        with torch.enable_grad():  # the library takes Jacobians
-            found = self.posterior(features.detach(), pred_type="glm", link_approx="probit")
-        return found.detach().clamp_min(torch.finfo(found.dtype).tiny).log()
+        """Answer with logits `[batch, class]` whose softmax is the probit approximation."""
+        logits, features = self.host(*args, **kwargs)
+        return logits / (1 + math.pi / 8 * self.variance(features)).sqrt()
 
 
 @baselines.register("laplace")
@@ -38,41 +42,61 @@ def laplace(host: nn.Module, task: Task, *, structure: str = "kron") -> nn.Modul
 
     p(w | D) = N(w_host, (GGN + lambda I)^-1), with lambda by the marginal likelihood; the softmax's
     mean by the probit approximation: softmax(mean / sqrt(1 + pi / 8 * variance)) (Daxberger et al.,
-    2021, "Laplace Redux"; Kristiadi et al., 2020). No training: one pass over `train`. The library
-    is given the last layer and its inputs, which is the same approximation and works for any host.
+    2021, "Laplace Redux"; Kristiadi et al., 2020). No training: one pass over `train`. laplace-torch
+    fits the last layer to its inputs, which is the same approximation and works for any host; the
+    logits' variances are computed here without Jacobians, with the same result. So `kron` takes a
+    thousand classes: 3 numbers a pair of classes, and classes^2 multiply-adds an example.
 
     Args:
         host: A trained classifier that ends in a linear layer.
         task: Needs `train`, the data that the host was trained on.
-        structure: Of the curvature: `kron`, `full` or `diag`.
+        structure: Of the curvature: `kron`, or for few classes `full` or `diag`.
     """
-    known = ("kron", "full", "diag")
-    if structure not in known:
-        raise ValueError(f"structure={structure!r}: expected one of {', '.join(known)}.")
+    if structure not in STRUCTURES:
+        raise ValueError(f"structure={structure!r}: expected one of {', '.join(STRUCTURES)}.")
     data = task.need("train")
     path = need_classifier(host, data, task.name)
     featured = Featured(copy.deepcopy(host), path)
+    layer = featured.host.get_submodule(path)
+    assert isinstance(layer, nn.Linear)
+    _refuse_too_large(layer, structure)
     _, features, labels = collect(featured, data, name="train", labels=True, progress=task.progress)
     assert labels is not None
+    posterior = fit_posterior(layer, features, labels, structure=structure)
+    return LaplaceHead(featured, logit_variance(posterior, layer, structure=structure))
+
+
+def fit_posterior(layer: nn.Linear, features: Tensor, labels: Tensor, *, structure: str) -> Any:
+    """Return laplace-torch's posterior of a linear layer, its prior by the marginal likelihood."""
     # Identity: the library looks for the last of several layers
-    head = nn.Sequential(nn.Identity(), copy.deepcopy(featured.host.get_submodule(path)))
+    head = nn.Sequential(nn.Identity(), copy.deepcopy(layer)).eval()
+    size = max(1, min(256, BATCH_NUMBERS // layer.out_features**2))
     with _quiet():
         try:
             from laplace import Laplace
         except ImportError as error:
             raise missing("laplace-torch") from error
         posterior = Laplace(
-            head.eval(),
-            "classification",
-            subset_of_weights="last_layer",
-            hessian_structure=structure,
+            head, "classification", subset_of_weights="last_layer", hessian_structure=structure
         )
         with torch.enable_grad():
-            posterior.fit(DataLoader(TensorDataset(features, labels), batch_size=256))
+            posterior.fit(DataLoader(TensorDataset(features, labels), batch_size=size))
             posterior.optimize_prior_precision(
                 pred_type="glm", method="marglik", link_approx="probit"
             )
-    return LaplaceHead(featured, posterior)
+    return posterior
+
+
+def _refuse_too_large(layer: nn.Linear, structure: str) -> None:
+    """Stop before the library asks for more memory than there is."""
+    parameters = sum(parameter.numel() for parameter in layer.parameters())
+    formed = {"full": parameters, "diag": layer.out_features}  # times parameters
+    if structure in formed and formed[structure] * parameters > MOST_NUMBERS:
+        raise ValueError(
+            f"structure={structure!r} forms {formed[structure]:,} x {parameters:,} numbers for "
+            f"{layer.out_features:,} classes of {layer.in_features:,} features. "
+            'Use structure="kron".'
+        )
 
 
 @contextmanager

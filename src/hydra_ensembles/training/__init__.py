@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .average import average_weights
 from .branch import finetune_branch
 from .finetune import FinetunedMember, StepInfo, finetune
 
-__all__ = ["FinetunedMember", "StepInfo", "finetune", "finetune_branch"]
+__all__ = ["FinetunedMember", "StepInfo", "average_weights", "finetune", "finetune_branch"]

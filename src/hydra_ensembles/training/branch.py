@@ -71,9 +71,9 @@ def finetune_branch(
     Args:
         ensemble: What `fuse` or `build` made. It is not changed.
         data: A list of batches, a `DataLoader` over a map-style data set, or what `load_data`
-            returns. Each sample is remembered by its place: random augmentations are drawn once
-            (`cache_bytes=0` draws them anew). Samples that a loader pads to another length than the
-            first time run through the trunk again.
+            returns; labels as in `finetune`. Each sample is remembered by its place: random
+            augmentations are drawn once (`cache_bytes=0` draws them anew). Samples that a loader
+            pads to another length than the first time run through the trunk again.
         epochs: Passes over the data.
         learning_rate: Peak of the schedule.
         seed: Decides order, dropout and the members' bootstraps.
@@ -272,7 +272,7 @@ class BranchRun(Run):
         members = logits.shape[1]
         losses = F.cross_entropy(
             logits.transpose(1, 2),
-            labels[:, None].expand(-1, members),
+            labels[..., None].expand(*labels.shape, members),
             reduction="none",
             label_smoothing=self.settings.label_smoothing,
         )

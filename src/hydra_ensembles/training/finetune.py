@@ -59,9 +59,10 @@ def finetune(
     Args:
         model_or_members: A classifier, or one per member. Anything that returns logits `[B, C]`
             or member logits `[B, M, C]` (the loss is then the members' mean), bare or as `.logits`.
-        data: Re-iterable batches: dicts with `labels`, or `(inputs, labels)`. A list of batches
-            of equal shapes is shuffled by sample, other lists by batch, a `DataLoader` by its
-            data set; anything else keeps its own order (see `Stream`).
+        data: Re-iterable batches: dicts with `labels`, or `(inputs, labels)`. Labels are class
+            numbers `[B]` or probabilities `[B, C]`: a teacher's answers, to distil it. A list of
+            batches of equal shapes is shuffled by sample, other lists by batch, a `DataLoader` by
+            its data set; anything else keeps its own order (see `Stream`).
         epochs: Passes over the data.
         learning_rate: Peak of the schedule.
         seed: One number, or one per member. Members of a list get `seed`, `seed + 1`, ... .
@@ -71,7 +72,7 @@ def finetune(
         towards_host: Strength of the pull towards the starting weights.
         bootstrap: Whether each member resamples the data with its seed.
         shuffle: Whether to shuffle at all.
-        loss: Replaces cross-entropy: `(logits [B, M, C], labels [B]) -> scalar`; M is 1 for a
+        loss: Replaces cross-entropy: `(logits [B, M, C], labels) -> scalar`; M is 1 for a
             plain classifier.
         warmup: Share of the steps in which the learning rate rises.
         weight_decay: Decoupled decay of matrices (not of biases and norms).

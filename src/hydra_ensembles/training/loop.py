@@ -275,13 +275,15 @@ class Run:
         return torch.stack(members).mean()
 
     def _answer(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return float32 logits `[B, M, C]` and labels `[B]` of a batch, checked."""
+        """Return float32 logits `[B, M, C]` and labels `[B]` or `[B, C]` of a batch, checked."""
         _, _, labels = split_batch(batch)
         if labels is None:
             raise DataError("A batch has no labels. Give (inputs, labels), or dicts with 'labels'.")
         logits = self.wrapped(batch).float()
         if len(labels) != len(logits):
             raise DataError(f"A batch has {len(labels)} labels for {len(logits)} answers.")
+        if labels.is_floating_point():
+            return logits, _probabilities(labels, logits.shape[-1]).to(logits)
         if labels.min() < 0 or labels.max() >= logits.shape[-1]:
             raise DataError(
                 f"Labels run from {labels.min()} to {labels.max()}, but the model has "
@@ -305,6 +307,8 @@ class Run:
         nll, right, count = 0.0, 0.0, 0
         for batch in data:
             logits, labels = self._answer(batch)
+            if labels.ndim > 1:
+                raise DataError("Validation needs class numbers as labels, not probabilities.")
             log_mean = logits.log_softmax(-1).logsumexp(1) - math.log(logits.shape[1])
             nll += F.nll_loss(log_mean, labels, reduction="sum").item()
             right += (log_mean.argmax(1) == labels).sum().item()
@@ -359,3 +363,15 @@ class Run:
             self.accelerator.scaler.load_state_dict(record["scaler"])
         self.step, self.loss_sum = record["step"], record["loss_sum"]
         self.history = record["history"]
+
+
+def _probabilities(labels: Tensor, classes: int) -> Tensor:
+    """Return soft labels `[B, C]` if that is what they are: a teacher's answers, say."""
+    if labels.shape[1:] != (classes,) or labels.ndim != 2:
+        raise DataError(
+            f"Labels of type {labels.dtype} have shape {list(labels.shape)}. Expected class "
+            f"numbers [batch] as integers, or probabilities [batch, {classes}]."
+        )
+    if bool((labels < 0).any()) or not bool(((labels.sum(1) - 1).abs() < 1e-2).all()):
+        raise DataError("Labels [batch, class] are not probabilities. Pass softmax(logits).")
+    return labels

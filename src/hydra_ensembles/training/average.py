@@ -1,0 +1,46 @@
+"""`average_weights`: one model from several fine-tunings of the same pretrained one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+def average_weights(models: Sequence[nn.Module]) -> nn.Module:
+    """Return a copy of the first model whose weights are the mean over all models.
+
+    A uniform soup (Wortsman et al., 2022): of fine-tunings of one pretrained model it is often
+    better than each, at the cost of one. Classifiers that started from different random weights do
+    not average well by themselves: fit a temperature, or train a little further.
+
+    Args:
+        models: Of one architecture. Floating-point tensors are averaged, in float64 at least;
+            others (counters, indices) are the first model's.
+
+    Returns:
+        A new model, in the mode of the first; the models are not changed.
+    """
+    if not models:
+        raise ValueError("There are no models to average. Pass at least one.")
+    states = [model.state_dict() for model in models]
+    shapes = {name: tensor.shape for name, tensor in states[0].items()}
+    for place, state in enumerate(states[1:], 1):
+        other = {name: tensor.shape for name, tensor in state.items()}
+        if other != shapes:
+            odd = sorted(n for n in shapes | other if shapes.get(n) != other.get(n))
+            raise ValueError(
+                f"Model {place} differs from the first in {odd[0]}: {other.get(odd[0])}, expected "
+                f"{shapes.get(odd[0])}. Average fine-tunings of one and the same model."
+            )
+    result = copy.deepcopy(models[0])
+    mean = {
+        name: torch.stack([state[name].double() for state in states]).mean(0).to(tensor.dtype)
+        if tensor.is_floating_point()
+        else tensor
+        for name, tensor in states[0].items()
+    }
+    result.load_state_dict(mean)
+    return result

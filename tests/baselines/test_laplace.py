@@ -1,0 +1,94 @@
+"""The closed form of last-layer Laplace against laplace-torch, and what it is for: many classes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hydra_ensembles.baselines import make_baseline, relative_cost
+from hydra_ensembles.baselines.features import Featured
+from hydra_ensembles.baselines.laplace import LaplaceHead, fit_posterior
+from hydra_ensembles.baselines.laplace_variance import logit_variance
+from hydra_ensembles.uncertainty import energy
+
+from .quadrants import TEST, TRAIN, host, logits
+
+IMAGES = TEST[0][0]
+
+
+def problem(classes: int, *, width: int = 6, bias: bool = True) -> tuple[nn.Linear, Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(0)
+    layer = nn.Linear(width, classes, bias=bias)
+    for parameter in layer.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=draws)
+    features = 2 * torch.randn(3 * classes, width, generator=draws)
+    labels = torch.distributions.Categorical(logits=layer(features)).sample()
+    return layer, features, labels
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("structure", ["kron", "full", "diag"])
+def test_it_predicts_what_laplace_torch_predicts(structure: str, bias: bool) -> None:
+    layer, features, labels = problem(5, bias=bias)
+    posterior = fit_posterior(layer, features, labels, structure=structure)
+    far = 3 * features
+    with torch.enable_grad():  # the library takes Jacobians
+        _, covariance = posterior._glm_predictive_distribution(far)
+        expected = posterior(far, pred_type="glm", link_approx="probit")
+    variance = logit_variance(posterior, layer, structure=structure)
+    torch.testing.assert_close(
+        variance(far), covariance.diagonal(dim1=1, dim2=2), rtol=1e-4, atol=1e-5
+    )
+    rival = LaplaceHead(Featured(nn.Sequential(nn.Identity(), layer), "1"), variance)
+    torch.testing.assert_close(logits(rival, far).softmax(-1), expected, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(expected, layer(far).softmax(-1), atol=1e-2)  # it does something
+
+
+def test_three_hundred_classes_need_no_jacobians() -> None:
+    layer, features, labels = problem(300, width=40)
+    model = nn.Sequential(nn.Identity(), layer)
+    rival = make_baseline("laplace", model, train=[(features, labels)], progress=False)
+    # by hand for one class: its weights' and its bias's part of the posterior
+    posterior = fit_posterior(layer, features, labels, structure="kron")
+    jacobian = torch.zeros(1, 1, 300 * 41)
+    jacobian[0, 0, 7 * 40 : 8 * 40], jacobian[0, 0, 300 * 40 + 7] = features[0], 1.0
+    expected = posterior.functional_variance(jacobian)[0, 0, 0]
+    torch.testing.assert_close(rival.variance(features[:1])[0, 7], expected, rtol=1e-3, atol=1e-6)
+    # classes x classes and twice width x classes, beside the layer itself: nothing for a network
+    assert relative_cost(rival, model, features).multiply_adds < 12
+    for structure in ("full", "diag"):
+        wide = nn.Sequential(nn.Identity(), nn.Linear(192, 1000))
+        data = [(torch.randn(4, 192), torch.arange(4))]
+        with pytest.raises(ValueError, match=rf"'{structure}' forms .* 1,000 classes .*\"kron\""):
+            make_baseline("laplace", wide, train=data, options={"structure": structure})
+
+
+def test_small_batches_of_the_fit_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, features, labels = problem(8)
+    whole = fit_posterior(layer, features, labels, structure="kron")
+    monkeypatch.setattr("hydra_ensembles.baselines.laplace.BATCH_NUMBERS", 5 * 8**2)
+    parts = fit_posterior(layer, features, labels, structure="kron")
+    torch.testing.assert_close(parts.prior_precision, whole.prior_precision, rtol=1e-4, atol=0)
+    found = [logit_variance(p, layer, structure="kron")(features) for p in (whole, parts)]
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
+
+
+def test_laplace_is_less_sure_far_away_and_agrees_on_the_class() -> None:
+    rival = make_baseline("laplace", host(), train=TRAIN, progress=False)
+    for images in (IMAGES, 5 * IMAGES):
+        plain, found = logits(host(), images).softmax(-1), logits(rival, images).softmax(-1)
+        assert (found.amax(-1) < plain.amax(-1) + 1e-6).all()
+    assert (found.argmax(-1) == plain.argmax(-1)).float().mean() > 0.9
+    assert energy(logits(rival, images)[:, None]).std() > 0.1  # logits, not log probabilities
+    with pytest.raises(ValueError, match="structure='lowrank'"):
+        make_baseline("laplace", host(), train=TRAIN, options={"structure": "lowrank"})
+
+
+def test_it_is_copied_and_moved_like_any_module() -> None:
+    rival = make_baseline("laplace", host(), train=TRAIN, progress=False)
+    double = copy.deepcopy(rival).double()
+    found = logits(double, IMAGES.double())
+    torch.testing.assert_close(found.float(), logits(rival, IMAGES), rtol=1e-4, atol=1e-4)
