@@ -12,6 +12,7 @@ from .errors import UnsupportedModelError
 from .fusion import Assembly, assemble
 from .masks import HeadMask
 from .models import Family, HostModel, host_model
+from .models.task import other_task
 
 
 def fuse(
@@ -84,11 +85,9 @@ def wrap(
 
 
 def _refuse_other_tasks(model: Any) -> None:
-    config = getattr(model, "config", None)
-    problem = getattr(config, "problem_type", None)
-    one_label = getattr(config, "num_labels", 2) == 1 and hasattr(model, "classifier")
-    if problem in ("multi_label_classification", "regression") or one_label:
+    task = other_task(model)
+    if task is not None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is set up for {problem or 'regression (one label)'}: an "
-            "ensemble averages class probabilities and needs a single-label classifier."
+            f"{type(model).__name__} is set up for {task}: an ensemble averages class "
+            "probabilities and needs a single-label classifier."
         )

@@ -10,8 +10,11 @@ import pytest
 import yaml
 
 from hydra_ensembles import HeadMask, HydraEnsemble, Results
+from hydra_ensembles.budget import Budget
 from hydra_ensembles.cli.main import COMMANDS, main
+from hydra_ensembles.data import digits
 from hydra_ensembles.masks import HeadScores
+from hydra_ensembles.models import host_model
 
 
 def run(*arguments: object) -> int:
@@ -87,6 +90,20 @@ def test_circuit_goes_on_where_it_stopped(
     assert (tmp_path / "circuit.json").read_text() == first
     assert HeadMask.from_json(tmp_path / "mask.json").kept == (2, 2)
     assert "Circuit for ood-auroc" in capsys.readouterr().out
+
+
+def test_circuit_keeps_what_a_budget_allows(
+    shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("circuit", shelf / "host", "--data", shelf / "digits", "--objective", "id-loss")
+    assert run(*arguments, "--max-cost", 0.55, "-o", tmp_path) == 0
+    mask = HeadMask.from_json(tmp_path / "mask.json")
+    host = HydraEnsemble.from_pretrained(shelf / "host").member(0)
+    one = next(iter(digits(16, seed=0).test.subset([0])))
+    budget = Budget.of(host_model(host), one, 0.55)
+    assert budget.ratio([mask]) <= 0.55 and 0 < mask.total_kept < 8
+    assert run(*arguments, "--max-cost", 0.55, "--keep", 0.5, "-o", tmp_path / "both") == 2
+    assert "give one" in capsys.readouterr().err
 
 
 def test_eval_and_report(

@@ -225,6 +225,8 @@ def test_refusals_are_clear() -> None:
         model.config.problem_type = problem
         with pytest.raises(UnsupportedModelError, match="single-label"):
             hydra.fuse(model, EARLY)
+        told = hydra.explain(model)
+        assert told.supported and not told.fusable and f"set up for {problem}" in str(told)
 
 
 def test_str_says_what_was_built() -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options
+from .exits import Stop
 from .head_grid import circuit_grid
 from .show import print_json, say, sizes, write_config, write_text
 
@@ -20,7 +21,14 @@ def command(
     objective: Annotated[
         str, typer.Option(help="id-loss, ood-auroc, ece, nll-shift or average.")
     ] = "ood-auroc",
-    keep: Annotated[float, typer.Option(help="Share of each layer's heads that is kept.")] = 0.5,
+    keep: Annotated[
+        float | None,
+        typer.Option(help="Share of each layer's heads that is kept; 0.5 by default."),
+    ] = None,
+    max_cost: Annotated[
+        float | None,
+        typer.Option(help="In place of --keep: cost of the pruned model against the plain one."),
+    ] = None,
     condition: Annotated[
         str, typer.Option(help="What is fixed below a layer: knockout, keep or none.")
     ] = "knockout",
@@ -43,6 +51,8 @@ def command(
     from ..circuits.headmap import find_effects
     from .loading import check_sources, load_model, load_set, load_sets
 
+    if keep is not None and max_cost is not None:
+        raise Stop("--keep and --max-cost both say how many heads are kept: give one.", 2)
     check_sources(data, ood)
     loaded = load_model(model, device=device, dtype=dtype, class_names=class_names)
     host = loaded.host
@@ -65,6 +75,7 @@ def command(
         ood=outliers or None,
         objective=objective,
         keep=keep,
+        max_cost=max_cost,
         condition=condition,  # type: ignore[arg-type]
         folder=output / "state",
         progress=not json,

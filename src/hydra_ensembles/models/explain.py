@@ -10,6 +10,7 @@ from ..errors import UnsupportedModelError
 from ..masks import describe_shape
 from .family import Family
 from .host import HostModel, host_model
+from .task import other_task
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ def explain(model: nn.Module | HostModel, *, family: Family | None = None) -> Ex
         return Explanation(name=type(model).__name__, supported=False, reason=str(error))
     site = host.sites[0]
     removable, fusable = host.why_not_removable(), host.why_not_fusable()
+    task = other_task(host.model)
+    if fusable is None and task is not None:
+        fusable = f"it is set up for {task}, and members average class probabilities"
     notes = []
     if host.original_mask is not None:
         notes.append(f"already pruned: {host.original_mask.total_kept} heads are left")
