@@ -47,23 +47,27 @@ def test_it_predicts_what_laplace_torch_predicts(structure: str, bias: bool) -> 
     assert not torch.allclose(expected, layer(far).softmax(-1), atol=1e-2)  # it does something
 
 
-def test_three_hundred_classes_need_no_jacobians() -> None:
-    layer, features, labels = problem(300, width=40)
+def test_many_classes_need_no_jacobians() -> None:
+    layer, features, labels = problem(200, width=20)
     model = nn.Sequential(nn.Identity(), layer)
     rival = make_baseline("laplace", model, train=[(features, labels)], progress=False)
     # by hand for one class: its weights' and its bias's part of the posterior
     posterior = fit_posterior(layer, features, labels, structure="kron")
-    jacobian = torch.zeros(1, 1, 300 * 41)
-    jacobian[0, 0, 7 * 40 : 8 * 40], jacobian[0, 0, 300 * 40 + 7] = features[0], 1.0
+    jacobian = torch.zeros(1, 1, 200 * 21)
+    jacobian[0, 0, 7 * 20 : 8 * 20], jacobian[0, 0, 200 * 20 + 7] = features[0], 1.0
     expected = posterior.functional_variance(jacobian)[0, 0, 0]
     torch.testing.assert_close(rival.variance(features[:1])[0, 7], expected, rtol=1e-3, atol=1e-6)
-    # classes x classes and twice width x classes, beside the layer itself: nothing for a network
-    assert relative_cost(rival, model, features).multiply_adds < 12
-    for structure in ("full", "diag"):
-        wide = nn.Sequential(nn.Identity(), nn.Linear(192, 1000))
-        data = [(torch.randn(4, 192), torch.arange(4))]
-        with pytest.raises(ValueError, match=rf"'{structure}' forms .* 1,000 classes .*\"kron\""):
-            make_baseline("laplace", wide, train=data, options={"structure": structure})
+    # width^2 + classes * width + classes^2 beside the layer's classes * width: little for a network
+    cost = relative_cost(rival, model, features).multiply_adds
+    assert cost == pytest.approx(1 + 20 / 200 + 1 + 200 / 20)
+
+
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_what_does_not_fit_is_refused(structure: str) -> None:
+    wide = nn.Sequential(nn.Identity(), nn.Linear(192, 1000))
+    data = [(torch.randn(4, 192), torch.arange(4))]
+    with pytest.raises(ValueError, match=rf"'{structure}' forms .* 1,000 classes .*\"kron\""):
+        make_baseline("laplace", wide, train=data, options={"structure": structure})
 
 
 def test_small_batches_of_the_fit_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +91,7 @@ def test_laplace_is_less_sure_far_away_and_agrees_on_the_class() -> None:
         make_baseline("laplace", host(), train=TRAIN, options={"structure": "lowrank"})
 
 
-def test_it_is_copied_and_moved_like_any_module() -> None:
+def test_it_is_copied_like_any_module() -> None:
     rival = make_baseline("laplace", host(), train=TRAIN, progress=False)
-    double = copy.deepcopy(rival).double()
-    found = logits(double, IMAGES.double())
-    torch.testing.assert_close(found.float(), logits(rival, IMAGES), rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits(copy.deepcopy(rival), IMAGES), logits(rival, IMAGES))
+    assert not any(buffer.requires_grad for buffer in rival.buffers())

@@ -42,10 +42,12 @@ def laplace(host: nn.Module, task: Task, *, structure: str = "kron") -> nn.Modul
 
     p(w | D) = N(w_host, (GGN + lambda I)^-1), with lambda by the marginal likelihood; the softmax's
     mean by the probit approximation: softmax(mean / sqrt(1 + pi / 8 * variance)) (Daxberger et al.,
-    2021, "Laplace Redux"; Kristiadi et al., 2020). No training: one pass over `train`. laplace-torch
-    fits the last layer to its inputs, which is the same approximation and works for any host; the
-    logits' variances are computed here without Jacobians, with the same result. So `kron` takes a
-    thousand classes: 3 numbers a pair of classes, and classes^2 multiply-adds an example.
+    2021, "Laplace Redux"; Kristiadi et al., 2020). No training: one pass over `train`.
+
+    laplace-torch fits the last layer to its inputs, which is the same approximation and works for
+    any host. The logits' variances are computed here, without its Jacobians and with its result, so
+    that `kron` takes a thousand classes: classes^2 multiply-adds an example. The fit then takes
+    about 0.1 s of one core an example of `train`.
 
     Args:
         host: A trained classifier that ends in a linear layer.
@@ -70,7 +72,7 @@ def fit_posterior(layer: nn.Linear, features: Tensor, labels: Tensor, *, structu
     """Return laplace-torch's posterior of a linear layer, its prior by the marginal likelihood."""
     # Identity: the library looks for the last of several layers
     head = nn.Sequential(nn.Identity(), copy.deepcopy(layer)).eval()
-    size = max(1, min(256, BATCH_NUMBERS // layer.out_features**2))
+    loader = DataLoader(TensorDataset(features, labels), batch_size=_batch_size(layer))
     with _quiet():
         try:
             from laplace import Laplace
@@ -80,17 +82,22 @@ def fit_posterior(layer: nn.Linear, features: Tensor, labels: Tensor, *, structu
             head, "classification", subset_of_weights="last_layer", hessian_structure=structure
         )
         with torch.enable_grad():
-            posterior.fit(DataLoader(TensorDataset(features, labels), batch_size=size))
+            posterior.fit(loader)
             posterior.optimize_prior_precision(
                 pred_type="glm", method="marglik", link_approx="probit"
             )
     return posterior
 
 
+def _batch_size(layer: nn.Linear) -> int:
+    """Return how many examples the fit takes at once; sums over batches do not depend on it."""
+    return max(1, min(256, BATCH_NUMBERS // layer.out_features**2))
+
+
 def _refuse_too_large(layer: nn.Linear, structure: str) -> None:
     """Stop before the library asks for more memory than there is."""
     parameters = sum(parameter.numel() for parameter in layer.parameters())
-    formed = {"full": parameters, "diag": layer.out_features}  # times parameters
+    formed = {"full": parameters, "diag": _batch_size(layer) * layer.out_features}
     if structure in formed and formed[structure] * parameters > MOST_NUMBERS:
         raise ValueError(
             f"structure={structure!r} forms {formed[structure]:,} x {parameters:,} numbers for "
