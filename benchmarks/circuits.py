@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from hydra_ensembles.circuits.headmap import find_effects
+from hydra_ensembles.circuits.headmap import find_circuit, find_effects
 from hydra_ensembles.circuits.objectives import as_objective
 from hydra_ensembles.circuits.prefix import Outputs
 from hydra_ensembles.heads import gate
@@ -73,18 +73,23 @@ def plain_search(
 def both(
     host: HostModel, data: circuit_data.Data, keep: int, names: list[str], now: Clock
 ) -> dict[str, Any]:
-    """Run both searches once, one after the other; return ratios by what the clock reads."""
+    """Run the searches once, one after the other; return ratios by what the clock reads."""
     start = now()
-    mine = find_effects(host, id=data, keep=keep, progress=False).mask
+    circuit = find_circuit(host, id=data, keep=keep, progress=False)
     fast = now() - start
+    start = now()
+    effects = find_effects(host, id=data, keep=keep, progress=False).mask
+    slower = now() - start
     theirs, spent = plain_search(host, data, keep, now)
-    plain = (fast / (spent["heads"] + spent["baselines"])).tolist()
-    heads = (fast / spent["heads"]).tolist()
-    found: dict[str, Any] = {"same circuit": mine == theirs}
-    for name, whole, part in zip(names, plain, heads, strict=True):
+    plain = spent["heads"] + spent["baselines"]
+    found: dict[str, Any] = {"same circuit": circuit == theirs == effects}
+    for place, name in enumerate(names):
         found[name] = {
-            "to the plain search": round(whole, 3),
-            "to its passes for heads alone": round(part, 3),
+            "find_circuit to the plain search": round(float(fast[place] / plain[place]), 3),
+            "find_circuit to its passes for heads alone": round(
+                float(fast[place] / spent["heads"][place]), 3
+            ),
+            "find_effects to the plain search": round(float(slower[place] / plain[place]), 3),
         }
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -72,17 +73,18 @@ def test_equals_the_naive_search(name):
     for condition in ("knockout", "none", "keep"):
         for objective in ("id-loss", "ood-auroc", "nll-shift", "ece"):
             mask, effects = naive_headmap(host, sets, as_objective(objective), keep, condition)
-            found = find_effects(
-                host,
-                id=data,
-                ood=outliers(name),
-                shift=shift,
-                objective=objective,
-                keep=keep,
-                condition=condition,
-                progress=False,
-            )
+            given: dict[str, Any] = {
+                "id": data,
+                "ood": outliers(name),
+                "shift": shift,
+                "objective": objective,
+                "keep": keep,
+                "condition": condition,
+                "progress": False,
+            }
+            found = find_effects(host, **given)
             assert found.mask == mask, (objective, condition)
+            assert find_circuit(host, **given) == mask, (objective, condition)
             for mine, theirs in zip(found.effects, effects, strict=True):
                 torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
@@ -208,6 +210,13 @@ def test_from_any_layer_on_it_ends_with_the_same_bits(tmp_path, condition, keep)
     for done in range(len(whole.mask)):
         path.write_text(json.dumps({**state, "steps": state["steps"][:done]}))
         assert find_effects(model, id=data, **arguments).to_json() == whole.to_json()
+    path.unlink()
+    assert find_circuit(model, id=data, **arguments) == whole.mask
+    state = json.loads(path.read_text())
+    for done in range(len(whole.mask)):
+        path.write_text(json.dumps({**state, "steps": state["steps"][:done]}))
+        assert find_circuit(model, id=data, **arguments) == whole.mask
+        assert json.loads(path.read_text()) == state
 
 
 def test_what_a_pass_has_run_is_not_run_again():
@@ -219,15 +228,18 @@ def test_what_a_pass_has_run_is_not_run_again():
         nonlocal read
         read += len(output)
 
-    runs = {}
-    for condition, keep in (("knockout", 2), ("knockout", 1), ("keep", 3), ("none", 2)):
+    def passes(search, condition, keep):
+        nonlocal read
         handle = model.classifier.register_forward_hook(count)
         read = 0
-        find_circuit(model, id=data, condition=condition, keep=keep, progress=False)
+        search(model, id=data, condition=condition, keep=keep, progress=False)
         handle.remove()
-        runs[condition, keep] = read / examples
-    most = runs["knockout", 2]
-    assert [most - runs[key] for key in list(runs)[1:]] == [2, 2, 2]  # two baselines of three
+        return read / examples
+
+    cases = (("knockout", 2), ("knockout", 1), ("keep", 3), ("none", 2))
+    runs = [passes(find_effects, *case) for case in cases]
+    assert [runs[0] - other for other in runs[1:]] == [2, 2, 2]  # two baselines of three
+    assert [passes(find_circuit, *case) for case in cases] == [runs[0] - 3] * 4  # none at all
 
 
 def test_a_damaged_state_is_refused(tmp_path):

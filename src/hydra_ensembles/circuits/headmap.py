@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..budget import Budget
 from ..data.batches import without_labels
 from ..data.splits import fingerprint
-from ..errors import DataError, MaskError
+from ..errors import MaskError
 from ..masks import HeadMask, HeadScores, Keep, keep_counts
 from ..models import HostModel, host_model
 from ..uncertainty import Score
-from .objectives import Objective, as_objective, average_of, effect
-from .prefix import CACHE_BYTES, Outputs, Prefix
+from .layerwise import LayerSearch
+from .objectives import as_objective, average_of
+from .prefix import CACHE_BYTES
 from .sets import search_sets
 from .state import SearchState, model_fingerprint
-from .ticking import ticker
 
 Condition = Literal["knockout", "none", "keep"]
 CONDITIONS = ("knockout", "none", "keep")
@@ -133,10 +133,13 @@ def find_circuit(
 ) -> HeadMask:
     """Find the heads that carry an objective. See `find_effects` for the arguments.
 
+    Within a layer heads are ranked by the objective without each of them: what it is with all of
+    them moves no rank, so the passes that would measure it are spared.
+
     Example:
         >>> mask = find_circuit(model, id=validation, ood=outliers, objective="ood-auroc", keep=0.5)
     """
-    return find_effects(
+    steps, *_ = _search(
         model,
         id=id,
         ood=ood,
@@ -150,7 +153,9 @@ def find_circuit(
         folder=folder,
         cache_bytes=cache_bytes,
         progress=progress,
-    ).mask
+        baselines=False,
+    )
+    return HeadMask([step["selected"] for step in steps])
 
 
 def find_effects(
@@ -193,6 +198,51 @@ def find_effects(
         cache_bytes: Memory for hidden states; beyond it they are recomputed.
         progress: Show a bar with the remaining time on a terminal.
     """
+    steps, goal, settings = _search(
+        model,
+        id=id,
+        ood=ood,
+        shift=shift,
+        objective=objective,
+        keep=keep,
+        max_cost=max_cost,
+        condition=condition,
+        layers=layers,
+        score=score,
+        folder=folder,
+        cache_bytes=cache_bytes,
+        progress=progress,
+        baselines=True,
+    )
+    errors = [step["standard_error"] for step in steps]
+    return Circuit(
+        HeadMask([step["selected"] for step in steps]),
+        HeadScores([step["effect"] for step in steps], name=goal, standard_error=errors),
+        tuple(step["baseline"] for step in steps),
+        goal,
+        condition,
+        settings,
+    )
+
+
+def _search(
+    model: nn.Module | HostModel,
+    *,
+    id: Any,
+    ood: Any,
+    shift: Any,
+    objective: Any,
+    keep: Keep | None,
+    max_cost: float | None,
+    condition: Condition,
+    layers: Sequence[int] | None,
+    score: str | Score,
+    folder: str | os.PathLike[str] | None,
+    cache_bytes: int,
+    progress: bool,
+    baselines: bool,
+) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
+    """Return the steps by layer, the objective's name and what the search depends on."""
     if condition not in CONDITIONS:
         raise ValueError(f"Unknown condition {condition!r}: expected {', '.join(CONDITIONS)}.")
     host = host_model(model)
@@ -215,18 +265,11 @@ def find_effects(
         "model": model_fingerprint(host.model) if folder is not None else "",
         "data": _fingerprints(sets) if folder is not None else {},
     }
+    if not baselines:
+        settings["baselines"] = False
     state = SearchState(folder, settings)
-    search = _Search(host, sets, goals, condition, counts, chosen, cache_bytes)
-    layers_done = search.run(state, progress)
-    errors = [step["standard_error"] for step in layers_done]
-    return Circuit(
-        HeadMask([step["selected"] for step in layers_done]),
-        HeadScores([step["effect"] for step in layers_done], name=goal.name, standard_error=errors),
-        tuple(step["baseline"] for step in layers_done),
-        goal.name,
-        condition,
-        settings,
-    )
+    search = LayerSearch(host, sets, goals, condition, counts, chosen, cache_bytes, baselines)
+    return search.run(state, progress), goal.name, settings
 
 
 def _counts(
@@ -249,147 +292,3 @@ def _fingerprints(sets: Mapping[str, Any]) -> dict[str, str]:
         name: fingerprint(data if name in labelled else [without_labels(b) for b in data])
         for name, data in sets.items()
     }
-
-
-class _Search:
-    def __init__(
-        self,
-        host: HostModel,
-        sets: Mapping[str, Any],
-        goals: list[Objective],
-        condition: str,
-        counts: Sequence[int],
-        layers: list[int],
-        cache_bytes: int,
-    ) -> None:
-        self.host, self.sets, self.goals = host, sets, goals
-        self.condition, self.counts, self.layers = condition, counts, layers
-        self.cache_bytes = cache_bytes
-
-    def run(self, state: SearchState, progress: bool) -> list[dict[str, Any]]:
-        """Search the layers that are not done yet."""
-        depth = len(self.host)
-        if len(state.steps) == depth:
-            return state.steps
-        labelled = [name for name in self.sets if name in ("id", "shift")]
-        prefix = Prefix(self.host, self.sets, cache_bytes=self.cache_bytes, labelled=labelled)
-        rows = [self._below(step, layer) for layer, step in enumerate(state.steps)]
-        base = self._climb(prefix, rows)
-        remaining = [layer for layer in self.layers if layer >= prefix.layer]
-        work = sum((self.host.head_counts[i] + 1) * (depth - i) for i in remaining)
-        with ticker("circuit", work * prefix.batches, enabled=progress) as tick:
-            while True:
-                runs = self._pass(prefix, base, tick)
-                step = self._step(prefix.layer, runs)
-                state.add(step)
-                if prefix.layer == depth - 1:
-                    return state.steps
-                row = self._below(step, prefix.layer)
-                place = _known(row)
-                base = None if place is None else runs[place]
-                prefix.advance(row)
-
-    def _climb(self, prefix: Prefix, rows: Sequence[Tensor]) -> Outputs | None:
-        """Go up to where a search stopped; run again what its next baseline was taken from.
-
-        The same pass in the same shape, so that the baseline has the same bits.
-        """
-        source = self._source(rows)
-        base = None
-        for layer, row in enumerate(rows):
-            if source is not None and source[0] == layer:
-                own = None if self._source(rows[:layer]) is None else Outputs({}, {})
-                base = self._pass(prefix, own, lambda _: None)[source[1]]
-            prefix.advance(row)
-        return base
-
-    def _source(self, rows: Sequence[Tensor]) -> tuple[int, int] | None:
-        """Return the layer and candidate whose pass ran the baseline above `rows`; None for none.
-
-        Passes run a layer as it is, and with one head off. Where no head, or one, is off below the
-        next layer, its baseline is known: it need not be run again.
-        """
-        found: tuple[int, int] | None = None
-        for layer, row in enumerate(rows):
-            place = _known(row)
-            if place != 0:
-                found = None if place is None else (layer, place)
-            elif found is None and layer in self.layers:
-                found = (layer, 0)
-        return found
-
-    def _below(self, step: Mapping[str, Any], layer: int) -> Tensor:
-        """Return the gates of a finished layer while later ones are scored."""
-        selected = torch.tensor(step["selected"], dtype=torch.bool)
-        if self.condition == "none" or layer not in self.layers:
-            return torch.ones_like(selected)
-        return ~selected if self.condition == "knockout" else selected
-
-    def _pass(self, prefix: Prefix, base: Outputs | None, tick: Any) -> list[Any]:
-        """Run a layer as it is, unless that is known, and with each head off by itself."""
-        layer = prefix.layer
-        if layer not in self.layers:
-            return [base]
-        heads = self.host.head_counts[layer]
-        full = HeadMask.full(self.host)
-        masks = [full.with_layer(layer, torch.arange(heads) != head) for head in range(heads)]
-        if base is not None:
-            found = prefix.logits(masks, tick=tick)
-            return [base, *(found.candidate(head) for head in range(heads))]
-        found = prefix.logits([full, *masks], tick=tick)
-        return [found.candidate(place) for place in range(heads + 1)]
-
-    def _step(self, layer: int, runs: Sequence[Outputs]) -> dict[str, Any]:
-        """Rank the heads of a layer by their harm."""
-        if layer not in self.layers:
-            heads = self.host.head_counts[layer]
-            return {
-                "selected": [True] * heads,
-                "effect": [0.0] * heads,
-                "standard_error": [0.0] * heads,
-                "baseline": 0.0,
-            }
-        harms, errors = self._effects(runs[0], runs[1:])
-        kept = HeadScores([harms]).top_k([self.counts[layer]])
-        return {
-            "selected": kept[0].tolist(),
-            "effect": harms.tolist(),
-            "standard_error": errors.tolist(),
-            "baseline": sum(goal.value(runs[0]) for goal in self.goals),
-        }
-
-    def _effects(self, base: Outputs, changed: Sequence[Outputs]) -> tuple[Tensor, Tensor]:
-        tables, spreads = [], []
-        for goal in self.goals:
-            found = torch.tensor([effect(goal, c, base) for c in changed], dtype=torch.float64)
-            if not bool(found[:, 0].isfinite().all()):
-                raise DataError(
-                    f"The objective {goal.name!r} gave {found[:, 0].tolist()}: not finite."
-                )
-            tables.append(found[:, 0])
-            spreads.append(found[:, 1])
-        if len(self.goals) == 1:
-            return tables[0], spreads[0]
-        return average_harm(tables), average_error(tables, spreads)
-
-
-def _known(row: Tensor) -> int | None:
-    """Return which run of a layer's pass has these heads on: 0 for all, 1 + h without head h."""
-    off = (~row).nonzero().flatten().tolist()
-    return None if len(off) > 1 else 1 + off[0] if off else 0
-
-
-def average_harm(tables: Sequence[Tensor]) -> Tensor:
-    """Return the mean over objectives of a layer's z-scored harms, [heads]."""
-    return torch.stack([(t - t.mean()) / _spread(t) for t in tables]).mean(0)
-
-
-def average_error(tables: Sequence[Tensor], errors: Sequence[Tensor]) -> Tensor:
-    """Return the standard error of `average_harm`, as if objectives were independent."""
-    scaled = [(e / _spread(t)) ** 2 for t, e in zip(tables, errors, strict=True)]
-    return torch.stack(scaled).sum(0).sqrt() / len(tables)
-
-
-def _spread(table: Tensor) -> Tensor:
-    spread = table.std(correction=0)
-    return spread if spread > 0 else torch.ones_like(spread)
