@@ -1,6 +1,7 @@
 """The CIFAR-10 table: DeiT-tiny at 96 x 96, its rivals, and Hydra with and without training.
 
     python experiments/finetune_cifar10.py --data DATA --out HOSTS
+    python experiments/distill_cifar10.py --data DATA --hosts HOSTS
     python experiments/cifar_table.py search --data DATA --cache CACHE --hosts HOSTS
     python experiments/cifar_table.py table --data DATA --cache CACHE --hosts HOSTS
 
@@ -24,6 +25,7 @@ from finetune_cifar10 import MEAN, SIZE, STD, load_host, load_split
 from real_data import ImageSet
 from torch import Tensor, nn
 
+from hydra_ensembles import HeadMask, fuse
 from hydra_ensembles.budget import Budget
 from hydra_ensembles.circuits.pool import make_pool
 from hydra_ensembles.data.corruptions import corrupted
@@ -33,9 +35,10 @@ from hydra_ensembles.models import host_model
 SEEN, UNSEEN = ("textures",), ("tinyimagenet", "mnist")
 SHIFTS = ("gaussian_noise", "defocus_blur", "contrast")
 SEARCH_ROWS = 700  # of the 1,000 validation images; temperatures are fitted on the others
-TRAIN_ROWS = 2000
+TRAIN_ROWS = 4000
+THIRDS = ((1, 1, 0), (1, 0, 1), (0, 1, 1))
 CHOSEN = "Hydra select M=3"
-PROXIES = ("corrupt", "shuffle", "mix", "blur", "tile")
+PROXIES = ("corrupt", "shuffle", "mix", "blur", "tile")  # of the search
 
 
 def image_sets(root: Path) -> dict[str, ImageSet]:
@@ -57,7 +60,7 @@ class Cifar:
 
     name = "cifar10"
     command = "python experiments/cifar_table.py search --data DATA --cache CACHE --hosts HOSTS"
-    members = (1, 3, 6)
+    members = (1, 2, 3, 4, 5, 6, 7, 8)
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.host = host_model(load_host(args.hosts / "seed0"))
@@ -104,10 +107,13 @@ class CifarTable(runs.Table):
     seen, unseen, shifts = SEEN, UNSEEN, SHIFTS
     trained_parameters = r"blocks\.1[01]\.|^norm\.|head"
     training: ClassVar[dict[str, Any]] = {"epochs": 2, "learning_rate": 1e-4, "distill": 0.5}
-    plan: ClassVar[dict[str, tuple[str, float]]] = {
-        "Hydra select M=3, trained": ("select M=3", 0.0),
-        "Hydra select M=3, trained with outliers": ("select M=3", 0.5),
+    plan: ClassVar[dict[str, runs.Branch]] = {
+        "Hydra select M=3, trained": runs.Branch("select M=3"),
+        "Hydra select M=3, trained with outliers": runs.Branch("select M=3", outliers=True),
+        "single, trained with outliers": runs.Branch("host", outliers=True),
     }
+    groups = (*runs.GROUPS, "distilled")
+    weighed_on = "search"
     branched = (10, 11)
     branch_layers = (11, 10, 9, 8, 6)
 
@@ -135,6 +141,38 @@ class CifarTable(runs.Table):
             labels[kind] = some.labels
         self.one = next(iter(some.subset([0]).batches(size=SIZE)))
         return labels
+
+    @property
+    def choosing(self) -> dict[str, list[Any]]:
+        """Return the images that the search saw."""
+        return {"search": list(self.images["search"].batches(size=SIZE))}
+
+    def distilled(self) -> None:
+        """Add Hydra above a host that the Deep Ensemble taught, and that host alone."""
+        host = host_model(load_host(self.hosts / "distilled"))
+        trunks = runs.Trunks(host, self.cache.with_name("cifar10-distilled-trunks"))
+        members = []
+        for bits in THIRDS:
+            row = torch.tensor(bits).bool()
+            members.append(HeadMask.full(host).with_layer(10, row).with_layer(11, row))
+
+        def alone() -> dict[str, Tensor]:
+            return {**runs.logits_of(host.model, self.sets), "cost": torch.tensor(1.0)}
+
+        def fused() -> dict[str, Tensor]:
+            model = fuse(host.model, members)
+            return {**runs.logits_of(model, self.sets), "cost": self.cost(model)}
+
+        self.add("single, distilled", [self.kept("distilled", alone)])
+        self.add("Hydra M=3, distilled", [self.kept("distilled M=3", fused)])
+        weight = self.outlier_weight(trunks, members, "distilled")
+        for title, masks, share, only in (
+            ("Hydra M=3, distilled, trained", members, 0.0, None),
+            ("Hydra M=3, distilled, trained with outliers", members, weight, None),
+            ("single, distilled, trained with outliers", self.pair, weight, 0),
+        ):
+            draws = range(self.draws)
+            self.add(title, [self.train(title, trunks, masks, share, d, only=only) for d in draws])
 
     def train_images(self, count: int) -> ImageSet:
         """Return images that the hosts were trained on."""
@@ -173,7 +211,14 @@ class CifarTable(runs.Table):
             f"Trained branches: {self.draws} draws, {self.training['epochs']} epochs at "
             f"{self.training['learning_rate']} on {TRAIN_ROWS} images that the hosts were trained "
             "on, a bootstrap a member; half of each label is the untrained ensemble's own "
-            "prediction. With outliers: textures of two classes and proxies, weight 0.5.",
+            "prediction. With outliers: textures of two classes and proxies; weight chosen on the "
+            f"{SEARCH_ROWS} search images: {self.weights.get('seed 0')}; above the distilled host: "
+            f"{self.weights.get('distilled')}. `single, trained with outliers` is the unpruned "
+            "model with the same training.",
+            "Distilled: `distill_cifar10.py` starts from the mean of the three hosts' weights and "
+            "learns Deep Ensembles' probabilities on their own training images, flipped and mixed, "
+            "without labels: a fourth training, and one host in the end. Its members keep two of "
+            "three heads in the last two blocks, each another two, without a search.",
             "Rivals were trained in a shrunken setting: one epoch on 500 training images from "
             "seed 0, three members (Laplace: 1,500 images). They might do better with more.",
             "Cost: counted multiply-adds of one image.",
@@ -191,9 +236,9 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--hosts", type=Path, required=True)
     parser.add_argument("--draws", type=int, default=6, help="draws of the search")
-    parser.add_argument("--trained", type=int, default=3, help="draws of trained rows")
+    parser.add_argument("--trained", type=int, default=6, help="draws of trained rows")
     parser.add_argument("--max-cost", type=float, default=1.07)
-    parser.add_argument("--groups", nargs="+", default=runs.GROUPS, choices=runs.GROUPS)
+    parser.add_argument("--groups", nargs="+", default=CifarTable.groups, choices=CifarTable.groups)
     args = parser.parse_args()
     args.data = real_data.data_root(args.data)
     torch.set_num_threads(1)

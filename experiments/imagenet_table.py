@@ -12,6 +12,7 @@ what is done is kept in CACHE, so that a stopped run goes on.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 from collections.abc import Sequence
@@ -25,11 +26,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from hydra_ensembles import HeadMask, HydraEnsemble, fuse
+from hydra_ensembles import HeadMask, HydraEnsemble, fuse, prune_heads_
 from hydra_ensembles.baselines import make_baseline
+from hydra_ensembles.baselines.features import Featured
+from hydra_ensembles.baselines.laplace import LaplaceHead
 from hydra_ensembles.data.corruptions import corrupted
 from hydra_ensembles.data.proxies import make_proxies
-from hydra_ensembles.training import finetune_branch
+from hydra_ensembles.training import finetune, finetune_branch
+from hydra_ensembles.training.branch import CachedTrunk
+from hydra_ensembles.training.numbered import numbered
 from hydra_ensembles.uncertainty import fit_temperature, mean_probability
 
 SEEN = tuple(f"textures-{kind}" for kind in select_data.TEXTURES[2:])
@@ -42,6 +47,20 @@ WEIGHTS = (0.2, 0.5, 1.0)
 TRAINING: dict[str, Any] = {"epochs": 3, "learning_rate": 1e-4, "distill": 0.5}
 THIRDS = ((1, 1, 0), (1, 0, 1), (0, 1, 1))
 ONES = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
+BY_COUNT = {1: ONES, 2: THIRDS}
+APART = 1  # draws of members that are trained one by one
+
+
+class Tail(nn.Module):
+    """The last block, final norm and classifier of a host, on states of the trunk."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return logits `[batch, class]` of states `[batch, tokens, width]`."""
+        return self.model.forward_head(self.model.norm(self.model.blocks[-1](states)))
 
 
 class ImagenetTable(runs.Table):
@@ -59,6 +78,13 @@ class ImagenetTable(runs.Table):
     }
     seen, unseen, shifts = SEEN, UNSEEN, SHIFTS
     tuning = "tuning"
+    trained_parameters = r"blocks\.11\.|model\.norm\.|head"
+    branch_layers = (11, 10, 9, 8)
+    rivals: ClassVar[dict[str, tuple[str, int]]] = {
+        "Laplace, last layer": ("laplace", 1000),
+        "MC dropout": ("mc-dropout", 0),
+        "LoRA-Ensemble": ("lora-ensemble", 250),
+    }
     against = ("single", "single, trained with outliers")
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -91,27 +117,35 @@ class ImagenetTable(runs.Table):
         self.one = next(iter(some.subset([0])))
         return labels
 
-    def run(self) -> None:
+    def run(self, groups: Sequence[str] = ()) -> None:
         """Make all rows that are missing, and write the table after each group."""
         self.untrained()
-        self.sweep_members()
         self.branches()
-        self.write()
         self.others()
-
-    def sweep_members(self) -> None:
-        """Make a sweep of the selected ensembles of one to eight members; three stay as rows."""
-        names = {m: f"Hydra select M={m}" for m in range(1, 9)}
-        self.sweeps["Members"] = {
-            "x": "members",
-            "about": "selected on each draw at a cost of at most 1.07, nothing trained",
-            "points": [runs.point(m, *self.rows[name]) for m, name in names.items()],
-        }
-        for m in (2, 4, 5, 7, 8):
-            del self.rows[names[m]]
+        self.write()
+        # figures of shifts are no part of a sweep
+        self.sweep_judge = runs.Judge(
+            self.labels, families=[*SEEN, *UNSEEN], seen=SEEN, tuning=self.tuning
+        )
+        self.sweep_sets = {name: self.sets[name] for name in self.sweep_judge.sets}
+        self.sweep_heads()
+        self.unmerged()
+        self.write()
+        self.sweep_branches()
+        self.write()
 
     def mask_logits(self, every: Sequence[HeadMask]) -> runs.Logits:
         """Read what the search has computed; only corrupted images are new."""
+        masks = list(every)
+        shifted = {name: self.sets[name] for name in SHIFTS}
+        found = self.kept(
+            f"shifts-{len(masks)}",
+            lambda: self.trunks.logits(fuse(self.host.model, masks), shifted),
+        )
+        return {**self.searched(masks), **found}
+
+    def searched(self, every: Sequence[HeadMask]) -> runs.Logits:
+        """Read the logits of masks on all sets but the corrupted ones."""
         rows = json.loads((self.bank / "masks.json").read_text())
         place = {json.dumps(row): i for i, row in enumerate(rows)}
         places = [place[json.dumps(mask.tolist())] for mask in every]
@@ -122,44 +156,116 @@ class ImagenetTable(runs.Table):
                 with safe_open(self.bank / f"{file}.safetensors", "pt") as tensors:
                     logits = tensors.get_tensor("logits")[:, places].float()
                 found[name] = logits[::2] if name == "tuning" else logits
-        shifted = {name: self.sets[name] for name in SHIFTS}
-        masks = list(every)
-        found |= self.kept(
-            f"shifts-{len(masks)}",
-            lambda: self.trunks.logits(fuse(self.host.model, masks), shifted),
-        )
         return found
 
     def random_masks(self, each: int = 6) -> dict[int, list[HeadMask]]:
         """Take all masks of the last block by the number of kept heads: they are few."""
-        by_count = {2: THIRDS, 1: ONES}
-        return {count: self.last(rows) for count, rows in sorted(by_count.items())}
+        return {count: self.last(rows) for count, rows in sorted(BY_COUNT.items())}
 
     def last(self, rows: Sequence[Sequence[int]]) -> list[HeadMask]:
         """Return masks that keep these heads of the last block, and all heads below."""
         full = HeadMask.full(self.host)
         return [full.with_layer(len(self.host) - 1, torch.tensor(row).bool()) for row in rows]
 
-    def branches(self) -> None:
-        """Train members of the last block to be unsure about proxies, and about textures too."""
-        proxies = make_proxies(
+    def last_two(self, count: int) -> list[list[HeadMask]]:
+        """Return three ensembles of masks that keep so many heads of both last blocks.
+
+        Together they are all nine pairs of rows, and no ensemble repeats a row of a block.
+        """
+        rows, block = BY_COUNT[count], len(self.host) - 2
+        return [
+            [
+                self.last([rows[(i + turn) % 3]])[0].with_layer(block, torch.tensor(rows[i]).bool())
+                for i in range(3)
+            ]
+            for turn in range(3)
+        ]
+
+    def sweep_heads(self) -> None:
+        """Sweep the heads that members keep, in the last block and in both last ones."""
+        points = self.sweeps["Kept heads"]["points"]
+        for kept in points:
+            kept["x"] = f"{kept['x']}, last block"
+        points.append(runs.point("3 (unpruned)", *self.rows["single"]))
+        points += [self.pairs_point(count, f"{count}, both last blocks") for count in BY_COUNT]
+        self.sweeps["Kept heads"]["about"] = (
+            "three members that keep so many heads of the last block (all masks that there are), "
+            "or of each of the two last blocks (mean of 3 ensembles), nothing trained"
+        )
+
+    def pairs_point(self, count: int, x: Any) -> dict[str, Any]:
+        """Return the point of members that keep so many heads of both last blocks."""
+        ensembles = self.last_two(count)
+        found = [self.sweep_judge(self.searched(m), draw) for draw, m in enumerate(ensembles)]
+        return runs.point(x, max(self.costs.ratio(masks) for masks in ensembles), found)
+
+    def sweep_branches(self) -> None:
+        """Sweep the first branched block; the two last ones are known from the search."""
+        heads = self.sweeps["Kept heads"]["points"]
+        points = [
+            {**next(p for p in heads if p["x"] == "2, last block"), "x": 11},
+            self.pairs_point(2, 10),
+        ]
+        generator = torch.Generator().manual_seed(0)
+        by_layer = {layer: self.drawn(layer, generator) for layer in self.branch_layers[2:]}
+        together = [mask for masks in by_layer.values() for mask in masks]
+
+        def make() -> runs.Logits:  # in one pass, above what they share
+            return runs.logits_of(fuse(self.host.model, together), self.sweep_sets)
+
+        logits = self.kept("branches", make)
+        for place, (layer, masks) in enumerate(by_layer.items()):
+            own = {name: one[:, 3 * place : 3 * place + 3] for name, one in logits.items()}
+            points.append(runs.point(layer, self.costs.ratio(masks), [self.sweep_judge(own)]))
+        self.sweeps["Branch layer"] = {
+            "x": f"first branched of {len(self.host)} blocks (from 0)",
+            "about": "three members that keep 2 of 3 heads from there on, nothing trained; 11: the "
+            "three masks that there are, 10: mean of 3 ensembles, 9 and 8: one ensemble drawn "
+            "at random each",
+            "points": points,
+        }
+
+    def drawn(self, layer: int, generator: torch.Generator) -> list[HeadMask]:
+        """Draw three unequal masks that keep two of three heads from a layer on."""
+        masks: list[HeadMask] = []
+        while len(masks) < 3:
+            mask = HeadMask.full(self.host)
+            for above in range(layer, len(self.host)):
+                row = THIRDS[int(torch.randint(3, (), generator=generator))]
+                mask = mask.with_layer(above, torch.tensor(row).bool())
+            if mask not in masks:
+                masks.append(mask)
+        return masks
+
+    @functools.cached_property
+    def proxies(self) -> list[Any]:
+        """Batches of outliers that are made of calibration images."""
+        made = make_proxies(
             self.calibration.subset(range(0, 1000, 1000 // OUTLIERS)),
             KINDS,
             mean=select_data.MEAN,
             std=select_data.STD,
         )
-        made = [batch for data in proxies.values() for batch in data]
-        real = [batch for data in self.validation_textures for batch in data]
-        weight = self.weight(made + real)
-        members = self.last(THIRDS)
-        self.train_row("Hydra M=3, trained on labels alone", members, None, 0.0)
-        self.train_row("Hydra M=3, trained with proxies", members, made, weight)
-        self.train_row("Hydra M=3, trained with outliers", members, made + real, weight)
-        six = self.last((*THIRDS, *ONES))
-        self.train_row("Hydra M=6, trained with outliers", six, made + real, weight)
-        self.train_row("single, trained with outliers", self.pair, made + real, weight, only=0)
+        return [batch for data in made.values() for batch in data]
 
-    def weight(self, outliers: Sequence[Any]) -> float:
+    @functools.cached_property
+    def textures(self) -> list[Any]:
+        """Batches of the texture classes that are validation data."""
+        return [batch for data in self.validation_textures for batch in data]
+
+    def branches(self) -> None:
+        """Train members of the last block to be unsure about proxies, and about textures too."""
+        both = ("proxies", "textures")
+        weight = self.weight(both)
+        members = self.last(THIRDS)
+        self.train_row("Hydra M=3, trained on labels alone", members, (), 0.0)
+        self.train_row("Hydra M=3, trained with proxies", members, ("proxies",), weight)
+        self.train_row("Hydra M=3, trained with outliers", members, both, weight)
+        six = self.last((*THIRDS, *ONES))
+        self.train_row("Hydra M=6, trained with outliers", six, both, weight)
+        self.train_row("single, trained with outliers", self.pair, both, weight, only=0)
+
+    def weight(self, outliers: Sequence[str]) -> float:
         """Return the largest weight of outliers at which validation NLL is the host's at most."""
         labels = self.labels["tuning"]
 
@@ -192,7 +298,7 @@ class ImagenetTable(runs.Table):
         self,
         title: str,
         masks: Sequence[HeadMask],
-        outliers: Sequence[Any] | None,
+        outliers: Sequence[str],
         weight: float,
         *,
         only: int | None = None,
@@ -208,7 +314,7 @@ class ImagenetTable(runs.Table):
         self,
         title: str,
         masks: Sequence[HeadMask],
-        outliers: Sequence[Any] | None,
+        outliers: Sequence[str],
         weight: float,
         draw: int,
         only: int | None = None,
@@ -220,13 +326,14 @@ class ImagenetTable(runs.Table):
             tuning = self.trunks.logits(ensemble, {"tuning": self.sets["tuning"]})["tuning"]
             ensemble.temperature = fit_temperature(tuning, self.labels["tuning"])
             data = list(self.calibration)
+            odd = [batch for kind in outliers for batch in getattr(self, kind)] or None
             # outliers are told apart by their place, so each list needs states of its own
             of = self.trunks.of(ensemble, "calibration", data)
-            states = self.states.setdefault(len(outliers or ()), dict(of))
+            states = self.states.setdefault(len(odd or ()), dict(of))
             trained = finetune_branch(
                 ensemble,
                 data,
-                outliers=outliers,
+                outliers=odd,
                 outlier_weight=weight,
                 trunk_states=states,
                 cache_bytes=runs.STATES_BYTES,
@@ -245,28 +352,104 @@ class ImagenetTable(runs.Table):
 
     def others(self) -> None:
         """Add the rivals."""
-        data = list(self.calibration.subset(range(0, 1000, 4)))
-        outliers = [batch for textures in self.validation_textures for batch in textures]
-        options: dict[str, dict[str, Any]] = {
-            "MC dropout": {"name": "mc-dropout"},
-            "LoRA-Ensemble": {"name": "lora-ensemble", "train": data},
-            "outlier head (energy column)": {
-                "name": "outlier-exposure",
-                "validation": data,
-                "ood": outliers,
-            },
-        }
-        for title, given in options.items():
+        for title in (*self.rivals, "outlier head (energy column)"):
 
-            def make(given: dict[str, Any] = given) -> dict[str, Tensor]:
-                settings: dict[str, Any] = {"epochs": 1, "learning_rate": 1e-4, **given}
-                name = settings.pop("name")
-                model = make_baseline(name, self.load(0), members=3, progress=False, **settings)
+            def make(title: str = title) -> dict[str, Tensor]:
+                name, count = self.rivals.get(title, ("outlier-exposure", 250))
+                if name == "laplace":
+                    return self.laplace()
+                data = self.calibration.subset(range(0, 1000, 1000 // count)) if count else None
+                model = make_baseline(
+                    name,
+                    self.load(0),
+                    train=data,
+                    validation=data,
+                    ood=self.textures,
+                    members=3,
+                    progress=False,
+                    **self.rival_training,
+                )
                 return {**runs.logits_of(model, self.sets), "cost": self.cost(model)}
 
-            found = self.kept(title, make)
-            self.add(title, [found] * len(self.rows["single"][1]))
-            self.write()
+            self.add(title, [self.kept(title, make)] * len(self.rows["single"][1]))
+
+    def laplace(self) -> dict[str, Tensor]:
+        """Return last-layer Laplace on the calibration images, above known states."""
+        data = self.tail_batches("calibration", list(self.calibration))
+        rival = make_baseline("laplace", Tail(self.load(0)), train=data, progress=False)
+        sets = {name: self.tail_batches(name, data) for name, data in self.sets.items()}
+        whole = LaplaceHead(Featured(self.load(0), "head"), rival.get_submodule("variance"))
+        return {**runs.logits_of(rival, sets), "cost": self.cost(whole.eval())}
+
+    def tail_batches(self, name: str, batches: Sequence[Any]) -> list[Any]:
+        """Return states below the last block with labels, by batch."""
+        pair = fuse(self.host.model, self.pair)
+        model = CachedTrunk(pair, 0, self.trunks.of(pair, name, batches))
+        return [
+            (model.trunk_states(known), labels)
+            for known, (_, labels) in zip(numbered(list(batches)), batches, strict=True)
+        ]
+
+    def unmerged(self) -> None:
+        """Train members by themselves, and compare their ensemble with the fused, merged one."""
+        found = [
+            self.kept(f"unmerged-{draw}", lambda draw=draw: self.trained_apart(draw))  # type: ignore[misc]
+            for draw in range(APART)
+        ]
+        points = [
+            runs.point(
+                kind,
+                float(found[0][f"{kind}/cost"]),
+                [
+                    self.sweep_judge(
+                        {name: one[f"{kind}/{name}"] for name in self.sweep_sets}, draw
+                    )
+                    for draw, one in enumerate(found)
+                ],
+            )
+            for kind in ("apart", "merged")
+        ]
+        together = self.rows["Hydra M=3, trained on labels alone"]
+        points.append(runs.point("trained as one shared MLP", *together))
+        self.sweeps["Merged and unmerged MLPs"] = {
+            "x": "MLPs of the branch",
+            "about": "the last block, final norm and classifier of three members (2 of 3 heads) "
+            "trained one by one on bootstraps of the 1,000 calibration images, labels alone, 3 "
+            "epochs; then kept apart and run one by one, or fused with the "
+            "mean of their MLPs. Last: the row `Hydra M=3, trained on labels alone`, whose labels "
+            "are softened by its own predictions",
+            "points": points,
+        }
+
+    def trained_apart(self, draw: int) -> dict[str, Tensor]:
+        """Train three members one by one above the trunk; return logits apart and merged."""
+        data = self.tail_batches("calibration", list(self.calibration))
+        # batches of one size are shuffled by sample
+        states, labels = (torch.cat(parts).split(40) for parts in zip(*data, strict=True))
+        trained = finetune(
+            [Tail(prune_heads_(self.load(0), mask)) for mask in self.last(THIRDS)],
+            list(zip(states, labels, strict=True)),
+            parameters=self.trained_parameters,
+            seed=10 * draw,
+            bootstrap=True,
+            progress=False,
+            epochs=TRAINING["epochs"],
+            learning_rate=TRAINING["learning_rate"],
+        )
+        tails = [member.model.eval() for member in trained]
+        models = [tail.get_submodule("model") for tail in tails]
+        merged = fuse(models)
+        result = {f"merged/{k}": v for k, v in self.trunks.logits(merged, self.sweep_sets).items()}
+        with torch.no_grad():
+            for name, batches in self.sweep_sets.items():
+                parts = [
+                    torch.stack([tail(states) for tail in tails], 1)
+                    for states, _ in self.tail_batches(name, batches)
+                ]
+                result[f"apart/{name}"] = torch.cat(parts)
+        result["merged/cost"] = self.cost(merged)
+        result["apart/cost"] = sum((self.cost(model) for model in models), torch.tensor(0.0))
+        return result
 
     def setup(self) -> list[str]:
         """Say how the table was made."""
@@ -288,9 +471,11 @@ class ImagenetTable(runs.Table):
             "with the same training: what it gains is gained by training, not by pruning or "
             "ensembling.",
             "MC dropout: 3 passes of rate 0.1 that training has not seen. LoRA-Ensemble: 3 "
-            "members, one epoch on 250 calibration images. Deep Ensembles of an ImageNet "
-            "model cannot be trained here. Last-layer Laplace is missing: laplace-torch forms "
-            "a Jacobian of 1,000 x 193,000 numbers an image.",
+            "members, one epoch on 250 calibration images. Last-layer Laplace: Kronecker factors "
+            "of the 1,000 calibration images, which are not what the host was trained on (1.28 "
+            "million images), so its posterior is wider than it should be; prior by the marginal "
+            "likelihood, probit prediction. Deep Ensembles of an ImageNet model cannot be trained "
+            "here.",
         ]
 
 

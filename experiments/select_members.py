@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hydra_ensembles.budget import Budget
-from hydra_ensembles.circuits.headmap import average_harm
+from hydra_ensembles.circuits.layerwise import average_harm
 from hydra_ensembles.circuits.members import Candidates, search_members
 from hydra_ensembles.circuits.objectives import as_objective, average_of, ece_of, effect, nll_of
 from hydra_ensembles.circuits.pool import make_pool
@@ -305,7 +305,7 @@ class Texts:
     command = (
         "python experiments/select_members.py text --data DATA --cache CACHE --model HOSTS/seed0"
     )
-    members = (1, 3, 6)
+    members = (1, 2, 3, 4, 5, 6, 7, 8)
 
     def __init__(self, args: argparse.Namespace) -> None:
         from transformers import AutoTokenizer, BertForSequenceClassification
@@ -375,11 +375,14 @@ def run_task(task: Any, args: argparse.Namespace) -> None:
     command = getattr(task, "command", command)
     record.update(command=command, max_cost=args.max_cost, layers=task.layers, pool=len(task.pool))
     record["objective"] = EnsembleObjective().__dict__
+    wanted = {f"select M={m}" for m in task.members}
     for draw in range(args.draws):
-        if any(d["draw"] == draw for d in record["draws"]):
+        if any(d["draw"] == draw and wanted <= d["rows"].keys() for d in record["draws"]):
             continue
         start = time.time()
-        record["draws"].append(run_draw(task, bank, draw, task.pool))
+        others = [d for d in record["draws"] if d["draw"] != draw]
+        found = [*others, run_draw(task, bank, draw, task.pool)]
+        record["draws"] = sorted(found, key=lambda d: d["draw"])
         _write(path, record)
         print(f"draw {draw} in {time.time() - start:.0f} s", flush=True)
 

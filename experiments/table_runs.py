@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from hydra_ensembles import HeadMask, HydraEnsemble, fuse, prune_heads_
 from hydra_ensembles.baselines import make_baseline, relative_cost
 from hydra_ensembles.counting import CostModel
+from hydra_ensembles.evaluation.metrics_classification import negative_log_likelihood
 from hydra_ensembles.inference import collect_logits, evaluating, split_batch
 from hydra_ensembles.models import HostModel, host_model
 from hydra_ensembles.training import finetune, finetune_branch
@@ -32,6 +34,21 @@ Logits = dict[str, Tensor]
 
 STATES_BYTES = 6 * 2**30
 GROUPS = ("untrained", "deep", "trained", "unmerged", "others", "sweep_branches")
+WEIGHTS = (0.05, 0.1, 0.2, 0.5)
+"""Of outliers, to choose from."""
+ROWS_OF_MEMBERS = (1, 3, 6)
+"""Selected ensembles that are rows; the others are points of a sweep."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A row whose branch is trained: whose masks (a row of the search), and with outliers or not.
+
+    `host` stands for the unpruned model: what it gains is gained by training alone.
+    """
+
+    masks: str
+    outliers: bool = False
 
 
 def kept(path: Path, make: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -179,6 +196,8 @@ class Judge:
     def __call__(self, logits: Mapping[str, Tensor], draw: int = 0) -> tables.Outputs:
         """Return a row's outputs on one draw."""
         temperature = fit_temperature(logits[self.tuning], self.labels[self.tuning])
+        # log-probabilities have no energy: their logsumexp is 0 by definition
+        normed = bool((logits["test"].logsumexp(-1).abs() < 1e-3).all())
         return tables.Outputs(
             logits["test"],
             self.labels["test"],
@@ -187,15 +206,13 @@ class Judge:
             self.seen,
             {name: (logits[name], self.labels[name]) for name in self.shifts},
             draw,
+            ("msp",) if normed else tables.SCORES,
         )
 
 
 def point(x: Any, cost: float, draws: Sequence[tables.Outputs]) -> dict[str, Any]:
     """Return one point of a sweep: the mean over draws."""
-    found = [
-        tables.figures(o.test, o.labels, o.families, o.temperature, seen=o.seen, shifts=o.shifts)
-        for o in draws
-    ]
+    found = [tables.figures_of(outputs) for outputs in draws]
     return {
         "x": x,
         "cost": cost,
@@ -222,8 +239,11 @@ class Table:
     shifts: tuple[str, ...] = ()
     trained_parameters: str
     """What is trained when members are trained one by one: a pattern of names."""
-    plan: ClassVar[dict[str, tuple[str, float]]]
-    """Trained rows: whose masks, and the weight of outliers."""
+    groups: tuple[str, ...] = GROUPS
+    plan: ClassVar[dict[str, Branch]]
+    """Trained rows."""
+    weighed_on = "calibration"
+    """The labelled set on which the weight of outliers is chosen."""
     rivals: ClassVar[dict[str, tuple[str, int]]] = {
         "Laplace, last layer": ("laplace", 1500),
         "MC dropout": ("mc-dropout", 0),
@@ -256,6 +276,8 @@ class Table:
         self.rows: dict[str, tuple[float, list[tables.Outputs]]] = {}
         self.sweeps: dict[str, Any] = {}
         self.resampled: dict[str, Any] = {}
+        self.weights: dict[str, str] = {}
+        """What was tried to find the weight of outliers, by host."""
 
     tuning = "calibration"
     search = ""
@@ -302,9 +324,9 @@ class Table:
         cost = max(float(one["cost"]) for one in found)
         self.rows[name] = (cost, [self.judge(one, draw) for draw, one in enumerate(found)])
 
-    def run(self, groups: Sequence[str] = GROUPS) -> None:
+    def run(self, groups: Sequence[str]) -> None:
         """Make the rows of some groups, and write the table after each of them."""
-        for group in GROUPS:
+        for group in self.groups:
             if group in groups:
                 getattr(self, group)()
                 self.write()
@@ -346,21 +368,7 @@ class Table:
             triples = [of(masks[i : i + 3]) for i in range(0, len(masks), 3)]
             cost = max(float(one["cost"]) for one in triples)
             points.append(point(count, cost, [self.judge(one, i) for i, one in enumerate(triples)]))
-        kept_heads = round(self.host.head_counts[-1] * 2 / 3)
-        wide = random[kept_heads]
-        points_of_members = []
-        for members in range(1, 9):
-            some = [of([wide[(3 * i + j) % len(wide)] for j in range(members)]) for i in range(6)]
-            cost = max(float(one["cost"]) for one in some)
-            points_of_members.append(
-                point(members, cost, [self.judge(one, i) for i, one in enumerate(some)])
-            )
-        self.sweeps["Members"] = {
-            "x": "M",
-            "about": f"random masks that keep {kept_heads} heads of the branched blocks, mean of 6 "
-            "ensembles, nothing trained; equal masks run once",
-            "points": points_of_members,
-        }
+        self.sweep_members()
         about = (
             "three random masks of the branched blocks each, mean of 6 ensembles, nothing trained"
         )
@@ -426,6 +434,17 @@ class Table:
             "points": points,
         }
 
+    def sweep_members(self) -> None:
+        """Make a sweep of the selected ensembles of one to eight members; a few stay as rows."""
+        names = {m: f"Hydra select M={m}" for m in range(1, 9)}
+        self.sweeps["Members"] = {
+            "x": "members",
+            "about": "selected on each draw at a cost of at most 1.07, nothing trained",
+            "points": [point(m, *self.rows[name]) for m, name in names.items()],
+        }
+        for m in set(names) - set(ROWS_OF_MEMBERS):
+            del self.rows[names[m]]
+
     def deep(self) -> None:
         """Add the three hosts, apart and together."""
         single = self.rows["single"][1][0]
@@ -439,28 +458,85 @@ class Table:
         self.add("Deep Ensembles", [{**deep, "cost": torch.tensor(3.0)}])
         self.add("single, all three hosts", [{**one, "cost": torch.tensor(1.0)} for one in hosts])
 
+    def trained(self) -> None:
+        """Add the rows whose branch was trained."""
+        chosen = chosen_masks(self.search or self.name, self.host)
+        for title, branch in self.plan.items():
+            weight = 0.0
+            if branch.outliers:
+                masks = self.distinct(chosen[0]["select M=3"], 0)
+                weight = self.outlier_weight(self.trunks, masks, "seed 0")
+            found = []
+            for draw in range(self.draws):
+                if branch.masks == "host":
+                    found.append(self.train(title, self.trunks, self.pair, weight, draw, only=0))
+                else:
+                    masks = self.distinct(chosen[draw][branch.masks], draw)
+                    found.append(self.train(title, self.trunks, masks, weight, draw))
+            self.add(title, found)
+
+    @property
+    def pair(self) -> list[HeadMask]:
+        """Return the unpruned mask and another, so that the host has a branch."""
+        full = HeadMask.full(self.host)
+        first = min(block % len(self.host) for block in self.branched)
+        fewer = torch.arange(self.host.head_counts[first]) > 0
+        return [full, full.with_layer(first, fewer)]
+
     def train(
-        self, title: str, masks: Sequence[HeadMask], weight: float, draw: int
+        self,
+        title: str,
+        trunks: Trunks,
+        masks: Sequence[HeadMask],
+        weight: float,
+        draw: int,
+        *,
+        only: int | None = None,
     ) -> dict[str, Tensor]:
-        """Train a branch and keep its logits."""
+        """Train a branch and keep its logits, or those of one of its members."""
 
         def make() -> dict[str, Tensor]:
             outliers = self.outliers() if weight else None
             settings = {**self.training, "seed": draw, "outlier_weight": weight}
-            ensemble = self.trunks.train(masks, "train", self.training_set(), outliers, **settings)
-            return {**self.trunks.logits(ensemble, self.sets), "cost": self.cost(ensemble)}
+            ensemble = trunks.train(masks, "train", self.training_set(), outliers, **settings)
+            logits = trunks.logits(ensemble, {**self.sets, **self.choosing})
+            if only is None:
+                return {**logits, "cost": self.cost(ensemble)}
+            alone = {name: values[:, only : only + 1] for name, values in logits.items()}
+            return {**alone, "cost": self.cost(ensemble.member(only))}
 
-        return self.kept(f"{title}-{draw}", make)
+        said = f" weight {weight}" if weight else ""
+        return self.kept(f"{title}{said}-{draw}", make)
 
-    def trained(self) -> None:
-        """Add the rows whose branch was trained."""
-        chosen = chosen_masks(self.search or self.name, self.host)
-        for title, (row, weight) in self.plan.items():
-            found = []
-            for draw in range(self.draws):
-                masks = self.distinct(chosen[draw][row], draw)
-                found.append(self.train(title, masks, weight, draw))
-            self.add(title, found)
+    @property
+    def choosing(self) -> dict[str, list[Any]]:
+        """Return the set on which the weight of outliers is chosen, where no row needs it."""
+        return {}
+
+    def outlier_weight(self, trunks: Trunks, masks: Sequence[HeadMask], name: str) -> float:
+        """Return the largest weight of outliers that does not cost likelihood.
+
+        That is: scaled NLL on `weighed_on` is above the host's by one standard error of the paired
+        difference at most. No outlier takes part in the choice.
+        """
+        labels = self.labels[self.weighed_on]
+        batches = {**self.sets, **self.choosing}[self.weighed_on]
+
+        def losses(logits: Tensor) -> Tensor:
+            scaled = logits / fit_temperature(logits, labels)
+            return negative_log_likelihood(scaled, labels).double()
+
+        host = losses(trunks.logits(fuse(trunks.host.model, self.pair), {"": batches})[""][:, :1])
+        best, tried = 0.0, []
+        for weight in WEIGHTS:
+            found = self.train(f"weighing {name}", trunks, masks, weight, 0)
+            above = losses(found[self.weighed_on]) - host
+            error = float(above.std() / len(above) ** 0.5)
+            tried.append(f"{weight}: {float(above.mean()):+.4f} ({error:.4f})")
+            if float(above.mean()) <= error:
+                best = weight
+        self.weights[name] = f"{best} (NLL above the host's, standard error: {', '.join(tried)})"
+        return best
 
     def distinct(self, masks: Sequence[HeadMask], draw: int) -> list[HeadMask]:
         """Return unequal masks: a repeated one loses another head, since equals stay equal."""
