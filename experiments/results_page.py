@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import measured_rows
 from tables import LOWER_IS_BETTER, RESULTS, over_draws, read
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -25,8 +26,11 @@ figures. All rows of a table are judged on the same test examples, by the same s
 one temperature that is fitted for every row in the same way. Test data takes no part in a search or
 a training; where people had seen test figures while a method was made, the conclusions say so.
 
-- **Cost** is counted multiply-adds relative to the plain single model. Measured times are on the
-  [cost page](results/cost.md).
+- **Cost** is counted multiply-adds relative to the plain single model.
+- **Measured** is time relative to the plain single model, batch 1 / batch 8: the median of paired
+  ratios of one interleaved run on one thread of an otherwise idle machine, with 95 % intervals
+  below each table. Time depends on shapes and not on weights, so rows of one structure share a
+  measurement; a dash was not timed. Other shapes and two threads: [cost page](results/cost.md).
 - **AUROC, FPR95** tell outliers (positive) from test examples, mean over the sets of a group:
   *seen* are new examples of a family of which the search had others, *unseen* are families that it
   never met.
@@ -68,13 +72,29 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def main_table(record: dict[str, Any], kind: str) -> list[str]:
     """Return all rows of a table."""
-    columns = columns_of(record)
+    columns, measured = columns_of(record), measured_rows.read()
     rows = [
         [row["name"], f"{row['cost']:.3f}"]
+        + [measured_rows.cell(measured, record["name"], row["name"])]
         + [mean_cell(row, kind, figure, digits) for figure, _, digits in columns]
         for row in record["rows"]
     ]
-    return grid(["row", "cost", *[title for _, title, _ in columns]], rows)
+    return grid(["row", "cost", "measured", *[title for _, title, _ in columns]], rows)
+
+
+def measured_times(record: dict[str, Any]) -> list[str]:
+    """Return what was timed: ratios with intervals, and the command."""
+    found = measured_rows.read().get(record["name"])
+    if found is None:
+        return []
+    facts = found["settings"]
+    said = (
+        f"`{found['command']}`: {facts['dtype']}, threads: {facts['threads']}, torch "
+        f"{facts['torch']}; members are those of the draw whose masks count dearest. Counted on "
+        "the timed examples."
+    )
+    head = ["structure", "counted", "batch 1 [95 %]", "batch 8 [95 %]", "rounds", "also"]
+    return [said, "", *grid(head, measured_rows.lines(found, record))]
 
 
 def differences(record: dict[str, Any], kind: str, other: str = "single") -> list[str]:
@@ -251,6 +271,7 @@ def section(record: dict[str, Any]) -> list[str]:
         where = picture.relative_to(DOCS).as_posix()
         lines += [f"![Quality against cost: {record['title']}]({where})", ""]
     parts: list[tuple[str, Callable[[], list[str]]]] = [
+        ("Measured time", lambda: measured_times(record)),
         ("Differences to the single model, raw", lambda: differences(record, "raw")),
         ("Differences to the single model, scaled", lambda: differences(record, "scaled")),
         (
