@@ -36,8 +36,10 @@ run growth-tokens-minilm growth.py tokens --rounds 12 --max-seconds 12
 for shape in deit-tiny minilm; do
   latency $shape rivals 1 10 1
   latency $shape rivals 8 5 1
-  latency $shape rivals 32 3 0
 done
+few="single,hydra first,hydra first all tokens,deep ensemble"
+latency deit-tiny rivals 32 3 0
+latency minilm rivals 32 3 0 --only "$few"
 latency vit-s rivals 1 10 1
 latency vit-s rivals 8 3 0
 latency vit-b rivals 1 5 0
