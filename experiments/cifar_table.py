@@ -151,10 +151,8 @@ class CifarTable(runs.Table):
         """Add Hydra above a host that the Deep Ensemble taught, and that host alone."""
         host = host_model(load_host(self.hosts / "distilled"))
         trunks = runs.Trunks(host, self.cache.with_name("cifar10-distilled-trunks"))
-        members = []
-        for bits in THIRDS:
-            row = torch.tensor(bits).bool()
-            members.append(HeadMask.full(host).with_layer(10, row).with_layer(11, row))
+        full = HeadMask.full(host)
+        members = [full.with_layer(11, torch.tensor(bits).bool()) for bits in THIRDS]
 
         def alone() -> dict[str, Tensor]:
             return {**runs.logits_of(host.model, self.sets), "cost": torch.tensor(1.0)}
@@ -169,7 +167,7 @@ class CifarTable(runs.Table):
         for title, masks, share, only in (
             ("Hydra M=3, distilled, trained", members, 0.0, None),
             ("Hydra M=3, distilled, trained with outliers", members, weight, None),
-            ("single, distilled, trained with outliers", self.pair, weight, 0),
+            ("single, distilled, trained with outliers", self.host_pair(11), weight, 0),
         ):
             draws = range(self.draws)
             self.add(title, [self.train(title, trunks, masks, share, d, only=only) for d in draws])
@@ -218,7 +216,7 @@ class CifarTable(runs.Table):
             "Distilled: `distill_cifar10.py` starts from the mean of the three hosts' weights and "
             "learns Deep Ensembles' probabilities on their own training images, flipped and mixed, "
             "without labels: a fourth training, and one host in the end. Its members keep two of "
-            "three heads in the last two blocks, each another two, without a search.",
+            "three heads of the last block, each another two, without a search.",
             "Rivals were trained in a shrunken setting: one epoch on 500 training images from "
             "seed 0, three members (Laplace: 1,500 images). They might do better with more.",
             "Cost: counted multiply-adds of one image.",

@@ -6,14 +6,15 @@
 The student starts from the mean of the hosts' weights (a uniform soup, Wortsman et al., 2022) and
 learns the teachers' mean probabilities on their own training images, flipped and, every other one,
 mixed with another (function matching, Beyer et al., 2022). No label and no other image is read.
-Writes HOSTS/distilled, as `finetune_cifar10.py` does. A killed run resumes.
+Writes HOSTS/distilled, as `finetune_cifar10.py` does, after two rounds of falling learning rates,
+the first of which leaves HOSTS/distilled-1. A killed run resumes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torch import Tensor
 from hydra_ensembles import average_weights
 from hydra_ensembles.training import finetune
 
+ROUNDS = {"distilled-1": (4, 2e-4), "distilled": (4, 1e-4)}  # epochs, peak of the learning rate
 RESULTS_FILE = Path(__file__).parent / "results" / "distill_cifar10.json"
 
 
@@ -55,8 +57,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, default=os.environ.get("HYDRA_DATA"))
     parser.add_argument("--hosts", type=Path, required=True)
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--learning-rate", type=float, default=2e-4)
     args = parser.parse_args()
     if args.data is None:
         raise SystemExit("Where is the data? Pass --data or set HYDRA_DATA.")
@@ -64,36 +64,34 @@ def main() -> None:
     teachers = [load_host(args.hosts / f"seed{seed}") for seed in (0, 1, 2)]
     images, labels = read_images(args.data / "cifar10", "data_batch_1")
     train, validation = (load_split()[part] for part in ("train", "validation"))
-    work = args.hosts / "distilled.training"
 
     def log(info: Any) -> None:
         if info.step % 20 == 0:
             print(f"step {info.step}/{info.steps} loss {info.loss:.3f}", flush=True)
 
-    member = finetune(
-        average_weights(teachers),
-        Taught(images[train], labels[train], teachers=teachers, seed=0),
-        epochs=args.epochs,
-        learning_rate=args.learning_rate,
-        weight_decay=0.05,
-        validation=Images(images[validation], labels[validation]),
-        folder=work,
-        save_every=40,
-        progress=False,
-        on_step=log,
-    )[0]
-    save_host(member.model, args.hosts / "distilled")
-    write_json(
-        RESULTS_FILE,
-        {
-            "command": "python experiments/distill_cifar10.py --data DATA --hosts HOSTS",
-            "settings": {"epochs": args.epochs, "learning_rate": args.learning_rate},
-            "history": member.history,
-            "steps": member.steps,
-        },
-        indent=2,
-    )
-    shutil.rmtree(work)
+    student, rounds = average_weights(teachers), []
+    for seed, (name, (epochs, rate)) in enumerate(ROUNDS.items()):
+        folder = args.hosts / name
+        if not folder.exists():
+            member = finetune(
+                student,
+                Taught(images[train], labels[train], teachers=teachers, seed=seed),
+                epochs=epochs,
+                learning_rate=rate,
+                weight_decay=0.05,
+                validation=Images(images[validation], labels[validation]),
+                folder=args.hosts / f"{name}.training",
+                save_every=40,
+                progress=False,
+                on_step=log,
+            )[0]
+            write_json(args.hosts / f"{name}.training" / "history.json", member.history)
+            save_host(member.model, folder)
+        student = load_host(folder)
+        history = json.loads((args.hosts / f"{name}.training" / "history.json").read_text())
+        rounds.append({"epochs": epochs, "learning_rate": rate, "history": history})
+    command = "python experiments/distill_cifar10.py --data DATA --hosts HOSTS"
+    write_json(RESULTS_FILE, {"command": command, "rounds": rounds}, indent=2)
 
 
 if __name__ == "__main__":

@@ -469,17 +469,17 @@ class Table:
             found = []
             for draw in range(self.draws):
                 if branch.masks == "host":
-                    found.append(self.train(title, self.trunks, self.pair, weight, draw, only=0))
+                    found.append(self.train(title, self.trunks, self.host_pair(), weight, draw, only=0))
                 else:
                     masks = self.distinct(chosen[draw][branch.masks], draw)
                     found.append(self.train(title, self.trunks, masks, weight, draw))
             self.add(title, found)
 
-    @property
-    def pair(self) -> list[HeadMask]:
-        """Return the unpruned mask and another, so that the host has a branch."""
+    def host_pair(self, first: int | None = None) -> list[HeadMask]:
+        """Return the unpruned mask and another, so that the host has a branch, from `first` on."""
         full = HeadMask.full(self.host)
-        first = min(block % len(self.host) for block in self.branched)
+        if first is None:
+            first = min(block % len(self.host) for block in self.branched)
         fewer = torch.arange(self.host.head_counts[first]) > 0
         return [full, full.with_layer(first, fewer)]
 
@@ -526,7 +526,7 @@ class Table:
             scaled = logits / fit_temperature(logits, labels)
             return negative_log_likelihood(scaled, labels).double()
 
-        host = losses(trunks.logits(fuse(trunks.host.model, self.pair), {"": batches})[""][:, :1])
+        host = losses(trunks.logits(fuse(trunks.host.model, self.host_pair()), {"": batches})[""][:, :1])
         best, tried = 0.0, []
         for weight in WEIGHTS:
             found = self.train(f"weighing {name}", trunks, masks, weight, 0)
