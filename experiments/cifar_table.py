@@ -209,8 +209,8 @@ class CifarTable(runs.Table):
             f"Trained branches: {self.draws} draws, {self.training['epochs']} epochs at "
             f"{self.training['learning_rate']} on {TRAIN_ROWS} images that the hosts were trained "
             "on, a bootstrap a member; half of each label is the untrained ensemble's own "
-            "prediction. With outliers: textures of two classes and proxies; weight chosen on the "
-            f"{SEARCH_ROWS} search images: {self.weights.get('seed 0')}; above the distilled host: "
+            "prediction at its temperature. With outliers: textures of two classes and proxies; "
+            f"weight chosen on the {SEARCH_ROWS} search images: {self.weights.get('seed 0')}; above the distilled host: "
             f"{self.weights.get('distilled')}. `single, trained with outliers` is the unpruned "
             "model with the same training.",
             "Distilled: `distill_cifar10.py` starts from the mean of the three hosts' weights and "

@@ -121,7 +121,7 @@ def structures(table: runs.Table) -> Structures:
     else:
         yield "Deep Ensembles", lambda: Members([table.load(seed) for seed in range(3)])
     if isinstance(table, CifarTable):
-        yield "Hydra M=3, distilled", lambda: fuse(host.model, thirds(host, (10, 11)))
+        yield "Hydra M=3, distilled", lambda: fuse(host.model, thirds(host, (11,)))
     for title, options in rivals.items():
         yield (
             title,
@@ -146,7 +146,7 @@ def trained_members(table: runs.Table) -> dict[str, list[HeadMask]]:
         found = [table.distinct(rows[f"select M={members}"], d) for d, rows in chosen.items()]
         result[f"Hydra select M={members}"] = max(found, key=table.costs.ratio)
     if isinstance(table, CifarTable):
-        result["Hydra M=3, distilled"] = thirds(host, (10, 11))
+        result["Hydra M=3, distilled"] = thirds(host, (11,))
     return result
 
 

@@ -132,10 +132,17 @@ class Trunks:
         name: str,
         batches: Sequence[Any],
         outliers: Sequence[Any] | None = None,
+        tuning: tuple[Sequence[Any], Tensor] | None = None,
         **options: Any,
     ) -> HydraEnsemble:
-        """Train the branch of members above known states of a training set."""
+        """Train the branch of members above known states of a training set.
+
+        What is distilled has a temperature, fitted on `tuning` (batches and their labels).
+        """
         ensemble = fuse(self.host.model, list(masks))
+        if tuning is not None:
+            logits = self.logits(ensemble, {"calibration": tuning[0]})["calibration"]
+            ensemble.temperature = fit_temperature(logits, tuning[1])
         found = finetune_branch(
             ensemble,
             list(batches),
@@ -469,7 +476,9 @@ class Table:
             found = []
             for draw in range(self.draws):
                 if branch.masks == "host":
-                    found.append(self.train(title, self.trunks, self.host_pair(), weight, draw, only=0))
+                    found.append(
+                        self.train(title, self.trunks, self.host_pair(), weight, draw, only=0)
+                    )
                 else:
                     masks = self.distinct(chosen[draw][branch.masks], draw)
                     found.append(self.train(title, self.trunks, masks, weight, draw))
@@ -497,7 +506,8 @@ class Table:
 
         def make() -> dict[str, Tensor]:
             outliers = self.outliers() if weight else None
-            settings = {**self.training, "seed": draw, "outlier_weight": weight}
+            tuning = (self.sets[self.tuning], self.labels[self.tuning])
+            settings = {**self.training, "seed": draw, "outlier_weight": weight, "tuning": tuning}
             ensemble = trunks.train(masks, "train", self.training_set(), outliers, **settings)
             logits = trunks.logits(ensemble, {**self.sets, **self.choosing})
             if only is None:
@@ -526,7 +536,9 @@ class Table:
             scaled = logits / fit_temperature(logits, labels)
             return negative_log_likelihood(scaled, labels).double()
 
-        host = losses(trunks.logits(fuse(trunks.host.model, self.host_pair()), {"": batches})[""][:, :1])
+        host = losses(
+            trunks.logits(fuse(trunks.host.model, self.host_pair()), {"": batches})[""][:, :1]
+        )
         best, tried = 0.0, []
         for weight in WEIGHTS:
             found = self.train(f"weighing {name}", trunks, masks, weight, 0)
@@ -541,6 +553,8 @@ class Table:
     def distinct(self, masks: Sequence[HeadMask], draw: int) -> list[HeadMask]:
         """Return unequal masks: a repeated one loses another head, since equals stay equal."""
         result = list(dict.fromkeys(masks))
+        if len(masks) - len(result) > sum(self.host.head_counts[-1:]) - 1:
+            raise ValueError(f"{len(masks)} masks, of which {len(result)} differ: too few heads.")
         generator = torch.Generator().manual_seed(draw)
         last, heads = len(self.host) - 1, self.host.head_counts[-1]
         while len(result) < len(masks):

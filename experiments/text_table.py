@@ -111,8 +111,8 @@ class TextTable(runs.Table):
             f"Trained branches: last block, {self.draws} draws, {self.training['epochs']} epoch at "
             f"{self.training['learning_rate']}, 3,190 reserve sentences and phrases that no host "
             "has seen, a bootstrap a member; half of each label is the untrained ensemble's own "
-            "prediction. With outliers: TREC.train and proxies; weight chosen on the calibration "
-            f"sentences: {self.weights.get('seed 0')}. `single, trained with outliers` is the "
+            "prediction at its temperature. With outliers: TREC.train and proxies; weight chosen on "
+            f"the calibration sentences: {self.weights.get('seed 0')}. `single, trained with outliers` is the "
             "unpruned model with the same training.",
             "Rivals were trained in a shrunken setting: one epoch on 500 training sentences from "
             "seed 0, three members (Laplace: 1,500 sentences). They might do better with more.",
