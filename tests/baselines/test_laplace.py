@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_ensembles.baselines import make_baseline, relative_cost
 from hydra_ensembles.baselines.features import Featured
@@ -70,14 +71,22 @@ def test_what_does_not_fit_is_refused(structure: str) -> None:
         make_baseline("laplace", wide, train=data, options={"structure": structure})
 
 
-def test_small_batches_of_the_fit_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, features, labels = problem(8)
-    whole = fit_posterior(layer, features, labels, structure="kron")
-    monkeypatch.setattr("hydra_ensembles.baselines.laplace.BATCH_NUMBERS", 5 * 8**2)
-    parts = fit_posterior(layer, features, labels, structure="kron")
-    torch.testing.assert_close(parts.prior_precision, whole.prior_precision, rtol=1e-4, atol=0)
-    found = [logit_variance(p, layer, structure="kron")(features) for p in (whole, parts)]
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
+@pytest.mark.parametrize("bias", [True, False])
+def test_factors_are_those_of_laplace_torch(bias: bool) -> None:
+    from laplace import Laplace
+
+    layer, features, labels = problem(8, bias=bias)
+    ours = fit_posterior(layer, features, labels, structure="kron")
+    head = nn.Sequential(nn.Identity(), layer)
+    theirs = Laplace(head, "classification", "last_layer", "kron")
+    parts = TensorDataset(features, labels)
+    theirs.fit(DataLoader(parts, batch_size=10))  # batches change nothing
+    theirs.prior_precision = ours.prior_precision
+    torch.testing.assert_close(ours.loss, theirs.loss)
+    marginals = [one.log_marginal_likelihood() for one in (ours, theirs)]
+    torch.testing.assert_close(*marginals, rtol=1e-4, atol=1e-4)
+    variances = [logit_variance(one, layer, structure="kron")(features) for one in (ours, theirs)]
+    torch.testing.assert_close(*variances, rtol=1e-3, atol=1e-5)
 
 
 def test_laplace_is_less_sure_far_away_and_agrees_on_the_class() -> None:
