@@ -210,9 +210,9 @@ class CifarTable(runs.Table):
             f"{self.training['learning_rate']} on {TRAIN_ROWS} images that the hosts were trained "
             "on, a bootstrap a member; half of each label is the untrained ensemble's own "
             "prediction at its temperature. With outliers: textures of two classes and proxies; "
-            f"weight chosen on the {SEARCH_ROWS} search images: {self.weights.get('seed 0')}; above the distilled host: "
-            f"{self.weights.get('distilled')}. `single, trained with outliers` is the unpruned "
-            "model with the same training.",
+            f"weight chosen on the {SEARCH_ROWS} search images: {self.weights.get('seed 0')}; "
+            f"above the distilled host: {self.weights.get('distilled')}. `single, trained with "
+            "outliers` is the unpruned model with the same training.",
             "Distilled: `distill_cifar10.py` starts from the mean of the three hosts' weights and "
             "learns Deep Ensembles' probabilities on their own training images, flipped and mixed, "
             "without labels: a fourth training, and one host in the end. Its members keep two of "
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--hosts", type=Path, required=True)
     parser.add_argument("--draws", type=int, default=6, help="draws of the search")
-    parser.add_argument("--trained", type=int, default=6, help="draws of trained rows")
+    parser.add_argument("--trained", type=int, default=5, help="draws of trained rows")
     parser.add_argument("--max-cost", type=float, default=1.07)
     parser.add_argument("--groups", nargs="+", default=CifarTable.groups, choices=CifarTable.groups)
     args = parser.parse_args()

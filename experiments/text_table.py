@@ -111,9 +111,9 @@ class TextTable(runs.Table):
             f"Trained branches: last block, {self.draws} draws, {self.training['epochs']} epoch at "
             f"{self.training['learning_rate']}, 3,190 reserve sentences and phrases that no host "
             "has seen, a bootstrap a member; half of each label is the untrained ensemble's own "
-            "prediction at its temperature. With outliers: TREC.train and proxies; weight chosen on "
-            f"the calibration sentences: {self.weights.get('seed 0')}. `single, trained with outliers` is the "
-            "unpruned model with the same training.",
+            "prediction at its temperature. With outliers: TREC.train and proxies; weight chosen "
+            f"on the calibration sentences: {self.weights.get('seed 0')}. `single, trained with "
+            "outliers` is the unpruned model with the same training.",
             "Rivals were trained in a shrunken setting: one epoch on 500 training sentences from "
             "seed 0, three members (Laplace: 1,500 sentences). They might do better with more.",
             "Cost: counted on a sentence of median length. The single model with the readout-only "
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=os.environ.get("HYDRA_DATA"))
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--hosts", type=Path, required=True)
-    parser.add_argument("--trained", type=int, default=6, help="draws of trained rows")
+    parser.add_argument("--trained", type=int, default=5, help="draws of trained rows")
     parser.add_argument("--groups", nargs="+", default=TextTable.groups, choices=TextTable.groups)
     args = parser.parse_args()
     args.data = real_data.data_root(args.data)
