@@ -107,11 +107,11 @@ def _linear_curvature(bias: bool) -> Any:
 
     class LinearCurvature(CurvlinopsGGN):
         @torch.no_grad()
-        def kron(self, x: Tensor, y: Tensor, N: int) -> tuple[Tensor, Any]:
+        def kron(self, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, Any]:
             logits = self.model(x)
             p = logits.softmax(-1)
             b = p.sum(0).diag() - p.T @ p
-            factors = [[b, x.T @ x / N]]
+            factors: list[Any] = [[b, x.T @ x / N]]
             if bias:
                 factors.append([b])
             return self.lossfunc(logits, y), Kron(factors)
