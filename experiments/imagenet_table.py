@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import real_data
 import select_data
 import table_runs as runs
+import tables
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -48,6 +49,12 @@ TRAINING: dict[str, Any] = {"epochs": 3, "learning_rate": 1e-4, "distill": 0.5}
 THIRDS = ((1, 1, 0), (1, 0, 1), (0, 1, 1))
 ONES = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
 BY_COUNT = {1: ONES, 2: THIRDS}
+TRAINED_SINGLE = "single, trained with outliers"
+OUTLIER_KINDS = ("proxies", "textures")
+GROUPS = (
+    *("untrained", "branches", "others"),
+    *("sweep_heads", "unmerged", "sweep_branches", "train_again"),
+)
 APART = 1  # draws of members that are trained one by one
 
 
@@ -81,9 +88,11 @@ class ImagenetTable(runs.Table):
     trained_parameters = r"blocks\.11\.|model\.norm\.|head"
     branch_layers = (11, 10, 9, 8)
     rivals: ClassVar[dict[str, tuple[str, int]]] = {
-        "Laplace, last layer": ("laplace", 1000),
         "MC dropout": ("mc-dropout", 0),
         "LoRA-Ensemble": ("lora-ensemble", 250),
+        "outlier head (energy column)": ("outlier-exposure", 250),
+        "Laplace, last layer": ("laplace", 1000),
+        "Laplace, last layer, prior by validation": ("laplace", 1000),
     }
     against = ("single", "single, trained with outliers")
 
@@ -91,6 +100,8 @@ class ImagenetTable(runs.Table):
         self.data, self.bank = args.data, args.cache / "image"
         self.tried: list[str] = []
         self.chosen = "not chosen yet"
+        self.repeated = ""
+        self.known: dict[str, Any] | None = None
         self.states: dict[int, dict[Any, Tensor]] = {}
         super().__init__(args.cache, trained=args.trained)
 
@@ -102,7 +113,10 @@ class ImagenetTable(runs.Table):
         """Read the test sets and corrupt some test images."""
         parts = select_data.imagenet(self.data)
         self.calibration = parts["calibration"]
-        images = {"tuning": parts["validation"].subset(range(0, 1000, 2)), "test": parts["test"]}
+        images: dict[str, Any] = {
+            "tuning": parts["validation"].subset(range(0, 1000, 2)),
+            "test": parts["test"],
+        }
         textures = select_data.textures(self.data)
         self.validation_textures = [textures[kind] for kind in select_data.TEXTURES[:2]]
         images |= {f"textures-{kind}": textures[kind] for kind in select_data.TEXTURES[2:]}
@@ -117,22 +131,45 @@ class ImagenetTable(runs.Table):
         self.one = next(iter(some.subset([0])))
         return labels
 
-    def run(self, groups: Sequence[str] = ()) -> None:
-        """Make all rows that are missing, and write the table after each group."""
-        self.untrained()
-        self.branches()
-        self.others()
-        self.write()
+    def run(self, groups: Sequence[str] = GROUPS) -> None:
+        """Make the rows and sweeps of some groups, and write the table after each of them."""
+        self.known = tables.read(self.name) if set(groups) < set(GROUPS) else None
         # figures of shifts are no part of a sweep
         self.sweep_judge = runs.Judge(
             self.labels, families=[*SEEN, *UNSEEN], seen=SEEN, tuning=self.tuning
         )
         self.sweep_sets = {name: self.sets[name] for name in self.sweep_judge.sets}
-        self.sweep_heads()
-        self.unmerged()
-        self.write()
-        self.sweep_branches()
-        self.write()
+        if {"branches", "others", "train_again"} & set(groups):
+            self.best_weight = self.weight(OUTLIER_KINDS)
+        if self.known is not None and "others" in groups:
+            self.reference()
+        for group in GROUPS:
+            if group in groups:
+                getattr(self, group)()
+                self.write()
+
+    def reference(self) -> None:
+        """Make the rows that others are compared with, when not all rows are made."""
+        full = HeadMask.full(self.host)
+        shifts = {name: self.sets[name] for name in SHIFTS}
+        own = self.trunks.logits(fuse(self.host.model, self.pair), shifts)
+        single = {**self.searched([full]), **{name: own[name][:, :1] for name in SHIFTS}}
+        self.add("single", [{**single, "cost": torch.tensor(1.0)}])
+        self.train_row(TRAINED_SINGLE, self.pair, OUTLIER_KINDS, self.best_weight, only=0)
+
+    def write(self) -> None:
+        """Write the record; rows and sweeps of groups that were not run stay as they were."""
+        super().write()
+        if self.known is None:
+            return
+        record = tables.read(self.name)
+        assert record is not None
+        old = {row["name"]: row for row in self.known["rows"]}
+        new = {row["name"]: row for row in record["rows"] if row["name"] not in old}
+        order = sorted({**old, **new}, key=lambda name: ("Hydra" in name, "-single" in name))
+        record["rows"] = [{**old, **new}[name] for name in order]
+        record["sweeps"] = {**self.known["sweeps"], **record["sweeps"]}
+        tables.write(record)
 
     def mask_logits(self, every: Sequence[HeadMask]) -> runs.Logits:
         """Read what the search has computed; only corrupted images are new."""
@@ -183,15 +220,20 @@ class ImagenetTable(runs.Table):
 
     def sweep_heads(self) -> None:
         """Sweep the heads that members keep, in the last block and in both last ones."""
-        points = self.sweeps["Kept heads"]["points"]
-        for kept in points:
-            kept["x"] = f"{kept['x']}, last block"
-        points.append(runs.point("3 (unpruned)", *self.rows["single"]))
+        points = []
+        for count, rows in BY_COUNT.items():
+            masks = self.last(rows)
+            found = [self.sweep_judge(self.searched(masks))]
+            points.append(runs.point(f"{count}, last block", self.costs.ratio(masks), found))
+        unpruned = self.sweep_judge(self.searched([HeadMask.full(self.host)]))
+        points.append(runs.point("3 (unpruned)", 1.0, [unpruned]))
         points += [self.pairs_point(count, f"{count}, both last blocks") for count in BY_COUNT]
-        self.sweeps["Kept heads"]["about"] = (
-            "three members that keep so many heads of the last block (all masks that there are), "
-            "or of each of the two last blocks (mean of 3 ensembles), nothing trained"
-        )
+        self.sweeps["Kept heads"] = {
+            "x": "heads of 3",
+            "about": "three members that keep so many heads of the last block (all masks that "
+            "there are), or of each of the two last blocks (mean of 3 ensembles), nothing trained",
+            "points": points,
+        }
 
     def pairs_point(self, count: int, x: Any) -> dict[str, Any]:
         """Return the point of members that keep so many heads of both last blocks."""
@@ -200,28 +242,44 @@ class ImagenetTable(runs.Table):
         return runs.point(x, max(self.costs.ratio(masks) for masks in ensembles), found)
 
     def sweep_branches(self) -> None:
-        """Sweep the first branched block; the two last ones are known from the search."""
-        heads = self.sweeps["Kept heads"]["points"]
+        """Sweep the first branched block on every second example of every set."""
+        judge = runs.Judge(
+            {name: labels[::2] for name, labels in self.labels.items()},
+            families=[*SEEN, *UNSEEN],
+            seen=SEEN,
+            tuning=self.tuning,
+        )
+
+        def point(x: Any, ensembles: Sequence[Sequence[HeadMask]], logits: Any) -> dict[str, Any]:
+            found = [judge({k: v[::2] for k, v in logits(masks).items()}) for masks in ensembles]
+            return runs.point(x, max(self.costs.ratio(masks) for masks in ensembles), found)
+
+        # what the search has computed: all masks of the two last blocks
         points = [
-            {**next(p for p in heads if p["x"] == "2, last block"), "x": 11},
-            self.pairs_point(2, 10),
+            {**point("none", [[HeadMask.full(self.host)]], self.searched), "cost": 1.0},
+            point(11, [self.last(THIRDS)], self.searched),
+            point(10, self.last_two(2), self.searched),
         ]
         generator = torch.Generator().manual_seed(0)
         by_layer = {layer: self.drawn(layer, generator) for layer in self.branch_layers[2:]}
         together = [mask for masks in by_layer.values() for mask in masks]
+        half = {
+            name: [(inputs[::2], labels[::2]) for inputs, labels in batches]
+            for name, batches in self.sweep_sets.items()
+        }
 
         def make() -> runs.Logits:  # in one pass, above what they share
-            return runs.logits_of(fuse(self.host.model, together), self.sweep_sets)
+            return runs.logits_of(fuse(self.host.model, together), half)
 
         logits = self.kept("branches", make)
         for place, (layer, masks) in enumerate(by_layer.items()):
             own = {name: one[:, 3 * place : 3 * place + 3] for name, one in logits.items()}
-            points.append(runs.point(layer, self.costs.ratio(masks), [self.sweep_judge(own)]))
+            points.append(runs.point(layer, self.costs.ratio(masks), [judge(own)]))
         self.sweeps["Branch layer"] = {
             "x": f"first branched of {len(self.host)} blocks (from 0)",
-            "about": "three members that keep 2 of 3 heads from there on, nothing trained; 11: the "
-            "three masks that there are, 10: mean of 3 ensembles, 9 and 8: one ensemble drawn "
-            "at random each",
+            "about": "three members that keep 2 of 3 heads from there on, untrained, on every "
+            "second example of every set; none: the unpruned model, 11: the three masks that there "
+            "are, 10: mean of 3 ensembles, 9 and 8: one ensemble drawn at random each",
             "points": points,
         }
 
@@ -255,15 +313,14 @@ class ImagenetTable(runs.Table):
 
     def branches(self) -> None:
         """Train members of the last block to be unsure about proxies, and about textures too."""
-        both = ("proxies", "textures")
-        weight = self.weight(both)
+        both, weight = OUTLIER_KINDS, self.best_weight
         members = self.last(THIRDS)
         self.train_row("Hydra M=3, trained on labels alone", members, (), 0.0)
         self.train_row("Hydra M=3, trained with proxies", members, ("proxies",), weight)
         self.train_row("Hydra M=3, trained with outliers", members, both, weight)
         six = self.last((*THIRDS, *ONES))
         self.train_row("Hydra M=6, trained with outliers", six, both, weight)
-        self.train_row("single, trained with outliers", self.pair, both, weight, only=0)
+        self.train_row(TRAINED_SINGLE, self.pair, both, weight, only=0)
 
     def weight(self, outliers: Sequence[str]) -> float:
         """Return the largest weight of outliers at which validation NLL is the host's at most."""
@@ -350,14 +407,37 @@ class ImagenetTable(runs.Table):
 
         return self.kept(f"{title}-{draw}", make)
 
+    def train_again(self) -> None:
+        """Train a row a second time, to see that a seed gives the same figures."""
+        title = "Hydra M=3, trained with proxies"
+        masks, weight = self.last(THIRDS), self.best_weight
+        first, second = (
+            self.trained_logits(name, masks, ("proxies",), weight, 0)
+            for name in (title, f"{title}, again")
+        )
+        figures = [tables.figures_of(self.judge(found)) for found in (first, second)]
+        same = all(torch.equal(first[name], second[name]) for name in self.sets)
+        digits = "the same figures" if figures[0] == figures[1] else "other figures"
+        self.repeated = (
+            f"`{title}`, draw 0, trained a second time: {digits}, "
+            f"{'and the same logits to the bit' if same else 'logits equal up to rounding only'}."
+        )
+
+    def notes(self) -> list[str]:
+        """Say what a second training gave."""
+        notes = super().notes() if self.known is None else self.known["notes"]
+        return list(dict.fromkeys([*notes, *([self.repeated] if self.repeated else [])]))
+
     def others(self) -> None:
         """Add the rivals."""
-        for title in (*self.rivals, "outlier head (energy column)"):
+        known = [row["name"] for row in self.known["rows"]] if self.known else []
+        for title, (name, count) in self.rivals.items():
+            if title in known:
+                continue
 
-            def make(title: str = title) -> dict[str, Tensor]:
-                name, count = self.rivals.get(title, ("outlier-exposure", 250))
+            def make(title: str = title, name: str = name, count: int = count) -> dict[str, Tensor]:
                 if name == "laplace":
-                    return self.laplace()
+                    return self.laplace("validation" if "valid" in title else "marginal-likelihood")
                 data = self.calibration.subset(range(0, 1000, 1000 // count)) if count else None
                 model = make_baseline(
                     name,
@@ -373,11 +453,18 @@ class ImagenetTable(runs.Table):
 
             self.add(title, [self.kept(title, make)] * len(self.rows["single"][1]))
 
-    def laplace(self) -> dict[str, Tensor]:
+    def laplace(self, prior: str) -> dict[str, Tensor]:
         """Return last-layer Laplace on the calibration images, above known states."""
         data = self.tail_batches("calibration", list(self.calibration))
-        rival = make_baseline("laplace", Tail(self.load(0)), train=data, progress=False)
-        sets = {name: self.tail_batches(name, data) for name, data in self.sets.items()}
+        sets = {name: self.tail_batches(name, batches) for name, batches in self.sets.items()}
+        rival = make_baseline(
+            "laplace",
+            Tail(self.load(0)),
+            train=data,
+            validation=sets["tuning"],
+            options={"prior": prior},
+            progress=False,
+        )
         whole = LaplaceHead(Featured(self.load(0), "head"), rival.get_submodule("variance"))
         return {**runs.logits_of(rival, sets), "cost": self.cost(whole.eval())}
 
@@ -409,8 +496,18 @@ class ImagenetTable(runs.Table):
             )
             for kind in ("apart", "merged")
         ]
-        together = self.rows["Hydra M=3, trained on labels alone"]
-        points.append(runs.point("trained as one shared MLP", *together))
+        title = "Hydra M=3, trained on labels alone"
+        together = [
+            self.trained_logits(title, self.last(THIRDS), (), 0.0, draw)
+            for draw in range(self.draws)
+        ]
+        points.append(
+            runs.point(
+                "trained as one shared MLP",
+                float(together[0]["cost"]),
+                [self.sweep_judge(one, draw) for draw, one in enumerate(together)],
+            )
+        )
         self.sweeps["Merged and unmerged MLPs"] = {
             "x": "MLPs of the branch",
             "about": "the last block, final norm and classifier of three members (2 of 3 heads) "
@@ -453,6 +550,8 @@ class ImagenetTable(runs.Table):
 
     def setup(self) -> list[str]:
         """Say how the table was made."""
+        if self.known is not None and not self.tried:  # nothing was trained in this run
+            return list(self.known["setup"])
         return [
             "DeiT-tiny as published (its LayerNorms rounded at the source), 224 x 224. "
             "Calibration, validation and test: one image a class each (1,000), by sorted file "
@@ -473,8 +572,9 @@ class ImagenetTable(runs.Table):
             "MC dropout: 3 passes of rate 0.1 that training has not seen. LoRA-Ensemble: 3 "
             "members, one epoch on 250 calibration images. Last-layer Laplace: Kronecker factors "
             "of the 1,000 calibration images, which are not what the host was trained on (1.28 "
-            "million images), so its posterior is wider than it should be; prior by the marginal "
-            "likelihood, probit prediction. Deep Ensembles of an ImageNet model cannot be trained "
+            "million images), so the marginal likelihood gives too wide a posterior; the other "
+            "row takes its prior by the NLL of the images that temperatures are fitted on. "
+            "Deep Ensembles of an ImageNet model cannot be trained "
             "here.",
         ]
 
@@ -485,10 +585,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=os.environ.get("HYDRA_DATA"))
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--trained", type=int, default=5, help="draws of trained rows")
+    parser.add_argument("--groups", nargs="+", default=GROUPS, choices=GROUPS)
     args = parser.parse_args()
     args.data = real_data.data_root(args.data)
     torch.set_num_threads(1)
-    ImagenetTable(args).run()
+    ImagenetTable(args).run(args.groups)
 
 
 if __name__ == "__main__":

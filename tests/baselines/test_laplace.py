@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -13,9 +15,10 @@ from hydra_ensembles.baselines import make_baseline, relative_cost
 from hydra_ensembles.baselines.features import Featured
 from hydra_ensembles.baselines.laplace import LaplaceHead, fit_posterior
 from hydra_ensembles.baselines.laplace_variance import logit_variance
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.uncertainty import energy
 
-from .quadrants import TEST, TRAIN, host, logits
+from .quadrants import TEST, TRAIN, VALIDATION, host, logits
 
 IMAGES = TEST[0][0]
 
@@ -98,6 +101,23 @@ def test_laplace_is_less_sure_far_away_and_agrees_on_the_class() -> None:
     assert energy(logits(rival, images)[:, None]).std() > 0.1  # logits, not log probabilities
     with pytest.raises(ValueError, match="structure='lowrank'"):
         make_baseline("laplace", host(), train=TRAIN, options={"structure": "lowrank"})
+
+
+def test_a_prior_by_validation_is_the_best_of_its_grid() -> None:
+    data: dict[str, Any] = {
+        "train": TRAIN[:1],
+        "validation": VALIDATION,
+        "progress": False,
+    }  # few: too wide
+    by_marginal = make_baseline("laplace", host(), **data)
+    by_validation = make_baseline("laplace", host(), options={"prior": "validation"}, **data)
+    images, labels = (torch.cat(parts) for parts in zip(*VALIDATION, strict=True))
+    nll = [F.cross_entropy(logits(m, images), labels) for m in (by_marginal, by_validation, host())]
+    assert nll[1] <= nll[0] and nll[1] <= nll[2] + 1e-3
+    with pytest.raises(DataError, match="needs validation data"):
+        make_baseline("laplace", host(), train=TRAIN, options={"prior": "validation"})
+    with pytest.raises(ValueError, match="prior='flat': expected one of marginal-likelihood"):
+        make_baseline("laplace", host(), train=TRAIN, options={"prior": "flat"})
 
 
 def test_it_is_copied_like_any_module() -> None:

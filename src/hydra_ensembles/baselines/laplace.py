@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,7 +19,9 @@ from .laplace_variance import logit_variance
 from .task import Task, baselines, missing
 
 STRUCTURES = ("kron", "full", "diag")
+PRIORS = ("marginal-likelihood", "validation")
 BATCH = 256
+GRID = torch.logspace(-4, 6, 31)  # of lambda
 MOST_NUMBERS = 2**30  # what `full` and `diag` may form: 4 GB
 
 
@@ -33,16 +36,24 @@ class LaplaceHead(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Answer with logits `[batch, class]` whose softmax is the probit approximation."""
         logits, features = self.host(*args, **kwargs)
-        return logits / (1 + math.pi / 8 * self.variance(features)).sqrt()
+        return probit(logits, self.variance(features))
+
+
+def probit(logits: Tensor, variance: Tensor) -> Tensor:
+    """Return logits whose softmax approximates the mean softmax of Gaussian logits."""
+    return logits / (1 + math.pi / 8 * variance).sqrt()
 
 
 @baselines.register("laplace")
-def laplace(host: nn.Module, task: Task, *, structure: str = "kron") -> nn.Module:
+def laplace(
+    host: nn.Module, task: Task, *, structure: str = "kron", prior: str = "marginal-likelihood"
+) -> nn.Module:
     """Put a Gaussian posterior on the last layer, and average its predictions in closed form.
 
-    p(w | D) = N(w_host, (GGN + lambda I)^-1), with lambda by the marginal likelihood; the softmax's
-    mean by the probit approximation: softmax(mean / sqrt(1 + pi / 8 * variance)) (Daxberger et al.,
-    2021, "Laplace Redux"; Kristiadi et al., 2020). No training: one pass over `train`.
+    p(w | D) = N(w_host, (GGN + lambda I)^-1); the softmax's mean by the probit approximation:
+    softmax(mean / sqrt(1 + pi / 8 * variance)) (Daxberger et al., 2021, "Laplace Redux"; Kristiadi
+    et al., 2020). No training: one pass over `train`. With far fewer examples than the host was
+    trained on, the marginal likelihood gives too wide a posterior: choose lambda by validation.
 
     laplace-torch fits the last layer to its inputs, which is the same approximation and works for
     any host. The factors of `kron` and the logits' variances are computed here in closed form, with
@@ -53,10 +64,14 @@ def laplace(host: nn.Module, task: Task, *, structure: str = "kron") -> nn.Modul
         host: A trained classifier that ends in a linear layer.
         task: Needs `train`, the data that the host was trained on.
         structure: Of the curvature: `kron`, or for few classes `full` or `diag`.
+        prior: How lambda is chosen: by the `marginal-likelihood` of `train`, or by the NLL of
+            `validation`.
     """
-    if structure not in STRUCTURES:
-        raise ValueError(f"structure={structure!r}: expected one of {', '.join(STRUCTURES)}.")
+    for name, value, known in (("structure", structure, STRUCTURES), ("prior", prior, PRIORS)):
+        if value not in known:
+            raise ValueError(f"{name}={value!r}: expected one of {', '.join(known)}.")
     data = task.need("train")
+    held_out = task.need("validation") if prior == "validation" else None
     path = need_classifier(host, data, task.name)
     featured = Featured(copy.deepcopy(host), path)
     layer = featured.host.get_submodule(path)
@@ -65,6 +80,17 @@ def laplace(host: nn.Module, task: Task, *, structure: str = "kron") -> nn.Modul
     _, features, labels = collect(featured, data, name="train", labels=True, progress=task.progress)
     assert labels is not None
     posterior = fit_posterior(layer, features, labels, structure=structure)
+    if held_out is not None:
+        logits, features, labels = collect(
+            featured, held_out, name="validation", labels=True, progress=task.progress
+        )
+
+        def nll(precision: Tensor) -> float:
+            posterior.prior_precision = precision
+            variance = logit_variance(posterior, layer, structure=structure)(features)
+            return float(F.cross_entropy(probit(logits, variance), labels))
+
+        posterior.prior_precision = min(GRID.to(features), key=nll)
     return LaplaceHead(featured, logit_variance(posterior, layer, structure=structure))
 
 
