@@ -84,13 +84,13 @@ def laplace(
         logits, features, labels = collect(
             featured, held_out, name="validation", labels=True, progress=task.progress
         )
-
-        def nll(precision: Tensor) -> float:
+        losses = []
+        for precision in GRID.to(features):
             posterior.prior_precision = precision
             variance = logit_variance(posterior, layer, structure=structure)(features)
-            return float(F.cross_entropy(probit(logits, variance), labels))
-
-        posterior.prior_precision = min(GRID.to(features), key=nll)
+            assert labels is not None
+            losses.append(float(F.cross_entropy(probit(logits, variance), labels)))
+        posterior.prior_precision = GRID.to(features)[losses.index(min(losses))]
     return LaplaceHead(featured, logit_variance(posterior, layer, structure=structure))
 
 
