@@ -524,9 +524,9 @@ class Table:
         return {}
 
     def outlier_weight(self, trunks: Trunks, masks: Sequence[HeadMask], name: str) -> float:
-        """Return the largest weight of outliers that does not cost likelihood.
+        """Return the largest weight of outliers that is not shown to cost likelihood, or the least.
 
-        That is: scaled NLL on `weighed_on` is above the host's by one standard error of the paired
+        That is: scaled NLL on `weighed_on` is above the host's by two standard errors of the paired
         difference at most. No outlier takes part in the choice.
         """
         labels = self.labels[self.weighed_on]
@@ -539,13 +539,13 @@ class Table:
         host = losses(
             trunks.logits(fuse(trunks.host.model, self.host_pair()), {"": batches})[""][:, :1]
         )
-        best, tried = 0.0, []
+        best, tried = WEIGHTS[0], []
         for weight in WEIGHTS:
             found = self.train(f"weighing {name}", trunks, masks, weight, 0)
             above = losses(found[self.weighed_on]) - host
             error = float(above.std() / len(above) ** 0.5)
             tried.append(f"{weight}: {float(above.mean()):+.4f} ({error:.4f})")
-            if float(above.mean()) <= error:
+            if float(above.mean()) <= 2 * error:
                 best = weight
         self.weights[name] = f"{best} (NLL above the host's, standard error: {', '.join(tried)})"
         return best
