@@ -536,9 +536,9 @@ class Table:
             scaled = logits / fit_temperature(logits, labels)
             return negative_log_likelihood(scaled, labels).double()
 
-        host = losses(
-            trunks.logits(fuse(trunks.host.model, self.host_pair()), {"": batches})[""][:, :1]
-        )
+        pair = fuse(trunks.host.model, self.host_pair())
+        alone = trunks.logits(pair, {self.weighed_on: batches})[self.weighed_on]
+        host = losses(alone[:, :1])
         best, tried = WEIGHTS[0], []
         for weight in WEIGHTS:
             found = self.train(f"weighing {name}", trunks, masks, weight, 0)
