@@ -100,7 +100,7 @@ class ImagenetTable(runs.Table):
         self.data, self.bank = args.data, args.cache / "image"
         self.tried: list[str] = []
         self.chosen = "not chosen yet"
-        self.repeated = ""
+        self.repeated: list[str] = []
         self.known: dict[str, Any] | None = None
         self.states: dict[int, dict[Any, Tensor]] = {}
         super().__init__(args.cache, trained=args.trained)
@@ -408,25 +408,26 @@ class ImagenetTable(runs.Table):
         return self.kept(f"{title}-{draw}", make)
 
     def train_again(self) -> None:
-        """Train a row a second time, to see that a seed gives the same figures."""
-        title = "Hydra M=3, trained with proxies"
-        masks, weight = self.last(THIRDS), self.best_weight
-        first, second = (
-            self.trained_logits(name, masks, ("proxies",), weight, 0)
-            for name in (title, f"{title}, again")
-        )
-        figures = [tables.figures_of(self.judge(found)) for found in (first, second)]
-        same = all(torch.equal(first[name], second[name]) for name in self.sets)
-        digits = "the same figures" if figures[0] == figures[1] else "other figures"
-        self.repeated = (
-            f"`{title}`, draw 0, trained a second time: {digits}, "
-            f"{'and the same logits to the bit' if same else 'logits equal up to rounding only'}."
-        )
+        """Train rows a second time, to see that a seed gives the same figures."""
+        for title, kinds, weight in (
+            ("Hydra M=3, trained on labels alone", (), 0.0),
+            ("Hydra M=3, trained with proxies", ("proxies",), self.best_weight),
+        ):
+            first, second = (
+                self.trained_logits(name, self.last(THIRDS), kinds, weight, 0)
+                for name in (title, f"{title}, again")
+            )
+            figures = [tables.figures_of(self.judge(found)) for found in (first, second)]
+            same = all(torch.equal(first[name], second[name]) for name in self.sets)
+            said = "the same figures" if figures[0] == figures[1] else "other figures"
+            said += ", and the same logits to the bit" if same else ""
+            self.repeated.append(f"`{title}`, draw 0, trained a second time: {said}.")
+            self.write()
 
     def notes(self) -> list[str]:
         """Say what a second training gave."""
         notes = super().notes() if self.known is None else self.known["notes"]
-        return list(dict.fromkeys([*notes, *([self.repeated] if self.repeated else [])]))
+        return list(dict.fromkeys([*notes, *self.repeated]))
 
     def others(self) -> None:
         """Add the rivals."""
