@@ -24,7 +24,7 @@ LAYERS = (10, 11)
 TEXTURES = ("banded", "braided", "bumpy", "crosshatched")  # `cobwebbed` is close to a class
 UNSEEN = ("mnist", "cifar10", "noise")
 # without the proxy "noise": noise is a family of the test, and must stay unseen
-PROXIES = ("corrupt", "shuffle", "mix", "blur", "tile")
+PROXIES = ("corrupt", "shuffle", "mix", "blur", "tile", "sketch")
 
 
 def image_tower(root: Path) -> nn.Module:

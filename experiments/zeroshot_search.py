@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,10 @@ import zeroshot_model as model_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hydra_ensembles.baselines.members import carry_uncertainty
-from hydra_ensembles.baselines.small_head import fit_binary
-from hydra_ensembles.baselines.vilu import FailureHead
 from hydra_ensembles.budget import Budget
-from hydra_ensembles.circuits.members import search_members
-from hydra_ensembles.circuits.select import split_rows
+from hydra_ensembles.circuits.members import _bags, search_members
+from hydra_ensembles.circuits.select import EnsembleObjective, Selector, split_rows
+from hydra_ensembles.circuits.table import Table
 from hydra_ensembles.criteria import gate_gradients
 from hydra_ensembles.masks import HeadMask
 from hydra_ensembles.models import host_model
@@ -39,6 +38,42 @@ PAIRS = list(itertools.combinations(features_of.TEXTURES, 2))
 PARTS = ("calibration", "validation", "test")
 SHARES = {"select": 0.6, "stop": 0.25, "temperature": 0.15}
 KEEP = 2  # of three heads
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How members are selected; which way is taken is decided in `zeroshot_recipes`.
+
+    Attributes:
+        proxies: Kinds of outliers made of training-class images that the search sees.
+        scores: That it ranks by.
+        mean, worst: Weights of the mean and of the worst family, see `EnsembleObjective`.
+        heads: Kept in every block by all candidates but the host; None: 1 to 3, all 49 masks.
+        last_only: Whether members branch in the last block alone.
+    """
+
+    proxies: tuple[str, ...] = features_of.PROXIES
+    scores: tuple[str, ...] = ("msp", "energy")
+    mean: float = 1.0
+    worst: float = 1.0
+    heads: int | None = None
+    last_only: bool = False
+
+    @property
+    def objective(self) -> EnsembleObjective:
+        """What the library's search is given."""
+        return EnsembleObjective(scores=self.scores, mean=self.mean, worst=self.worst)
+
+    def allows(self, mask: HeadMask) -> bool:
+        """Tell whether a mask is a candidate."""
+        kept = [int(mask[layer].sum()) for layer in features_of.LAYERS]
+        all_heads = [len(mask[layer]) for layer in features_of.LAYERS]
+        if kept == all_heads:
+            return True  # the host
+        if self.last_only and kept[0] < all_heads[0]:
+            return False
+        wanted = kept[1:] if self.last_only else kept
+        return self.heads is None or set(wanted) == {self.heads}
 
 
 class Kept:
@@ -69,14 +104,11 @@ class World:
     validation data, `need`.
     """
 
-    def __init__(
-        self, half: model_of.Half, root: Path, towers: Any, cache: Path, start: str
-    ) -> None:
+    def __init__(self, half: model_of.Half, root: Path, towers: Any, cache: Path) -> None:
         self.half, self.root, self.cache = half, root, cache
         self.kept = Kept(cache / f"steps-{half.parity}.json")
         self.tried = self.kept.get(f"tried {model_of.GRID}", lambda: model_of.cross_validate(half))
-        able = [i for i, settings in enumerate(model_of.GRID) if settings.start == start]
-        self.settings = model_of.GRID[min(able, key=lambda i: self.tried[i]["nll"])]
+        self.settings = self._best("images")
         self.projections = half.train(half.classes, self.settings)
         self.rehearsed = half.classes[1::2]
         self.rehearsal = half.train(half.classes[::2], self.settings)
@@ -100,6 +132,38 @@ class World:
         self.logits = {name: self.rehearsal.logits(f, texts) for name, f in found.items()}
         self.labels = {"id": torch.arange(len(self.rehearsed)).repeat(len(PARTS))}
         self.gradients = self._gradients()
+
+    def _best(self, start: str) -> model_of.Settings:
+        """Return the settings of least cross-validated NLL among those of one start."""
+        able = [i for i, settings in enumerate(model_of.GRID) if settings.start == start]
+        return model_of.GRID[min(able, key=lambda i: self.tried[i]["nll"])]
+
+    def starts(self) -> dict[str, dict[str, float]]:
+        """Return AUROC by MSP of the host on proxies in the rehearsal, by start of the text side.
+
+        Training from the classifier's rows reads more names, but finds outliers more familiar than
+        classes it has not seen.
+        """
+        sets, half = self.half.features.sets, self.half
+        result = {}
+        for start in ("images", "classifier"):
+            found = half.train(half.classes[::2], self._best(start))
+            texts = found.embed_texts(half.texts[self.rehearsed])
+            own = torch.cat([sets[part][self.rehearsed, :1] for part in PARTS])
+            outputs = tables.Outputs(
+                found.logits(own, texts),
+                self.labels["id"],
+                {
+                    kind: found.logits(sets[f"proxy-{kind}-{half.parity}"][:, :1], texts)
+                    for kind in features_of.PROXIES
+                },
+                scores=("msp",),
+            )
+            raw = tables.figures_of(outputs)["raw"]
+            result[start] = {"accuracy": raw["accuracy"]} | {
+                kind: raw[f"{kind}/msp/AUROC"] for kind in features_of.PROXIES
+            }
+        return result
 
     def read(self, features: Tensor) -> Tensor:
         """Return logits of the zero-shot classes, `[..., class]`."""
@@ -181,29 +245,69 @@ class Search:
         sizes = {name: len(logits) for name, logits in self.drawn.outputs.logits.items()}
         self.parts = split_rows(sizes, SHARES, seed=draw)
         self.layers = list(features_of.LAYERS)
+        self.known: dict[tuple[HeadMask, ...], dict[str, tables.Figures]] = {}
 
-    def select(self, members: int, *, last_only: bool = False) -> list[HeadMask]:
-        """Choose members out of all masks, or out of those of the last block alone."""
-        drawn, layer = self.drawn, features_of.LAYERS[0]
-        if last_only:
-            some = {m: o for m, o in self.world.origins.items() if bool(m[layer].all())}
-            drawn = select_members.Drawn(self.world, drawn.rows, some)  # type: ignore
+    def select(
+        self, members: int = 3, recipe: Recipe | None = None, *, without: str = ""
+    ) -> list[HeadMask]:
+        """Choose members by a recipe, on all families of outliers or without one of them."""
+        recipe = recipe or Recipe()
 
         def search() -> list[Any]:
+            drawn, parts = self._data(recipe, without)
             found = search_members(
                 drawn,
                 self.world.budget,
                 members=members,
                 layers=self.layers,
-                select=self.parts["select"],
-                hold=self.parts["stop"],
+                select=parts["select"],
+                hold=parts["stop"],
+                objective=recipe.objective,
                 rounds=0,
                 seed=self.number,
             )
             return [mask.tolist() for mask in found.masks]
 
-        step = f"{self.world.settings}, draw {self.number}, M = {members}, {last_only=}"
+        step = f"{self.world.settings}, draw {self.number}, M = {members}, {recipe}, {without=}"
         return [HeadMask(rows) for rows in self.world.kept.get(step, search)]
+
+    def select_up_to(self, most: int, recipe: Recipe) -> list[list[HeadMask]]:
+        """Choose 1, 2, .. members as `select` does, in one pass: small ones grow to large ones."""
+
+        def search() -> list[Any]:
+            drawn, parts = self._data(recipe)
+            table, masks = Table(drawn.outputs), drawn.masks
+
+            def fits(members: Sequence[int]) -> bool:
+                return self.world.budget.allows([masks[i] for i in sorted(set(members))])
+
+            def selector(rows: Any) -> Selector:
+                hold, objective = parts["stop"], recipe.objective
+                return Selector(table, objective=objective, select=rows, hold=hold, fits=fits)
+
+            finalists = [{(0,) * size} for size in range(1, most + 1)]
+            for bag in _bags(table, parts["select"], 4, True, self.number):
+                one = selector(bag)
+                for size, found in enumerate(finalists, 1):
+                    found.update(one.forward(size))
+            judge = selector(parts["select"])
+            chosen = [judge.choose(sorted(found)).members for found in finalists]
+            return [[masks[i].tolist() for i in members] for members in chosen]
+
+        step = f"{self.world.settings}, draw {self.number}, M = 1 to {most}, {recipe}"
+        found = self.world.kept.get(step, search)
+        return [[HeadMask(rows) for rows in members] for members in found]
+
+    def _data(self, recipe: Recipe, without: str = "") -> tuple[select_members.Drawn, Any]:
+        """Return candidates of a recipe on its families, and the rows that select and decide."""
+        families = ["textures", *(f"proxy-{kind}" for kind in recipe.proxies)]
+        names = ["id", *(f"ood/{name}" for name in families if name != without)]
+        rows = {name: self.drawn.rows[name] for name in names}  # type: ignore[attr-defined]
+        origins = {m: o for m, o in self.world.origins.items() if recipe.allows(m)}
+        drawn = select_members.Drawn(self.world, rows, origins)  # type: ignore[arg-type]
+        return drawn, {
+            part: {name: found[name] for name in names} for part, found in self.parts.items()
+        }
 
     def circuits(self, keep: int = KEEP) -> list[HeadMask]:
         """Find the circuits of id-loss, ood-auroc and average."""
@@ -232,6 +336,13 @@ class Search:
         temperature = fit_temperature(own.logits["id"][:, places], own.labels["id"])
         return self.world.outputs(self.number, masks, temperature)
 
+    def figures(self, masks: Sequence[HeadMask]) -> dict[str, tables.Figures]:
+        """Return the test figures of members, remembered."""
+        key = tuple(masks)
+        if key not in self.known:
+            self.known[key] = tables.figures_of(self.outputs(masks))
+        return self.known[key]
+
     def rows(self) -> dict[str, list[HeadMask]]:
         """Return the members of every row that needs no M."""
         circuits, taylor, random = self.circuits(), self.taylor(), self.random()
@@ -240,54 +351,10 @@ class Search:
             "random single": random[:1],
             "Taylor single": taylor[:1],
             "CircAvg single": circuits[2:],
-            "random M=3": random,
-            "Hydra Taylor M=3": taylor,
-            "Hydra Circ M=3": circuits,
-            "Hydra Taylor M=3, 1 of 3 heads": self.taylor(1),
-            "Hydra Circ M=3, 1 of 3 heads": self.circuits(1),
+            "Hydra random": random,
+            "Hydra Taylor": taylor,
+            "Hydra Circ": circuits,
+            "Hydra random, 1 of 3 heads": self.random(1),
+            "Hydra Taylor, 1 of 3 heads": self.taylor(1),
+            "Hydra Circ, 1 of 3 heads": self.circuits(1),
         }
-
-
-def vilu(search: Search, *, zero_shot: bool) -> tables.Outputs:
-    """Train ViLU's head and read its uncertainty on the test data.
-
-    Args:
-        search: Draw and world.
-        zero_shot: Train on 400 images of the training classes that projections have not seen (as
-            many by draw); else, nearer to the publication, on labelled images of the classes that
-            are tested (first and second image of each).
-    """
-    world = search.world
-    half, sets, embed = world.half, world.half.features.sets, world.projections.embed_images
-    if zero_shot:
-        generator = torch.Generator().manual_seed(search.number)
-        rows = torch.randperm(500, generator=generator)[:400]
-        images, labels = sets["validation"][half.classes[rows], 0], rows
-        texts = world.projections.embed_texts(half.texts[half.classes])
-    else:
-        some = [sets[part][half.others, 0] for part in ("calibration", "validation")]
-        images, labels = torch.cat(some), torch.arange(500).repeat(2)
-        texts = world.unseen.text_embeddings
-    seen = embed(images)
-    predicted = (seen @ texts.t()).argmax(-1)
-    wrong = predicted != labels
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(search.number)
-        head = FailureHead(texts, hidden=256)
-    fit_binary(
-        head,
-        [seen, predicted],
-        wrong,
-        positive_weight=float(torch.log1p((~wrong).sum() / wrong.sum())),
-        steps=200,
-        seed=search.number,
-        progress=False,
-    )
-    head.texts = world.unseen.text_embeddings  # it attends to texts, whichever they are
-    found = {}
-    for name, features in world.tests(search.number).items():
-        logits = world.read(features[:, 0])
-        with torch.no_grad():
-            unsure = head(embed(features[:, 0]), logits.argmax(-1))
-        found[name] = carry_uncertainty(logits, unsure)[:, None]
-    return world.packed(search.number, found, 1.0, ("msp", "energy"))
