@@ -21,7 +21,8 @@ import real_data
 import select_members
 import table_runs as runs
 import torch
-from finetune_cifar10 import MEAN, SIZE, STD, load_host, load_split
+from distill_cifar10 import ROUNDS, Mixed
+from finetune_cifar10 import MEAN, SIZE, STD, load_host, load_split, read_images
 from real_data import ImageSet
 from torch import Tensor, nn
 
@@ -163,14 +164,32 @@ class CifarTable(runs.Table):
 
         self.add("single, distilled", [self.kept("distilled", alone)])
         self.add("Hydra M=3, distilled", [self.kept("distilled M=3", fused)])
-        weight = self.outlier_weight(trunks, members, "distilled")
+        weight = self.outlier_weight(trunks, members, "distilled", taught=True)
         for title, masks, share, only in (
             ("Hydra M=3, distilled, trained", members, 0.0, None),
             ("Hydra M=3, distilled, trained with outliers", members, weight, None),
             ("single, distilled, trained with outliers", self.host_pair(11), weight, 0),
         ):
-            draws = range(self.draws)
-            self.add(title, [self.train(title, trunks, masks, share, d, only=only) for d in draws])
+            found = [
+                self.train(title, trunks, masks, share, draw, only=only, taught=True)
+                for draw in range(self.draws)
+            ]
+            self.add(title, found)
+
+    def taught_set(self) -> list[Any]:
+        """Return flipped and mixed training images with the Deep Ensemble's probabilities."""
+        images, labels = read_images(self.data / "cifar10", "data_batch_1")
+        rows = load_split()["train"][::2]
+        mixed = [inputs for inputs, _ in Mixed(images[rows], labels[rows], seed=len(ROUNDS))]
+
+        def answers() -> dict[str, Tensor]:
+            hosts = [self.load(seed) for seed in (0, 1, 2)]
+            with torch.no_grad():
+                means = [sum(h(x).softmax(-1) for h in hosts) / len(hosts) for x in mixed]
+            return {"answers": torch.cat(means)}
+
+        known = self.kept("taught", answers)["answers"]
+        return list(zip(mixed, known.split([len(x) for x in mixed]), strict=True))
 
     def train_images(self, count: int) -> ImageSet:
         """Return images that the hosts were trained on."""
@@ -216,7 +235,8 @@ class CifarTable(runs.Table):
             "Distilled: `distill_cifar10.py` starts from the mean of the three hosts' weights and "
             "learns Deep Ensembles' probabilities on their own training images, flipped and mixed, "
             "without labels: a fourth training, and one host in the end. Its members keep two of "
-            "three heads of the last block, each another two, without a search.",
+            "three heads of the last block, each another two, without a search; where they are "
+            "trained, it is on 4,500 such images with Deep Ensembles' answers, no labels.",
             "Rivals were trained in a shrunken setting: one epoch on 500 training images from "
             "seed 0, three members (Laplace: 1,500 images). They might do better with more.",
             "Cost: counted multiply-adds of one image.",

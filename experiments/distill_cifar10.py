@@ -31,22 +31,28 @@ ROUNDS = {"distilled-1": (4, 2e-4), "distilled": (4, 1e-4)}  # epochs, peak of t
 RESULTS_FILE = Path(__file__).parent / "results" / "distill_cifar10.json"
 
 
-class Taught(Images):
-    """Batches of flipped and mixed images with their teachers' mean probabilities as labels."""
+class Mixed(Images):
+    """Batches of images, flipped and every other one mixed with another, drawn anew each epoch."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        draw = torch.Generator().manual_seed(1000 * (self.seed or 0) + self.epoch)
+        for rows in torch.randperm(len(self.images), generator=draw).split(self.batch_size):
+            flips, shares, alone = torch.rand(3, len(rows), 1, 1, 1, generator=draw)
+            images = self.images[rows].float()
+            images = torch.where(flips < 0.5, images.flip(-1), images)
+            shares = torch.where(alone < 0.5, torch.ones(()), shares)
+            yield prepare(shares * images + (1 - shares) * images.roll(1, 0)), self.labels[rows]
+
+
+class Taught(Mixed):
+    """Such batches with their teachers' mean probabilities as labels."""
 
     def __init__(self, images: Tensor, labels: Tensor, *, teachers: list[Any], seed: int) -> None:
         super().__init__(images, labels, seed=seed)
         self.teachers = teachers
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        assert self.seed is not None
-        draw = torch.Generator().manual_seed(1000 * self.seed + self.epoch)
-        for rows in torch.randperm(len(self.images), generator=draw).split(self.batch_size):
-            flips, shares, alone = torch.rand(3, len(rows), 1, 1, 1, generator=draw)
-            images = self.images[rows].float()
-            images = torch.where(flips < 0.5, images.flip(-1), images)
-            shares = torch.where(alone < 0.5, torch.ones(()), shares)
-            inputs = prepare(shares * images + (1 - shares) * images.roll(1, 0))
+        for inputs, _ in super().__iter__():
             with torch.no_grad():
                 taught = torch.stack([model(inputs).softmax(-1) for model in self.teachers]).mean(0)
             yield inputs, taught

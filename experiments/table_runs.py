@@ -305,6 +305,10 @@ class Table:
         """Return batches that branches are trained on."""
         raise NotImplementedError
 
+    def taught_set(self) -> list[Any]:
+        """Return batches whose labels are a teacher's answers."""
+        raise NotImplementedError
+
     def outliers(self) -> list[Any]:
         """Return batches about which branches learn to be unsure."""
         raise NotImplementedError
@@ -501,14 +505,22 @@ class Table:
         draw: int,
         *,
         only: int | None = None,
+        taught: bool = False,
     ) -> dict[str, Tensor]:
-        """Train a branch and keep its logits, or those of one of its members."""
+        """Train a branch and keep its logits, or those of one of its members.
+
+        Labels are a teacher's alone where it is `taught`.
+        """
 
         def make() -> dict[str, Tensor]:
             outliers = self.outliers() if weight else None
             tuning = (self.sets[self.tuning], self.labels[self.tuning])
             settings = {**self.training, "seed": draw, "outlier_weight": weight, "tuning": tuning}
-            ensemble = trunks.train(masks, "train", self.training_set(), outliers, **settings)
+            name, data = "train", self.training_set
+            if taught:
+                name, data = "taught", self.taught_set
+                settings["distill"] = 0.0
+            ensemble = trunks.train(masks, name, data(), outliers, **settings)
             logits = trunks.logits(ensemble, {**self.sets, **self.choosing})
             if only is None:
                 return {**logits, "cost": self.cost(ensemble)}
@@ -523,31 +535,35 @@ class Table:
         """Return the set on which the weight of outliers is chosen, where no row needs it."""
         return {}
 
-    def outlier_weight(self, trunks: Trunks, masks: Sequence[HeadMask], name: str) -> float:
+    def outlier_weight(
+        self, trunks: Trunks, masks: Sequence[HeadMask], name: str, *, taught: bool = False
+    ) -> float:
         """Return the largest weight of outliers that is not shown to cost likelihood, or the least.
 
-        That is: scaled NLL on `weighed_on` is above the host's by two standard errors of the paired
-        difference at most. No outlier takes part in the choice.
+        That is: NLL on `weighed_on`, raw and scaled, is above the host's by two standard errors of
+        the paired difference at most. No outlier takes part in the choice.
         """
         labels = self.labels[self.weighed_on]
         batches = {**self.sets, **self.choosing}[self.weighed_on]
 
         def losses(logits: Tensor) -> Tensor:
             scaled = logits / fit_temperature(logits, labels)
-            return negative_log_likelihood(scaled, labels).double()
+            both = [negative_log_likelihood(each, labels).double() for each in (logits, scaled)]
+            return torch.stack(both)
 
         pair = fuse(trunks.host.model, self.host_pair())
         alone = trunks.logits(pair, {self.weighed_on: batches})[self.weighed_on]
         host = losses(alone[:, :1])
         best, tried = WEIGHTS[0], []
         for weight in WEIGHTS:
-            found = self.train(f"weighing {name}", trunks, masks, weight, 0)
+            found = self.train(f"weighing {name}", trunks, masks, weight, 0, taught=taught)
             above = losses(found[self.weighed_on]) - host
-            error = float(above.std() / len(above) ** 0.5)
-            tried.append(f"{weight}: {float(above.mean()):+.4f} ({error:.4f})")
-            if float(above.mean()) <= 2 * error:
+            mean, error = above.mean(1), above.std(1) / len(labels) ** 0.5
+            tried.append(f"{weight}: {mean[0]:+.4f} ({error[0]:.4f}), {mean[1]:+.4f}")
+            if bool((mean <= 2 * error).all()):
                 best = weight
-        self.weights[name] = f"{best} (NLL above the host's, standard error: {', '.join(tried)})"
+        said = "NLL above the host's, its standard error, and scaled"
+        self.weights[name] = f"{best} ({said}: {'; '.join(tried)})"
         return best
 
     def distinct(self, masks: Sequence[HeadMask], draw: int) -> list[HeadMask]:
