@@ -47,7 +47,7 @@ def cost_entry(root: Path = ROOT) -> list[dict[str, Any]]:
     order = ("single readout", "hydra last 1", "hydra last 2", "hydra last 3", "hydra first all")
     order += ("hydra first", "loop", "deep ensemble", "mc dropout", "batch", "packed")
     names = sorted(
-        {name for name, _ in cells if name != "single"},
+        sorted({name for name, _ in cells if name != "single"}),
         key=lambda name: next((i for i, o in enumerate(order) if name.startswith(o)), 99),
     )
     rows = []
