@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import timm
 import torch
 from torch import Tensor
 
+from hydra_ensembles.files import write_whole
 from hydra_ensembles.models import HostModel, host_model
 
 RESULTS = Path(__file__).parent / "results"
@@ -64,9 +64,7 @@ def machine() -> str:
 
 
 def write(record: dict[str, Any], path: Path) -> None:
-    """Print a record and write it beside, then rename."""
+    """Print a record and write it whole."""
     print(json.dumps(record))
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".partial")
-    beside.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(beside, path)
+    write_whole(path, json.dumps(record, indent=1) + "\n")

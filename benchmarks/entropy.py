@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import time
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from hydra_ensembles.criteria import AttentionView, EntropyKind, row_entropies
+from hydra_ensembles.files import write_whole
 
 RESULTS = Path(__file__).parent / "results" / "entropy.json"
 WIDTH = 64
@@ -114,9 +114,7 @@ def main() -> None:
         "cases": cases,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    beside = args.out.with_suffix(".partial")
-    beside.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(beside, args.out)
+    write_whole(args.out, json.dumps(record, indent=1) + "\n")
     for case in cases:
         kind = "causal" if case["causal"] else "full"
         print(f"T = {case['length']}, {case['heads']} heads, {kind}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from typing import Any
 
 import shapes
@@ -19,6 +18,7 @@ from latency import RESULTS, write
 import hydra_ensembles as hydra
 from hydra_ensembles.counting import CostModel
 from hydra_ensembles.evaluation.benchmark import benchmark
+from hydra_ensembles.files import write_whole
 
 LENGTHS = (64, 128, 256, 512, 1024)
 
@@ -64,10 +64,8 @@ def tokens(args: argparse.Namespace) -> None:
     from hydra_ensembles.report.cost_figures import plot_growth, save
 
     path = RESULTS / "growth-tokens-minilm.json"
-    beside = path.with_suffix(".partial")
     payload = {"kind": "growth", "axis": "tokens", "shape": "minilm", "points": points}
-    beside.write_text(json.dumps(payload, indent=1) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    write_whole(path, json.dumps(payload, indent=1) + "\n")
     save(plot_growth(payload), path.with_suffix(".png"))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from pathlib import Path
 
 import shapes
@@ -17,6 +16,7 @@ from hydra_ensembles.evaluation.benchmark_results import (
     markdown_table,
     paired_ratio,
 )
+from hydra_ensembles.files import write_whole
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "cost.md"
@@ -221,9 +221,7 @@ def pictures(pattern: str) -> list[str]:
 def main() -> None:
     """Write the page."""
     PAGE.parent.mkdir(parents=True, exist_ok=True)
-    beside = PAGE.with_suffix(".partial")
-    beside.write_text(page().rstrip() + "\n", encoding="utf-8")
-    os.replace(beside, PAGE)
+    write_whole(PAGE, page().rstrip() + "\n")
     print(f"wrote docs/results/{PAGE.name}")
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import random
 import statistics
@@ -21,6 +20,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from hydra_ensembles.files import write_whole
 
 RESULTS = Path(__file__).parent / "results" / "startup.json"
 SCRIPT = Path(sys.executable).with_name("hydra-ensembles")
@@ -83,9 +84,7 @@ def main() -> None:
         "modules_of_help_alone": sorted(modules(HELP) - modules(LIBRARIES)),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    beside = args.out.with_suffix(".partial")
-    beside.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(beside, args.out)
+    write_whole(args.out, json.dumps(record, indent=1) + "\n")
     for name, found in record["ways"].items():
         print(f"{name:24} {found['ratio']:.3f} x  {found['interval']}")
     print("imported by --help alone:", ", ".join(record["modules_of_help_alone"]))

@@ -26,7 +26,7 @@ from finetune_cifar10 import MEAN, SIZE, STD, load_host, load_split, read_images
 from real_data import ImageSet
 from torch import Tensor, nn
 
-from hydra_ensembles import HeadMask, fuse
+from hydra_ensembles import fuse
 from hydra_ensembles.budget import Budget
 from hydra_ensembles.circuits.pool import make_pool
 from hydra_ensembles.data.corruptions import corrupted
@@ -37,7 +37,6 @@ SEEN, UNSEEN = ("textures",), ("tinyimagenet", "mnist")
 SHIFTS = ("gaussian_noise", "defocus_blur", "contrast")
 SEARCH_ROWS = 700  # of the 1,000 validation images; temperatures are fitted on the others
 TRAIN_ROWS = 4000
-THIRDS = ((1, 1, 0), (1, 0, 1), (0, 1, 1))
 CHOSEN = "Hydra select M=3"
 PROXIES = ("corrupt", "shuffle", "mix", "blur", "tile")  # of the search
 
@@ -152,8 +151,7 @@ class CifarTable(runs.Table):
         """Add Hydra above a host that the Deep Ensemble taught, and that host alone."""
         host = host_model(load_host(self.hosts / "distilled"))
         trunks = runs.Trunks(host, self.cache.with_name("cifar10-distilled-trunks"))
-        full = HeadMask.full(host)
-        members = [full.with_layer(11, torch.tensor(bits).bool()) for bits in THIRDS]
+        members = runs.keeping(host, runs.THIRDS, [11])
 
         def alone() -> dict[str, Tensor]:
             return {**runs.logits_of(host.model, self.sets), "cost": torch.tensor(1.0)}

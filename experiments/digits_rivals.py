@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from hydra_ensembles.baselines import make_baseline, relative_cost
 from hydra_ensembles.data.corruptions import corrupted
 from hydra_ensembles.data.demo import Demo, digits
 from hydra_ensembles.evaluation import Results, compare_table, evaluate
+from hydra_ensembles.files import write_whole
 from hydra_ensembles.tiny_vit import TinyViT, TinyViTConfig
 from hydra_ensembles.training import finetune
 
@@ -86,11 +86,9 @@ def run_once(
 
 
 def put(path: Path, text: str) -> None:
-    """Write beside and rename."""
+    """Write a file whole, in a folder that need not be there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    write_whole(path, text)
 
 
 def read_arguments() -> argparse.Namespace:

@@ -29,6 +29,8 @@ from typing import Any
 
 import torch
 
+from hydra_ensembles.files import write_whole
+
 SPLIT_FILE = Path(__file__).parent / "splits" / "sst2.json"
 RESULTS_FILE = Path(__file__).parent / "results" / "finetune_sst2.json"
 TRAIN_ROWS, HELD_OUT, MIN_WORDS, MAX_LENGTH = 6920, 500, 5, 64
@@ -97,11 +99,9 @@ def load_split(texts: Sequence[str], dev: Sequence[str]) -> dict[str, list[int]]
 
 
 def write_json(path: Path, record: Any, indent: int | None = None) -> None:
-    """Write beside and rename."""
+    """Write a record whole, in a folder that need not be there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".partial")
-    beside.write_text(json.dumps(record, indent=indent) + "\n")
-    os.replace(beside, path)
+    write_whole(path, json.dumps(record, indent=indent) + "\n")
 
 
 class Buckets:

@@ -25,6 +25,7 @@ import table_runs as runs
 import tables
 import torch
 from safetensors import safe_open
+from table_runs import THIRDS
 from torch import Tensor, nn
 
 from hydra_ensembles import HeadMask, HydraEnsemble, fuse, prune_heads_
@@ -46,8 +47,8 @@ SHIFTED = 150  # test images that are corrupted
 OUTLIERS = 200  # proxies of each kind
 WEIGHTS = (0.2, 0.5, 1.0)
 TRAINING: dict[str, Any] = {"epochs": 3, "learning_rate": 1e-4, "distill": 0.5}
-THIRDS = ((1, 1, 0), (1, 0, 1), (0, 1, 1))
 ONES = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
+SIX = (*THIRDS, *ONES)
 BY_COUNT = {1: ONES, 2: THIRDS}
 TRAINED_SINGLE = "single, trained with outliers"
 OUTLIER_KINDS = ("proxies", "textures")
@@ -201,8 +202,7 @@ class ImagenetTable(runs.Table):
 
     def last(self, rows: Sequence[Sequence[int]]) -> list[HeadMask]:
         """Return masks that keep these heads of the last block, and all heads below."""
-        full = HeadMask.full(self.host)
-        return [full.with_layer(len(self.host) - 1, torch.tensor(row).bool()) for row in rows]
+        return runs.keeping(self.host, rows, [len(self.host) - 1])
 
     def last_two(self, count: int) -> list[list[HeadMask]]:
         """Return three ensembles of masks that keep so many heads of both last blocks.
@@ -318,7 +318,7 @@ class ImagenetTable(runs.Table):
         self.train_row("Hydra M=3, trained on labels alone", members, (), 0.0)
         self.train_row("Hydra M=3, trained with proxies", members, ("proxies",), weight)
         self.train_row("Hydra M=3, trained with outliers", members, both, weight)
-        six = self.last((*THIRDS, *ONES))
+        six = self.last(SIX)
         self.train_row("Hydra M=6, trained with outliers", six, both, weight)
         self.train_row(TRAINED_SINGLE, self.pair, both, weight, only=0)
 

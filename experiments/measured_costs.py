@@ -26,7 +26,7 @@ import tables
 import torch
 from cifar_table import CifarTable
 from finetune_cifar10 import SIZE
-from imagenet_table import ONES, THIRDS, ImagenetTable
+from imagenet_table import SIX, ImagenetTable
 from measured_rows import PLAIN, READOUT, SIZES, structure_of
 from text_table import TextTable
 from torch import Tensor, nn
@@ -121,7 +121,10 @@ def structures(table: runs.Table) -> Structures:
     else:
         yield "Deep Ensembles", lambda: Members([table.load(seed) for seed in range(3)])
     if isinstance(table, CifarTable):
-        yield "Hydra M=3, distilled", lambda: fuse(host.model, thirds(host, (11,)))
+        yield (
+            "Hydra M=3, distilled",
+            lambda: fuse(host.model, runs.keeping(host, runs.THIRDS, [11])),
+        )
     for title, options in rivals.items():
         yield (
             title,
@@ -135,8 +138,7 @@ def trained_members(table: runs.Table) -> dict[str, list[HeadMask]]:
     """Return the members of every row whose branch is trained."""
     host = table.host
     if isinstance(table, ImagenetTable):
-        last = (len(host) - 1,)
-        return {"Hydra M=3": thirds(host, last), "Hydra M=6": thirds(host, last, (*THIRDS, *ONES))}
+        return {"Hydra M=3": table.last(runs.THIRDS), "Hydra M=6": table.last(SIX)}
     result = {}
     chosen = runs.chosen_masks(table.search or table.name, host)
     planned = {structure_of(table.name, row) for row in table.plan}
@@ -146,20 +148,7 @@ def trained_members(table: runs.Table) -> dict[str, list[HeadMask]]:
         found = [table.distinct(rows[f"select M={members}"], d) for d, rows in chosen.items()]
         result[f"Hydra select M={members}"] = max(found, key=table.costs.ratio)
     if isinstance(table, CifarTable):
-        result["Hydra M=3, distilled"] = thirds(host, (11,))
-    return result
-
-
-def thirds(
-    host: HostModel, layers: Sequence[int], rows: Sequence[Sequence[int]] = THIRDS
-) -> list[HeadMask]:
-    """Return masks that keep the same heads in some blocks, and all heads elsewhere."""
-    result = []
-    for bits in rows:
-        mask = HeadMask.full(host)
-        for layer in layers:
-            mask = mask.with_layer(layer, torch.tensor(bits).bool())
-        result.append(mask)
+        result["Hydra M=3, distilled"] = runs.keeping(host, runs.THIRDS, [11])
     return result
 
 

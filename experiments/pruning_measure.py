@@ -9,7 +9,6 @@ stratified subset of the test pictures.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from hydra_ensembles.data.texts import text_data
 from hydra_ensembles.evaluation.prune_sweep import prune_sweep
 from hydra_ensembles.evaluation.prune_sweep_results import PruneSweep
 from hydra_ensembles.evaluation.shift_gap import pruning_shift_gap
+from hydra_ensembles.files import write_whole
 
 RATIOS = (0.1, 0.2, 0.3, 0.5)
 ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -212,10 +212,8 @@ def shift_gaps(setup: Setup, out: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Write beside and rename."""
-    beside = path.with_suffix(".partial")
-    beside.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(beside, path)
+    """Write a record whole."""
+    write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
 SETUPS: dict[str, Callable[[Any], Setup]] = {

@@ -15,6 +15,8 @@ from typing import Any
 import measured_rows
 from tables import LOWER_IS_BETTER, RESULTS, over_draws, read
 
+from hydra_ensembles.files import write_whole
+
 DOCS = Path(__file__).parents[1] / "docs"
 PICTURES = DOCS / "assets" / "results"
 NAMES = ("text", "imagenet", "cifar10", "zeroshot")
@@ -302,9 +304,7 @@ def write() -> Path:
         if record is not None:
             lines += section(record)
     path = DOCS / "results.md"
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    write_whole(path, "\n".join(lines).rstrip() + "\n")
     return path
 
 

@@ -37,6 +37,7 @@ from hydra_ensembles.circuits.select import EnsembleObjective, split_rows
 from hydra_ensembles.criteria import gate_gradients
 from hydra_ensembles.data.proxies import make_proxies
 from hydra_ensembles.evaluation.metrics_ood import ood_figures
+from hydra_ensembles.files import write_whole
 from hydra_ensembles.masks import HeadMask, HeadScores
 from hydra_ensembles.models import HostModel, host_model
 from hydra_ensembles.uncertainty import fit_temperature, score_logits
@@ -349,9 +350,7 @@ class Texts:
 
 def _write(path: Path, record: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(beside, path)
+    write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
 def run(args: argparse.Namespace) -> None:

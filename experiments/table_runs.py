@@ -34,6 +34,8 @@ Logits = dict[str, Tensor]
 
 STATES_BYTES = 6 * 2**30
 GROUPS = ("untrained", "deep", "trained", "unmerged", "others", "sweep_branches")
+THIRDS = ((1, 1, 0), (1, 0, 1), (0, 1, 1))
+"""Two of three heads, in every way."""
 WEIGHTS = (0.05, 0.1, 0.2, 0.5)
 """Of outliers, to choose from."""
 ROWS_OF_MEMBERS = (1, 3, 6)
@@ -155,6 +157,19 @@ class Trunks:
         return found.model.eval()  # type: ignore[return-value]
 
 
+def keeping(
+    host: HostModel, rows: Sequence[Sequence[int]], layers: Sequence[int]
+) -> list[HeadMask]:
+    """Return a mask for each row of bits: those heads of some blocks, and all heads elsewhere."""
+    result = []
+    for bits in rows:
+        mask = HeadMask.full(host)
+        for layer in layers:
+            mask = mask.with_layer(layer, torch.tensor(bits).bool())
+        result.append(mask)
+    return result
+
+
 def chosen_masks(task: str, host: HostModel) -> dict[int, dict[str, list[HeadMask]]]:
     """Read the members that `select_members.py` found: by draw and row."""
     record = json.loads((tables.RESULTS / f"select_{task}.json").read_text(encoding="utf-8"))
@@ -219,16 +234,8 @@ class Judge:
 
 def point(x: Any, cost: float, draws: Sequence[tables.Outputs]) -> dict[str, Any]:
     """Return one point of a sweep: the mean over draws."""
-    found = [tables.figures_of(outputs) for outputs in draws]
-    return {
-        "x": x,
-        "cost": cost,
-        "draws": len(found),
-        **{
-            kind: {key: sum(f[kind][key] for f in found) / len(found) for key in found[0][kind]}
-            for kind in tables.KINDS
-        },
-    }
+    figures = tables.mean_figures([tables.figures_of(outputs) for outputs in draws])
+    return {"x": x, "cost": cost, "draws": len(draws), **figures}
 
 
 class Table:

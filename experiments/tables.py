@@ -25,7 +25,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ import torch
 from torch import Tensor
 
 from hydra_ensembles.evaluation.metrics_classification import BINS, negative_log_likelihood
+from hydra_ensembles.files import write_whole
 from hydra_ensembles.uncertainty import (
     disagreement,
     mean_probability,
@@ -96,6 +96,18 @@ def figures_of(outputs: Outputs) -> dict[str, Figures]:
     return {
         kind: {key: float(value[0]) for key, value in found.items()}
         for kind, found in _by_kind(outputs, None).items()
+    }
+
+
+def mean_figures(draws: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
+    """Return the means over draws of the figures that all draws have."""
+    return {
+        kind: {
+            key: sum(one[kind][key] for one in draws) / len(draws)
+            for key in draws[0][kind]
+            if all(key in one[kind] for one in draws)
+        }
+        for kind in KINDS
     }
 
 
@@ -260,11 +272,9 @@ def over_draws(values: Sequence[float]) -> tuple[float, float]:
 
 
 def write(record: Mapping[str, Any], folder: Path = RESULTS) -> Path:
-    """Write a record beside and rename; figures rounded to 4 digits after the point."""
+    """Write a record whole; figures rounded to 4 digits after the point."""
     path = folder / f"table_{record['name']}.json"
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(_rounded(record), indent=1) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    write_whole(path, json.dumps(_rounded(record), indent=1) + "\n")
     return path
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from hydra_ensembles.circuits.members import _bags, search_members
 from hydra_ensembles.circuits.select import EnsembleObjective, Selector, split_rows
 from hydra_ensembles.circuits.table import Table
 from hydra_ensembles.criteria import gate_gradients
+from hydra_ensembles.files import write_whole
 from hydra_ensembles.masks import HeadMask
 from hydra_ensembles.models import host_model
 from hydra_ensembles.uncertainty import fit_temperature
@@ -87,9 +87,7 @@ class Kept:
         """Return what a step gave, or do it."""
         if step not in self.steps:
             self.steps[step] = make()
-            beside = self.path.with_suffix(".partial")
-            beside.write_text(json.dumps(self.steps))
-            os.replace(beside, self.path)
+            write_whole(self.path, json.dumps(self.steps))
         return self.steps[step]
 
 

@@ -19,23 +19,11 @@ from hydra_ensembles.masks import HeadMask
 TRIPLES = 400  # random ones, a half of the classes
 
 
-def mean_figures(each: Sequence[dict[str, tables.Figures]]) -> dict[str, tables.Figures]:
-    """Return the means over draws of the figures that all draws have."""
-    return {
-        kind: {
-            key: sum(one[kind][key] for one in each) / len(each)
-            for key in each[0][kind]
-            if all(key in one[kind] for one in each)
-        }
-        for kind in tables.KINDS
-    }
-
-
 def point(x: Any, searches: Sequence[Search], found: Sequence[list[HeadMask]]) -> dict[str, Any]:
     """Return a point of a sweep: mean cost and figures over draws, and how members differ."""
     pairs = list(zip(searches, found, strict=True))
     cost = sum(s.world.budget.ratio(masks) for s, masks in pairs) / len(pairs)
-    figures = mean_figures([s.figures(masks) for s, masks in pairs])
+    figures = tables.mean_figures([s.figures(masks) for s, masks in pairs])
     return {"x": x, "cost": cost, "diversity": diversity(found), **figures}
 
 

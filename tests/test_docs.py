@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
+
+from tests.loose_files import load
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -51,16 +51,8 @@ def test_every_command_of_the_readme_exists() -> None:
     assert named <= set(COMMANDS), named - set(COMMANDS)
 
 
-def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_tables", ROOT / "docs" / "make_tables.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_tables_are_filled_from_files(tmp_path: Path) -> None:
-    make = tables()
+    make = load("docs/make_tables.py")
     folder = tmp_path / "docs" / "results"
     folder.mkdir(parents=True)
     entry = {
@@ -82,6 +74,6 @@ def test_tables_are_filled_from_files(tmp_path: Path) -> None:
 
 
 def test_the_readme_is_up_to_date() -> None:
-    make = tables()
+    make = load("docs/make_tables.py")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert make.fill(text, make.entries()) == text, "run python docs/make_tables.py"

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.loose_files import load
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -24,12 +16,13 @@ def load(name: str) -> ModuleType:
 )
 def test_tutorials(name: str, epochs: int, better_than: float, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    results = load(name).main(epochs=epochs, folder=tmp_path)
+    results = load(f"examples/{name}.py").main(epochs=epochs, folder=tmp_path)
     assert results["hydra"]["cls/Acc"] > better_than
     assert (tmp_path / f"{name}-hydra" / "config.json").is_file()
 
 
 def test_the_whole_idea_is_short_and_works() -> None:
     assert len((EXAMPLES / "minimal.py").read_text().splitlines()) < 150
-    figures = load("minimal").main(epochs=6)  # it compares fused members with one by one itself
+    # it compares fused members with one by one itself
+    figures = load("examples/minimal.py").main(epochs=6)
     assert figures["hydra accuracy"] > 0.7

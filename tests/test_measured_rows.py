@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.loose_files import load
 
-def load() -> ModuleType:
-    path = Path(__file__).parents[1] / "experiments" / "measured_rows.py"
-    spec = importlib.util.spec_from_file_location("measured_rows", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-rows = load()
+rows = load("experiments/measured_rows.py")
 
 
 @pytest.mark.parametrize(

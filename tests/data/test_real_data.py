@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from hydra_ensembles.errors import DataError
+from tests.loose_files import load
 
-
-def load() -> ModuleType:
-    path = Path(__file__).parents[2] / "experiments" / "real_data.py"
-    spec = importlib.util.spec_from_file_location("real_data", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["real_data"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-real_data = load()
+real_data = load("experiments/real_data.py")
 needs_data = pytest.mark.skipif("HYDRA_DATA" not in os.environ, reason="HYDRA_DATA is not set")
 
 

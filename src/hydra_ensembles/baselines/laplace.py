@@ -84,13 +84,13 @@ def laplace(
         logits, features, labels = collect(
             featured, held_out, name="validation", labels=True, progress=task.progress
         )
-        losses = []
-        for precision in GRID.to(features):
+        assert labels is not None
+        grid, losses = GRID.to(features), []
+        for precision in grid:
             posterior.prior_precision = precision
             variance = logit_variance(posterior, layer, structure=structure)(features)
-            assert labels is not None
             losses.append(float(F.cross_entropy(probit(logits, variance), labels)))
-        posterior.prior_precision = GRID.to(features)[losses.index(min(losses))]
+        posterior.prior_precision = grid[losses.index(min(losses))]
     return LaplaceHead(featured, logit_variance(posterior, layer, structure=structure))
 
 
@@ -104,16 +104,15 @@ def fit_posterior(layer: nn.Linear, features: Tensor, labels: Tensor, *, structu
             from laplace import Laplace
         except ImportError as error:
             raise missing("laplace-torch") from error
+        curvature = {}  # the library's own
+        if structure == "kron":
+            curvature = {"backend": _linear_curvature(layer.bias is not None)}
         posterior = Laplace(
             head,
             "classification",
             subset_of_weights="last_layer",
             hessian_structure=structure,
-            **(
-                {"backend": _linear_curvature(layer.bias is not None)}
-                if structure == "kron"
-                else {}
-            ),
+            **curvature,
         )
         with torch.enable_grad():
             posterior.fit(loader)

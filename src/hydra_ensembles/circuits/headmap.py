@@ -139,22 +139,7 @@ def find_circuit(
     Example:
         >>> mask = find_circuit(model, id=validation, ood=outliers, objective="ood-auroc", keep=0.5)
     """
-    steps, *_ = _search(
-        model,
-        id=id,
-        ood=ood,
-        shift=shift,
-        objective=objective,
-        keep=keep,
-        max_cost=max_cost,
-        condition=condition,
-        layers=layers,
-        score=score,
-        folder=folder,
-        cache_bytes=cache_bytes,
-        progress=progress,
-        baselines=False,
-    )
+    steps, *_ = _search(**locals(), baselines=False)
     return HeadMask([step["selected"] for step in steps])
 
 
@@ -198,22 +183,7 @@ def find_effects(
         cache_bytes: Memory for hidden states; beyond it they are recomputed.
         progress: Show a bar with the remaining time on a terminal.
     """
-    steps, goal, settings = _search(
-        model,
-        id=id,
-        ood=ood,
-        shift=shift,
-        objective=objective,
-        keep=keep,
-        max_cost=max_cost,
-        condition=condition,
-        layers=layers,
-        score=score,
-        folder=folder,
-        cache_bytes=cache_bytes,
-        progress=progress,
-        baselines=True,
-    )
+    steps, goal, settings = _search(**locals(), baselines=True)
     errors = [step["standard_error"] for step in steps]
     return Circuit(
         HeadMask([step["selected"] for step in steps]),
@@ -242,7 +212,10 @@ def _search(
     progress: bool,
     baselines: bool,
 ) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
-    """Return the steps by layer, the objective's name and what the search depends on."""
+    """Return the steps by layer, the objective's name and what the search depends on.
+
+    Takes every argument of `find_circuit` and `find_effects`, whose names are the same.
+    """
     if condition not in CONDITIONS:
         raise ValueError(f"Unknown condition {condition!r}: expected {', '.join(CONDITIONS)}.")
     host = host_model(model)

@@ -367,7 +367,7 @@ class Run:
 
 def _probabilities(labels: Tensor, classes: int) -> Tensor:
     """Return soft labels `[B, C]` if that is what they are: a teacher's answers, say."""
-    if labels.shape[1:] != (classes,) or labels.ndim != 2:
+    if labels.shape[1:] != (classes,):
         raise DataError(
             f"Labels of type {labels.dtype} have shape {list(labels.shape)}. Expected class "
             f"numbers [batch] as integers, or probabilities [batch, {classes}]."
