@@ -12,8 +12,8 @@ import timm
 import torch
 from torch import Tensor
 
-from hydra_ensembles.files import write_whole
-from hydra_ensembles.models import HostModel, host_model
+from hydra_ensembles._records import write_whole
+from hydra_ensembles.hosts import HostModel, host_model
 
 RESULTS = Path(__file__).parent / "results"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

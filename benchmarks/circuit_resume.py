@@ -27,8 +27,8 @@ import timm
 import torch
 
 from hydra_ensembles import build
-from hydra_ensembles.circuits.headmap import find_effects
-from hydra_ensembles.models import HostModel, host_model
+from hydra_ensembles.hosts import HostModel, host_model
+from hydra_ensembles.search.headmap import find_effects
 
 Search = Callable[[Path | None], str]
 

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from hydra_ensembles.circuits.headmap import find_circuit, find_effects
-from hydra_ensembles.circuits.objectives import as_objective
-from hydra_ensembles.circuits.prefix import Outputs
-from hydra_ensembles.heads import gate
-from hydra_ensembles.masks import HeadMask
-from hydra_ensembles.models import HostModel
+from hydra_ensembles.heads.gating import gate
+from hydra_ensembles.heads.masks import HeadMask
+from hydra_ensembles.hosts import HostModel
+from hydra_ensembles.search.headmap import find_circuit, find_effects
+from hydra_ensembles.search.objectives import as_objective
+from hydra_ensembles.search.prefix import Outputs
 
 Clock = Callable[[], Tensor]
 

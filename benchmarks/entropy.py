@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from hydra_ensembles._records import write_whole
 from hydra_ensembles.criteria import AttentionView, EntropyKind, row_entropies
-from hydra_ensembles.files import write_whole
 
 RESULTS = Path(__file__).parent / "results" / "entropy.json"
 WIDTH = 64

@@ -16,9 +16,9 @@ from entries import KEEP, entries
 from latency import RESULTS, write
 
 import hydra_ensembles as hydra
-from hydra_ensembles.counting import CostModel
-from hydra_ensembles.evaluation.benchmark import benchmark
-from hydra_ensembles.files import write_whole
+from hydra_ensembles._records import write_whole
+from hydra_ensembles.costs.counting import CostModel
+from hydra_ensembles.evaluation.benchmarking import benchmark
 
 LENGTHS = (64, 128, 256, 512, 1024)
 

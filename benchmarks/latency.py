@@ -13,7 +13,7 @@ import shapes
 import torch
 from entries import CORE, RIVALS, entries
 
-from hydra_ensembles.evaluation.benchmark import benchmark
+from hydra_ensembles.evaluation.benchmarking import benchmark
 
 RESULTS = Path(__file__).parent / "results"
 

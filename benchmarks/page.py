@@ -11,12 +11,12 @@ from pathlib import Path
 
 import shapes
 
+from hydra_ensembles._records import write_whole
 from hydra_ensembles.evaluation.benchmark_results import (
     BenchmarkResult,
     markdown_table,
     paired_ratio,
 )
-from hydra_ensembles.files import write_whole
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "cost.md"

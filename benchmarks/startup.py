@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hydra_ensembles.files import write_whole
+from hydra_ensembles._records import write_whole
 
 RESULTS = Path(__file__).parent / "results" / "startup.json"
 SCRIPT = Path(sys.executable).with_name("hydra-ensembles")

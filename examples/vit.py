@@ -17,7 +17,7 @@ from transformers import ViTConfig, ViTForImageClassification
 import hydra_ensembles as hydra
 from hydra_ensembles.data import digits
 from hydra_ensembles.report.html import write_report
-from hydra_ensembles.selective import fit_abstention
+from hydra_ensembles.uncertainty.abstaining import fit_abstention
 
 
 def main(epochs: int = 20, folder: Path | None = None) -> dict[str, hydra.Results]:

@@ -27,11 +27,11 @@ from real_data import ImageSet
 from torch import Tensor, nn
 
 from hydra_ensembles import fuse
-from hydra_ensembles.budget import Budget
-from hydra_ensembles.circuits.pool import make_pool
+from hydra_ensembles.costs.budget import Budget
 from hydra_ensembles.data.corruptions import corrupted
 from hydra_ensembles.data.proxies import make_proxies
-from hydra_ensembles.models import host_model
+from hydra_ensembles.hosts import host_model
+from hydra_ensembles.search.pool import make_pool
 
 SEEN, UNSEEN = ("textures",), ("tinyimagenet", "mnist")
 SHIFTS = ("gaussian_noise", "defocus_blur", "contrast")

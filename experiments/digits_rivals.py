@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hydra_ensembles._records import write_whole
 from hydra_ensembles.baselines import make_baseline, relative_cost
 from hydra_ensembles.data.corruptions import corrupted
 from hydra_ensembles.data.demo import Demo, digits
 from hydra_ensembles.evaluation import Results, compare_table, evaluate
-from hydra_ensembles.files import write_whole
-from hydra_ensembles.tiny_vit import TinyViT, TinyViTConfig
+from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 from hydra_ensembles.training import finetune
 
 RESULTS = Path(__file__).parent / "results"

@@ -143,7 +143,7 @@ def save_host(model: Any, folder: Path) -> None:
 
 def run_seed(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Fine-tune, save and evaluate one seed."""
-    from hydra_ensembles.inference import collect_logits
+    from hydra_ensembles.data.running import collect_logits
     from hydra_ensembles.training import finetune
 
     images, labels = read_images(args.data / "cifar10", "data_batch_1")

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from hydra_ensembles.files import write_whole
+from hydra_ensembles._records import write_whole
 
 SPLIT_FILE = Path(__file__).parent / "splits" / "sst2.json"
 RESULTS_FILE = Path(__file__).parent / "results" / "finetune_sst2.json"
@@ -182,7 +182,7 @@ def run_seed(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Fine-tune, save and evaluate one seed."""
     from transformers import AutoTokenizer
 
-    from hydra_ensembles.inference import collect_logits
+    from hydra_ensembles.data.running import collect_logits
     from hydra_ensembles.training import finetune
 
     folder = args.data / "text" / "sst2"

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from hydra_ensembles import HeadMask, HydraEnsemble, fuse, prune_heads_
 from hydra_ensembles.baselines import make_baseline
-from hydra_ensembles.baselines.features import Featured
+from hydra_ensembles.baselines.classifier_features import Featured
 from hydra_ensembles.baselines.laplace import LaplaceHead
 from hydra_ensembles.data.corruptions import corrupted
 from hydra_ensembles.data.proxies import make_proxies

@@ -3,7 +3,7 @@
     python experiments/measured_costs.py --data DATA --hosts-text HOSTS --hosts-cifar HOSTS
 
 Every table's models run interleaved on eight of its test examples, on an otherwise idle machine;
-a ratio is the median of the paired ratios of all rounds (`hydra_ensembles.evaluation.benchmark`).
+a ratio is the median of the paired ratios of all rounds (`hydra_ensembles.benchmark`).
 One thread, as the tables were made: the cost page has two, which a busy machine disturbs more.
 Members are those of the draw whose masks count dearest, as the column `cost` shows the dearest.
 What is trained sees one batch, enough for its structure: speed does not depend on weights. Writes
@@ -32,12 +32,12 @@ from text_table import TextTable
 from torch import Tensor, nn
 
 from hydra_ensembles import HeadMask, fuse
+from hydra_ensembles._records import write_whole
 from hydra_ensembles.baselines import make_baseline
-from hydra_ensembles.baselines.members import Members
-from hydra_ensembles.counting import CostModel
-from hydra_ensembles.evaluation.benchmark import benchmark
-from hydra_ensembles.files import write_whole
-from hydra_ensembles.models import HostModel, ZeroShotClassifier, host_model
+from hydra_ensembles.baselines.member_stack import Members
+from hydra_ensembles.costs.counting import CostModel
+from hydra_ensembles.evaluation.benchmarking import benchmark
+from hydra_ensembles.hosts import HostModel, ZeroShotClassifier, host_model
 from hydra_ensembles.training import finetune_branch
 
 EXAMPLES = max(SIZES)
@@ -156,9 +156,9 @@ def zeroshot_structures(root: Path) -> Structures:
     """Yield the structures of the zero-shot table; projections and texts are random."""
     from zeroshot_features import LAYERS, image_tower
 
-    from hydra_ensembles.baselines.features import Featured
+    from hydra_ensembles.baselines.classifier_features import Featured
     from hydra_ensembles.baselines.vilu import FailureHead, ViLU
-    from hydra_ensembles.models.zeroshot import PooledTower
+    from hydra_ensembles.hosts.zeroshot import PooledTower
 
     record = tables.read("zeroshot")
     if record is None:

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from hydra_ensembles._records import write_whole
 from hydra_ensembles.criteria import HeadImportanceEntropy, score_heads
 from hydra_ensembles.data.corruptions import corrupted
 from hydra_ensembles.data.folders import image_folder
 from hydra_ensembles.data.splits import sample
 from hydra_ensembles.data.texts import text_data
-from hydra_ensembles.evaluation.prune_sweep import prune_sweep
-from hydra_ensembles.evaluation.prune_sweep_results import PruneSweep
+from hydra_ensembles.evaluation.pruning_sweep import prune_sweep
+from hydra_ensembles.evaluation.pruning_sweep_results import PruneSweep
 from hydra_ensembles.evaluation.shift_gap import pruning_shift_gap
-from hydra_ensembles.files import write_whole
 
 RATIOS = (0.1, 0.2, 0.3, 0.5)
 ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-from hydra_ensembles.evaluation.prune_sweep_results import Interval, PruneSweep, write_text
+from hydra_ensembles.evaluation.pruning_sweep_results import Interval, PruneSweep, write_text
 from hydra_ensembles.report.pruning_figures import (
     plot_alpha,
     plot_head_scores,

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from hydra_ensembles.data import Batches, ImageTransform, text_data
 from hydra_ensembles.data.folders import image_batch
-from hydra_ensembles.data.tables import read_table
+from hydra_ensembles.data.table_files import read_table
 from hydra_ensembles.data.texts import TextBatches
 from hydra_ensembles.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from hydra_ensembles.errors import DataError

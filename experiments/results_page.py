@@ -15,7 +15,7 @@ from typing import Any
 import measured_rows
 from tables import LOWER_IS_BETTER, RESULTS, over_draws, read
 
-from hydra_ensembles.files import write_whole
+from hydra_ensembles._records import write_whole
 
 DOCS = Path(__file__).parents[1] / "docs"
 PICTURES = DOCS / "assets" / "results"

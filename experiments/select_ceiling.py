@@ -20,7 +20,7 @@ import tables
 import torch
 from safetensors.torch import load_file
 
-from hydra_ensembles.circuits.objectives import auroc
+from hydra_ensembles.search.objectives import auroc
 
 SEEN = ("textures-bumpy", "textures-crosshatched")
 UNSEEN = ("mnist", "cifar10", "noise")

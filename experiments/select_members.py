@@ -27,19 +27,19 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hydra_ensembles.budget import Budget
-from hydra_ensembles.circuits.layerwise import average_harm
-from hydra_ensembles.circuits.members import Candidates, search_members
-from hydra_ensembles.circuits.objectives import as_objective, average_of, ece_of, effect, nll_of
-from hydra_ensembles.circuits.pool import make_pool
-from hydra_ensembles.circuits.prefix import Outputs, Prefix
-from hydra_ensembles.circuits.select import EnsembleObjective, split_rows
+from hydra_ensembles._records import write_whole
+from hydra_ensembles.costs.budget import Budget
 from hydra_ensembles.criteria import gate_gradients
 from hydra_ensembles.data.proxies import make_proxies
 from hydra_ensembles.evaluation.metrics_ood import ood_figures
-from hydra_ensembles.files import write_whole
-from hydra_ensembles.masks import HeadMask, HeadScores
-from hydra_ensembles.models import HostModel, host_model
+from hydra_ensembles.heads.masks import HeadMask, HeadScores
+from hydra_ensembles.hosts import HostModel, host_model
+from hydra_ensembles.search.ensemble_search import Candidates, search_members
+from hydra_ensembles.search.layerwise import average_harm
+from hydra_ensembles.search.objectives import as_objective, average_of, ece_of, effect, nll_of
+from hydra_ensembles.search.pool import make_pool
+from hydra_ensembles.search.prefix import Outputs, Prefix
+from hydra_ensembles.search.select import EnsembleObjective, split_rows
 from hydra_ensembles.uncertainty import fit_temperature, score_logits
 
 RESULTS = Path(__file__).parent / "results"

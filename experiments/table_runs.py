@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from hydra_ensembles import HeadMask, HydraEnsemble, fuse, prune_heads_
 from hydra_ensembles.baselines import make_baseline, relative_cost
-from hydra_ensembles.counting import CostModel
+from hydra_ensembles.costs.counting import CostModel
+from hydra_ensembles.data.running import collect_logits, evaluating, split_batch
 from hydra_ensembles.evaluation.metrics_classification import negative_log_likelihood
-from hydra_ensembles.inference import collect_logits, evaluating, split_batch
-from hydra_ensembles.models import HostModel, host_model
+from hydra_ensembles.hosts import HostModel, host_model
 from hydra_ensembles.training import finetune, finetune_branch
 from hydra_ensembles.training.branch import CachedTrunk
 from hydra_ensembles.training.numbered import keys_of, numbered

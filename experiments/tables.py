@@ -34,8 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hydra_ensembles._records import write_whole
 from hydra_ensembles.evaluation.metrics_classification import BINS, negative_log_likelihood
-from hydra_ensembles.files import write_whole
 from hydra_ensembles.uncertainty import (
     disagreement,
     mean_probability,

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hydra_ensembles.circuits.pool import make_pool
-from hydra_ensembles.circuits.prefix import Prefix
 from hydra_ensembles.data.proxies import make_proxies
 from hydra_ensembles.data.transforms import IMAGENET_MEAN, IMAGENET_STD
-from hydra_ensembles.masks import HeadMask
-from hydra_ensembles.models import HostModel, host_model
+from hydra_ensembles.heads.masks import HeadMask
+from hydra_ensembles.hosts import HostModel, host_model
+from hydra_ensembles.search.pool import make_pool
+from hydra_ensembles.search.prefix import Prefix
 
 LAYERS = (10, 11)
 TEXTURES = ("banded", "braided", "bumpy", "crosshatched")  # `cobwebbed` is close to a class

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from zeroshot_features import Features, image_tower
 
-from hydra_ensembles.models import ZeroShotClassifier
+from hydra_ensembles.hosts import ZeroShotClassifier
 
 PROMPT = "a photo of a {}."
 # names that stand for two classes each in the index that comes with the images

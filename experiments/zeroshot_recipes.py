@@ -20,7 +20,7 @@ import torch
 import zeroshot_features as features_of
 from zeroshot_search import SCORES, Recipe, Search
 
-from hydra_ensembles.masks import HeadMask
+from hydra_ensembles.heads.masks import HeadMask
 
 RECIPES = {
     "five proxies": Recipe(proxies=features_of.PROXIES[:-1]),

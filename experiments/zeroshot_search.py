@@ -22,14 +22,14 @@ import zeroshot_model as model_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hydra_ensembles.budget import Budget
-from hydra_ensembles.circuits.members import _bags, search_members
-from hydra_ensembles.circuits.select import EnsembleObjective, Selector, split_rows
-from hydra_ensembles.circuits.table import Table
+from hydra_ensembles._records import write_whole
+from hydra_ensembles.costs.budget import Budget
 from hydra_ensembles.criteria import gate_gradients
-from hydra_ensembles.files import write_whole
-from hydra_ensembles.masks import HeadMask
-from hydra_ensembles.models import host_model
+from hydra_ensembles.heads.masks import HeadMask
+from hydra_ensembles.hosts import host_model
+from hydra_ensembles.search.candidate_table import Table
+from hydra_ensembles.search.ensemble_search import _bags, search_members
+from hydra_ensembles.search.select import EnsembleObjective, Selector, split_rows
 from hydra_ensembles.uncertainty import fit_temperature
 
 MAX_COST = 1.07

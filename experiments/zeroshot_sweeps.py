@@ -14,7 +14,7 @@ from torch import Tensor
 from zeroshot_recipes import RECIPES
 from zeroshot_search import Recipe, Search, World
 
-from hydra_ensembles.masks import HeadMask
+from hydra_ensembles.heads.masks import HeadMask
 
 TRIPLES = 400  # random ones, a half of the classes
 

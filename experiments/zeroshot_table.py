@@ -37,7 +37,7 @@ from zeroshot_sweeps import ceiling, diversity, sweeps
 from zeroshot_vilu import vilu
 
 from hydra_ensembles import fuse, verify
-from hydra_ensembles.masks import HeadMask
+from hydra_ensembles.heads.masks import HeadMask
 
 
 def checks(world: World, members: Sequence[HeadMask]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import tables
 import torch
 from zeroshot_search import Search
 
-from hydra_ensembles.baselines.members import carry_uncertainty
+from hydra_ensembles.baselines.member_stack import carry_uncertainty
 from hydra_ensembles.baselines.small_head import fit_binary
 from hydra_ensembles.baselines.vilu import FailureHead
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask, HeadScores
-from hydra_ensembles.budget import (
+from hydra_ensembles.costs.budget import (
     Budget,
     branch_options,
     budgeted_masks,
@@ -19,8 +19,8 @@ from hydra_ensembles.budget import (
     fit_budget,
     option_cost,
 )
-from hydra_ensembles.cost_frontier import Frontier, frontier
-from hydra_ensembles.counting import CostModel
+from hydra_ensembles.costs.cost_frontier import Frontier, frontier
+from hydra_ensembles.costs.counting import CostModel
 from hydra_ensembles.errors import MaskError
 from tests import zoo
 
@@ -72,7 +72,7 @@ def test_the_counted_budget_is_the_ensembles_own_cost() -> None:
     model, inputs = zoo.host("vit"), zoo.batch("vit")
     masks = budgeted_masks(model, scores(0), members=2, max_cost=1.2, batch=inputs)
     ensemble = hydra.fuse(model, masks)
-    from hydra_ensembles.counting import cost
+    from hydra_ensembles.costs.counting import cost
 
     ratio = cost(ensemble, inputs).relative_to(cost(model, inputs)).multiply_adds
     assert ratio <= 1.2

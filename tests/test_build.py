@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hydra_ensembles.builder import METHODS, build, replay
-from hydra_ensembles.circuits.select import EnsembleObjective
-from hydra_ensembles.counting import relative_cost
+from hydra_ensembles.costs.counting import relative_cost
 from hydra_ensembles.errors import DataError, FormatError, MaskError
-from hydra_ensembles.masks import HeadMask
+from hydra_ensembles.heads.masks import HeadMask
+from hydra_ensembles.search.select import EnsembleObjective
 
 from .criteria.tiny_hosts import HOSTS, VOCABULARY
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_ensembles.errors import DataError, FormatError, UnknownNameError
-from hydra_ensembles.selective import Abstention, fit_abstention
+from hydra_ensembles.uncertainty.abstaining import Abstention, fit_abstention
 
 
 def brute_force(uncertainty: list[int], wrong: list[bool], risk: float, method: str) -> float:

@@ -327,8 +327,8 @@ def test_hugging_face_and_timm_hosts_train():
 def test_a_fused_branch_trains_by_its_members_losses():
     from transformers import BertConfig, BertForSequenceClassification
 
-    from hydra_ensembles.fusing import fuse
-    from hydra_ensembles.masks import HeadMask
+    from hydra_ensembles.fusion.fusing import fuse
+    from hydra_ensembles.heads.masks import HeadMask
 
     config = BertConfig(
         vocab_size=30,

@@ -140,7 +140,7 @@ NAMES = ["cat", "big dog", "red bird", "fish", "old grey horse"]
 def _zero_shot_clip() -> nn.Module:
     from transformers import CLIPConfig, CLIPModel
 
-    from hydra_ensembles.models import ZeroShotClassifier
+    from hydra_ensembles.hosts import ZeroShotClassifier
 
     config = CLIPConfig(
         vision_config={**SIZES, **IMAGE}, text_config={**SIZES, **TEXT}, projection_dim=16
@@ -153,7 +153,7 @@ def _zero_shot_clip() -> nn.Module:
 def _zero_shot_dual() -> nn.Module:
     from transformers import BertConfig, BertModel, VisionTextDualEncoderModel, ViTConfig, ViTModel
 
-    from hydra_ensembles.models import ZeroShotClassifier
+    from hydra_ensembles.hosts import ZeroShotClassifier
 
     dual = VisionTextDualEncoderModel(
         vision_model=ViTModel(ViTConfig(**SIZES, **IMAGE)),
@@ -179,7 +179,7 @@ def _open_clip_model() -> nn.Module:
 
 
 def _zero_shot_open_clip() -> nn.Module:
-    from hydra_ensembles.models import ZeroShotClassifier
+    from hydra_ensembles.hosts import ZeroShotClassifier
 
     def tokenizer(texts: list[str]) -> torch.Tensor:
         rows = [WordTokenizer().ids(text)[:9] for text in texts]
@@ -258,7 +258,7 @@ def batch(name: str, size: int = 4, seed: int = 1) -> Any:
 
 def run(model: nn.Module, inputs: Any) -> torch.Tensor:
     """Call a model without gradients and return its main output."""
-    from hydra_ensembles.models import main_output
+    from hydra_ensembles.hosts import main_output
 
     with torch.no_grad():
         return main_output(model(**inputs) if isinstance(inputs, dict) else model(inputs))

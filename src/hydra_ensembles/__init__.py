@@ -16,77 +16,77 @@ if TYPE_CHECKING:
     from .baselines import make_baseline as make_baseline
     from .builder import build as build
     from .builder import replay as replay
-    from .circuits.head_map import head_map as head_map
-    from .circuits.head_map import overlaps as overlaps
-    from .circuits.headmap import find_circuit as find_circuit
-    from .circuits.headmap import find_effects as find_effects
-    from .circuits.select import EnsembleObjective as EnsembleObjective
-    from .cost_frontier import frontier as frontier
-    from .counting import Cost as Cost
-    from .counting import cost as cost
+    from .costs import Cost as Cost
+    from .costs import cost as cost
+    from .costs import frontier as frontier
     from .criteria import score_heads as score_heads
-    from .ensemble import HydraEnsemble as HydraEnsemble
     from .errors import HydraError as HydraError
     from .evaluation import Results as Results
     from .evaluation import compare as compare
     from .evaluation import compare_table as compare_table
     from .evaluation import evaluate as evaluate
-    from .evaluation.benchmark import benchmark as benchmark
-    from .evaluation.prune_sweep import prune_sweep as prune_sweep
+    from .evaluation.benchmarking import benchmark as benchmark
+    from .evaluation.pruning_sweep import prune_sweep as prune_sweep
     from .evaluation.shift_gap import pruning_shift_gap as pruning_shift_gap
-    from .fusing import fuse as fuse
+    from .fusion import HydraEnsemble as HydraEnsemble
+    from .fusion import fuse as fuse
     from .fusion import verify as verify
+    from .heads import HeadMask as HeadMask
+    from .heads import HeadScores as HeadScores
     from .heads import gate as gate
     from .heads import prune_heads_ as prune_heads_
-    from .masks import HeadMask as HeadMask
-    from .masks import HeadScores as HeadScores
-    from .models import Family as Family
-    from .models import ZeroShotClassifier as ZeroShotClassifier
-    from .models import explain as explain
-    from .models import register_family as register_family
+    from .hosts import Family as Family
+    from .hosts import ZeroShotClassifier as ZeroShotClassifier
+    from .hosts import explain as explain
+    from .hosts import register_family as register_family
     from .report.html import write_report as write_report
-    from .selective import Abstention as Abstention
-    from .selective import fit_abstention as fit_abstention
+    from .search.head_roles import head_map as head_map
+    from .search.head_roles import overlaps as overlaps
+    from .search.headmap import find_circuit as find_circuit
+    from .search.headmap import find_effects as find_effects
+    from .search.select import EnsembleObjective as EnsembleObjective
     from .training import average_weights as average_weights
     from .training import finetune as finetune
     from .training import finetune_branch as finetune_branch
+    from .uncertainty import Abstention as Abstention
     from .uncertainty import Prediction as Prediction
+    from .uncertainty import fit_abstention as fit_abstention
 
 _NAMES = {
-    "Abstention": "selective",
-    "Cost": "counting",
-    "EnsembleObjective": "circuits.select",
-    "Family": "models",
-    "HeadMask": "masks",
-    "HeadScores": "masks",
-    "HydraEnsemble": "ensemble",
+    "Abstention": "uncertainty",
+    "Cost": "costs",
+    "EnsembleObjective": "search.select",
+    "Family": "hosts",
+    "HeadMask": "heads",
+    "HeadScores": "heads",
+    "HydraEnsemble": "fusion",
     "HydraError": "errors",
     "Prediction": "uncertainty",
     "Results": "evaluation",
-    "ZeroShotClassifier": "models",
-    "benchmark": "evaluation.benchmark",
+    "ZeroShotClassifier": "hosts",
+    "average_weights": "training",
+    "benchmark": "evaluation.benchmarking",
     "build": "builder",
     "compare": "evaluation",
     "compare_table": "evaluation",
-    "cost": "counting",
+    "cost": "costs",
     "evaluate": "evaluation",
-    "explain": "models",
-    "find_circuit": "circuits.headmap",
-    "find_effects": "circuits.headmap",
-    "average_weights": "training",
+    "explain": "hosts",
+    "find_circuit": "search.headmap",
+    "find_effects": "search.headmap",
     "finetune": "training",
     "finetune_branch": "training",
-    "fit_abstention": "selective",
-    "frontier": "cost_frontier",
-    "fuse": "fusing",
+    "fit_abstention": "uncertainty",
+    "frontier": "costs",
+    "fuse": "fusion",
     "gate": "heads",
-    "head_map": "circuits.head_map",
+    "head_map": "search.head_roles",
     "make_baseline": "baselines",
-    "overlaps": "circuits.head_map",
+    "overlaps": "search.head_roles",
     "prune_heads_": "heads",
-    "prune_sweep": "evaluation.prune_sweep",
+    "prune_sweep": "evaluation.pruning_sweep",
     "pruning_shift_gap": "evaluation.shift_gap",
-    "register_family": "models",
+    "register_family": "hosts",
     "replay": "builder",
     "score_heads": "criteria",
     "verify": "fusion",

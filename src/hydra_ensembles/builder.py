@@ -11,25 +11,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .budget import Budget
-from .circuits.candidates import PartCandidates
-from .circuits.headmap import find_effects
-from .circuits.members import Members, search_members
-from .circuits.objectives import auroc
-from .circuits.pool import make_pool
-from .circuits.prefix import CACHE_BYTES, Prefix
-from .circuits.select import EnsembleObjective, settings_of, split_rows
-from .circuits.sets import outlier_sets
-from .circuits.state import SearchState, TensorStore, model_fingerprint
-from .circuits.ticking import ticker
+from .costs.budget import Budget
 from .criteria import HeadImportanceEntropy, score_heads
 from .data.batches import Batches, as_data, indexable
 from .data.splits import fingerprint, sample, split
-from .ensemble import HydraEnsemble
 from .errors import DataError
-from .fusing import fuse
-from .masks import HeadMask, HeadScores, Keep
-from .models import HostModel, host_model
+from .fusion.ensemble import HydraEnsemble
+from .fusion.fusing import fuse
+from .heads.masks import HeadMask, HeadScores, Keep
+from .hosts import HostModel, host_model
+from .search.candidates import PartCandidates
+from .search.ensemble_search import Members, search_members
+from .search.headmap import find_effects
+from .search.objectives import auroc
+from .search.pool import make_pool
+from .search.prefix import CACHE_BYTES, Prefix
+from .search.select import EnsembleObjective, settings_of, split_rows
+from .search.sets import outlier_sets
+from .search.state import SearchState, TensorStore, model_fingerprint
+from .search.ticking import ticker
 from .uncertainty import fit_member_temperatures, fit_temperature, score_logits, scores
 
 Method = Literal["select", "circuit", "taylor", "hies", "random"]
@@ -377,7 +377,7 @@ class _Build:
 
 def _run(ensemble: HydraEnsemble, data: Any) -> tuple[Tensor, Tensor | None]:
     """Return the members' raw logits and labels."""
-    from .inference import split_batch
+    from .data.running import split_batch
 
     logits, labels = [], []
     for batch in data:

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from hydra_ensembles.tiny_vit import TinyViT, TinyViTConfig
+from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 from hydra_ensembles.training import finetune
 
 CONFIG = TinyViTConfig(

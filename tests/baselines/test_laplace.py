@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_ensembles.baselines import make_baseline, relative_cost
-from hydra_ensembles.baselines.features import Featured
+from hydra_ensembles.baselines.classifier_features import Featured
 from hydra_ensembles.baselines.laplace import LaplaceHead, fit_posterior
 from hydra_ensembles.baselines.laplace_variance import logit_variance
 from hydra_ensembles.errors import DataError

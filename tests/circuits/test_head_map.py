@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hydra_ensembles.circuits.head_map import HeadMap, head_map, overlaps
-from hydra_ensembles.circuits.headmap import find_effects
 from hydra_ensembles.errors import UnsupportedModelError
-from hydra_ensembles.masks import HeadMask
-from hydra_ensembles.models import host_model, main_output
+from hydra_ensembles.heads.masks import HeadMask
+from hydra_ensembles.hosts import host_model, main_output
+from hydra_ensembles.search.head_roles import HeadMap, head_map, overlaps
+from hydra_ensembles.search.headmap import find_effects
 
 from ..criteria.tiny_hosts import HOSTS, images
 from .test_headmap import a_host, outliers

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from hydra_ensembles.budget import Budget
-from hydra_ensembles.circuits.headmap import Circuit, find_circuit, find_effects
-from hydra_ensembles.circuits.objectives import as_objective, auroc, ece_of, effect, objectives
-from hydra_ensembles.circuits.prefix import Outputs, Prefix
-from hydra_ensembles.circuits.sets import shifted
-from hydra_ensembles.counting import CostModel
+from hydra_ensembles.costs.budget import Budget
+from hydra_ensembles.costs.counting import CostModel
+from hydra_ensembles.data.running import call_model
 from hydra_ensembles.errors import DataError, FormatError, MaskError
-from hydra_ensembles.heads import gate
-from hydra_ensembles.inference import call_model
-from hydra_ensembles.masks import HeadMask
-from hydra_ensembles.models import host_model, main_output
+from hydra_ensembles.heads.gating import gate
+from hydra_ensembles.heads.masks import HeadMask
+from hydra_ensembles.hosts import host_model, main_output
+from hydra_ensembles.search.headmap import Circuit, find_circuit, find_effects
+from hydra_ensembles.search.objectives import as_objective, auroc, ece_of, effect, objectives
+from hydra_ensembles.search.prefix import Outputs, Prefix
+from hydra_ensembles.search.sets import shifted
 
 from ..criteria.tiny_hosts import HOSTS, images, take, texts
 from .naive import Sets, naive_headmap

@@ -7,16 +7,16 @@ import itertools
 import pytest
 import torch
 
-from hydra_ensembles.budget import Budget
-from hydra_ensembles.circuits.members import Candidates, search_members
-from hydra_ensembles.circuits.pool import all_rows, make_pool, mutations
-from hydra_ensembles.circuits.prefix import Outputs, Prefix
-from hydra_ensembles.circuits.select import EnsembleObjective, Selector, split_rows
-from hydra_ensembles.circuits.state import SearchState, TensorStore
-from hydra_ensembles.circuits.table import Table
+from hydra_ensembles.costs.budget import Budget
 from hydra_ensembles.errors import FormatError, MaskError
-from hydra_ensembles.masks import HeadMask, HeadScores
-from hydra_ensembles.models import host_model
+from hydra_ensembles.heads.masks import HeadMask, HeadScores
+from hydra_ensembles.hosts import host_model
+from hydra_ensembles.search.candidate_table import Table
+from hydra_ensembles.search.ensemble_search import Candidates, search_members
+from hydra_ensembles.search.pool import all_rows, make_pool, mutations
+from hydra_ensembles.search.prefix import Outputs, Prefix
+from hydra_ensembles.search.select import EnsembleObjective, Selector, split_rows
+from hydra_ensembles.search.state import SearchState, TensorStore
 from hydra_ensembles.uncertainty import score_logits
 
 from ..criteria.tiny_hosts import HOSTS, images

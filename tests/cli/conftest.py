@@ -9,8 +9,8 @@ import torch
 
 import hydra_ensembles as hydra
 from hydra_ensembles.data import digits
+from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 from hydra_ensembles.report.examples import png
-from hydra_ensembles.tiny_vit import TinyViT, TinyViTConfig
 
 CONFIG = TinyViTConfig(width=24, heads=4, layers=2, mlp_width=24)
 

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from hydra_ensembles import HeadMask, HydraEnsemble, Results
-from hydra_ensembles.budget import Budget
 from hydra_ensembles.cli.main import COMMANDS, main
+from hydra_ensembles.costs.budget import Budget
 from hydra_ensembles.data import digits
-from hydra_ensembles.masks import HeadScores
-from hydra_ensembles.models import host_model
+from hydra_ensembles.heads.masks import HeadScores
+from hydra_ensembles.hosts import host_model
 
 
 def run(*arguments: object) -> int:

@@ -111,7 +111,7 @@ def test_timm_weights_of_ones_own(tmp_path: Path) -> None:
 def test_an_ensemble_of_timm_remembers_its_images(tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")
     import hydra_ensembles as hydra
-    from hydra_ensembles.cli.build import save
+    from hydra_ensembles.cli.commands.build import save
     from hydra_ensembles.cli.loading import Loaded
     from hydra_ensembles.data import image_transform
 

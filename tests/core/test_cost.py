@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
-from hydra_ensembles.counting import CostModel, cost, relative_cost
+from hydra_ensembles.costs.counting import CostModel, cost, relative_cost
 from hydra_ensembles.errors import DataError
 from tests import zoo
 from tests.core.test_fusion import EARLY, LATE, SWITCHES, TREE

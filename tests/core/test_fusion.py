@@ -13,7 +13,7 @@ from torch import nn
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
 from hydra_ensembles.errors import MaskError, UnsupportedModelError, VerificationError
-from hydra_ensembles.heads import gate, prune_heads_
+from hydra_ensembles.heads.gating import gate, prune_heads_
 from tests import zoo
 
 LATE = [

@@ -10,7 +10,7 @@ import torch
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
 from hydra_ensembles.errors import MaskError
-from hydra_ensembles.models import host_model
+from hydra_ensembles.hosts import host_model
 from tests import zoo
 
 MASK = HeadMask([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]])

@@ -12,7 +12,7 @@ from torch import nn
 import hydra_ensembles as hydra
 from hydra_ensembles import Family, HeadMask
 from hydra_ensembles.errors import UnsupportedModelError
-from hydra_ensembles.models import host_model
+from hydra_ensembles.hosts import host_model
 from tests import zoo
 from tests.core.test_fusion import EARLY, gated, members_of
 

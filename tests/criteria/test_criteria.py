@@ -26,9 +26,9 @@ from hydra_ensembles.criteria import (
 )
 from hydra_ensembles.criteria import scoring as module
 from hydra_ensembles.errors import DataError, HydraError, UnknownNameError
-from hydra_ensembles.heads import prune_heads_
-from hydra_ensembles.masks import HeadMask, HeadScores
-from hydra_ensembles.models import host_model
+from hydra_ensembles.heads.gating import prune_heads_
+from hydra_ensembles.heads.masks import HeadMask, HeadScores
+from hydra_ensembles.hosts import host_model
 
 from .. import zoo
 from .tiny_hosts import HOSTS, bert, images, take, texts, vit

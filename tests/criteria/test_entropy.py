@@ -23,7 +23,7 @@ from hydra_ensembles.criteria import attention_entropy as module
 from hydra_ensembles.criteria.attention import split_mask
 from hydra_ensembles.criteria.watching import _dense, _near
 from hydra_ensembles.errors import DataError, HydraError, UnsupportedModelError
-from hydra_ensembles.models import host_model
+from hydra_ensembles.hosts import host_model
 
 from . import tiny_hosts
 from .tiny_hosts import HOSTS, bert, eager_attentions, entropy_by_hand, images, texts, timm_vit

@@ -9,8 +9,8 @@ from transformers import BatchEncoding, LlamaForCausalLM
 
 from hydra_ensembles.criteria import HeadImportance, gate_gradients, score_heads
 from hydra_ensembles.errors import DataError, UnsupportedModelError
-from hydra_ensembles.heads import gate
-from hydra_ensembles.models import host_model
+from hydra_ensembles.heads.gating import gate
+from hydra_ensembles.hosts import host_model
 
 from .tiny_hosts import HOSTS, bert, images, llama_config, seeded, take, texts, timm_vit, vit
 

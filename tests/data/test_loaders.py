@@ -25,7 +25,7 @@ from hydra_ensembles.data import (
     split,
     text_file,
 )
-from hydra_ensembles.data.tables import read_table
+from hydra_ensembles.data.table_files import read_table
 from hydra_ensembles.errors import DataError
 
 SMALL = ImageTransform(size=8, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
-from hydra_ensembles.counting import cost
+from hydra_ensembles.costs.counting import cost
 from hydra_ensembles.errors import DataError, FormatError
-from hydra_ensembles.evaluation.benchmark import benchmark
 from hydra_ensembles.evaluation.benchmark_results import BenchmarkResult, paired_ratio
+from hydra_ensembles.evaluation.benchmarking import benchmark
 from hydra_ensembles.evaluation.peak_memory import PeakMemory
 from tests import zoo
 
@@ -167,7 +167,7 @@ def test_saved_results_print_and_draw(tmp_path: Path) -> None:
 
 
 def test_growth_and_frontier_draw() -> None:
-    from hydra_ensembles.cost_frontier import Frontier, Point
+    from hydra_ensembles.costs.cost_frontier import Frontier, Point
     from hydra_ensembles.report.cost_figures import plot_frontier, plot_growth
 
     model = zoo.host("vit")

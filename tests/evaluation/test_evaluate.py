@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from hydra_ensembles.data.running import collect_logits
 from hydra_ensembles.errors import DataError, UnknownNameError
 from hydra_ensembles.evaluation import (
     AUROC,
@@ -22,7 +23,6 @@ from hydra_ensembles.evaluation import (
 )
 from hydra_ensembles.evaluation import metrics_ood as ood_metrics
 from hydra_ensembles.evaluation import metrics_selective as selective
-from hydra_ensembles.inference import collect_logits
 from hydra_ensembles.uncertainty import (
     Prediction,
     disagreement,

@@ -12,12 +12,13 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from hydra_ensembles.criteria import HeadImportanceEntropy, score_heads
+from hydra_ensembles.data.running import collect_logits
 from hydra_ensembles.data.splits import sample
 from hydra_ensembles.errors import DataError, FormatError, HydraError, UnknownNameError
-from hydra_ensembles.evaluation import prune_sweep as module
+from hydra_ensembles.evaluation import pruning_sweep as module
 from hydra_ensembles.evaluation.metrics_classification import ECE
-from hydra_ensembles.evaluation.prune_sweep import prune_sweep, pruned
-from hydra_ensembles.evaluation.prune_sweep_results import (
+from hydra_ensembles.evaluation.pruning_sweep import prune_sweep, pruned
+from hydra_ensembles.evaluation.pruning_sweep_results import (
     Outcome,
     PruneSweep,
     SweepPoint,
@@ -27,10 +28,9 @@ from hydra_ensembles.evaluation.prune_sweep_results import (
     regime,
     unpack,
 )
-from hydra_ensembles.heads import gate
-from hydra_ensembles.inference import collect_logits
-from hydra_ensembles.masks import HeadMask, HeadScores
-from hydra_ensembles.models import host_model
+from hydra_ensembles.heads.gating import gate
+from hydra_ensembles.heads.masks import HeadMask, HeadScores
+from hydra_ensembles.hosts import host_model
 from hydra_ensembles.report.pruning_figures import (
     plot_alpha,
     plot_head_scores,

@@ -14,8 +14,8 @@ from torch.func import functional_call
 
 from hydra_ensembles.errors import DataError, MaskError
 from hydra_ensembles.evaluation.shift_gap import pruning_shift_gap
-from hydra_ensembles.heads import gate, prune_heads_
-from hydra_ensembles.masks import HeadMask
+from hydra_ensembles.heads.gating import gate, prune_heads_
+from hydra_ensembles.heads.masks import HeadMask
 
 
 def vit(heads: int = 2, width: int = 8) -> nn.Module:

@@ -19,7 +19,7 @@ from . import (  # noqa: F401  (they register themselves)
     single,
     vilu,
 )
-from .counting import RelativeCost, relative_cost
+from .relative_costs import RelativeCost, relative_cost
 from .task import Task, baselines, make_baseline
 
 __all__ = ["RelativeCost", "Task", "baselines", "make_baseline", "relative_cost"]

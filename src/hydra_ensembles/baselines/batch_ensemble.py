@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..training import finetune
-from .features import find_classifier, first_batch
-from .members import Folded
+from .classifier_features import find_classifier, first_batch
+from .member_stack import Folded
 from .surgery import block_linears, replace_
 from .task import Task, baselines, missing
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..training import finetune
-from .features import find_classifier, first_batch
-from .members import Members
+from .classifier_features import find_classifier, first_batch
+from .member_stack import Members
 from .task import Task, baselines
 
 

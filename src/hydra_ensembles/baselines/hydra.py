@@ -11,8 +11,8 @@ from torch import nn
 from ..builder import build
 from ..criteria import score_heads
 from ..data.splits import sample
-from ..fusing import fuse
-from ..heads import prune_heads_
+from ..fusion.fusing import fuse
+from ..heads.gating import prune_heads_
 from ..training import finetune
 from .task import Task, baselines
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from .features import Featured, collect, need_classifier
+from .classifier_features import Featured, collect, need_classifier
 from .laplace_variance import logit_variance
 from .task import Task, baselines, missing
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..training import finetune
-from .members import Members
+from .member_stack import Members
 from .surgery import attention_linears
 from .task import Task, baselines, missing
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
-from ..models import host_model
-from .members import Folded
+from ..hosts import host_model
+from .member_stack import Folded
 from .task import Task, baselines
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .features import Featured, collect, find_classifier, first_batch
-from .members import carry_uncertainty
+from .classifier_features import Featured, collect, find_classifier, first_batch
+from .member_stack import carry_uncertainty
 from .small_head import Standardize, fit_binary
 from .task import Task, baselines
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.running import member_logits_of
 from ..errors import UnsupportedModelError
-from ..inference import member_logits_of
-from ..models import host_model
-from ..models.probe import modules_after_blocks
+from ..hosts import host_model
+from ..hosts.probe import modules_after_blocks
 from ..training import finetune
-from .features import need_classifier
+from .classifier_features import need_classifier
 from .surgery import block_linears, replace_
 from .task import Task, baselines, missing
 

@@ -6,9 +6,9 @@ import copy
 
 from torch import nn
 
-from ..circuits.headmap import find_circuit
 from ..criteria import score_heads
-from ..heads import prune_heads_
+from ..heads.gating import prune_heads_
+from ..search.headmap import find_circuit
 from ..training import finetune
 from .task import Task, baselines
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..inference import collect_logits, member_logits_of
+from ..data.running import collect_logits, member_logits_of
 from ..uncertainty import fit_temperature
 from .task import Task, baselines
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..inference import progress_bar
+from ..data.running import progress_bar
 
 
 class Standardize(nn.Module):

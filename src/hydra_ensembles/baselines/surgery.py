@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from ..models import host_model
+from ..hosts import host_model
 
 
 def replace_(model: nn.Module, path: str, module: nn.Module) -> None:

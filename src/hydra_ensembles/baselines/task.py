@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from ..data.running import require_reiterable
 from ..errors import DataError, MissingDependencyError
-from ..inference import require_reiterable
 from ..registry import Registry
 
 Baseline = Callable[..., nn.Module]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DataError, UnsupportedModelError
-from .features import Featured, collect
-from .members import carry_uncertainty
+from .classifier_features import Featured, collect
+from .member_stack import carry_uncertainty
 from .small_head import fit_binary
 from .task import Task, baselines
 

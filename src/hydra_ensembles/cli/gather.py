@@ -16,8 +16,8 @@ EACH = 6
 
 def cost_of(model: Any, batch: Any) -> float | None:
     """Return a model's multiply-adds relative to its own unpruned host; None when not countable."""
-    from ..counting import cost
-    from ..ensemble import HydraEnsemble
+    from ..costs.counting import cost
+    from ..fusion.ensemble import HydraEnsemble
 
     if not isinstance(model, HydraEnsemble):
         return 1.0
@@ -53,7 +53,7 @@ def _describe(
     loaded: Loaded, data: Any, rows: list[int], group: str, name: str, *, labelled: bool = True
 ) -> list[Example]:
     from ..data.batches import images_of, indexable, labels_of
-    from ..inference import evaluating, member_logits
+    from ..data.running import evaluating, member_logits
     from ..report.examples import Example, picture_address
     from ..uncertainty import predict_from_logits
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..circuits.headmap import Circuit
-    from ..masks import HeadScores
+    from ..heads.masks import HeadScores
+    from ..search.headmap import Circuit
 
 
 def scores_grid(name: str, scores: HeadScores) -> str:

@@ -45,7 +45,7 @@ class Loaded:
     @property
     def host(self) -> Any:
         """The plain host model; a saved ensemble of one member is one."""
-        from ..ensemble import HydraEnsemble
+        from ..fusion.ensemble import HydraEnsemble
 
         if not isinstance(self.model, HydraEnsemble):
             return self.model
@@ -123,7 +123,7 @@ def load_set(loaded: Loaded, source: str, *, outliers: bool = False, **options: 
     names, folder = loaded.class_names, Path(source).expanduser()
     classes = class_count(loaded.model)
     if outliers and options.get("text_column") and folder.is_file():
-        from ..data.tables import read_table
+        from ..data.table_files import read_table
 
         if options["text_column"] not in read_table(folder):  # it may be of the labelled data alone
             options["text_column"] = None
@@ -213,7 +213,7 @@ def _is_ensemble(folder: Path) -> bool:
 
 def _ensemble(folder: str) -> Loaded:
     from ..data import ImageTransform
-    from ..ensemble import HydraEnsemble
+    from ..fusion.ensemble import HydraEnsemble
 
     import_tiny_vit()
     model = HydraEnsemble.from_pretrained(folder)
@@ -260,7 +260,7 @@ def _remembered_transform(model: Any) -> Any:
 
 def import_tiny_vit() -> None:
     """Make the family of the demo's model known."""
-    from .. import tiny_vit  # noqa: F401
+    from ..hosts import tiny_vit  # noqa: F401
 
 
 def _has_processor(folder: Path) -> bool:
@@ -374,7 +374,7 @@ def _by_config(model: Any) -> Any:
 
 
 def _zero_shot(transformers: Any, name: str, names: list[str] | None) -> Loaded:
-    from ..models import ZeroShotClassifier
+    from ..hosts import ZeroShotClassifier
 
     if names is None:
         raise Stop(

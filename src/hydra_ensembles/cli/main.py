@@ -45,7 +45,7 @@ class Commands(TyperGroup):
         """Import a command."""
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f".{cmd_name}", __package__)
+        module = importlib.import_module(f".commands.{cmd_name}", __package__)
         one = typer.Typer(add_completion=False, rich_markup_mode=None)
         one.command(cmd_name)(module.command)
         return typer.main.get_command(one)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..files import write_whole
+from .._records import write_whole
 from .clicks import click_module
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def results_table(results: Sequence[Results], costs: Mapping[str, float] | None 
     from rich.console import Console
     from rich.table import Table
 
-    from ..evaluation.tables import direction, shown
+    from ..evaluation.result_tables import direction, shown
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     table.add_column("model", overflow="fold")

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.running import collect_logits, progress_bar, require_reiterable
 from ..errors import HydraError
-from ..heads import gate
-from ..inference import collect_logits, progress_bar, require_reiterable
-from ..masks import HeadMask, HeadScores
-from ..models import HostModel, host_model
+from ..heads.gating import gate
+from ..heads.masks import HeadMask, HeadScores
+from ..hosts import HostModel, host_model
 from .hies import ALPHAS, RATIOS, mix
 
 Quality = Callable[[Tensor, Tensor], float]

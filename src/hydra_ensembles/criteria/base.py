@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from ..masks import HeadScores
-from ..models import HostModel
+from ..heads.masks import HeadScores
+from ..hosts import HostModel
 from ..registry import Registry
 
 if TYPE_CHECKING:

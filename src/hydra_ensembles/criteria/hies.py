@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..errors import DataError, HydraError
-from ..masks import HeadScores
+from ..heads.masks import HeadScores
 from .base import CombinedScore, Criterion, Setting, criteria
 from .entropy import AttentionEntropy
 from .importance import HeadImportance

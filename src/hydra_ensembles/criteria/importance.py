@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..masks import HeadScores
+from ..heads.masks import HeadScores
 from .base import GateGradient, criteria
 
 

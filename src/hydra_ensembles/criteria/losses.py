@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import DataError
-from ..models import HostModel
+from ..hosts import HostModel
 
 Loss = Callable[[Tensor, Any], Tensor]
 """Logits (the model's main output) and labels to one loss for each sample, `[batch]`."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..models import HostModel
+from ..hosts import HostModel
 from .base import WeightScore, criteria
 
 

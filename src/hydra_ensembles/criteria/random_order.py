@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..models import HostModel
+from ..hosts import HostModel
 from .base import WeightScore, criteria
 
 

@@ -9,11 +9,11 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from ..data.running import call_model, evaluating, progress_bar, split_batch
 from ..errors import DataError, UnsupportedModelError
-from ..heads import gate
-from ..inference import call_model, evaluating, progress_bar, split_batch
-from ..masks import HeadScores
-from ..models import HostModel, host_model, main_output
+from ..heads.gating import gate
+from ..heads.masks import HeadScores
+from ..hosts import HostModel, host_model, main_output
 from .attention import AttentionView
 from .base import (
     AttentionScore,

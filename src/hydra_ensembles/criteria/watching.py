@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedModelError
-from ..models import HostModel
-from ..models.multihead import opened
-from ..models.sites import AttentionSite
+from ..hosts import HostModel
+from ..hosts.multihead import opened
+from ..hosts.sites import AttentionSite
 from .attention import HIDDEN, AttentionView, split_mask
 
 Observer = Callable[[AttentionView], None]

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import DataError
 from .batches import Batch, Batches
 from .labels import encode_labels, pick_column
-from .tables import read_table
+from .table_files import read_table
 from .transforms import ImageTransform, image_transform, pillow
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"})

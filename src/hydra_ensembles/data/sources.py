@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from . import tables
+from . import table_files as tables
 from .batches import Batches
 from .folders import image_folder
 from .hub import hub_dataset, is_saved_dataset

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import DataError
 from .batches import Batch, Batches
 from .labels import encode_labels, pick_column
-from .tables import read_table
+from .table_files import read_table
 
 TEXT_COLUMNS = ("text", "sentence", "content", "review", "question", "document")
 LABEL_COLUMNS = ("label", "labels", "class", "target", "category")

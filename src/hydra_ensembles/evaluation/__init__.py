@@ -12,23 +12,23 @@ if TYPE_CHECKING:
     from .bootstrap import Comparison, compare
     from .diversity import Disagreement, MutualInformation, PairwiseKL
     from .evaluator import evaluate
-    from .features import evaluate_features
+    from .feature_detectors import evaluate_features
     from .metrics_classification import ECE, NLL, Accuracy, AdaptiveECE, Brier
     from .metrics_ood import AUPR, AUROC, FPR95, FPR95IDPositive
     from .metrics_selective import AUGRC, AURC, CoverageAtRisk, ExcessAURC
+    from .result_tables import compare_table
     from .results import Results
-    from .tables import compare_table
 
 _HOMES = {
     "bootstrap": ("Comparison", "compare"),
     "diversity": ("Disagreement", "MutualInformation", "PairwiseKL"),
     "evaluator": ("evaluate",),
-    "features": ("evaluate_features",),
+    "feature_detectors": ("evaluate_features",),
     "metrics_classification": ("ECE", "NLL", "Accuracy", "AdaptiveECE", "Brier"),
     "metrics_ood": ("AUPR", "AUROC", "FPR95", "FPR95IDPositive"),
     "metrics_selective": ("AUGRC", "AURC", "CoverageAtRisk", "ExcessAURC"),
     "results": ("Results",),
-    "tables": ("compare_table",),
+    "result_tables": ("compare_table",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

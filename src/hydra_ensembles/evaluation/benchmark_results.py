@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._records import write_whole
 from ..errors import DataError, FormatError
-from ..files import write_whole
 
 RESAMPLES = 2000
 

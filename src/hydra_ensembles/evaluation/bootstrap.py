@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..data.running import progress_bar
 from ..errors import DataError
-from ..inference import progress_bar
 from .figures import POST, Examples, all_figures, rank_columns
 
 if TYPE_CHECKING:

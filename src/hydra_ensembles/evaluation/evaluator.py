@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.running import collect_logits, iterate_logits
 from ..errors import DataError
-from ..inference import collect_logits, iterate_logits
 from ..uncertainty import fit_temperature, scale_logits, scores
 from .bootstrap import intervals, resampled_figures
 from .figures import OOD, POST, SHIFT, Columns, Examples, all_figures, columns_of, rank_columns

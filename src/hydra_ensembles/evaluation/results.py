@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .._records import write_whole
 from ..errors import FormatError, UnknownNameError
-from ..files import write_whole
 from .figures import Examples
 
 FORMAT = "hydra-ensembles/results"
@@ -78,7 +78,7 @@ class Results(Mapping[str, float]):
         return len(self.figures)
 
     def __repr__(self) -> str:
-        from .tables import plain_text
+        from .result_tables import plain_text
 
         return plain_text(self)
 
@@ -88,19 +88,19 @@ class Results(Mapping[str, float]):
 
     def to_markdown(self) -> str:
         """Return all figures as a Markdown table, a row each."""
-        from .tables import compare_table
+        from .result_tables import compare_table
 
         return compare_table([self], keys="all", rows="figures")
 
     def to_latex(self) -> str:
         """Return all figures as a LaTeX table (booktabs), a row each."""
-        from .tables import compare_table
+        from .result_tables import compare_table
 
         return compare_table([self], keys="all", rows="figures", form="latex")
 
     def to_csv(self) -> str:
         """Return all figures as CSV at full precision: model, figure, value, low, high."""
-        from .tables import compare_table
+        from .result_tables import compare_table
 
         return compare_table([self], keys="all", form="csv")
 

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .._records import write_whole
 from ..criteria.losses import Loss, sample_losses
+from ..data.running import call_model, evaluating, progress_bar, split_batch
 from ..errors import DataError, UnsupportedModelError
-from ..files import write_whole
-from ..heads import gate
-from ..inference import call_model, evaluating, progress_bar, split_batch
-from ..masks import HeadMask, check_fits
-from ..models import HostModel, host_model, main_output
+from ..heads.gating import gate
+from ..heads.masks import HeadMask, check_fits
+from ..hosts import HostModel, host_model, main_output
 
 
 @dataclass(frozen=True)

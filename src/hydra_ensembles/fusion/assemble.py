@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MaskError, UnsupportedModelError
-from ..masks import HeadMask, check_fits, describe_shape
-from ..models import Block, HostModel, host_model
-from ..models.probe import modules_after_blocks
-from ..models.rebuild import describe_host
-from ..models.sites import HeadWeights
-from ..plan import LayerPlan, LayerSignature, Plan, make_plan
+from ..heads.masks import HeadMask, check_fits, describe_shape
+from ..heads.plan import LayerPlan, LayerSignature, Plan, make_plan
+from ..hosts import Block, HostModel, host_model
+from ..hosts.probe import modules_after_blocks
+from ..hosts.rebuild import describe_host
+from ..hosts.sites import HeadWeights
 from .body import Body
 from .layers import FusedBlock, PerStream
 from .merge import average_, identities, mean

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..models.sites import HeadWeights
-from ..plan import LayerPlan
+from ..heads.plan import LayerPlan
+from ..hosts.sites import HeadWeights
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.family import Family
-from ..models.probe import Readout
-from ..plan import Plan
+from ..heads.plan import Plan
+from ..hosts.family import Family
+from ..hosts.probe import Readout
 from .layers import Context, FusedBlock, _select, host_mask
 
 

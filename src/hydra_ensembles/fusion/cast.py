@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..models import Block
-from ..models.family import Family
-from ..models.host import HostModel
-from ..models.sites import AttentionSite
-from ..plan import LayerPlan
+from ..heads.plan import LayerPlan
+from ..hosts import Block
+from ..hosts.family import Family
+from ..hosts.host import HostModel
+from ..hosts.sites import AttentionSite
 from .body import Body
 from .layers import FusedBlock, PerStream
 

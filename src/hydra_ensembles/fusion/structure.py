@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..models import Block, HostModel
-from ..models.sites import HeadWeights
-from ..plan import LayerPlan, Plan
+from ..heads.plan import LayerPlan, Plan
+from ..hosts import Block, HostModel
+from ..hosts.sites import HeadWeights
 from .bank import HeadBank
 from .body import Body
 from .layers import FusedBlock, OutputBias, PerStream

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from ..cost_frontier import Frontier
+    from ..costs.cost_frontier import Frontier
     from ..evaluation.benchmark_results import BenchmarkResult
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, MissingDependencyError
-from ..evaluation.tables import direction, shown
-from ..masks import HeadMask
+from ..evaluation.result_tables import direction, shown
+from ..heads.masks import HeadMask
 from .curves import reliability, risk_curve, roc
 
 if TYPE_CHECKING:

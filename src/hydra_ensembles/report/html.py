@@ -16,9 +16,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._records import write_whole
 from ..errors import DataError
-from ..files import write_whole
-from ..masks import HeadMask
+from ..heads.masks import HeadMask
 from . import sections
 from .curves import answered_at
 from .examples import Example

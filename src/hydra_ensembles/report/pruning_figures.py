@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import MissingDependencyError
-from ..masks import HeadScores
+from ..heads.masks import HeadScores
 
 if TYPE_CHECKING:
-    from ..evaluation.prune_sweep_results import PruneSweep
+    from ..evaluation.pruning_sweep_results import PruneSweep
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -167,7 +167,7 @@ def plot_rank_correlation(
     scores: Mapping[str, HeadScores], *, lower_is_kept: Sequence[str] = (), ax: Any = None
 ) -> Any:
     """Draw Spearman's rank correlation between criteria; 1 = they keep the same heads."""
-    from ..evaluation.prune_sweep_results import rank_correlation
+    from ..evaluation.pruning_sweep_results import rank_correlation
 
     names, matrix = rank_correlation(scores, lower_is_kept=lower_is_kept)
     ax = _axes(ax, (0.55 * len(names) + 2.4, 0.5 * len(names) + 1.8))

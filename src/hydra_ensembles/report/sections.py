@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from ..evaluation.tables import direction, select_keys, shown
-from ..masks import HeadMask
+from ..evaluation.result_tables import direction, select_keys, shown
+from ..heads.masks import HeadMask
 from . import svg
 from .curves import ood_names, reliability, risk_curve, roc
 from .examples import Example

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .average import average_weights
 from .branch import finetune_branch
-from .finetune import FinetunedMember, StepInfo, finetune
+from .finetuning import FinetunedMember, StepInfo, finetune
 
 __all__ = ["FinetunedMember", "StepInfo", "average_weights", "finetune", "finetune_branch"]

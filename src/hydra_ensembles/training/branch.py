@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ensemble import HydraEnsemble
+from ..data.running import evaluating, progress_bar
 from ..errors import HydraError
+from ..fusion.ensemble import HydraEnsemble
 from ..fusion.structure import split_classifier_
-from ..inference import evaluating, progress_bar
-from ..models import host_model
-from ..models.probe import modules_after_blocks
-from .finetune import _accelerator
+from ..hosts import host_model
+from ..hosts.probe import modules_after_blocks
+from .finetuning import _accelerator
 from .loop import FinetunedMember, Run, Settings, StepInfo
 from .numbered import is_numbered, keys_of, numbered
 from .outliers import Cycle, Outliers, outlier_stream

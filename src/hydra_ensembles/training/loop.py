@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..data.running import call_model, member_logits_of, split_batch
 from ..errors import DataError, HydraError
-from ..inference import call_model, member_logits_of, split_batch
 from .checkpoint import (
     check_same_run,
     digest,

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..data.batches import Batches
+from ..data.running import split_batch
 from ..errors import DataError
-from ..inference import split_batch
 from .stream import _is_seedable, _leaves
 
 _KEYS = {"samples", "labels", "batch"}

@@ -1,0 +1,89 @@
+"""`circuit`: which heads carry an objective."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .. import options
+from ..exits import Stop
+from ..head_grid import circuit_grid
+from ..show import print_json, say, sizes, write_config, write_text
+
+
+def command(
+    model: options.Model,
+    data: options.Data,
+    ood: options.Ood = None,
+    objective: Annotated[
+        str, typer.Option(help="id-loss, ood-auroc, ece, nll-shift or average.")
+    ] = "ood-auroc",
+    keep: Annotated[
+        float | None,
+        typer.Option(help="Share of each layer's heads that is kept; 0.5 by default."),
+    ] = None,
+    max_cost: Annotated[
+        float | None,
+        typer.Option(help="In place of --keep: cost of the pruned model against the plain one."),
+    ] = None,
+    condition: Annotated[
+        str, typer.Option(help="What is fixed below a layer: knockout, keep or none.")
+    ] = "knockout",
+    output: options.Output = Path("hydra-circuit"),
+    limit: options.Limit = None,
+    split: options.Split = None,
+    text_column: options.TextColumn = None,
+    label_column: options.LabelColumn = None,
+    labels: options.Labels = None,
+    class_names: options.ClassNames = None,
+    batch_size: options.BatchSize = 32,
+    skip_broken: options.SkipBroken = False,
+    device: options.Device = None,
+    dtype: options.Dtype = "float32",
+    seed: options.Seed = 0,
+    config: options.Config = None,
+    json: options.Json = False,
+) -> None:
+    """Search the heads that carry an objective (HeadMap); a stopped search goes on."""
+    from ...search.headmap import find_effects
+    from ..loading import check_sources, load_model, load_set, load_sets
+
+    if keep is not None and max_cost is not None:
+        raise Stop("--keep and --max-cost both say how many heads are kept: give one.", 2)
+    check_sources(data, ood)
+    loaded = load_model(model, device=device, dtype=dtype, class_names=class_names)
+    host = loaded.host
+    shared: dict[str, Any] = {
+        "limit": limit,
+        "seed": seed,
+        "split": split,
+        "text_column": text_column,
+        "batch_size": batch_size,
+        "skip_broken": skip_broken,
+    }
+    known = load_set(loaded, data, label_column=label_column, labels=labels, **shared)
+    outliers = load_sets(loaded, ood, **shared)
+    output.mkdir(parents=True, exist_ok=True)
+    write_config(output)
+    say(f"Searching heads for {objective} with {sizes(known, outliers)}", json=json)
+    found = find_effects(
+        host,
+        id=known,
+        ood=outliers or None,
+        objective=objective,
+        keep=keep,
+        max_cost=max_cost,
+        condition=condition,  # type: ignore[arg-type]
+        folder=output / "state",
+        progress=not json,
+    )
+    write_text(output / "circuit.json", found.to_json())
+    found.mask.to_json(output / "mask.json")
+    if json:
+        print_json(json_module.loads(found.to_json()))
+    else:
+        typer.echo(circuit_grid(found))
+    say(f"Written to {output}: circuit.json, mask.json", json=json)

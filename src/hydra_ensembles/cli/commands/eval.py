@@ -1,0 +1,136 @@
+"""`eval`: how good, how calibrated, how aware of what it does not know; with a report."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .. import options
+from ..show import print_json, results_table, say, sizes, write_config, write_text
+
+if TYPE_CHECKING:
+    from ...evaluation import Results
+
+
+def command(
+    models: Annotated[
+        list[str],
+        typer.Argument(help="One or several, as MODEL or NAME=MODEL. " + options.MODEL_HELP),
+    ],
+    data: options.Data,
+    ood: options.Ood = None,
+    corruption: Annotated[
+        list[str] | None, typer.Option(help="Also evaluate under a corruption; may be repeated.")
+    ] = None,
+    severity: Annotated[int, typer.Option(min=1, max=5, help="Of the corruptions.")] = 3,
+    score: Annotated[
+        str | None, typer.Option(help="Uncertainty for all models; by default msp.")
+    ] = None,
+    bootstrap: Annotated[int, typer.Option(min=0, help="Draws for 95 % intervals; 0: none.")] = 0,
+    output: options.Output = Path("hydra-results"),
+    html: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html.")] = True,
+    limit: options.Limit = None,
+    split: options.Split = None,
+    text_column: options.TextColumn = None,
+    label_column: options.LabelColumn = None,
+    labels: options.Labels = None,
+    class_names: options.ClassNames = None,
+    batch_size: options.BatchSize = 32,
+    skip_broken: options.SkipBroken = False,
+    device: options.Device = None,
+    dtype: options.Dtype = "float32",
+    seed: options.Seed = 0,
+    config: options.Config = None,
+    json: options.Json = False,
+) -> None:
+    """Evaluate models on labelled data, on outliers and under corruptions; write a report.
+
+    Results of each model are saved as soon as they are there. The report's head maps and examples
+    are those of the first model.
+    """
+    from ...evaluation import evaluate
+    from ..gather import cost_of, extreme_examples
+    from ..loading import check_sources, load_model, load_set, load_sets
+    from .report import make_report
+
+    check_sources(data, ood)
+    shared: dict[str, Any] = {
+        "limit": limit,
+        "seed": seed,
+        "split": split,
+        "text_column": text_column,
+        "batch_size": batch_size,
+        "skip_broken": skip_broken,
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    resolved = write_config(output)
+    results: list[Results] = []
+    costs: dict[str, float] = {}
+    facts: dict[str, Any] = {}
+    for given in models:
+        name, equals, place = given.partition("=")
+        name, place = (name, place) if equals else (Path(given).name or given, given)
+        loaded = load_model(place, device=device, dtype=dtype, class_names=class_names)
+        known = load_set(loaded, data, label_column=label_column, labels=labels, **shared)
+        outliers = load_sets(loaded, ood, **shared)
+        say(f"Evaluating {name} on {sizes(known, outliers)}", json=json)
+        found = evaluate(
+            loaded.model,
+            known,
+            ood=outliers or None,
+            shifts=_shifted(known, corruption, severity, seed),
+            score=score or "msp",
+            bootstrap=bootstrap,
+            progress=not json,
+            name=name,
+            seed=seed,
+        )
+        found.save(output / f"results-{_file_name(name)}.json")
+        results.append(found)
+        ratio = cost_of(loaded.model, next(iter(known)))
+        if ratio is not None:
+            costs[name] = ratio
+        if not facts:
+            examples = extreme_examples(loaded, found, known, outliers)
+            facts = {"model": loaded.model, "examples": examples}
+    write_text(output / "costs.json", _dump(costs))
+    write_text(output / "examples.json", _dump([e.to_dict() for e in facts["examples"]]))
+    if json:
+        print_json({r.name: {**r.figures, "cost": costs.get(r.name)} for r in results})
+    else:
+        results_table(results, costs)
+    if html:
+        make_report(
+            output / "report.html",
+            results,
+            model=facts["model"],
+            costs=costs,
+            examples=facts["examples"],
+            settings=resolved,
+            command=shlex.join(["hydra-ensembles", *sys.argv[1:]]),
+        )
+        say(f"Report: {output / 'report.html'}", json=json)
+
+
+def _shifted(
+    known: Any, names: list[str] | None, severity: int, seed: int
+) -> dict[str, Any] | None:
+    if not names:
+        return None
+    from ...data import corrupted
+
+    return {name: corrupted(known, name, severity=severity, seed=seed) for name in names}
+
+
+def _file_name(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name).strip("-.") or "model"
+
+
+def _dump(value: Any) -> str:
+    import json
+
+    return json.dumps(value, indent=2)

@@ -1,0 +1,149 @@
+"""`report`: one HTML page from saved results, no model needed."""
+
+from __future__ import annotations
+
+import json as json_module
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...errors import DataError, FormatError
+from .. import options
+from ..show import print_json
+
+if TYPE_CHECKING:
+    from ...evaluation import Results
+    from ...report.examples import Example
+
+
+def command(
+    results: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Folders that `eval` wrote, or results*.json files, the main model first.",
+            show_default=False,
+        ),
+    ],
+    ensemble: Annotated[
+        Path | None, typer.Option(help="Folder of the ensemble, for its summary and head maps.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Heading of the page.")] = "Hydra ensemble: report",
+    config: options.Config = None,
+    json: options.Json = False,
+) -> None:
+    """Write one self-contained HTML page from saved results; no model is loaded or run."""
+    from ...evaluation import Results
+    from ...report.examples import Example
+
+    files: list[Path] = []
+    for path in results:
+        if not path.exists():
+            raise DataError(f"{path} does not exist. Give what `hydra-ensembles eval` wrote.")
+        found = sorted(path.glob("results*.json")) if path.is_dir() else [path]
+        if not found:
+            raise DataError(f"{path} holds no results*.json. Give what `eval` wrote.")
+        files += found
+    costs: dict[str, float] = {}
+    examples: list[Example] = []
+    settings: dict[str, Any] = {}
+    for folder in dict.fromkeys(file.parent for file in files):
+        costs |= _read(folder / "costs.json", {})
+        if not examples:
+            examples = [Example.from_dict(e) for e in _read(folder / "examples.json", [])]
+        if not settings and (folder / "config.yaml").is_file():
+            import yaml
+
+            settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {}
+    loaded = [Results.load(file) for file in files]
+    order = list(costs)  # as the models were given to `eval`
+    loaded.sort(key=lambda r: order.index(r.name) if r.name in order else len(order))
+    page = make_report(
+        output,
+        loaded,
+        folder=ensemble,
+        costs=costs,
+        examples=examples,
+        settings=settings,
+        command=shlex.join(["hydra-ensembles", *sys.argv[1:]]),
+        title=title,
+    )
+    if json:
+        print_json({"report": str(page), "models": [result.name for result in loaded]})
+    else:
+        typer.echo(f"Report: {page}")
+
+
+def make_report(
+    path: Path,
+    results: Sequence[Results],
+    *,
+    model: Any = None,
+    folder: Path | None = None,
+    costs: Mapping[str, float] | None = None,
+    examples: Sequence[Example] = (),
+    settings: Mapping[str, Any] | None = None,
+    command: str = "",
+    title: str = "Hydra ensemble: report",
+) -> Path:
+    """Write the page, with summary and head maps of an ensemble at hand or in a folder."""
+    from ...heads.masks import HeadMask
+    from ...report.html import write_report
+    from .env import versions
+
+    masks: Sequence[HeadMask] = ()
+    summary, branch = "", None
+    if folder is not None:
+        from ...fusion.saving import read_config
+
+        saved = read_config(folder)
+        masks = [HeadMask(rows) for rows in saved["masks"]]
+        branch = int(saved["plan"].get("trunk", 0))
+        card = folder / "README.md"
+        parts = card.read_text(encoding="utf-8").split("```") if card.is_file() else []
+        summary = parts[1].strip() if len(parts) > 1 else ""
+    elif hasattr(model, "plan"):
+        masks, summary, branch = model.masks, str(model), model.plan.trunk
+    installed = {k: v for k, v in versions().items() if v != "not installed"}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_report(
+        path,
+        results,
+        title=title,
+        lead=_lead(results, costs or {}),
+        summary=summary,
+        masks=masks,
+        branch=branch,
+        costs=costs,
+        examples=examples,
+        settings={**(settings or {}), "versions": installed},
+        command=command,
+    )
+
+
+def _lead(results: Sequence[Results], costs: Mapping[str, float]) -> str:
+    """Say the outcome in a line a model, in figures alone."""
+    from ...evaluation.result_tables import shown
+
+    def figures(result: Results) -> str:
+        words = [f"accuracy {shown('cls/Acc', result['cls/Acc'])} %"]
+        words.append(f"NLL {shown('cls/NLL', result['cls/NLL'])}")
+        if "ood/mean/AUROC" in result:
+            words.append(f"OOD AUROC {shown('AUROC', result['ood/mean/AUROC'])} %")
+        cost = costs.get(result.name)
+        return ", ".join(words) + (f", at {cost:.2f} x the cost" if cost else "")
+
+    return "\n".join(f"{result.name}: {figures(result)}." for result in results)
+
+
+def _read(path: Path, default: Any) -> Any:
+    if not path.is_file():
+        return default
+    try:
+        return json_module.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FormatError(f"{path} is damaged: {error}.") from error

@@ -1,0 +1,365 @@
+"""The budget: where members branch and how many heads they keep, so that the cost stays within it.
+
+Costs are counted multiply-adds against the plain host model (`counting.CostModel`). Before heads
+are known a budget is kept for *any* that members may choose: at the branch, where they share
+projections, the union of their heads is counted as large as it can be. `Budget` also counts the
+members that a search has in hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import MaskError
+from ..heads.masks import HeadMask, HeadScores, Keep, check_fits, keep_count, keep_counts
+from ..heads.plan import LayerPlan, Plan
+from ..hosts import HostModel
+from .counting import CostModel
+
+Host = nn.Module | HostModel | CostModel
+SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to spend a budget.
+
+    Attributes:
+        branch_layer: First block in which members differ; blocks before it run once.
+        keep_per_layer: Heads that every member keeps, by layer (all of them before the branch).
+        cost: Counted multiply-adds relative to the plain host, whichever heads are chosen.
+    """
+
+    branch_layer: int
+    keep_per_layer: tuple[int, ...]
+    cost: float
+
+    def __str__(self) -> str:
+        kept = ", ".join(map(str, self.keep_per_layer[self.branch_layer :]))
+        return f"branch at block {self.branch_layer}, heads kept {kept}: {self.cost:.3f} x"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A bound on counted multiply-adds relative to the plain host.
+
+    Attributes:
+        costs: Counts plans of one host on one shape of batch.
+        max_cost: The bound; None for no bound.
+    """
+
+    costs: CostModel
+    max_cost: float | None
+
+    @classmethod
+    def of(cls, model: Host, batch: Any, max_cost: float | None) -> Budget:
+        """Look at a host and the shape of a batch."""
+        return cls(counter_of(model, batch), max_cost)
+
+    @property
+    def limit(self) -> float:
+        """The bound as a number."""
+        return float("inf") if self.max_cost is None else self.max_cost
+
+    def ratio(self, masks: Sequence[HeadMask]) -> float:
+        """Return the counted cost of members."""
+        return self.costs.ratio(list(masks))
+
+    def allows(self, masks: Sequence[HeadMask]) -> bool:
+        """Tell whether members are within the bound."""
+        return self.max_cost is None or self.ratio(masks) <= self.max_cost + SLACK
+
+    def branch_layers(self, members: int) -> list[int]:
+        """Return the layers, up to the last, in which members of a search may differ.
+
+        The lowest layer from which two streams of a third of the heads fit: more members part
+        higher up. Without a bound, the upper half of the layers.
+        """
+        depth = len(self.costs.host)
+        if self.max_cost is None:
+            return list(range(depth // 2, depth))
+        counts = keep_counts(1 / 3, self.costs.host.head_counts)
+        first = _earliest(self.costs, counts, min(members, 2), self.max_cost)
+        if first is None:
+            raise _no_room(self.costs, depth - 1, counts, members, self.max_cost)
+        return list(range(first, depth))
+
+    def option(self, members: int, *, keep: Keep | None = None, at_most: float = 0.5) -> Option:
+        """Choose where members part and what they keep, whichever heads that are.
+
+        Args:
+            members: Number of members M.
+            keep: Heads of a branched layer; then only the earliest branch is chosen at which they
+                fit. None chooses both (`fit_budget`).
+            at_most: Largest share of a branched block's heads, where the budget chooses.
+        """
+        if keep is None:
+            return fit_budget(
+                self.costs, members=members, max_cost=self.limit, batch=None, at_most=at_most
+            )
+        heads = self.costs.host.head_counts
+        counts = keep_counts(keep, heads)
+        first = _earliest(self.costs, counts, members, self.limit)
+        if first is None:
+            raise _no_room(self.costs, len(heads) - 1, counts, members, self.limit)
+        counts = (*heads[:first], *counts[first:])
+        return Option(first, counts, option_cost(self.costs, first, counts, members))
+
+    def heads(self, layers: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Return how many heads one pruned model may keep, by layer.
+
+        As many as fit, the same number in each of `layers` (all by default), then one more where
+        that fits, from the top; the other layers keep all.
+        """
+        depth = len(self.costs.host)
+        chosen = range(depth) if layers is None else sorted(layers)
+        option = fill(self.costs, chosen, 1, self.limit, 1.0)
+        if option is None:
+            counts = _counts(self.costs, chosen, 1)
+            raise _no_room(self.costs, chosen[0], counts, 1, self.limit)
+        return option.keep_per_layer
+
+
+def branch_options(
+    model: Host, *, members: int, max_cost: float, batch: Any, at_most: float = 0.5
+) -> list[Option]:
+    """List, from the last block to the first, what the budget allows at each branch layer.
+
+    Every branched block keeps the same number of heads, as many as fit; what is left of the budget
+    then gives single blocks one more, from the top. A branch layer at which not even one head a
+    block fits is left out.
+
+    Args:
+        model: The host model (or its `CostModel`, which spares counting again).
+        members: Number of members M.
+        max_cost: Largest allowed ratio of multiply-adds to the plain host, 1.07 say.
+        batch: A batch in the host's form; only its shapes matter.
+        at_most: Largest share of a branched block's heads that a member keeps, also where the
+            budget would allow more: members that keep nearly all heads hardly differ.
+    """
+    counter = counter_of(model, batch)
+    return [
+        option
+        for layer in reversed(range(len(counter.host)))
+        if (option := fill(counter, _from(counter, layer), members, max_cost, at_most)) is not None
+    ]
+
+
+def fit_budget(
+    model: Host,
+    *,
+    members: int,
+    max_cost: float,
+    batch: Any,
+    branch_layer: int | None = None,
+    at_most: float = 0.5,
+) -> Option:
+    """Choose one of `branch_options`: the earliest branch that leaves each member its share.
+
+    Members that branch early differ more; a share is 1/M of a block's heads, so that together the
+    members still hold them all. When no branch leaves as much, the last block is taken.
+
+    Raises:
+        MaskError: Nothing fits; the message says what the cheapest ensemble costs.
+    """
+    counter = counter_of(model, batch)
+    options = branch_options(
+        counter, members=members, max_cost=max_cost, batch=batch, at_most=at_most
+    )
+    if branch_layer is not None:
+        options = [option for option in options if option.branch_layer == branch_layer]
+    if not options:
+        layer = len(counter.host) - 1 if branch_layer is None else branch_layer
+        raise _no_room(
+            counter, layer, _counts(counter, _from(counter, layer), 1), members, max_cost
+        )
+    heads = counter.host.head_counts
+
+    def has_share(option: Option) -> bool:
+        return all(
+            option.keep_per_layer[layer] >= keep_count(min(1.0 / members, at_most), heads[layer])
+            for layer in range(option.branch_layer, len(heads))
+        )
+
+    fair = [option for option in options if has_share(option)]
+    return fair[-1] if fair else options[0]
+
+
+def budgeted_masks(
+    model: Host,
+    scores: HeadScores | Sequence[HeadScores],
+    *,
+    members: int = 3,
+    max_cost: float = 1.07,
+    batch: Any,
+    branch_layer: int | None = None,
+    at_most: float = 0.5,
+) -> list[HeadMask]:
+    """Choose members' heads by their scores, within the budget.
+
+    Args:
+        model: The host model.
+        scores: One table for each member, of which it keeps the highest; or one table for all,
+            from which members take turns (see `deal`).
+        members: Number of members M.
+        max_cost: Largest allowed ratio of multiply-adds to the plain host.
+        batch: A batch in the host's form; only its shapes matter.
+        branch_layer: Where members part; chosen by `fit_budget` when None.
+        at_most: Largest share of a branched block's heads that a member keeps.
+    """
+    tables = [scores] if isinstance(scores, HeadScores) else list(scores)
+    if len(tables) not in (1, members):
+        raise MaskError(
+            f"{len(tables)} score tables for {members} members: give one each, or one for all."
+        )
+    counter = counter_of(model, batch)
+    for table in tables:
+        check_fits(table, counter.host)
+    option = fit_budget(
+        counter,
+        members=members,
+        max_cost=max_cost,
+        batch=batch,
+        branch_layer=branch_layer,
+        at_most=at_most,
+    )
+    return masks_for(option, scores, members=members)
+
+
+def masks_for(
+    option: Option, scores: HeadScores | Sequence[HeadScores], *, members: int
+) -> list[HeadMask]:
+    """Choose the heads of an option by one score table for all members, or by one for each."""
+    tables = [scores] if isinstance(scores, HeadScores) else list(scores)
+    if len(tables) == 1 and members > 1:
+        return deal(tables[0], option.keep_per_layer, members=members)
+    return [table.top_k(list(option.keep_per_layer)) for table in tables]
+
+
+def deal(scores: HeadScores, keep: Sequence[int], *, members: int) -> list[HeadMask]:
+    """Let members take turns at the heads of one score table, layer by layer.
+
+    Whose turn it is takes the best head that it lacks among those that fewest members hold. Members
+    are disjoint while heads last, and each gets good ones.
+    """
+    rows: list[list[Tensor]] = [[] for _ in range(members)]
+    for row, count in zip(scores, keep, strict=True):
+        order = torch.sort(row, descending=True, stable=True).indices.tolist()
+        held = [0] * len(row)
+        own = [torch.zeros(len(row), dtype=torch.bool) for _ in range(members)]
+        for _ in range(count):
+            for mine in own:
+                head = min((h for h in order if not mine[h]), key=held.__getitem__)
+                mine[head] = True
+                held[head] += 1
+        for member, mine in enumerate(own):
+            rows[member].append(mine)
+    return [HeadMask(table) for table in rows]
+
+
+def option_cost(
+    model: CostModel, branch_layer: int, keep_per_layer: Sequence[int], members: int
+) -> float:
+    """Count M members that part at a layer, with the costliest choice of so many heads."""
+    shape = model.host.head_counts
+    each = tuple(range(members))
+
+    def heads(layer: int) -> tuple[tuple[int, ...], ...]:
+        count, of = keep_per_layer[layer], shape[layer]  # neighbours: the union is the largest
+        return tuple(tuple(sorted((m * count + i) % of for i in range(count))) for m in each)
+
+    layers = [
+        LayerPlan(
+            layer=layer,
+            parents=(0,) * members if layer == branch_layer else each,
+            members=each,
+            heads=heads(layer),
+            shared=True,
+            readout_only=model.reads_few_tokens and layer == len(shape) - 1,
+        )
+        for layer in range(branch_layer, len(shape))
+    ]
+    trunk = tuple(tuple(range(shape[layer])) for layer in range(branch_layer))
+    return model.ratio_of(Plan((), branch_layer, trunk, tuple(layers), each, each))
+
+
+def counter_of(model: Host, batch: Any) -> CostModel:
+    """Return the counter of a host on a shape of batch, as it is when it is one."""
+    return model if isinstance(model, CostModel) else CostModel(model, batch)
+
+
+def _from(counter: CostModel, layer: int) -> range:
+    """Return the layers from one on."""
+    return range(layer, len(counter.host))
+
+
+def _counts(counter: CostModel, layers: Sequence[int], keep: int) -> tuple[int, ...]:
+    heads = counter.host.head_counts
+    return tuple(min(keep, n) if i in layers else n for i, n in enumerate(heads))
+
+
+def _earliest(
+    counter: CostModel, counts: Sequence[int], members: int, max_cost: float
+) -> int | None:
+    """Return the lowest layer from which members that keep so many heads fit; None for none."""
+    found = None
+    for layer in reversed(range(len(counter.host))):
+        if option_cost(counter, layer, counts, members) > max_cost + SLACK:
+            break
+        found = layer
+    return found
+
+
+def _no_room(
+    counter: CostModel, layer: int, counts: Sequence[int], members: int, max_cost: float
+) -> MaskError:
+    kept = ", ".join(str(count) for count in counts[layer:])
+    least = option_cost(counter, layer, counts, members)
+    return MaskError(
+        f"max_cost={max_cost} leaves no room for {members} member{'s' * (members > 1)} of "
+        f"{counter.host.name} that part at block {layer} and keep {kept} heads from there on: they "
+        f"cost {least:.3f} x the plain model. Allow more, branch later, keep fewer heads or take "
+        "fewer members."
+    )
+
+
+def fill(
+    counter: CostModel, layers: Sequence[int], members: int, max_cost: float, at_most: float
+) -> Option | None:
+    """Fill the budget in some layers (see `branch_options`); None when nothing fits.
+
+    Members part at the first of `layers`; in layers that are not named they keep all heads.
+    """
+    heads, first = counter.host.head_counts, layers[0]
+    limits = [keep_count(at_most, n) if i in layers else n for i, n in enumerate(heads)]
+    if members > 1:  # with all heads of the branch they would not part there
+        limits[first] = min(limits[first], heads[first] - 1)
+
+    def fits(counts: Sequence[int]) -> bool:
+        within = all(count <= limit for count, limit in zip(counts, limits, strict=True))
+        return within and option_cost(counter, first, counts, members) <= max_cost
+
+    best: tuple[int, ...] | None = None
+    for keep in range(1, max(heads) + 1):
+        counts = _counts(counter, layers, keep)
+        if counts == best or not fits(counts):
+            break
+        best = counts
+    if best is None:
+        return None
+    while True:
+        more = next((counts for counts in _one_more(best, layers) if fits(counts)), None)
+        if more is None:
+            return Option(first, best, option_cost(counter, first, best, members))
+        best = more
+
+
+def _one_more(counts: tuple[int, ...], layers: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Give one block one more head: those with fewest first, of these the last."""
+    for layer in sorted(layers, key=lambda i: (counts[i], -i)):
+        yield (*counts[:layer], counts[layer] + 1, *counts[layer + 1 :])

@@ -1,0 +1,219 @@
+"""The frontier: cost against a validation objective, over branch layers and heads kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._records import write_whole
+from ..data.running import collect_logits, progress_bar, require_reiterable
+from ..errors import FormatError
+from ..heads.gating import gate
+from ..heads.masks import HeadMask, HeadScores, keep_count
+from ..hosts import HostModel
+from ..uncertainty import log_mean_probability
+from .budget import Option, counter_of, fill, masks_for, option_cost
+
+
+@dataclass(frozen=True)
+class Point:
+    """One ensemble of a frontier: what it costs and how good it is."""
+
+    branch_layer: int
+    keep_per_layer: tuple[int, ...]
+    cost: float
+    objective: float
+    masks: tuple[HeadMask, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Cost against a validation objective (lower is better).
+
+    Attributes:
+        points: Every ensemble that was tried, cheapest first.
+        max_cost: The budget.
+        objective: Name of the objective.
+    """
+
+    points: tuple[Point, ...]
+    max_cost: float
+    objective: str = "objective"
+
+    @property
+    def chosen(self) -> Point | None:
+        """The best point within the budget, the cheaper of two equals; None when none is."""
+        within = [point for point in self.points if point.cost <= self.max_cost]
+        return min(within, key=lambda point: (point.objective, point.cost), default=None)
+
+    def best(self) -> list[Point]:
+        """Return the points that no cheaper point equals, cheapest first."""
+        result: list[Point] = []
+        for point in sorted(self.points, key=lambda point: (point.cost, point.objective)):
+            if not result or point.objective < result[-1].objective:
+                result.append(point)
+        return result
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return plain data as JSON; write it to `path` (beside, then renamed) when given."""
+        chosen = self.chosen
+        payload = {
+            "kind": "Frontier",
+            "version": 1,
+            "max_cost": self.max_cost,
+            "objective": self.objective,
+            "points": [
+                {
+                    "branch_layer": point.branch_layer,
+                    "keep_per_layer": list(point.keep_per_layer),
+                    "cost": point.cost,
+                    "objective": point.objective,
+                    "chosen": point is chosen,
+                    "masks": [[[int(h) for h in row] for row in m.tolist()] for m in point.masks],
+                }
+                for point in self.points
+            ],
+        }
+        text = json.dumps(payload, indent=1)
+        if path is not None:
+            write_whole(path, text + "\n")
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | os.PathLike[str]) -> Frontier:
+        """Read what `to_json` wrote, from a file or from text."""
+        text = str(source)
+        if isinstance(source, os.PathLike) or not text.lstrip().startswith("{"):
+            text = Path(source).read_text(encoding="utf-8")
+        data = json.loads(text)
+        if data.get("kind") != "Frontier":
+            raise FormatError(f"Expected the JSON of a Frontier but found {data.get('kind')!r}.")
+        points = [
+            Point(
+                p["branch_layer"],
+                tuple(p["keep_per_layer"]),
+                p["cost"],
+                p["objective"],
+                tuple(HeadMask(rows) for rows in p["masks"]),
+            )
+            for p in data["points"]
+        ]
+        return cls(tuple(points), data["max_cost"], data["objective"])
+
+    def __str__(self) -> str:
+        lines = [f"{self.objective} against cost, budget {self.max_cost} x"]
+        for point in self.points:
+            mark = "  <- chosen" if point is self.chosen else ""
+            kept = ", ".join(map(str, point.keep_per_layer[point.branch_layer :]))
+            lines.append(
+                f"  {point.cost:6.3f} x  {point.objective:9.4f}  branch at block "
+                f"{point.branch_layer}, heads kept {kept}{mark}"
+            )
+        return "\n".join(lines)
+
+
+def frontier(
+    model: nn.Module | HostModel,
+    choose: HeadScores | Sequence[HeadScores] | Callable[[Option], Sequence[HeadMask]],
+    objective: Callable[[Sequence[HeadMask]], float] | Iterable[Any],
+    batch: Any,
+    *,
+    members: int = 3,
+    max_cost: float = 1.07,
+    up_to: float = 1.5,
+    keep: Sequence[float] = (1 / 3, 1 / 2, 3 / 4),
+    name: str | None = None,
+    path: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> Frontier:
+    """Draw the whole curve of cost against a validation objective, the budget's choice marked.
+
+    Args:
+        model: The host model.
+        choose: How an option's heads are chosen: scores (see `masks_for`), or a function.
+        objective: A function of the members' masks, lower when better; or labelled validation
+            data, for the negative log-likelihood of the members' mean probability.
+        batch: A batch in the host's form, for counting; only its shapes matter.
+        members: Number of members M.
+        max_cost: The budget.
+        up_to: Cost up to which options are tried.
+        keep: Shares of the branched blocks' heads to try at every branch layer.
+        name: Of the objective.
+        path: A JSON file that is written after every point; points that are in it are not run
+            again.
+        progress: Show a bar on a terminal.
+    """
+    counter = counter_of(model, batch)
+    shape = counter.host.head_counts
+    options = set()
+    for layer in range(len(shape)):
+        for share in keep:
+            counts = tuple(
+                n
+                if i < layer
+                else keep_count(share, n) - (i == layer and keep_count(share, n) == n)
+                for i, n in enumerate(shape)
+            )
+            cost = option_cost(counter, layer, counts, members)
+            if cost <= up_to and counts[layer] > 0:
+                options.add(Option(layer, counts, cost))
+        # what the budget itself allows here belongs on the curve
+        above = range(layer, len(counter.host))
+        filled = fill(counter, above, members, max_cost, at_most=max(keep))
+        options |= set() if filled is None else {filled}
+    if callable(objective):
+        value, called = objective, name or str(getattr(objective, "__name__", "objective"))
+    else:
+        value, called = _negative_log_likelihood(counter.host, objective), name or "NLL"
+    target = None if path is None else Path(path)
+    points: dict[tuple[int, tuple[int, ...]], Point] = {}
+    if target is not None and target.exists():
+        known = Frontier.from_json(target).points
+        points = {(point.branch_layer, point.keep_per_layer): point for point in known}
+    ordered = sorted(options, key=lambda option: option.cost)
+    for option in progress_bar(ordered, description="frontier", enabled=progress):
+        key = (option.branch_layer, option.keep_per_layer)
+        if key not in points:
+            masks = (
+                tuple(choose(option))
+                if callable(choose)
+                else tuple(masks_for(option, choose, members=members))
+            )
+            points[key] = Point(*key, counter.ratio(masks), float(value(masks)), masks)
+            if target is not None:
+                Frontier(tuple(points.values()), max_cost, called).to_json(target)
+    found = sorted(points.values(), key=lambda point: (point.cost, point.objective))
+    result = Frontier(tuple(found), max_cost, called)
+    if target is not None:
+        result.to_json(target)
+    return result
+
+
+def _negative_log_likelihood(
+    host: HostModel, data: Iterable[Any]
+) -> Callable[[Sequence[HeadMask]], float]:
+    """Return the NLL of members' mean probability as a function of their masks, by gates."""
+    require_reiterable(data, name="validation")
+    logits: dict[HeadMask, Tensor] = {}
+    labels: list[Tensor] = []
+
+    def value(masks: Sequence[HeadMask]) -> float:
+        for mask in masks:
+            if mask not in logits:
+                with gate(host, mask):
+                    found, truth = collect_logits(host.model, data, need_labels=True)
+                logits[mask] = found[:, 0]
+                assert truth is not None
+                labels[:] = [truth]
+        together = torch.stack([logits[mask] for mask in masks], 1)
+        return float(F.nll_loss(log_mean_probability(together.double()), labels[0]))
+
+    return value

@@ -1,0 +1,442 @@
+"""Counted cost: multiply-adds, parameters, bytes and activations, from the plan, without a run.
+
+A multiply-add is one product and one sum, half of what flop counters report. What stands around
+the blocks (patch embedding, pooler, classifier) is counted by letting the host's own code run on
+shapes alone. Norms, activations and softmax are not counted: no counter counts them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..data.running import split_batch
+from ..errors import DataError
+from ..heads.masks import HeadMask
+from ..heads.plan import LayerPlan, Plan, make_plan
+from ..hosts import HostModel, host_model
+from ..hosts.probe import Readout, run_around
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Cost of one block, or of what stands before and after the blocks."""
+
+    name: str
+    multiply_adds: int
+    parameters: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a model costs on one batch.
+
+    Attributes:
+        multiply_adds: Products-and-sums of matrix products, convolutions and attention.
+        parameters: Distinct numbers stored.
+        bytes_on_disk: Their bytes, each distinct tensor and head once.
+        activation_bytes: Largest set of activations alive at once in inference, counted.
+        layers: The same by layer.
+        batch: Samples in the batch that it was counted for.
+    """
+
+    multiply_adds: int
+    parameters: int
+    bytes_on_disk: int
+    activation_bytes: int
+    layers: tuple[LayerCost, ...]
+    batch: int
+    name: str = ""
+
+    def relative_to(self, other: Cost) -> CostRatio:
+        """Divide by another cost (the host's, say)."""
+        return CostRatio(
+            self.multiply_adds / other.multiply_adds,
+            self.parameters / other.parameters,
+            self.bytes_on_disk / other.bytes_on_disk,
+            self.activation_bytes / other.activation_bytes,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "name": self.name,
+            "batch": self.batch,
+            "multiply_adds": self.multiply_adds,
+            "parameters": self.parameters,
+            "bytes_on_disk": self.bytes_on_disk,
+            "activation_bytes": self.activation_bytes,
+            "layers": [dict(layer.__dict__) for layer in self.layers],
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.name or 'model'}: {self.multiply_adds / 1e9:.3f} G multiply-adds for "
+            f"{self.batch} sample{'s' if self.batch != 1 else ''}, "
+            f"{self.parameters / 1e6:.2f} M parameters, {self.bytes_on_disk / 2**20:.1f} MiB on "
+            f"disk, {self.activation_bytes / 2**20:.1f} MiB of activations at the peak"
+        ]
+        total = max(1, self.multiply_adds)
+        for layer in self.layers:
+            lines.append(
+                f"  {layer.name:<10} {layer.multiply_adds / 1e6:10.2f} M  "
+                f"{layer.multiply_adds / total:6.1%}  {layer.parameters / 1e3:9.1f} k parameters"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class CostRatio:
+    """One cost divided by another."""
+
+    multiply_adds: float
+    parameters: float
+    bytes_on_disk: float
+    activation_bytes: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.multiply_adds:.3f} x multiply-adds, {self.parameters:.3f} x parameters, "
+            f"{self.bytes_on_disk:.3f} x bytes on disk, {self.activation_bytes:.3f} x activations"
+        )
+
+
+def cost(model: Any, batch: Any) -> Cost:
+    """Count what a host model or an ensemble costs on a batch; nothing is run but shapes.
+
+    Args:
+        model: A host model (pruned or not) or a `HydraEnsemble`.
+        batch: A batch in the host's form; only its shapes matter.
+    """
+    body = getattr(model, "body", None)
+    if body is None:
+        host = host_model(model)
+        outside = _outside(host, batch)
+        blocks = [_plain_block(host, layer, outside) for layer in range(len(host))]
+        module, name = host.model, host.name
+    else:
+        host = model._view
+        if model.mode == "loop":
+            return _loop_cost(model, batch)
+        outside = _outside(host, batch, streams=len(body.plan.ends), readout=body.readout)
+        blocks = _fused_blocks(body, outside)
+        module, name = model.host, f"HydraEnsemble x {model.members}"
+    parameters = sum(p.numel() for p in module.parameters())
+    stored = {id(t): t for t in module.state_dict(keep_vars=True).values()}.values()
+    inside = sum(block.parameters for block in blocks)
+    rest = LayerCost("around", outside.multiply_adds, parameters - inside, outside.bytes)
+    layers = (rest, *blocks)
+    return Cost(
+        multiply_adds=sum(layer.multiply_adds for layer in layers),
+        parameters=parameters,
+        bytes_on_disk=sum(t.numel() * t.element_size() for t in stored),
+        activation_bytes=max(layer.activation_bytes for layer in layers),
+        layers=layers,
+        batch=outside.batch,
+        name=name,
+    )
+
+
+def relative_cost(
+    model: nn.Module | HostModel,
+    masks: Sequence[HeadMask],
+    batch: Any,
+    *,
+    share_trunk: bool = True,
+    share_branch: bool = True,
+    readout_only: bool = True,
+) -> float:
+    """Count the multiply-adds of `fuse(model, masks)` relative to the plain model, by the plan."""
+    return CostModel(model, batch).ratio(
+        masks, share_trunk=share_trunk, share_branch=share_branch, readout_only=readout_only
+    )
+
+
+class CostModel:
+    """Counts many plans of one host on one shape of batch: geometry is looked up once."""
+
+    def __init__(self, model: nn.Module | HostModel, batch: Any) -> None:
+        self.host = host_model(model)
+        self.outside = _outside(self.host, batch)
+        self.geometry = [_Geometry.of(self.host, layer) for layer in range(len(self.host))]
+        plain = [g.plain(self.outside) for g in self.geometry]
+        self.plain = self.outside.multiply_adds + sum(plain)
+        self.heads_after = _head_multiply_adds(self.host, batch, self.outside)
+
+    def ratio(
+        self,
+        masks: Sequence[HeadMask],
+        *,
+        share_trunk: bool = True,
+        share_branch: bool = True,
+        readout_only: bool = True,
+    ) -> float:
+        """Return counted multiply-adds of the fused masks divided by those of the plain host."""
+        plan = make_plan(
+            masks,
+            share_trunk=share_trunk,
+            share_branch=share_branch,
+            readout_only=readout_only and self.reads_few_tokens,
+        )
+        return self.ratio_of(plan)
+
+    @property
+    def reads_few_tokens(self) -> bool:
+        """Whether the last block can run for the readout tokens alone."""
+        readout = self.host.readout
+        return readout.tokens is not None or readout.positions is not None
+
+    def ratio_of(self, plan: Plan) -> float:
+        """Return counted multiply-adds of a plan divided by those of the plain host."""
+        total = self.outside.multiply_adds + (len(plan.ends) - 1) * self.heads_after
+        for layer, geometry in enumerate(self.geometry[: plan.trunk]):
+            total += geometry.plain(self.outside, len(plan.trunk_heads[layer]))
+        for layer_plan in plan.layers:
+            geometry = self.geometry[layer_plan.layer]
+            total += geometry.fused(layer_plan, self.outside, self.host.readout)
+        return total / self.plain
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """What stands around the blocks, and the shape in which states enter them."""
+
+    multiply_adds: int
+    batch: int
+    tokens: int
+    width: int
+    element: int
+
+    @property
+    def bytes(self) -> int:
+        return 2 * self.batch * self.tokens * self.width * self.element
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    width: int
+    head_dim: int
+    heads: int
+    kv_heads: int
+    mlp: int  # weights of the MLP's linears
+    hidden: int  # its widest layer
+
+    @classmethod
+    def of(cls, host: HostModel, layer: int) -> _Geometry:
+        block = host.blocks[layer]
+        weights = _linear_weights([block.module.get_submodule(path) for path in block.mlp_names])
+        return cls(
+            width=host.width,
+            head_dim=block.attention.head_dim,
+            heads=block.attention.num_heads,
+            kv_heads=block.attention.kv_heads,
+            mlp=sum(w.numel() for w in weights),
+            hidden=max((max(w.shape) for w in weights), default=0),
+        )
+
+    def plain(self, outside: _Outside, heads: int | None = None) -> int:
+        """Multiply-adds of a block of one stream, all tokens."""
+        heads = self.heads if heads is None else heads
+        kv = self.kv_heads if heads == self.heads else heads
+        rows, t = outside.batch * outside.tokens, outside.tokens
+        wide = heads * self.head_dim
+        projections = rows * self.width * (2 * wide + 2 * kv * self.head_dim)
+        return projections + 2 * rows * t * wide + rows * self.mlp
+
+    def fused(self, plan: LayerPlan, outside: _Outside, readout: Readout) -> int:
+        """Multiply-adds of a fused block."""
+        batch, t = outside.batch, outside.tokens
+        queries = _queries(plan, outside, readout)
+        total = 0
+        for _, heads in plan.groups():
+            wide = len(heads) * self.head_dim
+            total += batch * self.width * wide * (2 * t + queries)
+            total += 2 * batch * queries * t * wide
+        for heads in plan.heads:
+            total += batch * queries * len(heads) * self.head_dim * self.width
+        return total + plan.streams * batch * queries * self.mlp
+
+    def activations(self, groups: int, heads: int, streams: int, queries: int, o: _Outside) -> int:
+        """Elements alive at once: the larger of the attention's and the MLP's."""
+        rows = o.batch * o.tokens
+        attention = (2 * groups * self.width + 3 * heads * self.head_dim) * rows
+        attention += o.batch * queries * (heads * self.head_dim + streams * self.width)
+        mlp = streams * o.batch * queries * (2 * self.width + 2 * self.hidden)
+        return max(attention, mlp) * o.element
+
+
+def _linear_weights(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the weights of all linear layers inside some modules."""
+    inside = [m for module in modules for m in module.modules()]
+    found: list[Any] = [
+        m.weight for m in inside if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
+    ]
+    return found
+
+
+def _queries(plan: LayerPlan, outside: _Outside, readout: Readout) -> int:
+    if not plan.readout_only:
+        return outside.tokens
+    return 1 if readout.positions is not None else (readout.tokens or outside.tokens)
+
+
+def _plain_block(host: HostModel, layer: int, outside: _Outside) -> LayerCost:
+    geometry = _Geometry.of(host, layer)
+    return LayerCost(
+        f"block {layer}",
+        geometry.plain(outside),
+        sum(p.numel() for p in host.blocks[layer].module.parameters()),
+        geometry.activations(1, geometry.heads, 1, outside.tokens, outside),
+    )
+
+
+def _fused_blocks(body: Any, outside: _Outside) -> list[LayerCost]:
+    from ..hosts.host import Block
+    from ..hosts.sites import AttentionSite
+
+    layers = []
+    plan: Plan = body.plan
+    family = body.family
+    for layer, module in enumerate(body.trunk):
+        block = Block(layer, module, AttentionSite(layer, module, family), family)
+        holder = _OneBlock(block, outside.width)
+        layers.append(_plain_block(holder, 0, outside))  # type: ignore[arg-type]
+        layers[-1] = LayerCost(f"block {layer}", *list(layers[-1].__dict__.values())[1:])
+    for fused, layer_plan in zip(body.branch, plan.layers, strict=True):
+        layer_plan = fused.bank.plan
+        weights = _linear_weights(fused.mlp)
+        geometry = _Geometry(
+            outside.width,
+            fused.bank.head_dim,
+            0,
+            0,
+            sum(w.numel() for w in weights),
+            max((max(w.shape) for w in weights), default=0),
+        )
+        queries = _queries(layer_plan, outside, body.readout)
+        groups = layer_plan.groups()
+        layers.append(
+            LayerCost(
+                f"block {layer_plan.layer}",
+                geometry.fused(layer_plan, outside, body.readout),
+                sum(p.numel() for p in fused.parameters()),
+                geometry.activations(
+                    len(groups),
+                    sum(len(heads) for _, heads in groups),
+                    layer_plan.streams,
+                    queries,
+                    outside,
+                ),
+            )
+        )
+    return layers
+
+
+class _OneBlock:
+    """The little of a HostModel that counting one block needs."""
+
+    def __init__(self, block: Any, width: int) -> None:
+        self.blocks = [block]
+        self.width = width
+
+
+def _loop_cost(ensemble: Any, batch: Any) -> Cost:
+    members = [cost(ensemble.member(m), batch) for m in range(ensemble.members)]
+    tensors = {id(p): p for p in ensemble.host.parameters()}.values()
+    first = members[0]
+    layers = tuple(
+        LayerCost(
+            layer.name,
+            sum(m.layers[i].multiply_adds for m in members),
+            layer.parameters,
+            max(m.layers[i].activation_bytes for m in members),
+        )
+        for i, layer in enumerate(first.layers)
+    )
+    return Cost(
+        multiply_adds=sum(m.multiply_adds for m in members),
+        parameters=sum(p.numel() for p in tensors),
+        bytes_on_disk=sum(p.numel() * p.element_size() for p in tensors),
+        activation_bytes=max(m.activation_bytes for m in members),
+        layers=layers,
+        batch=first.batch,
+        name=f"HydraEnsemble x {ensemble.members}, one by one",
+    )
+
+
+def _outside(
+    host: HostModel, batch: Any, *, streams: int = 1, readout: Readout | None = None
+) -> _Outside:
+    """Count what the host runs around its blocks, on shapes alone."""
+    args, kwargs, _ = split_batch(batch)
+    seen: list[tuple[int, ...]] = []
+    folds = readout is None or readout.folds
+
+    def answer(hidden: Tensor) -> Tensor:
+        seen.append(tuple(hidden.shape))
+        tokens = None if readout is None else readout.tokens
+        x = hidden[:, :tokens]
+        return x.repeat(streams, 1, 1) if folds else hidden
+
+    counted = 0
+    element = next((p.element_size() for p in host.model.parameters()), 4)
+    for model, where in ((_on_meta, "meta"), (_as_is, None)):
+        seen.clear()
+        try:
+            twin = model(host)
+            counter = FlopCounterMode(display=False)
+            with torch.no_grad(), counter:
+                run_around(twin, _to(args, where), _to(kwargs, where), answer)
+            counted = counter.get_total_flops() // 2
+            break
+        except Exception as error:  # code that looks at values cannot run on shapes: run it
+            if where is None:
+                raise DataError(
+                    f"{host.name} cannot be run on this batch ({type(error).__name__}: {error}). "
+                    "Pass a batch in the form that the model takes."
+                ) from error
+    if not folds:
+        counted *= streams
+    shape = seen[0]
+    return _Outside(counted, shape[0], shape[1], shape[2], element)
+
+
+def _head_multiply_adds(host: HostModel, batch: Any, outside: _Outside) -> int:
+    """Count what one more stream costs after the blocks."""
+    two = _outside(host, batch, streams=2, readout=host.readout)
+    one = _outside(host, batch, streams=1, readout=host.readout)
+    return two.multiply_adds - one.multiply_adds
+
+
+def _on_meta(host: HostModel) -> HostModel:
+    """Copy a host's structure with tensors that have shapes but no storage."""
+    memo: dict[int, Any] = {}
+    for parameter in host.model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+    for buffer in host.model.buffers():
+        memo[id(buffer)] = buffer.to("meta")
+    twin = HostModel.__new__(HostModel)
+    twin.__dict__.update(host.__dict__)
+    twin.model = copy.deepcopy(host.model, memo)
+    return twin
+
+
+def _as_is(host: HostModel) -> HostModel:
+    return host
+
+
+def _to(value: Any, where: str | None) -> Any:
+    if where is None:
+        return value
+    if isinstance(value, Tensor):
+        return value.to(where)
+    if isinstance(value, dict):
+        return {k: _to(v, where) for k, v in value.items()}
+    return type(value)(_to(v, where) for v in value) if isinstance(value, (tuple, list)) else value

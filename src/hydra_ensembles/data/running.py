@@ -1,0 +1,315 @@
+"""Run any classifier over any data: batches in, member logits `[batch, member, class]` out.
+
+A *batch* is what the host takes: a mapping with an optional `labels`, `(inputs, labels)`, or the
+inputs alone. *Data* is an iterable of batches. A *model* is anything that is called on a batch and
+answers with a tensor, an object or mapping with `logits`, or has `predict(batch) -> Prediction`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DataError, HydraError
+from ..uncertainty import Prediction, as_member_logits
+
+LABEL_KEYS = ("labels", "label")
+
+
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
+    """Split a batch into positional inputs, keyword inputs and labels (None without).
+
+    Labels never reach the model: a host that is given labels computes a loss nobody asked for.
+    """
+    labels: Any = None
+    if isinstance(batch, (tuple, list)):
+        if not 1 <= len(batch) <= 2:
+            raise DataError(
+                f"A batch is a {type(batch).__name__} of {len(batch)} things; expected "
+                "(inputs, labels), (inputs,) or a mapping with an optional 'labels'."
+            )
+        if len(batch) == 2:
+            labels = batch[1]
+        batch = batch[0]
+    if not isinstance(batch, Mapping):
+        return (batch,), {}, _as_labels(labels)
+    inputs = {str(key): value for key, value in batch.items() if key not in LABEL_KEYS}
+    for key in LABEL_KEYS:
+        if labels is None:
+            labels = batch.get(key)
+    return (), inputs, _as_labels(labels)
+
+
+def _as_labels(labels: Any) -> Tensor | None:
+    return None if labels is None else torch.as_tensor(labels)
+
+
+def device_of(model: Any) -> torch.device | None:
+    """Return the device of a module's first parameter or buffer; None when it has neither."""
+    if isinstance(model, nn.Module):
+        for tensors in (model.parameters(), model.buffers()):
+            for tensor in tensors:
+                return tensor.device
+    return None
+
+
+def move(value: Any, device: torch.device | str | None) -> Any:
+    """Move the tensors in nested mappings, lists and tuples to a device; leave the rest alone."""
+    if device is None:
+        return value
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: move(inner, device) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(move(inner, device) for inner in value)
+    return value
+
+
+def call_model(model: Callable[..., Any], batch: Any, *, device: Any = None) -> Any:
+    """Call a model on a batch without its labels, on the model's device; return its raw output."""
+    args, kwargs, _ = split_batch(batch)
+    where = device_of(model) if device is None else device
+    return model(*move(args, where), **move(kwargs, where))
+
+
+def member_logits_of(output: Any) -> Tensor:
+    """Find member logits `[batch, member, class]` in a model's output.
+
+    Reads `member_logits`, else `logits`, of an object or a mapping; a tensor; or the first tensor
+    of a tuple. `[batch, class]` becomes one member.
+    """
+    found = output
+    for name in ("member_logits", "logits"):
+        held = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(held, Tensor):
+            found = held
+            break
+    else:
+        if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+            found = output[0]
+    if not isinstance(found, Tensor):
+        raise DataError(
+            f"The model answered with a {type(output).__name__}; expected a tensor [batch, class] "
+            "or [batch, member, class], or something with .logits. Is it a classifier?"
+        )
+    return as_member_logits(found)
+
+
+def member_logits(model: Any, batch: Any, *, device: Any = None) -> Tensor:
+    """Return a model's member logits on a batch, `[batch, member, class]`.
+
+    `predict` is preferred when it answers with a `Prediction`: only there does an ensemble apply
+    its temperatures.
+    """
+    predict = getattr(model, "predict", None)
+    if not callable(predict):
+        return member_logits_of(call_model(model, batch, device=device))
+    promised = _promised(predict)
+    args, kwargs, _ = split_batch(batch)
+    inputs = move(kwargs or args[0], device_of(model) if device is None else device)
+    if promised in (Prediction, "Prediction") or not callable(model):
+        return member_logits_of(predict(inputs))
+    if promised is inspect.Signature.empty:  # it says nothing, so see what it answers
+        try:
+            answer = predict(inputs)
+        except (TypeError, AttributeError, KeyError):  # not a predict of batches: call instead
+            answer = None
+        if isinstance(answer, Prediction):
+            return answer.member_logits
+    return member_logits_of(call_model(model, batch, device=device))
+
+
+def _promised(function: Callable[..., Any]) -> Any:
+    try:
+        return inspect.signature(function).return_annotation
+    except (TypeError, ValueError):
+        return inspect.Signature.empty
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Put a module in eval mode without gradients; give every submodule its mode back after."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    modes = [module.training for module in modules]
+    try:
+        if modules:
+            model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+
+
+def progress_bar(
+    data: Iterable[Any], *, description: str, enabled: bool = True, total: int | None = None
+) -> Iterable[Any]:
+    """Wrap an iterable in a progress bar, shown on a terminal and on rank 0 alone."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not enabled or (distributed and torch.distributed.get_rank() != 0):
+        return data
+    from tqdm.auto import tqdm
+
+    return tqdm(data, desc=description, total=total, disable=None, leave=False)
+
+
+def require_reiterable(data: Iterable[Any], *, name: str = "data") -> None:
+    """Raise when data can be read only once (a generator), where more passes are needed."""
+    if iter(data) is data:
+        raise DataError(
+            f"The data set {name!r} is a {type(data).__name__} that can be read only once, but "
+            "more passes are needed. Pass a DataLoader, or list(...) of it."
+        )
+
+
+def iterate_logits(
+    model: Any,
+    data: Iterable[Any],
+    *,
+    name: str = "data",
+    need_labels: bool = False,
+    ignore_labels: bool = False,
+    device: Any = None,
+    progress: bool = False,
+    classes: int | None = None,
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield `(member_logits [batch, member, class], labels [batch] or None)` on the CPU, checked.
+
+    Args:
+        model: see `member_logits`.
+        data: an iterable of batches, read once.
+        name: what errors call the data set.
+        need_labels: raise when a batch has no labels.
+        ignore_labels: leave labels alone, unchecked (those of another task mean nothing here).
+        device: where inputs go; by default the model's device.
+        progress: show a bar on a terminal.
+        classes: the number of classes that another data set showed, to compare with.
+    """
+    shape: tuple[int, int] | None = None
+    labelled: bool | None = None
+    examples = 0
+    with evaluating(model):
+        for index, batch in enumerate(
+            progress_bar(data, description=name, enabled=progress, total=_length(data))
+        ):
+            where = f"batch {index} of the data set {name!r}"
+            try:
+                labels = None if ignore_labels else split_batch(batch)[2]
+                logits = member_logits(model, batch, device=device).detach().cpu()
+            except DataError as error:
+                raise DataError(f"In {where}: {error}") from error
+            except (HydraError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise DataError(
+                    f"The model failed on {where}, with inputs {_shapes(batch)}: {error}. "
+                    "Every data set must be prepared as the model expects it."
+                ) from error
+            _check_logits(logits, where)
+            if shape is None:
+                shape = (logits.shape[1], logits.shape[2])
+                if classes is not None and shape[1] != classes:
+                    raise DataError(
+                        f"The model gave {shape[1]} classes on the data set {name!r} but {classes} "
+                        "on the in-distribution data. Both must run through the same classifier."
+                    )
+            elif shape != logits.shape[1:]:
+                raise DataError(
+                    f"In {where} the model gave {logits.shape[1]} members x {logits.shape[2]} "
+                    f"classes, but {shape[0]} x {shape[1]} before."
+                )
+            if labels is None and need_labels:
+                raise DataError(
+                    f"There are no labels in {where}. Give batches as (inputs, labels) or as "
+                    "mappings with 'labels'."
+                )
+            if labelled is None:
+                labelled = labels is not None
+            elif labelled != (labels is not None):
+                raise DataError(
+                    f"Some batches of the data set {name!r} have labels, some have none."
+                )
+            examples += len(logits)
+            yield logits, None if labels is None else _check_labels(labels, logits, where)
+    if not examples:
+        raise DataError(
+            f"The data set {name!r} is empty: it gave no examples. If it is a generator, it may "
+            "have been used up before: pass a DataLoader or a list."
+        )
+
+
+def collect_logits(
+    model: Any,
+    data: Iterable[Any],
+    *,
+    name: str = "data",
+    need_labels: bool = False,
+    device: Any = None,
+    progress: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return all member logits `[example, member, class]` and labels `[example]`, on the CPU.
+
+    See `iterate_logits` for the arguments. Labels are None when the data has none; memory grows
+    with examples x members x classes.
+    """
+    pairs = list(
+        iterate_logits(
+            model, data, name=name, need_labels=need_labels, device=device, progress=progress
+        )
+    )
+    labels = [label for _, label in pairs if label is not None]
+    return torch.cat([logits for logits, _ in pairs]), torch.cat(labels) if labels else None
+
+
+def _shapes(batch: Any) -> str:
+    """Name the inputs of a batch and their shapes, for errors."""
+    args, kwargs, _ = split_batch(batch)
+    inputs = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+    shown = [
+        f"{key} {list(value.shape)}" if hasattr(value, "shape") else f"{key} {type(value).__name__}"
+        for key, value in inputs.items()
+    ]
+    return "(" + ", ".join(shown) + ")"
+
+
+def _length(data: Iterable[Any]) -> int | None:
+    try:
+        return len(data)  # type: ignore[arg-type]
+    except TypeError:  # an iterable data set has no length
+        return None
+
+
+def _check_logits(logits: Tensor, where: str) -> None:
+    # a class may be masked with -inf, but every row needs a finite maximum
+    bad = ~logits.amax(-1).isfinite()
+    if bool(bad.any()):
+        kind = "NaN" if bool(logits.isnan().any()) else "infinite values"
+        raise DataError(
+            f"The model's logits hold {kind} for {int(bad.any(1).sum())} of {len(logits)} examples "
+            f"in {where}. Check the inputs (scale, missing values) and the model's precision."
+        )
+
+
+def _check_labels(labels: Tensor, logits: Tensor, where: str) -> Tensor:
+    labels = labels.detach().cpu()
+    if labels.is_floating_point() or labels.ndim != 1:
+        raise DataError(
+            f"Labels of shape {list(labels.shape)} and type {labels.dtype} in {where}; expected "
+            "one whole class number for each example. Multi-label and regression are refused."
+        )
+    if len(labels) != len(logits):
+        raise DataError(f"{len(labels)} labels for {len(logits)} examples in {where}.")
+    labels = labels.long()
+    outside = labels[(labels < 0) | (labels >= logits.shape[-1])]
+    if len(outside):
+        raise DataError(
+            f"Label {int(outside[0])} in {where} is out of range: the model has "
+            f"{logits.shape[-1]} classes, 0 to {logits.shape[-1] - 1}."
+        )
+    return labels

@@ -1,0 +1,127 @@
+"""OOD scores on features, for those who ask: KNN and Mahalanobis, through pytorch-ood.
+
+They need features and training data at test time, which logits do not; both see what a linear
+classifier throws away. Scores are higher when further from the training data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data.running import call_model, evaluating, progress_bar, split_batch
+from ..errors import DataError, MissingDependencyError
+from ..registry import Registry
+from .figures import OOD
+from .metrics_ood import ood_figures
+from .results import Results
+
+Detector = Any
+"""A detector of pytorch-ood: `fit_features(features, labels)`, `predict_features(features)`."""
+
+detectors: Registry[Callable[[int], Detector]] = Registry("feature detector")
+"""Detectors by name, made for a number of training examples."""
+
+
+def _pytorch_ood() -> Any:
+    try:
+        import pytorch_ood.detector as detector
+    except ImportError as error:
+        raise MissingDependencyError(
+            "KNN and Mahalanobis come from pytorch-ood: pip install 'hydra-ensembles[rivals]'."
+        ) from error
+    return detector
+
+
+@detectors.register("knn")
+def knn(examples: int) -> Detector:
+    """Make the distance to the 50th nearest unit-length feature (Sun et al., 2022)."""
+    return _pytorch_ood().KNN(None, k=min(50, examples))
+
+
+@detectors.register("mahalanobis")
+def mahalanobis(examples: int) -> Detector:
+    """Make the distance to the nearest class mean under one covariance (Lee et al., 2018)."""
+    return _pytorch_ood().Mahalanobis(None)
+
+
+def collect_features(
+    features: Callable[..., Any],
+    data: Iterable[Any],
+    *,
+    name: str = "data",
+    device: Any = None,
+    progress: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return all features `[example, width]` in float32 and labels (None without), on the CPU."""
+    found, labels = [], []
+    with evaluating(features):
+        for index, batch in enumerate(progress_bar(data, description=name, enabled=progress)):
+            part = call_model(features, batch, device=device)
+            if not isinstance(part, Tensor) or part.ndim != 2 or not bool(part.isfinite().all()):
+                shape = list(part.shape) if isinstance(part, Tensor) else type(part).__name__
+                raise DataError(
+                    f"Features of batch {index} of the data set {name!r} are {shape}; expected a "
+                    "finite tensor [batch, width]. Pool tokens inside the feature function."
+                )
+            found.append(part.detach().float().cpu())
+            labels.append(split_batch(batch)[2])
+    if not found:
+        raise DataError(f"The data set {name!r} is empty: it gave no examples.")
+    known = [label for label in labels if label is not None]
+    return torch.cat(found), torch.cat(known).cpu().long() if len(known) == len(found) else None
+
+
+def evaluate_features(
+    features: Callable[..., Any],
+    data: Iterable[Any],
+    *,
+    train: Iterable[Any],
+    ood: Mapping[str, Iterable[Any]],
+    methods: Sequence[str] = ("knn", "mahalanobis"),
+    device: Any = None,
+    progress: bool = True,
+    name: str = "features",
+) -> Results:
+    """Evaluate OOD detection by distances in feature space.
+
+    Args:
+        features: called on a batch's inputs, answers with `[batch, width]`.
+        data: in-distribution test batches.
+        train: labelled batches to fit on.
+        ood: out-of-distribution data by name.
+        methods: names in `detectors`; the first has the short names, as in `evaluate`.
+        device: where inputs go; by default the model's own.
+        progress: show bars on a terminal.
+        name: in tables.
+
+    Returns:
+        `ood/<set>/AUROC ...` of the first method, `ood/<set>/<method>/AUROC ...` of the others.
+    """
+    sets = {"id": data, **{OOD + key: batches for key, batches in ood.items()}}
+
+    def collect(batches: Iterable[Any], key: str) -> tuple[Tensor, Tensor | None]:
+        return collect_features(features, batches, name=key, device=device, progress=progress)
+
+    fitted, labels = collect(train, "train")
+    if labels is None:
+        raise DataError("The data set 'train' has no labels, but Mahalanobis needs classes.")
+    classes = labels.unique(return_inverse=True)[1]  # pytorch-ood wants 0 ... C - 1, all present
+    columns = {key: collect(batches, key)[0] for key, batches in sets.items()}
+    figures: dict[str, float] = {}
+    for method in methods:
+        detector = detectors[method](len(fitted)).fit_features(fitted, classes)
+        far = {key: detector.predict_features(part).double() for key, part in columns.items()}
+        parts = {key: ood_figures(far["id"], far[key], name=key) for key in far if key != "id"}
+        parts["ood/mean"] = {
+            figure: sum(part[figure] for part in parts.values()) / len(parts)
+            for figure in next(iter(parts.values()))
+        }
+        middle = "" if method == methods[0] else f"{method}/"
+        for key, part in parts.items():
+            figures |= {f"{key}/{middle}{figure}": value for figure, value in part.items()}
+    sizes = {key: len(part) for key, part in columns.items()}
+    return Results(name, figures, settings={"scores": list(methods), "examples": sizes})

@@ -1,0 +1,442 @@
+"""One model that is an ensemble: the host's inputs and outputs, M members in one forward pass."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..data.running import evaluating, move, split_batch
+from ..errors import HydraError, UnsupportedModelError
+from ..heads.masks import HeadMask
+from ..heads.plan import Plan
+from ..hosts import HostModel, device_of, host_model, main_output
+from ..hosts.probe import modules_after_blocks
+from ..uncertainty import Prediction, log_mean_probability, predict_from_logits, scale_logits
+from .assemble import Assembly
+from .cast import cast_full, cast_member
+from .layers import FusedBlock
+from .saving import load, save
+from .summary import summarize
+
+Mode = Literal["fused", "loop"]
+_REFUSED = ("output_attentions", "output_hidden_states")
+
+
+@dataclass
+class HydraOutput:
+    """What an ensemble returns with labels when its host returns plain tensors."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class HydraEnsemble(nn.Module):
+    """M pruned members of one host, fused. Made by `fuse`, `build` or `from_pretrained`.
+
+    Called like its host: the same inputs, the same kind of output; `logits` are the log of the mean
+    of the members' probabilities, so their softmax is the ensemble's probability.
+
+    Attributes:
+        host: The host model with the fused body in the place of its blocks.
+        plan: Which streams run where.
+        mode: `"fused"`, or `"loop"` to run members one by one.
+        temperature, member_temperatures: Divide the members' logits (None: not calibrated).
+        score: The uncertainty that `predict` reports.
+        record: What was done to make it (plain data, saved along).
+    """
+
+    def __init__(self, assembly: Assembly, host: HostModel, *, mode: Mode = "fused") -> None:
+        super().__init__()
+        if mode not in ("fused", "loop"):
+            raise ValueError(f'Unknown mode {mode!r}: expected "fused" or "loop".')
+        self.host = assembly.model
+        self.mode = mode
+        self.merged = assembly.merged
+        self.copies = dict(assembly.copies)
+        self.temperature: float | None = None
+        self.member_temperatures: list[float] | None = None
+        self.score = "msp"
+        self.record: dict[str, Any] = {}
+        self.switches: dict[str, Any] = {}
+        self._assembly = assembly
+        self._view = host
+        self._cast: tuple[tuple[Any, ...], list[nn.Module]] | None = None
+        _show_signature_of(self.host, self)
+
+    @classmethod
+    def around(
+        cls, assembly: Assembly, host: HostModel, *, mode: Mode, switches: Mapping[str, Any]
+    ) -> HydraEnsemble:
+        """Make the ensemble around an assembled model."""
+        view = HostModel.__new__(HostModel)
+        view.__dict__.update(host.__dict__)
+        view.model = assembly.model
+        view.blocks = []  # they are in the body now
+        view.__dict__["readout"] = assembly.body.readout
+        ensemble = cls(assembly, view, mode=mode)
+        ensemble.switches = dict(switches)
+        ensemble.train(assembly.model.training)
+        return ensemble
+
+    @property
+    def body(self) -> Any:
+        """The fused blocks."""
+        return self._view.model.get_submodule(self._view.blocks_path)[0]  # type: ignore[index]
+
+    @property
+    def plan(self) -> Plan:
+        """Which streams run where."""
+        return self.body.plan
+
+    @property
+    def masks(self) -> tuple[HeadMask, ...]:
+        """The members' masks, in terms of the host's original heads."""
+        return self.plan.masks
+
+    @property
+    def members(self) -> int:
+        """Number of members M."""
+        return self.plan.members
+
+    @property
+    def readout(self) -> Any:
+        """Which tokens the classifier reads."""
+        return self.body.readout
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether the host gives class logits (and not embeddings)."""
+        return not type(self.host).__name__.endswith(("WithProjection", "VisionModel", "TextModel"))
+
+    # --- a citizen of the host's library -------------------------------------------------------
+
+    @property
+    def config(self) -> Any:
+        """The host's config, where it has one."""
+        return getattr(self.host, "config", None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return device_of(self)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' type."""
+        return next(p.dtype for p in self.parameters())
+
+    @property
+    def main_input_name(self) -> str:
+        """Name of the host's main input."""
+        return getattr(self.host, "main_input_name", "x")
+
+    @property
+    def name_or_path(self) -> str:
+        """Where the host came from."""
+        return getattr(self.host, "name_or_path", "")
+
+    def can_generate(self) -> bool:
+        """Tell pipelines that this is a classifier."""
+        return False
+
+    @property
+    def id2label(self) -> dict[int, str] | None:
+        """Class names by index, where the host knows them."""
+        labels = getattr(self.config, "id2label", None) or getattr(self.host, "id2label", None)
+        return None if labels is None else {int(k): str(v) for k, v in labels.items()}
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
+        """Trade time for memory in the trunk, where the host can."""
+        self.host.gradient_checkpointing_enable(gradient_checkpointing_kwargs)  # type: ignore[operator]
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Undo `gradient_checkpointing_enable`."""
+        self.host.gradient_checkpointing_disable()  # type: ignore[operator]
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        """Run all members; take the host's inputs, return the host's kind of output.
+
+        `logits` = log mean_m softmax(member logits); with `labels`, `loss` is their negative
+        log-likelihood under the mean probability.
+        """
+        member_logits, output = self._run(args, kwargs)
+        if not self.is_classifier:
+            if labels is not None:
+                raise UnsupportedModelError(f"{type(self.host).__name__} has no classes to label.")
+            return _with_embedding(output, member_logits.mean(1))
+        logits = log_mean_probability(self._scaled(member_logits))
+        loss = None if labels is None else F.nll_loss(logits, labels.to(logits.device))
+        return _with_logits(output, logits, loss, kwargs.get("return_dict"))
+
+    def member_logits(self, batch: Any) -> Tensor:
+        """Return the members' raw logits [batch, member, class] (or embeddings, of a tower)."""
+        args, kwargs, _ = split_batch(batch)
+        device = self.device
+        return self._run(move(args, device), move(kwargs, device))[0]
+
+    @torch.no_grad()
+    def predict(self, batch: Any) -> Prediction:
+        """Predict a batch: probabilities, label, uncertainty and what the members say."""
+        if not self.is_classifier:
+            raise UnsupportedModelError(
+                f"{type(self.host).__name__} gives embeddings, not classes: wrap the dual encoder "
+                "in ZeroShotClassifier, or call member_logits() for the members' embeddings."
+            )
+        with evaluating(self):
+            member_logits = self.member_logits(batch)
+        return predict_from_logits(
+            member_logits.float(),
+            score=self.score,
+            temperature=self.temperature,
+            member_temperatures=self.member_temperatures,
+            logit_scale=getattr(self.host, "logit_scale", None),
+        )
+
+    def _scaled(self, member_logits: Tensor) -> Tensor:
+        if self.temperature is None and self.member_temperatures is None:
+            return member_logits
+        return scale_logits(
+            member_logits,
+            temperature=self.temperature,
+            member_temperatures=self.member_temperatures,
+        )
+
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """Return the members' logits [batch, member, class] and the host's own output."""
+        for name in _REFUSED:
+            if kwargs.get(name):
+                raise UnsupportedModelError(
+                    f"{name}=True is not supported: members' streams have no single answer. Use "
+                    "ensemble.member(m), a plain host model, for that."
+                )
+        kwargs = {k: v for k, v in kwargs.items() if k != "return_dict" and k not in _REFUSED}
+        if self.mode == "loop":
+            outputs = [member(*args, **kwargs) for member in self._members()]
+            return torch.stack([main_output(o) for o in outputs], 1), outputs[0]
+        if self.readout.folds:
+            output = self.host(*args, **kwargs)
+            folded = main_output(output)
+        else:
+            folded, output = self._replay(args, kwargs)
+        streams = folded.unflatten(0, (len(self.plan.ends), -1))
+        if self.plan.streams != tuple(range(len(streams))):
+            index = torch.tensor(self.plan.streams, device=streams.device)
+            streams = streams.index_select(0, index)
+        return streams.transpose(0, 1), output
+
+    def _replay(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """Let a host that looks at its inputs again read out every stream by itself."""
+        body = self.body
+        captured: list[Tensor] = []
+        handle = body.register_forward_hook(lambda module, inputs, result: captured.append(result))
+        lengths: list[int] = []
+        first = body.register_forward_pre_hook(
+            lambda module, inputs: lengths.append(inputs[0].shape[1])
+        )
+        if self.readout.positions is not None:
+            body.positions = self.readout.positions(self._named(args, kwargs))
+        ends = len(self.plan.ends)
+        try:
+            with _first_stream_of(body, ends, lengths):
+                output = self.host(*args, **kwargs)
+            handle.remove()
+            streams = captured[0].chunk(ends)
+            outputs = [output]
+            for stream in streams[1:]:
+                body.replay = body.full_length(stream, lengths[0])
+                outputs.append(self.host(*args, **kwargs))
+        finally:
+            handle.remove()
+            first.remove()
+            body.replay = body.positions = None
+        return torch.cat([main_output(o) for o in outputs]), outputs[0]
+
+    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        names = [n for n in inspect.signature(self.host.forward).parameters if n != "self"]
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    # --- members ---------------------------------------------------------------------------------
+
+    def member(self, index: int) -> nn.Module:
+        """Return one member as a plain, physically pruned host model.
+
+        It shares the parameters of the trunk, the MLPs and the norms; its heads are copies.
+        """
+        if not 0 <= index < self.members:
+            raise IndexError(f"Member {index} of {self.members}: count from 0.")
+        return cast_member(self.host, self.body, self._assembly.moulds, self._view, index)
+
+    def unpruned_host(self) -> nn.Module:
+        """Return the host's architecture with all its heads, without storage: for counting."""
+        return cast_full(self.host, self.body, self._assembly.moulds, self._view)
+
+    def _members(self) -> list[nn.Module]:
+        if self.training and torch.is_grad_enabled():
+            raise HydraError(
+                'mode="loop" runs members for reference: it cannot be trained. '
+                'Set ensemble.mode = "fused".'
+            )
+        key = tuple((p.data_ptr(), p._version, p.device, p.dtype) for p in self.parameters())
+        if self._cast is None or self._cast[0] != key:
+            self._cast = (key, [self.member(m) for m in range(self.members)])
+        for member in self._cast[1]:
+            member.train(self.training)
+        return self._cast[1]
+
+    def untie_(self) -> HydraEnsemble:
+        """Give each member its own heads, norms and output biases, for training, in place.
+
+        The merged MLPs and the embeddings stay shared. Returns the ensemble.
+        """
+        for block in self.body.branch:
+            assert isinstance(block, FusedBlock)
+            block.untie_()
+        body = self.body
+        layers = tuple(block.bank.plan for block in body.branch)
+        body.plan = Plan(**{**body.plan.__dict__, "layers": layers})
+        self.copies.update(_copies_of(body))
+        return self
+
+    def freeze_trunk_(self) -> HydraEnsemble:
+        """Stop gradients in everything before the branch, in place; returns the ensemble."""
+        for parameter in self.host.parameters():
+            parameter.requires_grad_(False)
+        trainable = [*self.body.branch.parameters()]
+        # A member is probed: its host's code runs on a batch that is not folded.
+        for path in modules_after_blocks(host_model(self.member(0), family=self.body.family)):
+            trainable += list(self.host.get_submodule(path).parameters())
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+        return self
+
+    # --- saving ------------------------------------------------------------------------------
+
+    def save_pretrained(
+        self,
+        folder: Any,
+        *,
+        tokenizer: Any = None,
+        image_processor: Any = None,
+        state_dict: Any = None,
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write `config.json`, `model.safetensors` and a model card into a folder."""
+        save(self, folder, tokenizer=tokenizer, image_processor=image_processor)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_folder: Any,
+        *,
+        host: nn.Module | None = None,
+        mode: Mode | None = None,
+        revision: str | None = None,
+    ) -> HydraEnsemble:
+        """Load from a folder or a hub name what `save_pretrained` wrote."""
+        assembly, view, config = load(name_or_folder, host=host, revision=revision)
+        mode = mode or config["mode"]
+        ensemble = cls.around(assembly, view, mode=mode, switches=config["switches"])
+        ensemble.temperature = config["temperature"]
+        ensemble.member_temperatures = config["member_temperatures"]
+        ensemble.score = config["score"]
+        ensemble.record = config["record"]
+        return ensemble
+
+    # --- telling -----------------------------------------------------------------------------
+
+    def parameter_bytes(self) -> dict[str, int]:
+        """Return the bytes of the parameters and of the packed copies kept for speed."""
+        stored = sum(p.numel() * p.element_size() for p in self.parameters())
+        packed = sum(block.bank.packed_bytes() for block in self.body.branch)
+        return {"parameters": stored, "packed": packed, "memory": stored + packed}
+
+    def __str__(self) -> str:
+        return summarize(self)
+
+    def __repr__(self) -> str:
+        host = type(self.host).__name__
+        return f"HydraEnsemble({host}, members={self.members}, mode={self.mode!r})"
+
+
+def _copies_of(body: Any) -> dict[str, int]:
+    """Count the copies of every part of the branched blocks."""
+    copies = {}
+    for block in body.branch:
+        layer = block.bank.plan.layer
+        parts = {"norm1": block.norm1, "norm2": block.norm2}
+        parts.update({"query_norm": block.query_norm, "key_norm": block.key_norm})
+        for name, part in parts.items():
+            if part is not None:
+                copies[f"{layer}.{name}"] = len(part.each)
+        for name in ("after_attention", "after_mlp"):
+            for i, part in enumerate(getattr(block, name)):
+                copies[f"{layer}.{name}.{i}"] = len(part.each)
+        if block.output_bias.value is not None:
+            copies[f"{layer}.output_bias"] = len(block.output_bias.value)
+    return copies
+
+
+@contextmanager
+def _first_stream_of(body: Any, ends: int, lengths: list[int]) -> Iterator[None]:
+    """Hand the host the first stream alone, at its full length."""
+
+    def cut(module: Any, inputs: Any, result: Tensor) -> Tensor:
+        return body.full_length(result.chunk(ends)[0], lengths[0])
+
+    handle = body.register_forward_hook(cut)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _with_logits(output: Any, logits: Tensor, loss: Tensor | None, return_dict: Any) -> Any:
+    """Put the ensemble's logits where the host's were; drop what belongs to single streams."""
+    if isinstance(output, Tensor):
+        return logits if loss is None else HydraOutput(logits=logits, loss=loss)
+    fields = {"logits": logits} if loss is None else {"loss": loss, "logits": logits}
+    if isinstance(output, tuple) and not hasattr(output, "_fields"):
+        return tuple(fields.values())
+    result = type(output)(**fields)
+    return tuple(fields.values()) if return_dict is False else result
+
+
+def _with_embedding(output: Any, embedding: Tensor) -> Any:
+    """Put the members' mean embedding where the host's was."""
+    if isinstance(output, Tensor):
+        return embedding
+    for name in ("image_embeds", "text_embeds", "pooler_output"):
+        if getattr(output, name, None) is not None:
+            return type(output)(**{name: embedding})
+    raise UnsupportedModelError(f"{type(output).__name__} holds neither logits nor embeddings.")
+
+
+def _show_signature_of(host: nn.Module, ensemble: HydraEnsemble) -> None:
+    """Let `inspect.signature` see the host's inputs: trainers choose columns by it."""
+    kind = type(ensemble)
+    parameters = dict(inspect.signature(type(host).forward).parameters)
+    if "labels" not in parameters:
+        label = inspect.Parameter("labels", inspect.Parameter.KEYWORD_ONLY, default=None)
+        rest = [p for p in parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        more = [p for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        shown = inspect.Signature([*rest, label, *more])
+    else:
+        shown = inspect.Signature(list(parameters.values()))
+    original = HydraEnsemble.forward
+
+    @functools.wraps(original)
+    def forward(self: HydraEnsemble, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs)
+
+    forward.__signature__ = shown  # type: ignore[attr-defined]
+    ensemble.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__doc__": kind.__doc__})

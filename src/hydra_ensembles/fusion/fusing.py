@@ -1,0 +1,78 @@
+"""`fuse`: members in, one model out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from ..errors import UnsupportedModelError
+from ..heads.masks import HeadMask
+from ..hosts import Family, host_model
+from ..hosts.task import other_task
+from .assemble import assemble
+from .ensemble import HydraEnsemble, Mode
+
+
+def fuse(
+    model_or_members: nn.Module | Sequence[nn.Module],
+    masks: Sequence[HeadMask] | None = None,
+    *,
+    share_trunk: bool = True,
+    share_branch: bool = True,
+    readout_only: bool = True,
+    mode: Mode = "fused",
+    average: Literal["mlp", "all"] = "mlp",
+    family: Family | None = None,
+) -> HydraEnsemble:
+    """Fuse M pruned members into one model.
+
+    Args:
+        model_or_members: One host model, pruned in M ways by `masks`; or M models fine-tuned from
+            one, pruned already (their recorded masks are taken) or pruned here by `masks`.
+        masks: One `HeadMask` a member.
+        share_trunk: Run members as one stream as long as they agree.
+        share_branch: At a branch, project and attend the union of the members' heads once.
+        readout_only: Run the last block for the tokens that the classifier reads alone.
+        mode: `"fused"`, or `"loop"` to run the members one by one (the reference).
+        average: What is averaged over members that were fine-tuned: `"mlp"` (as in the paper; the
+            embeddings too), or `"all"` parts but the heads.
+        family: Describe the blocks of a model that we do not know.
+
+    Returns:
+        The ensemble. None of the switches changes its output.
+    """
+    if isinstance(model_or_members, nn.Module):
+        models = [model_or_members]
+    else:
+        models = list(model_or_members)
+    if not models:
+        raise UnsupportedModelError("No members: give a model, or a list of fine-tuned models.")
+    for model in models:
+        _refuse_other_tasks(model)
+    hosts = [host_model(model, family=family) for model in models]
+    switches = {
+        "share_trunk": share_trunk,
+        "share_branch": share_branch,
+        "readout_only": readout_only,
+        "average": average,
+    }
+    assembly = assemble(
+        hosts,
+        masks,
+        share_trunk=share_trunk,
+        share_branch=share_branch,
+        readout_only=readout_only,
+        average=average,
+    )
+    return HydraEnsemble.around(assembly, hosts[0], mode=mode, switches=switches)
+
+
+def _refuse_other_tasks(model: Any) -> None:
+    task = other_task(model)
+    if task is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is set up for {task}: an ensemble averages class "
+            "probabilities and needs a single-label classifier."
+        )

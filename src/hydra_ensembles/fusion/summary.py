@@ -1,0 +1,67 @@
+"""What was built, at a glance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import HydraError
+from ..heads.plan import Plan
+
+
+def summarize(ensemble: Any) -> str:
+    """Describe an ensemble in a few lines: members, heads, branch, cost, score."""
+    plan: Plan = ensemble.plan
+    lines = [f"HydraEnsemble of {type(ensemble.host).__name__}, {plan.members} members"]
+    if plan.trunk:
+        blocks = "block 0" if plan.trunk == 1 else f"blocks 0-{plan.trunk - 1}"
+        lines.append(f"  trunk    {blocks}, {_trunk_heads(plan)}, computed once")
+    for i, phrase in enumerate(plan.branch_text()):
+        lines.append(f"  {'branch' if i == 0 else '':<8} {phrase}")
+    if ensemble.merged:
+        lines.append(f"  averaged {', '.join(ensemble.merged)} (members were fine-tuned)")
+    lines += _cost_lines(ensemble)
+    lines.append(f"  score    {_score(ensemble)}")
+    if ensemble.mode != "fused":
+        lines.append("  mode     members run one by one")
+    return "\n".join(lines)
+
+
+def _trunk_heads(plan: Plan) -> str:
+    kept = [len(heads) for heads in plan.trunk_heads]
+    of = plan.masks[0].shape[: plan.trunk]
+    if tuple(kept) == of and len(set(of)) == 1:
+        return f"all {of[0]} heads"
+    span = str(kept[0]) if len(set(kept)) == 1 else f"{min(kept)}-{max(kept)}"
+    return f"{span} of {max(of)} heads"
+
+
+def _cost_lines(ensemble: Any) -> list[str]:
+    from ..costs.counting import cost
+    from ..hosts.probe import example_batch
+
+    size = ensemble.parameter_bytes()
+    memory = f"  memory   {size['memory'] / 2**20:.1f} MiB of weights"
+    if size["packed"]:
+        memory += f", {size['packed'] / 2**20:.1f} MiB of them packed copies for speed"
+    try:
+        batch, what = example_batch(ensemble._view.model)
+        ratio = cost(ensemble, batch).relative_to(cost(ensemble.unpruned_host(), batch))
+    except (HydraError, StopIteration):
+        return [memory]
+    return [
+        f"  cost     {ratio.multiply_adds:.2f} x multiply-adds, {ratio.bytes_on_disk:.2f} x "
+        f"parameters on disk, against the host ({what})",
+        memory,
+    ]
+
+
+def _score(ensemble: Any) -> str:
+    parts = [ensemble.score]
+    if ensemble.temperature is not None:
+        parts.append(f"temperature {ensemble.temperature:.2f}")
+    if ensemble.member_temperatures is not None:
+        each = ", ".join(f"{t:.2f}" for t in ensemble.member_temperatures)
+        parts.append(f"members' temperatures {each}")
+    if len(parts) == 1:
+        parts.append("not calibrated")
+    return ", ".join(parts)

@@ -1,0 +1,107 @@
+"""Switch heads off: by gates that carry gradients, or by physical removal. The two agree.
+
+Pruning head h means A_h := 0 before the output projection W_O; the bias of W_O stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import MaskError, UnsupportedModelError
+from ..hosts import HostModel, host_model
+from ..hosts.multihead import opened
+from ..hosts.sites import AttentionSite
+from .masks import HeadMask, check_fits
+
+Gates = HeadMask | Sequence[Tensor | None]
+
+
+@contextmanager
+def gate(model: nn.Module | HostModel, gates: Gates) -> Iterator[None]:
+    """Scale every head's output by its gate while the context is open.
+
+    The scaling happens at the input of the output projection, so it is the same algebra under
+    eager, sdpa and flash attention.
+
+    Args:
+        model: A host model.
+        gates: A `HeadMask` (kept = 1, pruned = 0), or one tensor a layer (None = all ones):
+            `[heads]`, or `[batch, heads]` for gates of each sample; they may require gradients.
+    """
+    host = host_model(model)
+    if isinstance(gates, HeadMask):
+        check_fits(gates, host)
+        gates = [None if bool(row.all()) else row for row in gates]
+    if len(gates) != len(host):
+        raise MaskError(
+            f"{len(gates)} gates but {host.name} has {len(host)} layers: give one tensor (or None) "
+            "a layer."
+        )
+    with ExitStack() as stack:
+        stack.enter_context(opened([site.module for site in host.sites]))
+        for site, row in zip(host.sites, gates, strict=True):
+            if row is not None:
+                stack.callback(_hook(site, row).remove)
+        yield
+
+
+def _hook(site: AttentionSite, row: Tensor) -> Any:
+    if row.shape[-1] != site.num_heads or row.dim() > 2:
+        raise MaskError(
+            f"Gates of layer {site.layer} have shape {tuple(row.shape)} but the layer has "
+            f"{site.num_heads} heads: expected [heads] or [batch, heads]."
+        )
+
+    def scale(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = inputs[0]
+        values = row.to(device=x.device, dtype=x.dtype)[..., None]  # [(batch,) heads, 1]
+        by_head = x.unflatten(-1, (site.num_heads, site.head_dim))
+        if values.dim() == 3:
+            values = values.reshape(len(values), *[1] * (by_head.dim() - 3), *values.shape[1:])
+        return ((by_head * values).flatten(-2), *inputs[1:])
+
+    return site.output.register_forward_pre_hook(scale)
+
+
+def prune_heads_(model: nn.Module, mask: HeadMask) -> nn.Module:
+    """Remove heads from a model physically, in place, whole layers included.
+
+    Rows of W_Q, W_K, W_V and columns of W_O go; a layer without heads adds its output bias alone.
+    What was kept is recorded on the model (`hydra_head_mask`), so that `fuse` can take it.
+
+    Args:
+        model: A host model (the module itself).
+        mask: Which of the heads *that are there now* to keep.
+
+    Returns:
+        The same model.
+    """
+    host = host_model(model)
+    check_fits(mask, host)
+    reason = host.why_not_removable()
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"Heads of {host.name} cannot be removed: {reason}. Use gate() instead."
+        )
+    before = host.original_mask
+    for site in host.sites:  # nothing is cut before every layer is known to be possible
+        site._kept_groups(mask.indices(site.layer))
+    for site in host.sites:
+        if not bool(mask[site.layer].all()):
+            site.keep_(mask.indices(site.layer))
+    model.hydra_head_mask = mask if before is None else _compose(before, mask)  # type: ignore[assignment]
+    return model
+
+
+def _compose(before: HeadMask, mask: HeadMask) -> HeadMask:
+    """Express a mask of the heads that were left in terms of the original heads."""
+    rows = []
+    for old, new in zip(before, mask, strict=True):
+        row = old.clone()
+        row[old.nonzero().flatten()[~new]] = False
+        rows.append(row)
+    return HeadMask(rows)

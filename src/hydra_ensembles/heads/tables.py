@@ -1,0 +1,150 @@
+"""Tables `[layers][heads]` of any row lengths: what masks and scores have in common."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._records import write_whole
+from ..errors import MaskError
+from ..hosts.host import describe_shape as describe_shape
+from ..hosts.host import host_model
+
+Rows = Sequence[Any] | Tensor
+
+
+class HeadTable:
+    """Rows of per-head values, one row a layer, rows of any length."""
+
+    _dtype: torch.dtype
+
+    def __init__(self, rows: Rows) -> None:
+        if isinstance(rows, HeadTable):
+            rows = rows.rows
+        if isinstance(rows, Tensor) and rows.dim() != 2:
+            raise MaskError(
+                f"{type(self).__name__} needs a [layers, heads] table but got a tensor of shape "
+                f"{tuple(rows.shape)}. Pass nested lists for layers of different sizes."
+            )
+        self.rows: tuple[Tensor, ...] = tuple(
+            self._row(layer, row) for layer, row in enumerate(rows)
+        )
+        if not self.rows:
+            raise MaskError(f"{type(self).__name__} needs at least one layer but got none.")
+
+    def _row(self, layer: int, row: Any) -> Tensor:
+        # a plain list would be read in float32, and loaded scores would not equal the saved ones
+        listed = not isinstance(row, Tensor) and self._dtype.is_floating_point
+        values = torch.as_tensor(row, dtype=self._dtype if listed else None).detach().to("cpu")
+        if values.dim() != 1:
+            raise MaskError(
+                f"Layer {layer} of a {type(self).__name__} must be a list of heads but has shape "
+                f"{tuple(values.shape)}."
+            )
+        return self._checked(layer, values).clone()
+
+    def _checked(self, layer: int, values: Tensor) -> Tensor:
+        return values.to(self._dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Number of heads in each layer."""
+        return tuple(len(row) for row in self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, layer: int) -> Tensor:
+        return self.rows[layer]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        assert isinstance(other, HeadTable)
+        return self.shape == other.shape and all(
+            torch.equal(a, b) for a, b in zip(self.rows, other.rows, strict=True)
+        )
+
+    def __hash__(self) -> int:
+        return hash(tuple(tuple(row.tolist()) for row in self.rows))
+
+    def tolist(self) -> list[list[Any]]:
+        """Return nested Python lists."""
+        return [row.tolist() for row in self.rows]
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return the table as JSON text; write it to `path` (beside, then renamed) when given."""
+        text = json.dumps({"kind": type(self).__name__, "version": 1, **self._payload()})
+        if path is not None:
+            write_whole(path, text + "\n")
+        return text
+
+    def _payload(self) -> dict[str, Any]:
+        return {"heads": self.tolist()}
+
+    @classmethod
+    def from_json(cls, source: str | os.PathLike[str]) -> Any:
+        """Read a table from JSON text or from a file's path."""
+        text = str(source)
+        if isinstance(source, os.PathLike) or not text.lstrip().startswith(("{", "[")):
+            path = Path(source)
+            if not path.exists():
+                raise MaskError(f"No file {path}: expected a {cls.__name__} saved by to_json().")
+            text = path.read_text(encoding="utf-8")
+        try:
+            payload = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise MaskError(
+                f"Not the JSON of a {cls.__name__} ({error}). It must come from to_json()."
+            ) from None
+        if isinstance(payload, list):
+            return cls(payload)
+        kind = payload.get("kind") if isinstance(payload, dict) else type(payload).__name__
+        if kind != cls.__name__ or "heads" not in payload:
+            raise MaskError(
+                f"Expected the JSON of a {cls.__name__} but found {kind!r}. "
+                f"It must come from {cls.__name__}.to_json()."
+            )
+        return cls._from_payload(payload)
+
+    @classmethod
+    def _from_payload(cls, payload: dict[str, Any]) -> Any:
+        return cls(payload["heads"])
+
+
+def head_counts(like: Any) -> tuple[int, ...]:
+    """Return the number of heads of each layer of a model, a HostModel, a table or a list."""
+    if isinstance(like, HeadTable):
+        return like.shape
+    if isinstance(like, torch.nn.Module):
+        return host_model(like).head_counts
+    if hasattr(like, "head_counts"):
+        return tuple(like.head_counts)
+    return tuple(int(n) for n in like)
+
+
+def check_fits(table: HeadTable, model: Any, name: str | None = None) -> None:
+    """Raise a `MaskError` when a table was not made for this model."""
+    counts = head_counts(model)
+    name = name or getattr(model, "name", type(model).__name__)
+    kind = type(table).__name__
+    if len(table) != len(counts):
+        raise MaskError(
+            f"{kind} has {len(table)} layers but {name} has {len(counts)}. Start from "
+            "HeadMask.full(model), or check that the mask was made for this model."
+        )
+    for layer, (found, expected) in enumerate(zip(table.shape, counts, strict=True)):
+        if found != expected:
+            raise MaskError(
+                f"{kind} has {found} heads in layer {layer} but {name} has {expected}. Start from "
+                "HeadMask.full(model), or check that the mask was made for this model."
+            )

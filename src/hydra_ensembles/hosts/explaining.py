@@ -1,0 +1,90 @@
+"""Say what can be pruned in a model, and why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ..errors import UnsupportedModelError
+from .family import Family
+from .host import HostModel, describe_shape, host_model
+from .task import other_task
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; prints as a short table."""
+
+    name: str
+    supported: bool
+    reason: str = ""
+    family: str = ""
+    blocks: str = ""
+    head_counts: tuple[int, ...] = ()
+    head_dim: int = 0
+    width: int = 0
+    norm: str = ""
+    readout: str = ""
+    readout_why: str = ""
+    causal: bool = False
+    removable: bool = False
+    fusable: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if not self.supported:
+            return f"{self.name}: not supported\n  why       {self.reason}"
+        prune = "heads can be removed physically" if self.removable else "gates only"
+        lines = [
+            f"{self.name}: {'can be fused' if self.fusable else 'cannot be fused'}, {prune}",
+            f"  family    {self.family}, blocks at {self.blocks}",
+            f"  heads     {describe_shape(self.head_counts)} (layers x heads) of width "
+            f"{self.head_dim}, model width {self.width}",
+            f"  norms     {self.norm}-norm{', causal attention' if self.causal else ''}",
+            f"  readout   {self.readout} ({self.readout_why})",
+            "  shared    embeddings, MLPs (averaged), and every part in which members agree",
+        ]
+        if self.reason:
+            lines.append(f"  why not   {self.reason}")
+        return "\n".join([*lines, *(f"  note      {note}" for note in self.notes)])
+
+
+def explain(model: nn.Module | HostModel, *, family: Family | None = None) -> Explanation:
+    """Say what can be pruned in a model, which tokens are read, and what cannot be done and why."""
+    try:
+        host = host_model(model, family=family)
+    except UnsupportedModelError as error:
+        return Explanation(name=type(model).__name__, supported=False, reason=str(error))
+    site = host.sites[0]
+    removable, fusable = host.why_not_removable(), host.why_not_fusable()
+    task = other_task(host.model)
+    if fusable is None and task is not None:
+        fusable = f"it is set up for {task}, and members average class probabilities"
+    notes = []
+    if host.original_mask is not None:
+        notes.append(f"already pruned: {host.original_mask.total_kept} heads are left")
+    if all(hasattr(host.model, tower) for tower in ("text_model", "vision_model")):
+        notes.append(f"two towers: this is about {host.blocks_path}; the other is left alone")
+    if site.kv_heads != site.num_heads:
+        notes.append(
+            f"grouped queries: {site.num_heads} heads on {site.kv_heads} key heads; only whole "
+            "groups can be removed"
+        )
+    return Explanation(
+        name=host.name,
+        supported=True,
+        reason=removable or fusable or "",
+        family=host.family.name,
+        blocks=host.blocks_path,
+        head_counts=host.head_counts,
+        head_dim=site.head_dim,
+        width=host.width,
+        norm=host.family.norm,
+        readout=str(host.readout) if fusable is None else "not probed",
+        readout_why=host.readout.why if fusable is None else "only needed for fusing",
+        causal=site.causal,
+        removable=removable is None,
+        fusable=fusable is None,
+        notes=notes,
+    )

@@ -1,0 +1,88 @@
+"""Candidate masks and their validation logits: what selection chooses from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..heads.masks import HeadMask
+from .prefix import Outputs, Prefix, Tick
+from .state import TensorStore
+
+
+class Candidates:
+    """Candidate masks and their logits above a cached trunk; each is computed once.
+
+    Args:
+        prefix: Cached states; it is advanced to the first layer in which candidates differ.
+        pool: Masks and where they come from; the first is the unpruned host.
+        tick: Called with the number of block runs that were done.
+        store: Keeps logits, so that a stopped search need not compute them again.
+    """
+
+    def __init__(
+        self,
+        prefix: Prefix,
+        pool: Mapping[HeadMask, str],
+        *,
+        tick: Tick | None = None,
+        store: TensorStore | None = None,
+    ) -> None:
+        self.prefix, self.tick, self.store = prefix, tick, store
+        self.origins: dict[HeadMask, str] = {}
+        self.outputs = Outputs({}, {})
+        self.add(pool)
+
+    @property
+    def masks(self) -> list[HeadMask]:
+        """The candidates, in the order of their logits."""
+        return list(self.origins)
+
+    def add(self, pool: Mapping[HeadMask, str]) -> None:
+        """Compute the logits of more candidates."""
+        new = {mask: origin for mask, origin in pool.items() if mask not in self.origins}
+        if not new:
+            return
+        label = f"candidates-{len(self.origins)}-{len(self.origins) + len(new)}"
+        found = self._arrange(
+            self.prefix.logits(list(new), tick=self.tick, store=self.store, label=label)
+        )
+        before = self.outputs.logits
+        self.outputs = Outputs(
+            {
+                name: torch.cat([before[name], logits], 1) if name in before else logits
+                for name, logits in found.logits.items()
+            },
+            found.labels,
+        )
+        self.origins.update(new)
+
+    def _arrange(self, outputs: Outputs) -> Outputs:
+        """Bring logits to the data sets that selection knows."""
+        return outputs
+
+
+class PartCandidates(Candidates):
+    """Candidates on data sets in parts `<part>:<name>`, joined by name."""
+
+    def _arrange(self, outputs: Outputs) -> Outputs:
+        return Outputs(_join(outputs.logits), _join(outputs.labels))
+
+    def rows(self, part: str) -> dict[str, Tensor]:
+        """Return the examples of a part, by data set."""
+        result, starts = {}, dict.fromkeys(self.outputs.logits, 0)
+        for key, count in self.prefix.examples.items():
+            where, _, name = key.partition(":")
+            if where == part:
+                result[name] = torch.arange(starts[name], starts[name] + count)
+            starts[name] += count
+        return result
+
+
+def _join(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found: dict[str, list[Tensor]] = {}
+    for key, tensor in parts.items():
+        found.setdefault(key.partition(":")[2], []).append(tensor)
+    return {name: torch.cat(tensors) for name, tensors in found.items()}

@@ -1,0 +1,151 @@
+"""Search of members: a pool, selected by the figures of the ensemble, evolved and stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from ..costs.budget import Budget
+from ..heads.masks import HeadMask
+from .candidate_table import Table
+from .candidates import Candidates as Candidates
+from .pool import mutations
+from .select import EnsembleObjective, Rows, Selection, Selector
+from .state import SearchState
+
+
+@dataclass(frozen=True)
+class Members:
+    """The members that a search chose.
+
+    Attributes:
+        masks: One a member.
+        selection: How they did, and what else was tried.
+        origins: Where each member's mask comes from.
+        cost: Counted multiply-adds relative to the plain host.
+        rounds: Rounds of evolution that helped on the held-out part.
+    """
+
+    masks: tuple[HeadMask, ...]
+    selection: Selection
+    origins: tuple[str, ...]
+    cost: float
+    rounds: int
+
+
+def search_members(
+    candidates: Candidates,
+    budget: Budget,
+    *,
+    members: int = 3,
+    layers: Sequence[int],
+    select: Rows | None = None,
+    hold: Rows | None = None,
+    objective: EnsembleObjective | None = None,
+    rounds: int = 2,
+    beam: int = 3,
+    bags: int = 4,
+    leave_family_out: bool = True,
+    seed: int = 0,
+    state: SearchState | None = None,
+) -> Members:
+    """Choose members out of a pool and its mutations.
+
+    Selection runs on the whole selecting part and on bags of it: half of the examples each, and one
+    family of outliers left out in turn. What it finds are finalists; held-out examples of all
+    families choose among them, and a round of mutations counts only if it helps there.
+
+    Args:
+        candidates: The pool; grown by mutations.
+        budget: Bounds the members' counted cost.
+        members: Number of members M; a mask may be chosen more than once.
+        layers: Layers in which mutations change heads.
+        select, hold: Examples by data set that select and that decide; all by default.
+        objective: See `EnsembleObjective`.
+        rounds: Rounds of mutations at most; none where the pool holds all masks.
+        beam: Ensembles kept while growing.
+        bags: Bags of half of the examples.
+        leave_family_out: Also select with each family left out.
+        seed: Of bags and mutations.
+        state: Where finished rounds are kept, so that a stopped search goes on; its settings are to
+            name everything that the rounds depend on.
+    """
+    objective = objective or EnsembleObjective()
+    state = SearchState(None, {}) if state is None else state
+    known = state.find("round")
+    exhaustive = "all" in candidates.origins.values()
+    best: Selection | None = None
+    helped = 0
+    finalists: dict[tuple[int, ...], None] = {(0,) * members: None}
+    for turn in range(1 + (0 if exhaustive else rounds)):
+        if turn:
+            assert best is not None
+            chosen = {candidates.masks[i] for f in finalists for i in f}
+            more = mutations(
+                sorted(chosen, key=lambda m: m.tolist()),
+                layers,
+                count=max(16, len(candidates.masks) // 4),
+                known=candidates.origins,
+                seed=seed + turn,
+            )
+            candidates.add(dict.fromkeys(more, "mutation"))
+        if turn == len(known):
+            table = Table(candidates.outputs)
+            fits = _Fits(candidates.masks, budget)
+            for bag in _bags(table, select, bags, leave_family_out, seed):
+                selector = Selector(table, objective=objective, select=bag, hold=hold, fits=fits)
+                for ensemble in selector.forward(members, beam=beam):
+                    finalists[ensemble] = None
+            judge = Selector(table, objective=objective, select=select, hold=hold, fits=fits)
+            known.append({"finalists": list(finalists), **asdict(judge.choose(list(finalists)))})
+            state.add({"round": known[turn]})
+        finalists = dict.fromkeys(tuple(found) for found in known[turn]["finalists"])
+        now = Selection.of(known[turn])
+        if best is not None and now.held_out <= best.held_out + 1e-9:
+            break
+        helped, best = turn, now
+    assert best is not None
+    masks = tuple(candidates.masks[i] for i in best.members)
+    origins = tuple(candidates.origins[mask] for mask in masks)
+    return Members(masks, best, origins, budget.ratio(masks), helped)
+
+
+class _Fits:
+    """Whether candidates fit the budget together, remembered by the set of them."""
+
+    def __init__(self, masks: Sequence[HeadMask], budget: Budget) -> None:
+        self.masks, self.budget = masks, budget
+        self.known: dict[frozenset[int], bool] = {}
+
+    def __call__(self, members: Sequence[int]) -> bool:
+        key = frozenset(members)  # a mask chosen twice runs once
+        if key not in self.known:
+            self.known[key] = self.budget.allows([self.masks[i] for i in sorted(key)])
+        return self.known[key]
+
+
+def _bags(
+    table: Table, select: Rows | None, bags: int, leave_family_out: bool, seed: int
+) -> list[dict[str, Tensor]]:
+    """Return row sets to select on: all, each family left out, halves."""
+    base = {
+        name: torch.arange(size) if select is None else select[name]
+        for name, size in table.sizes().items()
+    }
+    found = [dict(base)]
+    families = table.families
+    if leave_family_out and len(families) > 2:
+        for family in families:
+            found.append({name: rows for name, rows in base.items() if name != family})
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(bags):
+        found.append(
+            {
+                name: rows[torch.randperm(len(rows), generator=generator)[: (len(rows) + 1) // 2]]
+                for name, rows in base.items()
+            }
+        )
+    return found

@@ -1,0 +1,267 @@
+"""HeadMap: layer-conditioned search for the heads that carry an objective (Wang et al., 2025).
+
+From the bottom layer to the top, each head is zeroed by itself (with what the search has fixed
+below), its harm is how much the objective rises, and the layer's top-k heads by harm join the
+circuit. The prefix below a layer is fixed, so its hidden states are cached (`prefix.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ..costs.budget import Budget
+from ..data.batches import without_labels
+from ..data.splits import fingerprint
+from ..errors import MaskError
+from ..heads.masks import HeadMask, HeadScores, Keep, keep_counts
+from ..hosts import HostModel, host_model
+from ..uncertainty import Score
+from .layerwise import LayerSearch
+from .objectives import as_objective, average_of
+from .prefix import CACHE_BYTES
+from .sets import search_sets
+from .state import SearchState, model_fingerprint
+
+Condition = Literal["knockout", "none", "keep"]
+CONDITIONS = ("knockout", "none", "keep")
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """What a search found.
+
+    Attributes:
+        mask: The circuit: heads to keep.
+        effects: Each head's harm, with its standard error over examples.
+        baseline: The objective before any head of the layer is zeroed, by layer.
+        objective, condition: What was searched.
+        settings: Everything that the result depends on.
+    """
+
+    mask: HeadMask
+    effects: HeadScores
+    baseline: tuple[float, ...]
+    objective: str
+    condition: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def margins(self) -> list[float | None]:
+        """Return, by layer, how many standard errors part the last head in from the first out."""
+        found: list[float | None] = []
+        assert self.effects.standard_error is not None
+        for mask, row, error in zip(
+            self.mask, self.effects, self.effects.standard_error, strict=True
+        ):
+            if bool(mask.all()) or not bool(mask.any()):
+                found.append(None)
+                continue
+            last_in = torch.where(mask, row, torch.inf).argmin()
+            first_out = torch.where(mask, -torch.inf, row).argmax()
+            spread = float((error[last_in] ** 2 + error[first_out] ** 2).sqrt())
+            gap = float(row[last_in] - row[first_out])
+            found.append(gap / spread if spread else (float("inf") if gap else 0.0))
+        return found
+
+    def __str__(self) -> str:
+        lines = [f"Circuit for {self.objective} ({self.condition}): {self.mask.total_kept} heads"]
+        assert self.effects.standard_error is not None
+        for layer, (mask, row, error, margin) in enumerate(
+            zip(self.mask, self.effects, self.effects.standard_error, self.margins(), strict=True)
+        ):
+            heads = "  ".join(
+                f"{'■' if kept else '·'} {value:+.4f} ± {spread:.4f}"
+                for kept, value, spread in zip(
+                    mask.tolist(), row.tolist(), error.tolist(), strict=True
+                )
+            )
+            noise = "  (within noise)" if margin is not None and margin < 2 else ""
+            if layer not in self.settings.get("layers", range(len(self.mask))):
+                heads, noise = "  ".join("■" for _ in mask), "  (not searched)"
+            lines.append(f"  {layer:>2}  {heads}{noise}")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Return plain JSON."""
+        return json.dumps(
+            {
+                "kind": "Circuit",
+                "mask": json.loads(self.mask.to_json()),
+                "effects": json.loads(self.effects.to_json()),
+                "baseline": list(self.baseline),
+                "objective": self.objective,
+                "condition": self.condition,
+                "settings": self.settings,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Circuit:
+        """Read what `to_json` wrote."""
+        data = json.loads(text)
+        return cls(
+            HeadMask.from_json(json.dumps(data["mask"])),
+            HeadScores.from_json(json.dumps(data["effects"])),
+            tuple(data["baseline"]),
+            data["objective"],
+            data["condition"],
+            data["settings"],
+        )
+
+
+def find_circuit(
+    model: nn.Module | HostModel,
+    *,
+    id: Any,
+    ood: Any = None,
+    shift: Any = None,
+    objective: Any = "id-loss",
+    keep: Keep | None = None,
+    max_cost: float | None = None,
+    condition: Condition = "knockout",
+    layers: Sequence[int] | None = None,
+    score: str | Score = "msp",
+    folder: str | os.PathLike[str] | None = None,
+    cache_bytes: int = CACHE_BYTES,
+    progress: bool = True,
+) -> HeadMask:
+    """Find the heads that carry an objective. See `find_effects` for the arguments.
+
+    Within a layer heads are ranked by the objective without each of them: what it is with all of
+    them moves no rank, so the passes that would measure it are spared.
+
+    Example:
+        >>> mask = find_circuit(model, id=validation, ood=outliers, objective="ood-auroc", keep=0.5)
+    """
+    steps, *_ = _search(**locals(), baselines=False)
+    return HeadMask([step["selected"] for step in steps])
+
+
+def find_effects(
+    model: nn.Module | HostModel,
+    *,
+    id: Any,
+    ood: Any = None,
+    shift: Any = None,
+    objective: Any = "id-loss",
+    keep: Keep | None = None,
+    max_cost: float | None = None,
+    condition: Condition = "knockout",
+    layers: Sequence[int] | None = None,
+    score: str | Score = "msp",
+    folder: str | os.PathLike[str] | None = None,
+    cache_bytes: int = CACHE_BYTES,
+    progress: bool = True,
+) -> Circuit:
+    """Search a circuit and return each head's harm beside it.
+
+    Args:
+        model: A host model; left as it was.
+        id: Labelled in-distribution data, any re-iterable of batches.
+        ood: Outliers: data, a dict of data by family, or `"auto"` (proxies made of `id`); None
+            means `"auto"` where the objective needs outliers.
+        shift: Labelled in-distribution data under corruption; made of `id` where the objective
+            needs it and None is given.
+        objective: `id-loss`, `ood-auroc`, `ece`, `nll-shift`, `average`, an `Objective`, or a
+            function of `Outputs` that is lower when better.
+        keep: Heads of the circuit: a fraction of each layer, a number, or a list by layer; half by
+            default.
+        max_cost: In place of `keep`: as many heads as the model pruned to the circuit may cost, in
+            counted multiply-adds relative to the plain one (`Budget.heads`).
+        condition: What is fixed below a layer: `"knockout"` (the published search: heads already
+            selected stay zeroed), `"keep"` (heads not selected are zeroed: the circuit as it will
+            be used), `"none"` (nothing: each head alone).
+        layers: Layers to search; the others keep all heads. All by default.
+        score: The uncertainty by which `ood-auroc` ranks.
+        folder: Where to keep the state, so that a stopped search goes on; None keeps none.
+        cache_bytes: Memory for hidden states; beyond it they are recomputed.
+        progress: Show a bar with the remaining time on a terminal.
+    """
+    steps, goal, settings = _search(**locals(), baselines=True)
+    errors = [step["standard_error"] for step in steps]
+    return Circuit(
+        HeadMask([step["selected"] for step in steps]),
+        HeadScores([step["effect"] for step in steps], name=goal, standard_error=errors),
+        tuple(step["baseline"] for step in steps),
+        goal,
+        condition,
+        settings,
+    )
+
+
+def _search(
+    model: nn.Module | HostModel,
+    *,
+    id: Any,
+    ood: Any,
+    shift: Any,
+    objective: Any,
+    keep: Keep | None,
+    max_cost: float | None,
+    condition: Condition,
+    layers: Sequence[int] | None,
+    score: str | Score,
+    folder: str | os.PathLike[str] | None,
+    cache_bytes: int,
+    progress: bool,
+    baselines: bool,
+) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
+    """Return the steps by layer, the objective's name and what the search depends on.
+
+    Takes every argument of `find_circuit` and `find_effects`, whose names are the same.
+    """
+    if condition not in CONDITIONS:
+        raise ValueError(f"Unknown condition {condition!r}: expected {', '.join(CONDITIONS)}.")
+    host = host_model(model)
+    goal = as_objective(objective, score)
+    sets = search_sets(id, ood=ood, shift=shift, needs=goal.needs, average=goal.name == "average")
+    kinds = sorted({name.split("/")[0] for name in sets})
+    goals = average_of(score, kinds) if goal.name == "average" else [goal]
+    chosen = list(range(len(host))) if layers is None else sorted(layers)
+    counts = _counts(host, sets["id"], keep, max_cost, chosen)
+    counts = tuple(
+        k if i in chosen else n
+        for i, (k, n) in enumerate(zip(counts, host.head_counts, strict=True))
+    )
+    settings = {
+        "objective": goal.name,
+        "condition": condition,
+        "keep": list(counts),
+        "layers": chosen,
+        "score": score if isinstance(score, str) else getattr(score, "__name__", "score"),
+        "model": model_fingerprint(host.model) if folder is not None else "",
+        "data": _fingerprints(sets) if folder is not None else {},
+    }
+    if not baselines:
+        settings["baselines"] = False
+    state = SearchState(folder, settings)
+    search = LayerSearch(host, sets, goals, condition, counts, chosen, cache_bytes, baselines)
+    return search.run(state, progress), goal.name, settings
+
+
+def _counts(
+    host: HostModel, data: Any, keep: Keep | None, max_cost: float | None, layers: Sequence[int]
+) -> tuple[int, ...]:
+    """Return how many heads each layer keeps, as asked or as a budget allows."""
+    if max_cost is None:
+        return keep_counts(0.5 if keep is None else keep, host.head_counts)
+    if keep is not None:
+        raise MaskError(
+            f"keep={keep} and max_cost={max_cost} both say how many heads to keep: give one."
+        )
+    return Budget.of(host, next(iter(data)), max_cost).heads(layers)
+
+
+def _fingerprints(sets: Mapping[str, Any]) -> dict[str, str]:
+    """Hash every data set; outliers' labels mean nothing and are left out."""
+    labelled = ("id", "shift")
+    return {
+        name: fingerprint(data if name in labelled else [without_labels(b) for b in data])
+        for name, data in sets.items()
+    }

@@ -1,0 +1,145 @@
+"""Resuming a search: finished steps and tensors, each file written beside and renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from .._records import write_whole
+from ..errors import FormatError
+
+VERSION = 1
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Return a SHA-256 over the names, types, shapes and bytes of a model's tensors."""
+    whole = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        whole.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        if flat.numel():
+            whole.update(flat.view(torch.uint8).numpy().data)
+    return whole.hexdigest()
+
+
+class SearchState:
+    """A JSON file that remembers finished steps of a search.
+
+    Args:
+        folder: Where to keep it; None keeps nothing.
+        settings: What the search depends on (model, data, options): plain data. A state that was
+            written under other settings is refused.
+        name: Of the file.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        settings: dict[str, Any],
+        *,
+        name: str = "search.json",
+    ) -> None:
+        self.path = None if folder is None else Path(folder) / name
+        self.settings = json.loads(json.dumps(settings))  # as it will be read back
+        self.steps: list[Any] = []
+        if self.path is not None and self.path.exists():
+            self._read(self.path)
+
+    def _read(self, path: Path) -> None:
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            version, settings, steps = saved["version"], saved["settings"], saved["steps"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise FormatError(
+                f"{path} is not the state of a search ({error}). Delete it, or give another folder."
+            ) from None
+        if version != VERSION:
+            raise FormatError(
+                f"{path} was written as version {version}, this library reads {VERSION}. "
+                "Give another folder."
+            )
+        changed = sorted(
+            key
+            for key in {*settings, *self.settings}
+            if settings.get(key) != self.settings.get(key)
+        )
+        if changed:
+            was = "; ".join(
+                f"{key} was {_short(settings.get(key))}, is {_short(self.settings.get(key))}"
+                for key in changed
+            )
+            raise FormatError(
+                f"{path} belongs to another search: {was}. Give another folder, or delete this "
+                "file to start anew."
+            )
+        self.steps = steps
+
+    def add(self, step: Any) -> None:
+        """Remember a finished step."""
+        self.steps.append(step)
+        if self.path is None:
+            return
+        text = json.dumps({"version": VERSION, "settings": self.settings, "steps": self.steps})
+        _write(self.path, text.encode())
+
+    def find(self, key: str) -> list[Any]:
+        """Return what finished steps hold under a key, in their order."""
+        return [step[key] for step in self.steps if key in step]
+
+
+class TensorStore:
+    """Tensors by name in a folder: what a search has computed and a JSON file is too small for.
+
+    Args:
+        folder: Made when the first tensor is kept. Whoever opens it checks, with a `SearchState`
+            beside it, that its tensors belong to the search.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+    def get(self, name: str) -> Tensor | None:
+        """Return a tensor, or None when it was not kept."""
+        path = self._path(name)
+        if not path.exists():
+            return None
+        try:
+            return load_file(path)["tensor"]
+        except (SafetensorError, KeyError) as error:
+            raise FormatError(
+                f"{path} does not hold the logits of a search ({error}). Delete it: it will be "
+                "computed again."
+            ) from None
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Keep a tensor."""
+        _write(self._path(name), save({"tensor": tensor.contiguous()}))
+
+    def clear(self) -> None:
+        """Remove all of them."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file whole, in a folder that need not be there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, content)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."

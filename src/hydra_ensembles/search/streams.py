@@ -1,0 +1,394 @@
+"""One batch on its way up: candidate masks as streams that share everything below where they part.
+
+Streams are folded into the batch, stream-major: x is [streams * batch, tokens, width]. At a layer
+the attention of a stream is computed once for all its candidates: zeroing head h only leaves out
+W_O's h-block times A_h. The last block runs for the tokens that the classifier reads alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..data.running import move, split_batch
+from ..errors import UnsupportedModelError
+from ..heads.gating import gate
+from ..hosts import HostModel, device_of, main_output
+from ..hosts.block_math import run
+from ..hosts.host import Block
+from ..hosts.sites import HeadWeights
+
+Branch = tuple[int, Tensor]
+"""A stream that leaves a block: the stream it comes from, and its gates [heads]."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What stands in for heads that are edited and not simply zeroed.
+
+    Attributes:
+        donors: For every example the one whose head outputs it takes [batch], or None.
+        means: Mean head outputs [tokens or 1, heads, head width], or None.
+    """
+
+    donors: Tensor | None = None
+    means: Tensor | None = None
+
+    def of(self, heads: Tensor) -> Tensor:
+        """Return what replaces head outputs [batch, tokens, heads, head width]."""
+        if self.donors is not None:
+            return heads[self.donors.to(heads.device)]
+        assert self.means is not None
+        return self.means.to(heads).expand_as(heads)
+
+
+@dataclass
+class Call:
+    """What a host hands to its blocks for one batch, and what is needed to read it out.
+
+    Attributes:
+        batch: Number of examples.
+        args, kwargs: The arguments of every block beside the hidden states.
+        inputs: The host's own inputs, kept only where its readout looks at them again.
+        positions: Readout positions of the examples [batch], or None.
+    """
+
+    batch: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    positions: Tensor | None = None
+    length: int = 0
+    _masks: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+
+    def expanded(self, streams: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the blocks' arguments for several streams."""
+        if streams == 1:
+            return self.args, self.kwargs
+        if streams not in self._masks:
+            self._masks.clear()
+            self._masks[streams] = (
+                tuple(_repeat(value, streams, self.batch) for value in self.args),
+                {k: _repeat(value, streams, self.batch) for k, value in self.kwargs.items()},
+            )
+        return self._masks[streams]
+
+    def bytes(self) -> int:
+        """Count the bytes of its tensors."""
+        held = [*self.args, *self.kwargs.values(), self.positions]
+        if self.inputs is not None:
+            held += [*self.inputs[0], *self.inputs[1].values()]
+        return sum(_bytes(value) for value in held)
+
+
+def _no_cache(value: Any) -> Any:
+    """Drop a decoder's key-value cache: it would grow each time that a block is run."""
+    return None if hasattr(value, "get_seq_length") else value
+
+
+def _repeat(value: Any, times: int, batch: int) -> Any:
+    if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[0] == batch:
+        return value.repeat(times, *[1] * (value.dim() - 1))
+    if isinstance(value, tuple):
+        return tuple(_repeat(inner, times, batch) for inner in value)
+    return value
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(_bytes(inner) for inner in value) if isinstance(value, tuple) else 0
+
+
+class Engine:
+    """Runs the blocks of a host for many candidates at once.
+
+    Args:
+        host: The host; where its blocks compute what we think, heads are taken apart by our own
+            arithmetic, otherwise its own blocks run with gates for every stream.
+        streams: How many streams to fold into one call.
+    """
+
+    def __init__(self, host: HostModel, *, streams: int = 16) -> None:
+        self.host = host
+        self.streams = streams
+        self.own = host.why_not_fusable() is None
+        self.device = device_of(host.model)
+        self._example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def enter(self, batch: Any) -> tuple[Tensor, Call]:
+        """Run what stands before the blocks; return the hidden states and the blocks' arguments."""
+        args, kwargs, _ = split_batch(batch)
+        args, kwargs = move(args, self.device), move(kwargs, self.device)
+        seen: list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]] = []
+
+        def note(hidden: Tensor, *more: Any, **options: Any) -> Tensor:
+            seen.append((hidden, more, options))
+            return hidden
+
+        self._around(args, kwargs, note)
+        hidden, more, options = seen[0]
+        readout = self.host.readout
+        if readout.folds and self._example is None:
+            first = {k: v[:1] if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+            self._example = (tuple(v[:1] for v in args), first)
+        named = {**dict(zip(_names(self.host.model), args, strict=False)), **kwargs}
+        call = Call(
+            batch=len(hidden),
+            args=tuple(_no_cache(value) for value in more),
+            kwargs={name: _no_cache(value) for name, value in options.items()},
+            inputs=None if readout.folds else (args, kwargs),
+            positions=None if readout.positions is None else readout.positions(named),
+            length=hidden.shape[1],
+        )
+        return hidden, call
+
+    def _around(
+        self, args: Sequence[Any], kwargs: dict[str, Any], answer: Callable[..., Tensor]
+    ) -> Any:
+        """Run the host's own embeddings and head around `answer`, which stands for its blocks."""
+        host = self.host
+        path, _, name = host.blocks_path.rpartition(".")
+        parent = host.model.get_submodule(path)
+        original = getattr(parent, name)
+        host.replace_blocks_([_Stub(answer, next(original.parameters()).dtype)])
+        try:
+            return host.model(*args, **kwargs)
+        finally:
+            setattr(parent, name, original)
+
+    def step(
+        self,
+        layer: int,
+        x: Tensor,
+        call: Call,
+        branches: Sequence[Branch],
+        replacement: Replacement | None = None,
+    ) -> Tensor:
+        """Run one block: every branch with its own gates. Returns [branches * batch, ...]."""
+        parents = [parent for parent, _ in branches]
+        gates = torch.stack([row for _, row in branches]).to(x)
+        if not self.own:
+            if replacement is not None:
+                raise UnsupportedModelError(
+                    f"{self.host.name}: only zero-ablation is possible here, because its blocks "
+                    f"cannot be taken apart ({self.host.why_not_fusable()})."
+                )
+            return self._host_step(layer, x, call, parents, gates)
+        block = self.host.blocks[layer]
+        rows = self._rows(call) if layer == len(self.host) - 1 else None
+        heads = self.heads(layer, x, call)
+        residual = (x if rows is None else rows(x)).unflatten(0, (-1, call.batch))
+        attended = _attended(block, heads.unflatten(0, (-1, call.batch)), parents, gates)
+        if replacement is not None:
+            other = replacement.of(heads)[None]
+            bias = block.attention.output_bias
+            extra = _attended(block, other, [0] * len(parents), 1.0 - gates)
+            attended = attended + (extra if bias is None else extra - bias)
+        index = torch.tensor(parents, device=x.device)
+        residual = residual if residual.shape[0] == 1 else residual[index]
+        return _finish(block, residual, attended).flatten(0, 1)
+
+    def heads(self, layer: int, x: Tensor, call: Call) -> Tensor:
+        """Compute all head outputs A_h of a layer: [streams * batch, queries, heads, width]."""
+        block = self.host.blocks[layer]
+        site = block.attention
+        rows = self._rows(call) if layer == len(self.host) - 1 else None
+        args, kwargs = call.expanded(len(x) // call.batch)
+        y = block.norm1(x) if block.family.norm == "pre" else x  # type: ignore[misc]
+        weights = site.weights()
+
+        def project(source: Tensor, weight: Tensor, bias: Tensor | None, norm: Any) -> Tensor:
+            flat = None if bias is None else bias.flatten()
+            z = F.linear(source, weight.flatten(0, 1), flat).unflatten(-1, (-1, site.head_dim))
+            return z.transpose(1, 2) if norm is None else norm(z.transpose(1, 2))
+
+        query_norm, key_norm = site.head_norms
+        queries = y if rows is None else rows(y)
+        q = project(queries, weights.query, weights.query_bias, query_norm)
+        causal = bool(kwargs.get("is_causal", site.causal))
+        mask = _mask(args, kwargs, y)
+        if rows is not None:
+            mask = _rows_of_mask(mask, causal, call, len(x), y.shape[1], queries.shape[1], x.device)
+        if rows is not None and key_norm is None and 4 * q.shape[1] * q.shape[2] <= y.shape[2]:
+            return _few_queries(q, y, weights, mask, site.scale)
+        k = project(y, weights.key, weights.key_bias, key_norm)
+        v = project(y, weights.value, weights.value_bias, None)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=site.scale
+        )
+        return out.transpose(1, 2)
+
+    def _rows(self, call: Call) -> Callable[[Tensor], Tensor] | None:
+        """Return what takes the tokens that the classifier reads, or None for all."""
+        readout = self.host.readout
+        if call.positions is not None:
+            positions = call.positions
+            return lambda x: x[
+                torch.arange(len(x), device=x.device), positions.repeat(len(x) // call.batch)
+            ][:, None]
+        if readout.tokens is not None:
+            return lambda x: x[:, : readout.tokens]
+        return None
+
+    def _host_step(
+        self, layer: int, x: Tensor, call: Call, parents: list[int], gates: Tensor
+    ) -> Tensor:
+        index = torch.tensor(parents, device=x.device)
+        x = x.unflatten(0, (-1, call.batch))[index].flatten(0, 1)
+        args, kwargs = call.expanded(len(parents))
+        rows: list[Tensor | None] = [None] * len(self.host)
+        if not bool((gates == 1).all()):
+            rows[layer] = gates.repeat_interleave(call.batch, 0)
+        with gate(self.host, rows):
+            out = self.host.blocks[layer].module(x, *args, **kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+    def read(self, x: Tensor, call: Call) -> Tensor:
+        """Let the host's own head read the streams: logits [batch, streams, class]."""
+        if self.host.readout.folds:
+            assert self._example is not None
+            args, kwargs = self._example
+            output = main_output(self._around(args, kwargs, lambda *_, **__: x))
+            return output.unflatten(0, (-1, call.batch)).transpose(0, 1)
+        assert call.inputs is not None
+        args, kwargs = call.inputs
+        found = []
+        for stream in x.unflatten(0, (-1, call.batch)):
+            whole = _full_length(stream, call)
+            output = self._around(args, kwargs, lambda *_, w=whole, **__: w)
+            found.append(main_output(output))
+        return torch.stack(found, 1)
+
+
+def _few_queries(
+    q: Tensor, y: Tensor, weights: HeadWeights, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """Attend from few queries [batch, heads, queries, head width] to tokens [batch, T, d].
+
+    Neither keys nor values are projected: q.(W_K y_t + b_K) is (W_K^T q).y_t and a constant that
+    softmax drops, and sum_t a_t (W_V y_t + b_V) is W_V (sum_t a_t y_t) + b_V.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    looked = torch.einsum("bhqe,hed->bhqd", q * scale, weights.key)
+    scores = torch.bmm(looked.flatten(1, 2), y.transpose(1, 2)).view(*q.shape[:3], -1)
+    if mask is not None:
+        floats = mask.is_floating_point()
+        scores = scores + mask if floats else scores.masked_fill(~mask, float("-inf"))
+    seen = torch.bmm(scores.softmax(-1).flatten(1, 2), y).view_as(looked)
+    values = torch.einsum("bhqd,hed->bqhe", seen, weights.value)
+    return values if weights.value_bias is None else values + weights.value_bias
+
+
+def _attended(block: Block, heads: Tensor, parents: Sequence[int], gates: Tensor) -> Tensor:
+    """Return every branch's attention output, W_O and bias included: [branches, batch, T, d].
+
+    Args:
+        heads: [streams, batch, T, heads, head width].
+        gates: [branches, heads].
+    """
+    site = block.attention
+    output = site.weights().output  # [heads, d, head width]
+    if len(parents) > 2 * len(heads):
+        # many candidates of few streams: each head's part of the output once, then mixtures of them
+        result = heads.new_empty(len(parents), *heads.shape[1:3], output.shape[1])
+        for stream, mine in enumerate(heads):
+            places = [i for i, parent in enumerate(parents) if parent == stream]
+            if places:
+                by_head = mine.flatten(0, 1).transpose(0, 1)  # [heads, batch * T, head width]
+                parts = torch.bmm(by_head, output.transpose(1, 2)).flatten(1)
+                result[places] = (gates[places] @ parts).unflatten(1, result.shape[1:])
+        bias = site.output_bias
+        return result if bias is None else result.add_(bias)
+    index = torch.tensor(parents, device=heads.device)
+    chosen = heads if list(parents) == list(range(len(heads))) else heads[index]
+    gated = chosen * gates[:, None, None, :, None]
+    return F.linear(gated.flatten(-2), output.transpose(0, 1).flatten(1), site.output_bias)
+
+
+def _finish(block: Block, residual: Tensor, attended: Tensor) -> Tensor:
+    """Compute what follows the attention of a block."""
+    family, get = block.family, block.module.get_submodule
+    norm1, norm2 = block.norm1, block.norm2
+    assert norm1 is not None and norm2 is not None
+    x = residual + run([get(p) for p in block.names(family.after_attention)], attended)
+    paths = [*block.mlp_names, *block.names(family.after_mlp)]
+    mlp = [get(path) for path in paths]
+    # modules see three dimensions, as in the host
+    shape, x = x.shape, x.flatten(0, 1)
+    if family.norm == "pre":
+        return (x + run(mlp, norm2(x))).view(shape)
+    x = norm1(x)
+    return norm2(x + run(mlp, x)).view(shape)
+
+
+def _mask(args: Sequence[Any], kwargs: dict[str, Any], x: Tensor) -> Tensor | None:
+    """Find the attention mask among a block's arguments and bring it to four dimensions."""
+    mask = kwargs.get("attention_mask", kwargs.get("attn_mask"))
+    if mask is None and args and isinstance(args[0], Tensor):
+        mask = args[0]
+    if mask is None:
+        return None
+    if mask.dim() == 2:
+        mask = mask[None, None] if mask.is_floating_point() else mask[:, None, None].bool()
+    return mask.to(x.dtype) if mask.is_floating_point() else mask
+
+
+def _rows_of_mask(
+    mask: Tensor | None,
+    causal: bool,
+    call: Call,
+    folded: int,
+    keys: int,
+    queries: int,
+    device: torch.device,
+) -> Tensor | None:
+    """Cut a mask to the query rows that are read."""
+    positions = None if call.positions is None else call.positions.repeat(folded // call.batch)
+    if mask is None:
+        if not causal:
+            return None
+        place = torch.arange(keys, device=device)
+        rows = place[None, :queries] if positions is None else positions[:, None]
+        return (place <= rows[:, :, None])[:, None]
+    if mask.shape[2] == 1:
+        return mask
+    if positions is None:
+        return mask[:, :, :queries]
+    every = torch.arange(folded, device=device)
+    return mask.expand(folded, -1, -1, -1)[every, :, positions][:, :, None]
+
+
+def _full_length(stream: Tensor, call: Call) -> Tensor:
+    """Put readout rows back at their places, for a host that looks for them itself."""
+    if call.positions is None or stream.shape[1] == call.length:
+        return stream
+    whole = stream.new_zeros(len(stream), call.length, stream.shape[2])
+    whole[torch.arange(len(stream), device=stream.device), call.positions] = stream[:, 0]
+    return whole
+
+
+def _names(model: nn.Module) -> list[str]:
+    import inspect
+
+    return list(inspect.signature(type(model).forward).parameters)[1:]
+
+
+class _Stub(nn.Module):
+    """Stands in for all blocks of a host and returns what it is told."""
+
+    def __init__(self, answer: Callable[..., Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.answer, self.dtype = answer, dtype
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.answer(hidden, *args, **kwargs)
+
+    def get_weight_dtype(self) -> torch.dtype:
+        """Answer open_clip, which asks its first block."""
+        return self.dtype

@@ -1,0 +1,139 @@
+"""When to answer and when to abstain: a threshold on the uncertainty for a chosen risk.
+
+Fitted on held-out labelled examples that neither trained the model nor chose its heads. An example
+is answered when its uncertainty is at most the threshold. Two methods:
+
+- `empirical`: the highest threshold whose *error rate among the answered* is at most the risk on
+  the held-out examples (Geifman & El-Yaniv, 2017, without their bound). No guarantee.
+- `conformal`: conformal risk control (Angelopoulos, Bates, Fisch, Lei & Schuster, 2024, theorem 1)
+  of the rate of examples that are *answered and wrong*, L(t) = 1[u <= t and wrong], which rises
+  with t and is bounded by B = 1:
+
+      t = sup { t : n / (n + 1) * mean_i L_i(t) + B / (n + 1) <= risk }   =>   E[L_new(t)] <= risk
+
+  for any n, any model and any distribution, as long as the new example is exchangeable with the
+  held-out ones. The expectation is over both; the error rate among the answered is at most
+  risk / coverage. It says nothing about out-of-distribution examples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError, FormatError, UnknownNameError
+
+METHODS = ("empirical", "conformal")
+
+
+@dataclass(frozen=True)
+class Abstention:
+    """A rule: answer when the uncertainty is at most `threshold`.
+
+    Attributes:
+        threshold: Of the uncertainty; -inf never answers.
+        risk: What was asked for.
+        method: `empirical` or `conformal`.
+        score: Name of the uncertainty that the threshold is about.
+        examples: Held-out examples that it was fitted on.
+        coverage: Share of them that is answered.
+        selective_risk: Error rate among the answered, on the held-out examples (0 when none is).
+        answered_and_wrong: Share of all of them that is answered and wrong.
+    """
+
+    threshold: float
+    risk: float
+    method: str
+    score: str
+    examples: int
+    coverage: float
+    selective_risk: float
+    answered_and_wrong: float
+
+    def abstains(self, uncertainty: Tensor) -> Tensor:
+        """Return True where the uncertainty is above the threshold (or NaN)."""
+        return ~(uncertainty <= self.threshold)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that JSON can hold."""
+        threshold = self.threshold if math.isfinite(self.threshold) else str(self.threshold)
+        return {**asdict(self), "threshold": threshold}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Abstention:
+        """Read what `to_dict` returned."""
+        try:
+            return cls(**{**data, "threshold": float(data["threshold"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"This is no abstention rule: {error!r}.") from error
+
+    def __str__(self) -> str:
+        promise = (
+            f"P(answered and wrong) <= {self.risk:.3g} on exchangeable data"
+            if self.method == "conformal"
+            else f"error rate among the answered <= {self.risk:.3g} on the held-out examples"
+        )
+        return (
+            f"answer when {self.score} <= {self.threshold:.4g} ({self.method}: {promise})\n"
+            f"  held out: {self.examples} examples, {self.coverage:.1%} answered, "
+            f"{self.selective_risk:.2%} of those wrong"
+        )
+
+
+def fit_abstention(
+    uncertainty: Tensor,
+    errors: Tensor,
+    *,
+    risk: float = 0.05,
+    method: str = "empirical",
+    score: str = "msp",
+) -> Abstention:
+    """Choose the threshold that answers as much as the risk allows.
+
+    Args:
+        uncertainty: Of held-out examples `[example]`, higher when less sure.
+        errors: True where the prediction is wrong `[example]`.
+        risk: In (0, 1): the error rate among the answered (`empirical`), or the rate of answered
+            and wrong examples among all (`conformal`).
+        method: `empirical`, or `conformal` for the finite-sample guarantee.
+        score: What the uncertainty is called.
+    """
+    if method not in METHODS:
+        raise UnknownNameError(f"Unknown method {method!r}. Known: {', '.join(METHODS)}.")
+    if not 0 < risk < 1:
+        raise ValueError(f"risk={risk}: expected a number between 0 and 1, such as 0.05.")
+    if uncertainty.ndim != 1 or uncertainty.shape != errors.shape or not len(errors):
+        raise DataError(
+            f"Uncertainties of shape {list(uncertainty.shape)} and errors of shape "
+            f"{list(errors.shape)}; expected two equally long lists of held-out examples."
+        )
+    if bool(uncertainty.isnan().any()):
+        raise DataError(f"{int(uncertainty.isnan().sum())} of the uncertainties are NaN.")
+    # tied examples are answered together: only whole values can be thresholds
+    values, ranks = uncertainty.double().unique(return_inverse=True)
+    answered = torch.bincount(ranks, minlength=len(values)).cumsum(0).double()
+    wrong = torch.bincount(ranks, weights=errors.double(), minlength=len(values)).cumsum(0)
+    count = len(errors)
+    if method == "conformal":
+        allowed = (wrong + 1) / (count + 1) <= risk  # monotone in the threshold
+    else:
+        allowed = wrong / answered <= risk
+    chosen = allowed.nonzero().flatten()
+    if not len(chosen):
+        return Abstention(-math.inf, risk, method, score, count, 0.0, 0.0, 0.0)
+    last = int(chosen[-1])
+    return Abstention(
+        threshold=float(values[last]),
+        risk=risk,
+        method=method,
+        score=score,
+        examples=count,
+        coverage=float(answered[last]) / count,
+        selective_risk=float(wrong[last] / answered[last]),
+        answered_and_wrong=float(wrong[last]) / count,
+    )

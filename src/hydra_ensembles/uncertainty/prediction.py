@@ -1,0 +1,128 @@
+"""What an ensemble says about a batch: one record of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .scores import (
+    Score,
+    as_member_logits,
+    disagreement,
+    log_mean_probability,
+    mean_probability,
+    mutual_information,
+    scale_logits,
+    score_logits,
+)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Prediction:
+    """What an ensemble says about a batch, and how sure it is.
+
+    Attributes:
+        probabilities: mean of the members' softmax, `[batch, class]`.
+        label: its most probable class, the lower one on a tie, `[batch]`.
+        uncertainty: the score named by `score`, higher when less sure, `[batch]`.
+        mutual_information: H(mean p) - mean H(p) in nats, `[batch]`.
+        disagreement: share of member pairs with different classes, `[batch]`.
+        member_logits: the logits that `probabilities` come from, temperatures applied,
+            `[batch, member, class]`.
+        score: name of the score behind `uncertainty`.
+    """
+
+    probabilities: Tensor
+    label: Tensor
+    uncertainty: Tensor
+    mutual_information: Tensor
+    disagreement: Tensor
+    member_logits: Tensor
+    score: str = "msp"
+
+    @property
+    def logits(self) -> Tensor:
+        """Log of the probabilities, `[batch, class]`, stable: softmax of it is `probabilities`."""
+        return log_mean_probability(self.member_logits)
+
+    @property
+    def confidence(self) -> Tensor:
+        """Probability of the predicted class, `[batch]`."""
+        return self.probabilities.amax(-1)
+
+    def __len__(self) -> int:
+        return self.label.shape[0]
+
+    def __getitem__(self, index: Any) -> Prediction:
+        """Return the chosen examples; a single number keeps the batch axis, with one example."""
+        if isinstance(index, int):
+            length = len(self)
+            if not -length <= index < length:
+                raise IndexError(f"Example {index} of a prediction on {length}.")
+            index = slice(index % length, index % length + 1)
+        return self._map(lambda tensor: tensor[index])
+
+    def __iter__(self) -> Iterator[Prediction]:
+        return (self[i] for i in range(len(self)))
+
+    def to(self, device: torch.device | str) -> Prediction:
+        """Return the prediction on another device."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def cpu(self) -> Prediction:
+        """Return the prediction on the CPU."""
+        return self.to("cpu")
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Prediction:
+        tensors = {f.name: function(getattr(self, f.name)) for f in fields(self)[:-1]}
+        return Prediction(**tensors, score=self.score)
+
+    def __repr__(self) -> str:
+        examples, members, classes = self.member_logits.shape
+        head = f"Prediction of {members} member(s) on {examples} example(s), {classes} classes"
+        rows = [f"  {'label':>6}  {'p':>6}  {self.score:>10}  {'mutual inf.':>11}  {'disagree':>8}"]
+        for i in range(min(examples, 8)):
+            rows.append(
+                f"  {int(self.label[i]):>6}  {float(self.confidence[i]):>6.3f}"
+                f"  {float(self.uncertainty[i]):>10.4g}  {float(self.mutual_information[i]):>11.4g}"
+                f"  {float(self.disagreement[i]):>8.2f}"
+            )
+        if examples > 8:
+            rows.append(f"  ... and {examples - 8} more")
+        return "\n".join([head, *rows]) if examples else head
+
+
+def predict_from_logits(
+    member_logits: Tensor,
+    *,
+    score: str | Score = "msp",
+    temperature: float | Tensor | None = None,
+    member_temperatures: Sequence[float] | Tensor | None = None,
+    logit_scale: float | Tensor | None = None,
+) -> Prediction:
+    """Turn member logits into the ensemble's prediction.
+
+    Args:
+        member_logits: `[batch, member, class]`, or `[batch, class]` for one model.
+        score: the uncertainty to report, a name in `scores` or a function of member logits.
+        temperature: divides every member's logits.
+        member_temperatures: one for each member, divides its logits first.
+        logit_scale: for `mcm`, what multiplies the cosines in the logits. MCM reads the cosines
+            themselves, so temperatures do not touch it.
+    """
+    raw = as_member_logits(member_logits)
+    logits = scale_logits(raw, temperature=temperature, member_temperatures=member_temperatures)
+    probabilities = mean_probability(logits)
+    return Prediction(
+        probabilities=probabilities,
+        label=probabilities.argmax(-1),
+        uncertainty=score_logits(raw if score == "mcm" else logits, score, logit_scale=logit_scale),
+        mutual_information=mutual_information(logits),
+        disagreement=disagreement(logits),
+        member_logits=logits,
+        score=score if isinstance(score, str) else getattr(score, "__name__", "score"),
+    )

@@ -1,0 +1,186 @@
+"""What an ensemble is unsure about: pure functions on member logits `[batch, member, class]`.
+
+**Sign convention, everywhere in this library: uncertainty is higher when the model is less sure.**
+A score that literature states as a confidence (maximum logit, negative energy, MCM) is turned round
+here, so that a higher score speaks for out-of-distribution, whatever the score.
+
+The probability of an ensemble is the mean of its members' softmax (Lakshminarayanan et al., 2017).
+Every function takes `[batch, class]` too, read as an ensemble of one member, works in float32 at
+least, and is safe for logits of any size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from ..registry import Registry
+
+Score = Callable[[Tensor], Tensor]
+
+scores: Registry[Score] = Registry("score")
+"""Uncertainty scores by name: functions of member logits `[batch, member, class]` to `[batch]`."""
+
+
+def as_member_logits(logits: Tensor) -> Tensor:
+    """Return logits as `[batch, member, class]` in float32 or better; no member axis means one."""
+    if logits.ndim == 2:
+        logits = logits[:, None]
+    if logits.ndim != 3 or logits.shape[1] < 1 or logits.shape[2] < 1:
+        raise DataError(
+            f"Member logits have shape {list(logits.shape)}; expected [batch, member, class] "
+            "or [batch, class] with at least one member and one class."
+        )
+    # half precision has too few digits to rank confident examples
+    wide = logits.dtype in (torch.float32, torch.float64)
+    return logits if wide else logits.float()
+
+
+def scale_logits(
+    member_logits: Tensor,
+    *,
+    temperature: float | Tensor | None = None,
+    member_temperatures: Sequence[float] | Tensor | None = None,
+) -> Tensor:
+    """Divide logits by one temperature, by one for each member, or by the product of both.
+
+    Guo et al., 2017 (one model); Rahaman & Thiery, 2021 (pools of calibrated members).
+    """
+    logits = as_member_logits(member_logits)
+    if member_temperatures is not None:
+        by_member = torch.as_tensor(member_temperatures, dtype=logits.dtype, device=logits.device)
+        if by_member.shape != (logits.shape[1],):
+            raise ValueError(
+                f"member_temperatures has shape {list(by_member.shape)}, but there are "
+                f"{logits.shape[1]} members. Give one temperature for each member."
+            )
+        logits = logits / _positive(by_member)[:, None]
+    if temperature is not None:
+        one = torch.as_tensor(temperature, dtype=logits.dtype, device=logits.device)
+        logits = logits / _positive(one)
+    return logits
+
+
+def _positive(temperature: Tensor) -> Tensor:
+    if not bool(((temperature > 0) & temperature.isfinite()).all()):
+        raise ValueError(f"Temperature {temperature.tolist()} is not a positive number.")
+    return temperature
+
+
+def member_probabilities(member_logits: Tensor) -> Tensor:
+    """Return each member's softmax, `[batch, member, class]`."""
+    return as_member_logits(member_logits).softmax(-1)
+
+
+def mean_probability(member_logits: Tensor) -> Tensor:
+    """Return the ensemble's probability, the mean of the members' softmax, `[batch, class]`."""
+    return member_probabilities(member_logits).mean(1)
+
+
+def log_mean_probability(member_logits: Tensor) -> Tensor:
+    """Return log mean_m softmax(z_m), `[batch, class]`, without leaving log space."""
+    log_probabilities = as_member_logits(member_logits).log_softmax(-1)
+    return log_probabilities.logsumexp(1) - math.log(log_probabilities.shape[1])
+
+
+def entropy_of(probabilities: Tensor) -> Tensor:
+    """Return the Shannon entropy in nats over the last axis; 0 log 0 is 0."""
+    return torch.special.entr(probabilities).sum(-1)
+
+
+@scores.register("msp")
+def msp(member_logits: Tensor) -> Tensor:
+    """Return 1 - max_c mean_m p_m(c), `[batch]` (Hendrycks & Gimpel, 2017).
+
+    Summed as the probability of all other classes: 1 - p rounds every p beyond 1 - 6e-8 to one tie
+    in float32, the sum keeps their order.
+    """
+    probability = mean_probability(member_logits)
+    return probability.scatter(-1, probability.argmax(-1, keepdim=True), 0.0).sum(-1)
+
+
+@scores.register("entropy")
+def entropy(member_logits: Tensor) -> Tensor:
+    """Return the entropy of the mean probability in nats, `[batch]`."""
+    return entropy_of(mean_probability(member_logits))
+
+
+@scores.register("max-logit")
+def max_logit(member_logits: Tensor) -> Tensor:
+    """Return -max_c mean_m z_m(c), `[batch]` (Hendrycks et al., 2022).
+
+    Of the members' logits: of the log mean probability it would be the MSP again.
+    """
+    return -as_member_logits(member_logits).mean(1).amax(-1)
+
+
+@scores.register("energy")
+def energy(member_logits: Tensor) -> Tensor:
+    """Return mean_m -logsumexp_c z_m(c), `[batch]` (Liu et al., 2020).
+
+    Of the members' logits: of the log mean probability it would be zero everywhere.
+    """
+    return -as_member_logits(member_logits).logsumexp(-1).mean(1)
+
+
+@scores.register("mutual-information")
+def mutual_information(member_logits: Tensor) -> Tensor:
+    """Return H(mean_m p_m) - mean_m H(p_m) in nats, `[batch]`, never below 0 (Depeweg 2018)."""
+    probabilities = member_probabilities(member_logits)
+    total = entropy_of(probabilities.mean(1))
+    return (total - entropy_of(probabilities).mean(1)).clamp_min(0.0)
+
+
+def mcm(member_logits: Tensor, *, logit_scale: float | Tensor = 1.0) -> Tensor:
+    """Return 1 - max_c mean_m softmax(cosine_m)(c) at T = 1, `[batch]` (Ming et al., 2022).
+
+    Args:
+        member_logits: logits of a zero-shot classifier, `logit_scale * cosine`.
+        logit_scale: what multiplies the cosines in them (CLIP: about 100); 1 for plain cosines.
+    """
+    return msp(as_member_logits(member_logits) / logit_scale)
+
+
+scores.register("mcm")(mcm)  # not as a decorator: that would hide `logit_scale` from type checkers
+
+
+def disagreement(member_logits: Tensor) -> Tensor:
+    """Return the share of member pairs that predict different classes, `[batch]`; 0 for one."""
+    votes = as_member_logits(member_logits).argmax(-1)
+    members = votes.shape[1]
+    if members == 1:
+        return torch.zeros(votes.shape[0], device=votes.device)
+    # summed over ordered pairs, the diagonal adds nothing
+    return (votes[:, :, None] != votes[:, None, :]).sum((1, 2)) / (members * (members - 1))
+
+
+def pairwise_kl(member_logits: Tensor) -> Tensor:
+    """Return the mean over ordered pairs i != j of KL(p_i || p_j) in nats, `[batch]`; 0 for one."""
+    logs = as_member_logits(member_logits).log_softmax(-1)
+    members = logs.shape[1]
+    total = logs.new_zeros(logs.shape[0])
+    for i in range(members):  # one row of pairs at a time keeps memory at that of the logits
+        here = logs[:, i : i + 1]
+        ratio = torch.where(here == logs, 0.0, here - logs)  # -inf against -inf is no difference
+        total = total + torch.where(here > -math.inf, here.exp() * ratio, 0.0).sum((1, 2))
+    return (total / max(members * (members - 1), 1)).clamp_min(0.0)
+
+
+def score_logits(
+    member_logits: Tensor, score: str | Score = "msp", *, logit_scale: float | Tensor | None = None
+) -> Tensor:
+    """Return a registered (or given) score of member logits, `[batch]`.
+
+    Args:
+        member_logits: `[batch, member, class]`.
+        score: a name in `scores` or a function of member logits.
+        logit_scale: for `mcm` alone, what multiplies the cosines; None reads the logits as cosines.
+    """
+    if score == "mcm" and logit_scale is not None:
+        return mcm(member_logits, logit_scale=logit_scale)
+    function = scores[score] if isinstance(score, str) else score
+    return function(as_member_logits(member_logits))
