@@ -13,7 +13,7 @@ import torch
 from hydra_ensembles.errors import DataError, FormatError
 from hydra_ensembles.evaluation import Results, compare, compare_table, evaluate
 
-from .test_evaluate import OOD, TEST, Ensemble, X, Y, batches
+from .test_evaluator import OOD, TEST, Ensemble, X, Y, batches
 
 WEAK = Ensemble(1, seed=5)
 

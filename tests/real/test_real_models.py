@@ -14,7 +14,7 @@ from torch import nn
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask, HydraEnsemble
-from tests.core.test_fusion import SWITCHES, gated, members_of
+from tests.fusion.test_fusion import SWITCHES, gated, members_of
 
 pytestmark = [
     pytest.mark.real,

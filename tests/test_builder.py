@@ -107,7 +107,7 @@ QUICK = {"score": "msp", "calibrate": False, "progress": False}
 KILLED = """
 import os, signal, sys
 from tests.criteria.tiny_hosts import HOSTS
-from tests.test_build import QUICK, build, pictures
+from tests.test_builder import QUICK, build, pictures
 model, calls = HOSTS["timm"][0](), 0
 def count(*_):
     global calls

@@ -12,7 +12,7 @@ import torch
 import hydra_ensembles as hydra
 from hydra_ensembles.errors import HydraError, UnsupportedModelError
 from tests import zoo
-from tests.core.test_fusion import EARLY, LATE, perturbed
+from tests.fusion.test_fusion import EARLY, LATE, perturbed
 
 
 @pytest.mark.parametrize("name", zoo.CLASSIFIERS)

@@ -12,7 +12,7 @@ from hydra_ensembles import HeadMask
 from hydra_ensembles.costs.counting import CostModel, cost, relative_cost
 from hydra_ensembles.errors import DataError
 from tests import zoo
-from tests.core.test_fusion import EARLY, LATE, SWITCHES, TREE
+from tests.fusion.test_fusion import EARLY, LATE, SWITCHES, TREE
 
 HOSTS = [name for name in zoo.FUSABLE if name != "clip-classifier"]
 

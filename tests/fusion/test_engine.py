@@ -9,7 +9,7 @@ import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
 from hydra_ensembles.fusion import layers
 from tests import zoo
-from tests.core.test_fusion import EARLY, LATE, SWITCHES, TREE, gated, members_of
+from tests.fusion.test_fusion import EARLY, LATE, SWITCHES, TREE, gated, members_of
 
 EQUAL_GROUPS = [
     HeadMask([[1, 1, 0, 0], [1, 0, 1, 0], [0, 1, 1, 0]]),

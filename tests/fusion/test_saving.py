@@ -13,7 +13,7 @@ import hydra_ensembles as hydra
 from hydra_ensembles import HydraEnsemble
 from hydra_ensembles.errors import FormatError
 from tests import zoo
-from tests.core.test_fusion import EARLY, TREE, perturbed
+from tests.fusion.test_fusion import EARLY, TREE, perturbed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model config")
 

@@ -14,7 +14,7 @@ from hydra_ensembles import Family, HeadMask
 from hydra_ensembles.errors import UnsupportedModelError
 from hydra_ensembles.hosts import host_model
 from tests import zoo
-from tests.core.test_fusion import EARLY, gated, members_of
+from tests.fusion.test_fusion import EARLY, gated, members_of
 
 READOUT = {
     "vit": "token 0",
