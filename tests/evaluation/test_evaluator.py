@@ -141,6 +141,33 @@ def test_means_over_sets(results):
     assert results["shift/mean/cls/Acc"] == results["shift/blur/cls/Acc"]
 
 
+def test_groups_of_sets_have_means_of_their_own(results):
+    groups = {"near": {"noise": OOD["noise"], "far": OOD["far"]}, "other": OOD["far"]}
+    found = evaluate(Ensemble(), TEST, ood=groups, score=["msp", "energy"])
+    for key in ("AUROC", "FPR95", "energy/AUROC"):
+        near, far = results[f"ood/noise/{key}"], results[f"ood/far/{key}"]
+        assert found[f"ood/near/noise/{key}"] == near
+        assert found[f"ood/near/mean/{key}"] == pytest.approx((near + far) / 2)
+        assert found[f"ood/mean/{key}"] == pytest.approx((near + 2 * far) / 3)
+    with pytest.raises(DataError, match="cannot be called 'mean'"):
+        evaluate(Ensemble(), TEST, ood={"near": {"mean": OOD["far"]}})
+
+
+def test_stored_logits_are_evaluated_like_their_model(results):
+    def labelled(data):
+        return [collect_logits(Ensemble(), data)]
+
+    replayed = evaluate(
+        lambda logits: logits,
+        labelled(TEST),
+        ood={name: [(collect_logits(Ensemble(), data)[0],)] for name, data in OOD.items()},
+        shifts={name: labelled(data) for name, data in SHIFTS.items()},
+        score=["msp", "energy"],
+        temperature=labelled(batches(X[:100], Y[:100])),
+    )
+    assert replayed.figures == pytest.approx(results.figures, abs=1e-12)
+
+
 def test_shifts_are_evaluated_like_the_data(results):
     alone = evaluate(Ensemble(), SHIFTS["blur"], name="blur")
     for key, value in alone.items():

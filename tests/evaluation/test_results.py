@@ -204,6 +204,18 @@ def test_comparisons_need_the_same_data(strong, weak):
         compare(weak, evaluate(WEAK, TEST, score="energy", name="energetic"))
 
 
+def test_several_results_stand_for_their_mean(strong, weak):
+    alone = compare(strong, weak, count=60)
+    twice = compare([strong, strong], [weak], count=60)
+    mixed = compare([strong, weak], weak, count=60)
+    for key, row in alone.items():
+        assert twice[key] == row
+        assert mixed[key].difference == pytest.approx(row.difference / 2, abs=1e-12)
+        assert mixed[key].low == pytest.approx(row.low / 2, abs=1e-12)
+    with pytest.raises(DataError, match="empty"):
+        compare([], weak)
+
+
 def test_scaled_columns_have_intervals_too():
     scaled = evaluate(WEAK, TEST, temperature=1.0, bootstrap=30)
     assert scaled.interval("post/cls/NLL") == pytest.approx(scaled.interval("cls/NLL"))

@@ -130,12 +130,19 @@ class Comparison(Mapping[str, Difference]):
 
 
 def compare(
-    a: Results, b: Results, *, count: int = 1000, level: float = 0.95, seed: int = 0
+    a: Results | Sequence[Results],
+    b: Results | Sequence[Results],
+    *,
+    count: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
 ) -> Comparison:
     """Compare two results on the same data by a paired bootstrap over test examples.
 
     Args:
-        a: results that hold their examples (fresh from `evaluate`, or loaded with them).
+        a: results that hold their examples (fresh from `evaluate`, or loaded with them). Several
+            results of one method (seeds, draws of calibration data) stand for their mean: every
+            resample of the examples is taken alike in all of them.
         b: the same, of another model on the same data and with the same scores.
         count: number of draws; the smallest p is 2 / (count + 1).
         level: of the interval.
@@ -145,33 +152,55 @@ def compare(
         For every figure that both have, a - b with its percentile interval and the two-sided p:
         twice the smaller share of draws on one side of zero.
     """
-    check_same_data(a, b)
-    sets = [name for name in a.examples if name in b.examples]
-    scores = [score for score in a.scores if score in b.scores]
-    if not scores or a.scores[0] != b.scores[0]:
-        raise DataError(
-            f"{a.name!r} was evaluated by {a.scores[0]!r} and {b.name!r} by {b.scores[0]!r}: "
-            "evaluate both with the same main score."
-        )
-    draws = [
-        resampled_figures(
-            {name: result.examples[name] for name in sets}, scores=scores, count=count, seed=seed
-        )
-        for result in (a, b)
-    ]
-    ranges = intervals(
-        {key: draws[0][key] - draws[1][key] for key in draws[0] if key in draws[1]}, level=level
-    )
+    sides = [_as_list(a), _as_list(b)]
+    everyone = [result for side in sides for result in side]
+    first = everyone[0]
+    for other in everyone[1:]:
+        check_same_data(first, other)
+        if other.scores[0] != first.scores[0]:
+            raise DataError(
+                f"{first.name!r} was evaluated by {first.scores[0]!r} and {other.name!r} by "
+                f"{other.scores[0]!r}: evaluate both with the same main score."
+            )
+    sets = tuple(s for s in first.examples if all(s in result.examples for result in everyone))
+    scores = tuple(s for s in first.scores if all(s in result.scores for result in everyone))
+    draws = [_mean_draws(side, sets, scores, count, seed) for side in sides]
+    moves = {key: draws[0][key] - draws[1][key] for key in draws[0] if key in draws[1]}
     differences = {}
-    for key, (low, high) in ranges.items():
-        if key not in a or key not in b:
+    for key, (low, high) in intervals(moves, level=level).items():
+        if not all(key in result for result in everyone):
             continue
-        moved = draws[0][key] - draws[1][key]
-        moved = moved[~moved.isnan()]
+        left, right = (sum(result[key] for result in side) / len(side) for side in sides)
+        moved = moves[key][~moves[key].isnan()]
         side = min(int((moved <= 0).sum()), int((moved >= 0).sum()))
         p = min(1.0, 2 * (side + 1) / (len(moved) + 1))
-        differences[key] = Difference(a[key], b[key], a[key] - b[key], low, high, p)
-    return Comparison(a.name, b.name, differences, count, level)
+        differences[key] = Difference(left, right, left - right, low, high, p)
+    return Comparison(sides[0][0].name, sides[1][0].name, differences, count, level)
+
+
+def _as_list(results: Results | Sequence[Results]) -> list[Results]:
+    from .results import Results
+
+    found = [results] if isinstance(results, Results) else list(results)
+    if not found:
+        raise DataError("There are no results to compare: one side is an empty list.")
+    return found
+
+
+def _mean_draws(
+    side: Sequence[Results], sets: tuple[str, ...], scores: tuple[str, ...], count: int, seed: int
+) -> dict[str, Tensor]:
+    """Return every figure on each draw, the mean over several results, `[count]`."""
+    found = []
+    for result in side:
+        known = result._resampled  # many rows are compared with one reference
+        key = (sets, scores, count, seed)
+        if key not in known:
+            examples = {name: result.examples[name] for name in sets}
+            known[key] = resampled_figures(examples, scores=scores, count=count, seed=seed)
+        found.append(known[key])
+    shared = [key for key in found[0] if all(key in draws for draws in found)]
+    return {key: torch.stack([draws[key] for draws in found]).mean(0) for key in shared}
 
 
 def check_same_data(a: Results, b: Results) -> None:

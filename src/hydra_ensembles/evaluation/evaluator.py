@@ -20,7 +20,7 @@ def evaluate(
     model: Any,
     data: Iterable[Any],
     *,
-    ood: Mapping[str, Iterable[Any]] | Iterable[Any] | None = None,
+    ood: Mapping[str, Iterable[Any] | Mapping[str, Iterable[Any]]] | Iterable[Any] | None = None,
     shifts: Mapping[str, Iterable[Any]] | Iterable[Any] | None = None,
     score: str | Sequence[str] = "msp",
     temperature: float | Iterable[Any] | None = None,
@@ -39,7 +39,8 @@ def evaluate(
             `[batch, member, class]`, or an object or mapping with `.logits`; or that has
             `predict(batch) -> Prediction`.
         data: labelled batches, `(inputs, labels)` or mappings with `labels`.
-        ood: out-of-distribution data by name; their labels are ignored.
+        ood: out-of-distribution data by name; their labels are ignored. Groups of sets, such as
+            `{"near": {"a": ...}, "far": {...}}`, add means `ood/near/mean/...`.
         shifts: labelled data under shift (corruptions, other years) by name.
         score: name of the uncertainty that ranks errors and OOD examples, or several: the first is
             the main one, others add `ood/<set>/<score>/...`; `mcm` needs the model's `logit_scale`.
@@ -159,10 +160,8 @@ def logit_scale_of(model: Any) -> Tensor:
     )
 
 
-def _named(
-    data: Mapping[str, Iterable[Any]] | Iterable[Any] | None, kind: str
-) -> dict[str, Iterable[Any]]:
-    """Name every set `<kind><name>`; data without a name gets that of its kind."""
+def _named(data: Mapping[str, Any] | Iterable[Any] | None, kind: str) -> dict[str, Iterable[Any]]:
+    """Name every set `<kind><name>`, in a group `<kind><group>/<name>`; else like its kind."""
     if data is None:
         return {}
     if not isinstance(data, Mapping):
@@ -171,7 +170,14 @@ def _named(
         raise DataError(
             f"A data set cannot be called 'mean': {kind}mean/... is the mean over sets."
         )
-    return {kind + str(key): batches for key, batches in data.items()}
+    named: dict[str, Iterable[Any]] = {}
+    for key, batches in data.items():
+        named |= (
+            _named(batches, f"{kind}{key}/")
+            if isinstance(batches, Mapping)
+            else {kind + str(key): batches}
+        )
+    return named
 
 
 def _temperature(

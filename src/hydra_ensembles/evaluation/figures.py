@@ -118,6 +118,8 @@ def _figures(ranked: Examples, scores: Sequence[str]) -> dict[str, float]:
                 for key, value in ood_figures(ranked["id"][column], columns[column]).items():
                     part[key if score == scores[0] else f"{score}/{key}"] = value
             by_kind[OOD].append(part)
+            if "/" in name.removeprefix(OOD):  # a set of a group, as near/textures
+                by_kind.setdefault(name[: name.rindex("/") + 1], []).append(part)
         elif name.startswith(SHIFT):
             part = labelled_figures(columns, score=scores[0])
             by_kind[SHIFT].append(part)

@@ -28,9 +28,10 @@ class Results(Mapping[str, float]):
     Names are torch-uncertainty's: `cls/Acc|NLL|Brier`, `cal/ECE|aECE`,
     `sc/AURC|E-AURC|AUGRC|Cov_5Risk`, `fail/AUROC|AUPR|FPR95`, `div/MI|Disagreement|PairwiseKL`,
     `ood/<set>/AUROC|AUPR|FPR95|FPR95_ID_positive` for the main score, `ood/<set>/<score>/...` for
-    further ones, `ood/mean/...` over sets, `shift/<set>/cls/Acc ...`, `shift/mean/...`, and
-    `post/...` for all of them after temperature scaling. FPR95 takes OOD as positive,
-    FPR95_ID_positive the in-distribution examples. Rates are fractions, not percent.
+    further ones, `ood/mean/...` over sets (`ood/<group>/mean/...` over a group of them),
+    `shift/<set>/cls/Acc ...`, `shift/mean/...`, and `post/...` for all of them after temperature
+    scaling. FPR95 takes OOD as positive, FPR95_ID_positive the in-distribution examples. Rates are
+    fractions, not percent.
 
     Attributes:
         name: of the model.
@@ -47,6 +48,7 @@ class Results(Mapping[str, float]):
     settings: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     examples: Examples = field(default_factory=dict)
+    _resampled: dict[Any, dict[str, Tensor]] = field(default_factory=dict, init=False)
 
     @property
     def scores(self) -> list[str]:
