@@ -10,7 +10,7 @@ import torch
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
 from hydra_ensembles.errors import MaskError
-from hydra_ensembles.hosts import host_model
+from hydra_ensembles.hosts import host_model, main_output
 from tests import zoo
 
 MASK = HeadMask([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]])
@@ -68,7 +68,7 @@ def test_gates_carry_gradients_by_sample(name: str) -> None:
     gates = [torch.ones(4, 4, requires_grad=True) for _ in range(3)]
     with hydra.gate(model, gates):
         output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
-    logits = hydra.models.main_output(output)
+    logits = main_output(output)
     per_sample = logits.flatten(1).square().sum(1)
     per_sample.sum().backward()
     step = 1e-2

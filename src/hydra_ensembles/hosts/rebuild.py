@@ -111,7 +111,7 @@ def rebuild_host(description: dict[str, Any]) -> nn.Module:
             arguments["act_layer"] = transformer.QuickGELU
         return transformer.VisionTransformer(**arguments)
     if library == "hydra-ensembles" and name == "TinyViT":
-        own = _module("hydra_ensembles.tiny_vit", "all")
+        own = _module("hydra_ensembles.hosts.tiny_vit", "all")
         return own.TinyViT(own.TinyViTConfig(**description["shape"]))
     raise FormatError(
         f"The host {name!r} is of your own making: pass a model of the same architecture, "
