@@ -127,7 +127,7 @@ def build(
     if store is not None:
         store.clear()
     masks = [HeadMask(rows) for rows in result["masks"]]
-    ensemble = fuse(host.model, masks)
+    ensemble = fuse(host.model, masks).eval()
     decisions = work.decide(ensemble, score, calibrate)
     ensemble.record = {
         "made_by": "build",
@@ -155,7 +155,7 @@ def replay(model: nn.Module | HostModel, record: Mapping[str, Any]) -> HydraEnse
             "The record was made for a model with other weights. Load the model that it was built "
             "from, or build() anew."
         )
-    ensemble = fuse(host.model, masks)
+    ensemble = fuse(host.model, masks).eval()
     ensemble.record = json.loads(json.dumps(dict(record)))
     apply_decisions(ensemble, decisions)
     return ensemble

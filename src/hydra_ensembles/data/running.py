@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import DataError, HydraError
 from ..uncertainty import Prediction, as_member_logits
+from .modes import evaluating as evaluating
 
 LABEL_KEYS = ("labels", "label")
 
@@ -132,21 +132,6 @@ def _promised(function: Callable[..., Any]) -> Any:
         return inspect.Signature.empty
 
 
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Put a module in eval mode without gradients; give every submodule its mode back after."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    modes = [module.training for module in modules]
-    try:
-        if modules:
-            model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
-
-
 def progress_bar(
     data: Iterable[Any], *, description: str, enabled: bool = True, total: int | None = None
 ) -> Iterable[Any]:
@@ -194,7 +179,8 @@ def iterate_logits(
     shape: tuple[int, int] | None = None
     labelled: bool | None = None
     examples = 0
-    with evaluating(model):
+    runs_in_eval = getattr(model, "keeps_modes", False)
+    with torch.no_grad() if runs_in_eval else evaluating(model):
         for index, batch in enumerate(
             progress_bar(data, description=name, enabled=progress, total=_length(data))
         ):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..data.modes import twin
 from ..heads.plan import LayerPlan
 from ..hosts import Block
 from ..hosts.family import Family
@@ -55,7 +56,7 @@ def cast_member(
                 continue
             setattr(result.get_submodule(owner), leaf, module.each[plan.streams[member]])
     result.hydra_head_mask = plan.masks[member]  # type: ignore[assignment]
-    return result.train(model.training)
+    return twin(result).train(model.training)  # a mode of its own, also in the shared parts
 
 
 def _cast_block(

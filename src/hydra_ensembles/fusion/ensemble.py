@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.running import evaluating, move, split_batch
+from ..data.modes import in_eval, twin
+from ..data.running import move, split_batch
 from ..errors import HydraError, UnsupportedModelError
 from ..heads.masks import HeadMask
 from ..heads.plan import Plan
@@ -44,6 +44,9 @@ class HydraEnsemble(nn.Module):
     Called like its host: the same inputs, the same kind of output; `logits` are the log of the mean
     of the members' probabilities, so their softmax is the ensemble's probability.
 
+    `predict` runs in eval mode whatever the flags say, and moves none of them: any number of
+    threads may call it.
+
     Attributes:
         host: The host model with the fused body in the place of its blocks.
         plan: Which streams run where.
@@ -52,6 +55,9 @@ class HydraEnsemble(nn.Module):
         score: The uncertainty that `predict` reports.
         record: What was done to make it (plain data, saved along).
     """
+
+    keeps_modes = True
+    """`predict` needs nobody to put the ensemble in eval mode (see `data.running`)."""
 
     def __init__(self, assembly: Assembly, host: HostModel, *, mode: Mode = "fused") -> None:
         super().__init__()
@@ -89,7 +95,7 @@ class HydraEnsemble(nn.Module):
     @property
     def body(self) -> Any:
         """The fused blocks."""
-        return self._view.model.get_submodule(self._view.blocks_path)[0]  # type: ignore[index]
+        return self.host.get_submodule(self._view.blocks_path)[0]  # type: ignore[index]
 
     @property
     def plan(self) -> Plan:
@@ -192,8 +198,7 @@ class HydraEnsemble(nn.Module):
                 f"{type(self.host).__name__} gives embeddings, not classes: wrap the dual encoder "
                 "in ZeroShotClassifier, or call member_logits() for the members' embeddings."
             )
-        with evaluating(self):
-            member_logits = self.member_logits(batch)
+        member_logits = in_eval(self).member_logits(batch)
         return predict_from_logits(
             member_logits.float(),
             score=self.score,
@@ -236,29 +241,15 @@ class HydraEnsemble(nn.Module):
 
     def _replay(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """Let a host that looks at its inputs again read out every stream by itself."""
-        body = self.body
-        captured: list[Tensor] = []
-        handle = body.register_forward_hook(lambda module, inputs, result: captured.append(result))
-        lengths: list[int] = []
-        first = body.register_forward_pre_hook(
-            lambda module, inputs: lengths.append(inputs[0].shape[1])
-        )
+        body, positions = self.body, None
         if self.readout.positions is not None:
-            body.positions = self.readout.positions(self._named(args, kwargs))
-        ends = len(self.plan.ends)
-        try:
-            with _first_stream_of(body, ends, lengths):
-                output = self.host(*args, **kwargs)
-            handle.remove()
-            streams = captured[0].chunk(ends)
-            outputs = [output]
-            for stream in streams[1:]:
-                body.replay = body.full_length(stream, lengths[0])
+            positions = self.readout.positions(self._named(args, kwargs))
+        streams: list[Tensor] = []
+        with body.told(positions=positions, streams=streams):
+            outputs = [self.host(*args, **kwargs)]
+        for stream in streams[1:]:
+            with body.told(answer=stream):
                 outputs.append(self.host(*args, **kwargs))
-        finally:
-            handle.remove()
-            first.remove()
-            body.replay = body.positions = None
         return torch.cat([main_output(o) for o in outputs]), outputs[0]
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,10 +279,10 @@ class HydraEnsemble(nn.Module):
             )
         key = tuple((p.data_ptr(), p._version, p.device, p.dtype) for p in self.parameters())
         if self._cast is None or self._cast[0] != key:
-            self._cast = (key, [self.member(m) for m in range(self.members)])
-        for member in self._cast[1]:
-            member.train(self.training)
-        return self._cast[1]
+            self._cast = (key, [self.member(m).eval() for m in range(self.members)])
+        # The cast members serve every thread: their flags stay, a twin has the other mode.
+        members = self._cast[1]
+        return members if not self.training else [twin(member).train() for member in members]
 
     def untie_(self) -> HydraEnsemble:
         """Give each member its own heads, norms and output biases, for training, in place.
@@ -384,20 +375,6 @@ def _copies_of(body: Any) -> dict[str, int]:
         if block.output_bias.value is not None:
             copies[f"{layer}.output_bias"] = len(block.output_bias.value)
     return copies
-
-
-@contextmanager
-def _first_stream_of(body: Any, ends: int, lengths: list[int]) -> Iterator[None]:
-    """Hand the host the first stream alone, at its full length."""
-
-    def cut(module: Any, inputs: Any, result: Tensor) -> Tensor:
-        return body.full_length(result.chunk(ends)[0], lengths[0])
-
-    handle = body.register_forward_hook(cut)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _with_logits(output: Any, logits: Tensor, loss: Tensor | None, return_dict: Any) -> Any:

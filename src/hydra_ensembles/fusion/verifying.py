@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.running import call_model, evaluating
+from ..data.modes import in_eval, twin
+from ..data.running import call_model
 from ..errors import VerificationError
 from ..hosts import host_model, main_output
 from .body import Body
@@ -52,27 +53,22 @@ def verify(
     Raises:
         VerificationError: With the largest difference and the first layer at which the two part.
     """
-    mode, ensemble.mode = ensemble.mode, "fused"
-    try:
-        with evaluating(ensemble):
-            fused = ensemble.member_logits(batch)
-            models = members or [ensemble.member(m) for m in range(ensemble.members)]
-            one_by_one = torch.stack(
-                [main_output(call_model(model.eval(), batch)) for model in models], 1
-            )
-            differences = (fused - one_by_one).abs().flatten(2).amax(dim=(0, 2))
-            allowed = tolerance * max(1.0, float(one_by_one.abs().max()))
-            largest = float(differences.max())
-            if not largest <= allowed:  # NaN fails too
-                member = int(differences.nan_to_num(float("inf")).argmax())
-                where = _first_parting(ensemble, models[member], member, batch, allowed)
-                raise VerificationError(
-                    f"Fused and one by one differ by {largest:.3g} in member {member} (allowed "
-                    f"{allowed:.3g}); they part {where}. Please report this with "
-                    "str(explain(model)) and the masks."
-                )
-    finally:
-        ensemble.mode = mode
+    ensemble = twin(ensemble).eval()  # its mode is its own: the caller's stays as it is
+    ensemble.mode = "fused"
+    fused = ensemble.member_logits(batch)
+    models = members or [ensemble.member(m) for m in range(ensemble.members)]
+    one_by_one = torch.stack([main_output(call_model(in_eval(m), batch)) for m in models], 1)
+    differences = (fused - one_by_one).abs().flatten(2).amax(dim=(0, 2))
+    allowed = tolerance * max(1.0, float(one_by_one.abs().max()))
+    largest = float(differences.max())
+    if not largest <= allowed:  # NaN fails too
+        member = int(differences.nan_to_num(float("inf")).argmax())
+        where = _first_parting(ensemble, models[member], member, batch, allowed)
+        raise VerificationError(
+            f"Fused and one by one differ by {largest:.3g} in member {member} (allowed "
+            f"{allowed:.3g}); they part {where}. Please report this with "
+            "str(explain(model)) and the masks."
+        )
     return Verification(largest, tuple(float(d) for d in differences), tolerance)
 
 
@@ -101,12 +97,10 @@ def _first_parting(ensemble: Any, model: nn.Module, member: int, batch: Any, all
 
 
 def _fused_states(ensemble: Any, body: Body, batch: Any) -> list[Tensor]:
-    body.watch = []
-    try:
+    states: list[Tensor] = []
+    with body.told(states=states):
         ensemble.member_logits(batch)
-        return body.watch
-    finally:
-        body.watch = None
+    return states
 
 
 def _own_states(model: nn.Module, batch: Any) -> list[Tensor]:

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.running import evaluating, progress_bar
+from ..data.modes import in_eval
+from ..data.running import progress_bar
 from ..errors import HydraError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.structure import split_classifier_
@@ -196,12 +197,8 @@ class CachedTrunk(nn.Module):
         """Return the members' logits [batch, member, class] of a numbered or a plain batch."""
         if not is_numbered(batch):
             return self.ensemble.member_logits(batch)
-        body = self.ensemble.body
-        body.cached = self.trunk_states(batch)
-        try:
+        with self.ensemble.body.told(trunk_states=self.trunk_states(batch)):
             return self.ensemble.member_logits(batch["batch"])
-        finally:
-            body.cached = None
 
     def remember(self, batches: Iterable[Any]) -> None:
         """Compute and keep the trunk's output of numbered batches, as many as the bound allows."""
@@ -228,17 +225,15 @@ class CachedTrunk(nn.Module):
         return torch.stack(rows).to(self.ensemble.device)  # type: ignore[arg-type]
 
     def _compute(self, batch: Any) -> Tensor:
-        def stop(module: nn.Module, inputs: Any) -> None:
-            raise _Reached(inputs[0])
+        def stop(states: Tensor) -> None:
+            raise _Reached(states)
 
-        handle = self.ensemble.body.branch[0].register_forward_pre_hook(stop)
+        model = in_eval(self.ensemble)
         try:
-            with evaluating(self.ensemble):
-                self.ensemble.member_logits(batch)
+            with torch.no_grad(), model.body.told(at_branch=stop):
+                model.member_logits(batch)
         except _Reached as reached:
             return reached.args[0]
-        finally:
-            handle.remove()
         raise HydraError("The host ran without its blocks. Please report this.")
 
 
