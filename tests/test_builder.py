@@ -69,8 +69,9 @@ def test_every_method_gives_a_calibrated_ensemble_within_its_budget(method):
 
 
 def test_text_with_proxies_alone():
-    model = HOSTS["bert"][0]()
+    model = HOSTS["bert"][0]().train()
     ensemble = build(model, sentences(), members=2, max_cost=1.3, progress=False)
+    assert model.training and not any(module.training for module in ensemble.modules())
     assert ensemble.record["examples"] == {"select": 36, "stop": 12, "temperature": 12}
     assert any("proxy" in name for name in ensemble.record["intervals"])
     assert ensemble.record["cost"] <= 1.3
