@@ -1,87 +1,73 @@
-"""The rooms of the library import only what the architecture allows, and importing stays light."""
+"""Imports go one way, from room to room and from module to module; importing stays light."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src" / "hydra_ensembles"
-ORDER = (
-    "errors",
-    "registry",
-    "_records",
-    "uncertainty",
-    "data",
-    "hosts",
-    "heads",
-    "costs",
-    "criteria",
-    "search",
-    "fusion",
-    "training",
-    "evaluation",
-    "builder",
-    "baselines",
-    "report",
-    "serving",
-    "cli",
+import hydra_ensembles
+from tests.loose_files import load
+
+rooms = load("docs/draw_rooms.py")
+GRAPH: dict[str, set[str]] = rooms.graph()
+KNOWN_CYCLES = [["hosts.block_math", "hosts.host", "hosts.probe"]]
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+@pytest.mark.parametrize("module", sorted(GRAPH))
+def test_rooms_import_only_rooms_before_them(module: str) -> None:
+    order = list(rooms.ROOMS)
+    room = room_of(module)
+    assert room in order, f"{room} is a new room: add it to ROOMS in docs/draw_rooms.py"
+    later = {m for m in GRAPH[module] if order.index(room_of(m)) > order.index(room)}
+    assert not later, f"{module} imports {sorted(later)}"
+
+
+def test_no_modules_import_each_other() -> None:
+    assert rooms.cycles(GRAPH) == KNOWN_CYCLES
+
+
+def test_a_cycle_would_be_found() -> None:
+    assert rooms.cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}}) == [["b", "c"], ["d"]]
+    assert "data.running" in GRAPH["heads.gating"] | GRAPH["criteria.scoring"]
+
+
+def test_no_module_bears_the_name_of_a_public_function() -> None:
+    stems = {m.rpartition(".")[2] for m in GRAPH if not m.startswith("cli.commands.")}
+    assert not stems & set(hydra_ensembles.__all__)
+
+
+def test_the_picture_is_up_to_date() -> None:
+    drawn = rooms.PICTURE.read_text(encoding="utf-8")
+    assert drawn == rooms.draw(), "run: python docs/draw_rooms.py"
+
+
+HEAVY = ("transformers", "timm", "matplotlib", "open_clip", "sklearn", "torchmetrics", "typer")
+HOST_LIBRARIES = ("transformers", "timm", "open_clip")
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import hydra_ensembles", (*HEAVY, "torch", "jinja2")),
+        (
+            "from hydra_ensembles import "
+            "HeadMask, cost, evaluate, explain, find_circuit, fuse, gate, score_heads, verify",
+            (*HOST_LIBRARIES, "matplotlib", "typer", "jinja2"),
+        ),
+        ("from hydra_ensembles import *", HOST_LIBRARIES),
+        ("import hydra_ensembles.cli.main", (*HEAVY[:-1], "torch")),
+    ],
+    ids=["import", "the core", "all public names", "the command line"],
 )
-"""The rooms; each imports only rooms that stand before it."""
-
-
-def room_of(path: Path) -> str:
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
-
-
-def imported_rooms(path: Path) -> set[str]:
-    """Return the rooms that a file imports, at the top or inside functions."""
-    parts = path.relative_to(SOURCE).with_suffix("").parts
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            continue
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = list(parts[: len(parts) - node.level])
-            target = base + (node.module.split(".") if node.module else [])
-            names = [target[0]] if target else [alias.name for alias in node.names]
-            found |= {name.split(".")[0] for name in names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hydra_ensembles"):
-            rest = (node.module or "").split(".")[1:]
-            found |= {rest[0]} if rest else {alias.name for alias in node.names}
-    return found
-
-
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.name))
-def test_rooms_import_only_rooms_before_them(path: Path) -> None:
-    room = room_of(path)
-    if room == "__init__":
-        return
-    assert room in ORDER, f"{room} is a new room: add it here and to docs/architecture.md"
-    before = set(ORDER[: ORDER.index(room) + 1]) | ({"__version__"} if room == "cli" else set())
-    extra = imported_rooms(path) - before
-    assert not extra, f"{path.relative_to(SOURCE)} imports {sorted(extra)}"
-
-
-def test_importing_is_light() -> None:
-    heavy = ("transformers", "timm", "matplotlib", "open_clip", "sklearn", "torchmetrics", "typer")
-    code = f"import sys, hydra_ensembles; print([m for m in {heavy!r} if m in sys.modules])"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "[]"
-
-
-def test_importing_every_core_room_is_light() -> None:
-    heavy = ("transformers", "timm", "matplotlib", "open_clip")
-    code = (
-        "import sys, hydra_ensembles as h; "
-        "[getattr(h, n) for n in ('fuse', 'gate', 'HeadMask', 'explain', 'cost', 'verify')]; "
-        f"print([m for m in {heavy!r} if m in sys.modules])"
-    )
+def test_importing_is_lean(statement: str, absent: tuple[str, ...]) -> None:
+    code = f"import sys\n{statement}\nprint([m for m in {absent!r} if m in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
@@ -89,8 +75,6 @@ def test_importing_every_core_room_is_light() -> None:
 
 
 def test_every_public_name_exists() -> None:
-    import hydra_ensembles
-
     for name in hydra_ensembles.__all__:
         assert getattr(hydra_ensembles, name) is not None
     assert set(hydra_ensembles.__all__) <= set(dir(hydra_ensembles))
@@ -98,15 +82,8 @@ def test_every_public_name_exists() -> None:
         hydra_ensembles.nothing  # noqa: B018
 
 
-def test_no_submodule_hides_a_public_function() -> None:
-    import hydra_ensembles
-
-    modules = {path.stem for path in SOURCE.iterdir() if path.name != "__init__.py"}
-    assert not modules & set(hydra_ensembles.__all__)
-
-
 def test_no_pickle_is_loaded() -> None:
-    for path in SOURCE.rglob("*.py"):
+    for path in rooms.SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 names = [alias.name for alias in node.names] + [getattr(node, "module", "") or ""]

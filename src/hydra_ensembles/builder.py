@@ -16,6 +16,7 @@ from .criteria import HeadImportanceEntropy, score_heads
 from .data.batches import Batches, as_data, indexable
 from .data.splits import fingerprint, sample, split
 from .errors import DataError
+from .evaluation.metrics_ood import ood_figures
 from .fusion.ensemble import HydraEnsemble
 from .fusion.fusing import fuse
 from .heads.masks import HeadMask, HeadScores, Keep
@@ -23,7 +24,6 @@ from .hosts import HostModel, host_model
 from .search.candidates import PartCandidates
 from .search.ensemble_search import Members, search_members
 from .search.headmap import find_effects
-from .search.objectives import auroc
 from .search.pool import make_pool
 from .search.prefix import CACHE_BYTES, Prefix
 from .search.select import EnsembleObjective, settings_of, split_rows
@@ -369,7 +369,11 @@ class _Build:
         found = {}
         for name in names:
             own = score_logits(logits["id"], name)
-            values = [auroc(own, score_logits(v, name)) for k, v in logits.items() if k != "id"]
+            values = [
+                ood_figures(own, score_logits(v, name))["AUROC"]
+                for k, v in logits.items()
+                if k != "id"
+            ]
             found[name] = sum(values) / len(values)
         best = max(names, key=lambda name: (round(found[name], 4), -names.index(name)))
         return {"score": best, "auroc_by_score": found}

@@ -10,19 +10,15 @@ from torch import nn
 
 from hydra_ensembles.data.running import collect_logits
 from hydra_ensembles.errors import DataError, UnknownNameError
-from hydra_ensembles.evaluation import (
-    AUROC,
-    ECE,
-    FPR95,
-    NLL,
-    Accuracy,
-    AdaptiveECE,
-    Brier,
-    Results,
-    evaluate,
+from hydra_ensembles.evaluation import Results, evaluate
+from hydra_ensembles.evaluation.metrics_classification import (
+    adaptive_error_of_ranks,
+    brier,
+    expected_calibration_error,
+    negative_log_likelihood,
 )
-from hydra_ensembles.evaluation import metrics_ood as ood_metrics
-from hydra_ensembles.evaluation import metrics_selective as selective
+from hydra_ensembles.evaluation.metrics_ood import dense_ranks, figures_of_scores
+from hydra_ensembles.evaluation.metrics_selective import figures_of_ranks
 from hydra_ensembles.uncertainty import (
     Prediction,
     disagreement,
@@ -84,32 +80,28 @@ def results():
 
 def test_figures_equal_the_metrics(results):
     logits, labels = collect_logits(Ensemble(), TEST)
-    for key, metric in {
-        "cls/Acc": Accuracy(),
-        "cls/NLL": NLL(),
-        "cls/Brier": Brier(),
-        "cal/ECE": ECE(),
-        "cal/aECE": AdaptiveECE(),
+    confidence, predicted = logits.double().softmax(-1).mean(1).max(-1)
+    confidence, right = confidence.float(), predicted == labels
+    for key, value in {
+        "cls/Acc": right.double().mean(),
+        "cls/NLL": negative_log_likelihood(logits.double(), labels).mean(),
+        "cls/Brier": brier(logits.double(), labels).mean(),
+        "cal/ECE": expected_calibration_error(confidence, right),
+        "cal/aECE": adaptive_error_of_ranks(dense_ranks(confidence), confidence, right),
     }.items():
-        metric.update(logits.double(), labels)
-        assert results[key] == pytest.approx(float(metric.compute()), abs=1e-7), key
+        assert results[key] == pytest.approx(float(value), abs=1e-7), key
     for key, function in {
         "div/MI": mutual_information,
         "div/Disagreement": disagreement,
         "div/PairwiseKL": pairwise_kl,
     }.items():
         assert results[key] == pytest.approx(float(function(logits.double()).mean())), key
-    unsure, wrong = msp(logits.double()), logits.softmax(-1).mean(1).argmax(-1) != labels
-    for key, function in {
-        "sc/AURC": selective.aurc,
-        "sc/E-AURC": selective.excess_aurc,
-        "sc/AUGRC": selective.augrc,
-        "sc/Cov_5Risk": selective.coverage_at_risk,
-        "fail/AUROC": ood_metrics.auroc,
-        "fail/AUPR": ood_metrics.aupr,
-        "fail/FPR95": ood_metrics.fpr95,
-    }.items():
-        assert results[key] == pytest.approx(float(function(unsure, wrong)), abs=1e-9), key
+    unsure = msp(logits.double())
+    for key, value in figures_of_ranks(dense_ranks(unsure), ~right).items():
+        assert results[f"sc/{key}"] == pytest.approx(float(value), abs=1e-9), key
+    failures = figures_of_scores(unsure, ~right)
+    for key in ("AUROC", "AUPR", "FPR95"):
+        assert results[f"fail/{key}"] == pytest.approx(failures[key], abs=1e-9), key
 
 
 @pytest.mark.parametrize("name", list(OOD))
@@ -124,14 +116,8 @@ def test_ood_figures_equal_the_metrics_and_scikit_learn(results, name):
         assert results[f"{prefix}/AUROC"] == pytest.approx(roc_auc_score(kind, values), abs=1e-9)
         expected = average_precision_score(kind, values)
         assert results[f"{prefix}/AUPR"] == pytest.approx(expected, abs=1e-9)
-        for key, function in {
-            "FPR95": ood_metrics.fpr95,
-            "FPR95_ID_positive": ood_metrics.fpr95_id_positive,
-        }.items():
-            assert results[f"{prefix}/{key}"] == float(function(values, kind))
-        for metric in (AUROC(), FPR95()):
-            metric.update(values, kind)
-            assert results[f"{prefix}/{type(metric).__name__}"] == float(metric.compute())
+        for key, value in figures_of_scores(values, kind).items():
+            assert results[f"{prefix}/{key}"] == pytest.approx(value, abs=1e-12)
 
 
 def test_means_over_sets(results):

@@ -17,7 +17,7 @@ from hydra_ensembles.heads.gating import gate
 from hydra_ensembles.heads.masks import HeadMask
 from hydra_ensembles.hosts import host_model, main_output
 from hydra_ensembles.search.headmap import Circuit, find_circuit, find_effects
-from hydra_ensembles.search.objectives import as_objective, auroc, ece_of, effect, objectives
+from hydra_ensembles.search.objectives import as_objective, ece_of, effect, objectives, placements
 from hydra_ensembles.search.prefix import Outputs, Prefix
 from hydra_ensembles.search.sets import shifted
 
@@ -278,7 +278,8 @@ def test_figures_equal_their_references():
     own = torch.randint(9, (60,), generator=generator).float()
     other = torch.randint(3, 12, (40,), generator=generator).float()
     truth = [0] * 60 + [1] * 40
-    assert auroc(own, other) == pytest.approx(roc_auc_score(truth, torch.cat([own, other])))
+    for placed in placements(own, other):
+        assert float(placed.mean()) == pytest.approx(roc_auc_score(truth, torch.cat([own, other])))
     logits = 2 * torch.randn(200, 5, generator=generator)
     labels = torch.randint(5, (200,), generator=generator)
     theirs = MulticlassCalibrationError(5, n_bins=15)(logits.softmax(-1), labels)

@@ -2,6 +2,7 @@
 
 from .alpha import AlphaChoice as AlphaChoice
 from .alpha import choose_alpha as choose_alpha
+from .alpha import mix as mix
 from .attention import AttentionView as AttentionView
 from .attention_entropy import row_entropies as row_entropies
 from .base import AttentionScore as AttentionScore
@@ -17,7 +18,6 @@ from .entropy import AttentionEntropy as AttentionEntropy
 from .entropy_kinds import EntropyKind as EntropyKind
 from .fisher import Fisher as Fisher
 from .hies import HeadImportanceEntropy as HeadImportanceEntropy
-from .hies import mix as mix
 from .importance import HeadImportance as HeadImportance
 from .magnitude import Magnitude as Magnitude
 from .random_order import RandomOrder as RandomOrder

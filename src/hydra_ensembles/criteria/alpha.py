@@ -14,9 +14,16 @@ from ..errors import HydraError
 from ..heads.gating import gate
 from ..heads.masks import HeadMask, HeadScores
 from ..hosts import HostModel, host_model
-from .hies import ALPHAS, RATIOS, mix
 
+ALPHAS = tuple(i / 10 for i in range(11))
+RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5)
 Quality = Callable[[Tensor, Tensor], float]
+
+
+def mix(importance: HeadScores, entropy: HeadScores, alpha: float) -> HeadScores:
+    """Return alpha * minmax(importance) + (1 - alpha) * (1 - minmax(entropy))."""
+    mixed = alpha * importance.minmax() + (1 - alpha) * (1 - entropy.minmax())
+    return HeadScores(mixed.rows, name=f"hies(alpha={alpha:g})")
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 from ..errors import DataError, HydraError
 from ..heads.masks import HeadScores
+from .alpha import ALPHAS, RATIOS, choose_alpha, mix
 from .base import CombinedScore, Criterion, Setting, criteria
 from .entropy import AttentionEntropy
 from .importance import HeadImportance
 
-ALPHAS = tuple(i / 10 for i in range(11))
-RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5)
 _SHANNON = AttentionEntropy()
 
 
@@ -58,8 +57,6 @@ class HeadImportanceEntropy(CombinedScore):
                 'hies with alpha="auto" chooses alpha on data that did not make the scores: pass '
                 "held_out=<labelled data> to score_heads, or a number for alpha."
             )
-        from .alpha import choose_alpha
-
         choice = choose_alpha(
             setting.host,
             importance,
@@ -70,9 +67,3 @@ class HeadImportanceEntropy(CombinedScore):
             progress=setting.progress,
         )
         return mix(importance, entropy, choice.alpha)
-
-
-def mix(importance: HeadScores, entropy: HeadScores, alpha: float) -> HeadScores:
-    """Return alpha * minmax(importance) + (1 - alpha) * (1 - minmax(entropy))."""
-    mixed = alpha * importance.minmax() + (1 - alpha) * (1 - entropy.minmax())
-    return HeadScores(mixed.rows, name=f"hies(alpha={alpha:g})")

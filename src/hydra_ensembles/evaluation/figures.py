@@ -32,7 +32,7 @@ from .metrics_ood import (
     figures_of_counts,
     fpr_of_counts,
 )
-from .metrics_selective import area_of_curve, curve_of_ranks
+from .metrics_selective import figures_of_ranks
 
 Columns = dict[str, Tensor]
 """One set's columns by name, each `[example]`."""
@@ -146,15 +146,7 @@ def labelled_figures(columns: Columns, *, score: str) -> dict[str, float]:
         "cal/aECE": adaptive_error_of_ranks(columns["rank:confidence"], confidence, correct),
     }
     if len(correct) > 1:
-        coverage, risk = curve_of_ranks(ranks, errors)
-        area = area_of_curve(coverage, risk)
-        oracle = area_of_curve(*curve_of_ranks(errors.long(), errors))
-        figures |= {
-            "sc/AURC": area,
-            "sc/E-AURC": area - oracle,
-            "sc/AUGRC": area_of_curve(coverage, risk * coverage),
-            "sc/Cov_5Risk": (coverage * (risk <= 0.05)).amax(),
-        }
+        figures |= {f"sc/{key}": v for key, v in figures_of_ranks(ranks, errors).items()}
     if 0 < int(errors.sum()) < len(errors):
         positives, negatives = counts_by_rank(ranks, errors)
         figures |= {

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.utilities.data import dim_zero_cat
 
 from ..errors import DataError
 
@@ -79,120 +77,28 @@ def fpr_of_counts(positives: Tensor, negatives: Tensor, *, recall: float = 0.95)
     return negatives.cumsum(0)[reached.int().argmax()] / negatives.sum()
 
 
-def auroc(scores: Tensor, positive: Tensor, *, name: str = "data") -> Tensor:
-    """Return the area under the ROC curve; see `counts_by_score` for the arguments."""
-    return auroc_of_counts(*counts_by_score(scores, positive, name=name))
-
-
-def aupr(scores: Tensor, positive: Tensor, *, name: str = "data") -> Tensor:
-    """Return the average precision; see `counts_by_score` for the arguments."""
-    return aupr_of_counts(*counts_by_score(scores, positive, name=name))
-
-
-def fpr95(scores: Tensor, positive: Tensor, *, recall: float = 0.95, name: str = "data") -> Tensor:
-    """Return the false positive rate at 95 % recall of the positives (OOD, or errors).
-
-    How many good examples are flagged when 95 % of the bad ones are. The threshold is the first
-    score at which recall >= 0.95; tied examples are flagged together.
-    """
-    return fpr_of_counts(*counts_by_score(scores, positive, name=name), recall=recall)
-
-
-def fpr95_id_positive(
-    scores: Tensor, positive: Tensor, *, recall: float = 0.95, name: str = "data"
-) -> Tensor:
-    """Return the share of OOD examples that pass when 95 % of the in-distribution ones do.
-
-    The other half of the literature's FPR95: in-distribution is the positive class there, read from
-    the low end of the same scores. `positive` still marks the OOD examples.
-    """
-    positives, negatives = counts_by_score(scores, positive, name=name)
-    return fpr_of_counts(negatives.flip(0), positives.flip(0), recall=recall)
+def figures_of_scores(scores: Tensor, positive: Tensor, *, name: str = "data") -> dict[str, float]:
+    """Return AUROC, AUPR and both FPR95 of scores; see `counts_by_score` for the arguments."""
+    return figures_of_counts(*counts_by_score(scores, positive, name=name))
 
 
 def ood_figures(id_scores: Tensor, ood_scores: Tensor, *, name: str = "data") -> dict[str, float]:
     """Return all figures of one score between in- and out-of-distribution examples."""
     scores = torch.cat([id_scores, ood_scores])
     positive = torch.arange(len(scores), device=scores.device) >= len(id_scores)
-    return figures_of_counts(*counts_by_score(scores, positive, name=name))
+    return figures_of_scores(scores, positive, name=name)
 
 
 def figures_of_counts(positives: Tensor, negatives: Tensor) -> dict[str, float]:
-    """Return AUROC, AUPR and FPR95 in both conventions, by name."""
+    """Return AUROC, AUPR and FPR95 in both conventions, by name.
+
+    `FPR95` is the share of good examples flagged when 95 % of the bad ones are: **OOD, or an error,
+    is positive**. `FPR95_ID_positive` is the other half of the literature's: the share of bad
+    examples that pass when 95 % of the good ones do.
+    """
     return {
         "AUROC": float(auroc_of_counts(positives, negatives)),
         "AUPR": float(aupr_of_counts(positives, negatives)),
         "FPR95": float(fpr_of_counts(positives, negatives)),
         "FPR95_ID_positive": float(fpr_of_counts(negatives.flip(0), positives.flip(0))),
     }
-
-
-class _TwoKinds(Metric):
-    """Keep scores and kinds of all examples; subclasses say what to compute of their counts."""
-
-    is_differentiable = False
-    full_state_update = False
-    scores: list[Tensor]
-    positive: list[Tensor]
-
-    def __init__(self, *, data_name: str = "data") -> None:
-        super().__init__()
-        self.data_name = data_name
-        self.add_state("scores", default=[], dist_reduce_fx="cat")
-        self.add_state("positive", default=[], dist_reduce_fx="cat")
-
-    def update(self, scores: Tensor, positive: Tensor) -> None:
-        """Add examples: `scores` `[batch]`, higher for positive; `positive` `[batch]`, bool."""
-        self.scores.append(scores.detach())
-        self.positive.append(positive.detach().bool())
-
-    def counts(self) -> tuple[Tensor, Tensor]:
-        """Count positives and negatives at each score, highest first."""
-        if not len(self.scores):  # a list, or one tensor after a sync
-            raise DataError(f"No examples of {self.data_name!r} were given: call update first.")
-        return counts_by_score(
-            dim_zero_cat(self.scores), dim_zero_cat(self.positive), name=self.data_name
-        )
-
-
-class AUROC(_TwoKinds):
-    """Area under the ROC curve, of scores of any scale."""
-
-    higher_is_better = True
-
-    def compute(self) -> Tensor:
-        """Return the figure, a float64 scalar."""
-        return auroc_of_counts(*self.counts())
-
-
-class AUPR(_TwoKinds):
-    """Average precision, of scores of any scale."""
-
-    higher_is_better = True
-
-    def compute(self) -> Tensor:
-        """Return the figure, a float64 scalar."""
-        return aupr_of_counts(*self.counts())
-
-
-class FPR95(_TwoKinds):
-    """False positive rate at 95 % recall of the positives: **OOD (or an error) is positive**."""
-
-    higher_is_better = False
-
-    def __init__(self, *, recall: float = 0.95, data_name: str = "data") -> None:
-        super().__init__(data_name=data_name)
-        self.recall = recall
-
-    def compute(self) -> Tensor:
-        """Return the figure, a float64 scalar."""
-        return fpr_of_counts(*self.counts(), recall=self.recall)
-
-
-class FPR95IDPositive(FPR95):
-    """The other convention: **in-distribution is positive**; `positive` still marks OOD."""
-
-    def compute(self) -> Tensor:
-        """Return the figure, a float64 scalar."""
-        positives, negatives = self.counts()
-        return fpr_of_counts(negatives.flip(0), positives.flip(0), recall=self.recall)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 from ..errors import DataError
-
-if TYPE_CHECKING:
-    from .results import Results
 
 HIGHER_IS_BETTER = {"Acc", "AUROC", "AUPR", "Cov_5Risk"}
 LOWER_IS_BETTER = {
@@ -23,6 +20,25 @@ HEADLINES = (
     *("ood/mean/AUROC", "ood/mean/AUPR", "ood/mean/FPR95", "sc/AURC", "fail/AUROC"),
     *("shift/mean/cls/Acc", "shift/mean/cls/NLL", "shift/mean/cal/ECE", "div/Disagreement"),
 )
+
+
+class Figures(Protocol):
+    """What a table reads from `Results`; a protocol, since `Results` prints itself as a table."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def scores(self) -> list[str]: ...
+    @property
+    def settings(self) -> dict[str, Any]: ...
+    @property
+    def notes(self) -> dict[str, str]: ...
+    def interval(self, key: str) -> tuple[float, float] | None: ...
+    def get(self, key: str) -> float | None: ...
+    def __getitem__(self, key: str) -> float: ...
+    def __contains__(self, key: object) -> bool: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def __len__(self) -> int: ...
 
 
 def direction(key: str) -> int:
@@ -39,7 +55,7 @@ def shown(key: str, value: float | None) -> str:
     return f"{100 * value:.2f}" if rate else f"{value:.4f}"
 
 
-def select_keys(results: Sequence[Results], keys: Sequence[str] | str | None) -> list[str]:
+def select_keys(results: Sequence[Figures], keys: Sequence[str] | str | None) -> list[str]:
     """Return the figures to show: headlines by default, `all`, or names and patterns."""
     present = list({key: None for result in results for key in result})
     if keys is None:
@@ -66,7 +82,7 @@ def _matches(key: str, pattern: str) -> bool:
 
 
 def compare_table(
-    results: Sequence[Results],
+    results: Sequence[Figures],
     *,
     keys: Sequence[str] | str | None = None,
     form: str = "markdown",
@@ -122,7 +138,7 @@ def compare_table(
     return _markdown(grid) if form == "markdown" else _latex(grid)
 
 
-def _is_best(key: str, value: float, results: Sequence[Results]) -> bool:
+def _is_best(key: str, value: float, results: Sequence[Figures]) -> bool:
     sign = direction(key)
     others = [result[key] for result in results if key in result]
     # compared as shown: what a reader sees as a tie is one
@@ -169,7 +185,7 @@ def _latex(grid: list[list[str]]) -> str:
     )
 
 
-def _csv(results: Sequence[Results], keys: Sequence[str]) -> str:
+def _csv(results: Sequence[Figures], keys: Sequence[str]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["model", "figure", "value", "low", "high"])
@@ -181,7 +197,7 @@ def _csv(results: Sequence[Results], keys: Sequence[str]) -> str:
     return text.getvalue()
 
 
-def plain_text(result: Results) -> str:
+def plain_text(result: Figures) -> str:
     """Return a result for reading at a prompt: headlines, then what each set gave."""
     sizes = result.settings.get("examples", {})
     lines = [

@@ -15,6 +15,7 @@ from torch import Tensor
 from .._records import write_whole
 from ..errors import FormatError, UnknownNameError
 from .figures import Examples
+from .result_tables import compare_table, plain_text
 
 FORMAT = "hydra-ensembles/results"
 VERSION = 1
@@ -80,8 +81,6 @@ class Results(Mapping[str, float]):
         return len(self.figures)
 
     def __repr__(self) -> str:
-        from .result_tables import plain_text
-
         return plain_text(self)
 
     def interval(self, key: str) -> tuple[float, float] | None:
@@ -90,20 +89,14 @@ class Results(Mapping[str, float]):
 
     def to_markdown(self) -> str:
         """Return all figures as a Markdown table, a row each."""
-        from .result_tables import compare_table
-
         return compare_table([self], keys="all", rows="figures")
 
     def to_latex(self) -> str:
         """Return all figures as a LaTeX table (booktabs), a row each."""
-        from .result_tables import compare_table
-
         return compare_table([self], keys="all", rows="figures", form="latex")
 
     def to_csv(self) -> str:
         """Return all figures as CSV at full precision: model, figure, value, low, high."""
-        from .result_tables import compare_table
-
         return compare_table([self], keys="all", form="csv")
 
     def to_json(self) -> str:

@@ -16,8 +16,12 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
+from ..evaluation.metrics_classification import (
+    expected_calibration_error,
+    negative_log_likelihood,
+)
 from ..registry import Registry
-from ..uncertainty import Score, log_mean_probability, score_logits
+from ..uncertainty import Score, mean_probability, score_logits
 from .prefix import Outputs
 
 GROUPS = 20
@@ -80,23 +84,10 @@ def placements(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor]:
     return above / len(other), below / len(own)
 
 
-def auroc(id_scores: Tensor, ood_scores: Tensor) -> float:
-    """Return P(outlier above ID) + P(tie) / 2."""
-    return float(placements(id_scores, ood_scores)[1].mean())
-
-
-def nll_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return each example's -log mean_m p_m(label), [example]."""
-    return -log_mean_probability(logits).gather(-1, labels[:, None])[:, 0].double()
-
-
-def ece_of(logits: Tensor, labels: Tensor, *, bins: int = 15) -> float:
-    """Return the expected calibration error, equal-width bins, L1."""
-    confidence, label = log_mean_probability(logits).exp().double().max(-1)
-    gap = (label == labels).double() - confidence
-    # bins are open below, as in torchmetrics: 1.0 belongs to the last
-    place = ((confidence * bins).ceil().long() - 1).clamp(0, bins - 1)
-    return float(gap.new_zeros(bins).index_add_(0, place, gap).abs().sum() / len(gap))
+def ece_of(logits: Tensor, labels: Tensor) -> float:
+    """Return the expected calibration error, as `evaluate` computes it."""
+    confidence, label = mean_probability(logits).max(-1)
+    return float(expected_calibration_error(confidence, label == labels))
 
 
 @objectives.register("id-loss")
@@ -114,7 +105,8 @@ def nll_shift(score: str | Score = "msp") -> Objective:
 def _loss(name: str, data: str) -> Objective:
     def parts(outputs: Outputs) -> Parts:
         _need(outputs, data, name)
-        return {data: nll_of(outputs.logits[data], outputs.labels[data])}
+        losses = negative_log_likelihood(outputs.logits[data], outputs.labels[data])
+        return {data: losses.double()}
 
     return Objective(name, lambda o: float(parts(o)[data].mean()), parts, needs=(data,))
 

@@ -8,7 +8,13 @@ from .. import options
 from ..show import print_json
 
 PACKAGES = (
-    *("hydra-ensembles", "torch", "numpy", "safetensors", "huggingface_hub", "torchmetrics"),
+    *(
+        "hydra-ensembles",
+        "torch",
+        "numpy",
+        "safetensors",
+        "huggingface_hub",
+    ),
     *("transformers", "timm", "open_clip_torch", "datasets", "accelerate", "peft"),
     *("torch-uncertainty", "laplace-torch", "scikit-learn", "matplotlib", "typer", "rich"),
 )
