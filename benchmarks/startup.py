@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import random
-import statistics
 import subprocess
 import sys
 import time
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra_ensembles._records import write_whole
+from hydra_ensembles.evaluation.benchmark_results import paired_ratio
 
 RESULTS = Path(__file__).parent / "results" / "startup.json"
 SCRIPT = Path(sys.executable).with_name("hydra-ensembles")
@@ -47,13 +46,6 @@ def modules(code: str) -> set[str]:
     return set(found.stdout.rpartition("@")[2].split())
 
 
-def interval(values: list[float], *, draws: int = 2000) -> list[float]:
-    """Return a 95 % bootstrap interval of the median."""
-    chance = random.Random(0)
-    medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(draws))
-    return [round(medians[int(draws * q)], 3) for q in (0.025, 0.975)]
-
-
 def measure(rounds: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     for command in WAYS.values():  # compiled files and the disk cache are there for all
@@ -63,10 +55,10 @@ def measure(rounds: int) -> dict[str, Any]:
         for name, command in order[turn % len(order) :] + order[: turn % len(order)]:
             times[name].append(seconds(command))
     base = times["import typer, rich"]
-    ratios = {n: [t / b for t, b in zip(times[n], base, strict=True)] for n in WAYS}
+    ratios = {name: paired_ratio(times[name], base) for name in WAYS}
     return {
-        name: {"ratio": round(statistics.median(values), 3), "interval": interval(values)}
-        for name, values in ratios.items()
+        name: {"ratio": round(found.value, 3), "interval": [round(x, 3) for x in found[1:]]}
+        for name, found in ratios.items()
     }
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import matplotlib as mpl
 
-from hydra_ensembles.evaluation.pruning_sweep_results import Interval, PruneSweep, write_text
+from hydra_ensembles.evaluation.intervals import Interval
+from hydra_ensembles.evaluation.pruning_sweep_results import PruneSweep, write_text
 from hydra_ensembles.report.pruning_figures import (
     plot_alpha,
     plot_head_scores,
@@ -91,7 +92,7 @@ def _findings(sweep: PruneSweep) -> list[str]:
             f"{sweep.model}: HIES (alpha chosen) minus HIS, {word}: " + "; ".join(told) + "."
         )
     best = {
-        ratio: max(sweep.criteria, key=lambda c, r=ratio: sweep.interval(c, r).mean)
+        ratio: max(sweep.criteria, key=lambda c, r=ratio: sweep.interval(c, r).value)
         for ratio in sweep.ratios
     }
     by_ratio = ", ".join(f"{ratio:.0%}: {_nice(name)}" for ratio, name in best.items())
@@ -100,7 +101,7 @@ def _findings(sweep: PruneSweep) -> list[str]:
 
 
 def _points(d: Interval) -> str:
-    return f"{100 * d.mean:+.1f} points [{100 * d.low:+.1f}, {100 * d.high:+.1f}]"
+    return f"{100 * d.value:+.1f} points [{100 * d.low:+.1f}, {100 * d.high:+.1f}]"
 
 
 def _verdict(d: Interval) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ._records import model_fingerprint
 from .costs.budget import Budget
 from .criteria import HeadImportanceEntropy, score_heads
 from .data.batches import Batches, as_data, indexable
@@ -28,7 +29,7 @@ from .search.pool import make_pool
 from .search.prefix import CACHE_BYTES, Prefix
 from .search.select import EnsembleObjective, settings_of, split_rows
 from .search.sets import outlier_sets
-from .search.state import SearchState, TensorStore, model_fingerprint
+from .search.state import SearchState, TensorStore
 from .search.ticking import ticker
 from .uncertainty import fit_member_temperatures, fit_temperature, score_logits, scores
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._records import write_whole
+from .._records import check_same_run, model_fingerprint, read_record, to_record
 from ..data.running import collect_logits, progress_bar, require_reiterable
-from ..errors import FormatError
 from ..heads.gating import gate
 from ..heads.masks import HeadMask, HeadScores, keep_count
 from ..hosts import HostModel
@@ -42,11 +40,13 @@ class Frontier:
         points: Every ensemble that was tried, cheapest first.
         max_cost: The budget.
         objective: Name of the objective.
+        settings: What the points depend on, so that a file is continued by the same run only.
     """
 
     points: tuple[Point, ...]
     max_cost: float
     objective: str = "objective"
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def chosen(self) -> Point | None:
@@ -66,8 +66,7 @@ class Frontier:
         """Return plain data as JSON; write it to `path` (beside, then renamed) when given."""
         chosen = self.chosen
         payload = {
-            "kind": "Frontier",
-            "version": 1,
+            "settings": self.settings,
             "max_cost": self.max_cost,
             "objective": self.objective,
             "points": [
@@ -82,20 +81,12 @@ class Frontier:
                 for point in self.points
             ],
         }
-        text = json.dumps(payload, indent=1)
-        if path is not None:
-            write_whole(path, text + "\n")
-        return text
+        return to_record("Frontier", payload, path, indent=1)
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> Frontier:
         """Read what `to_json` wrote, from a file or from text."""
-        text = str(source)
-        if isinstance(source, os.PathLike) or not text.lstrip().startswith("{"):
-            text = Path(source).read_text(encoding="utf-8")
-        data = json.loads(text)
-        if data.get("kind") != "Frontier":
-            raise FormatError(f"Expected the JSON of a Frontier but found {data.get('kind')!r}.")
+        data = read_record("Frontier", source)
         points = [
             Point(
                 p["branch_layer"],
@@ -106,7 +97,8 @@ class Frontier:
             )
             for p in data["points"]
         ]
-        return cls(tuple(points), data["max_cost"], data["objective"])
+        settings = data.get("settings", {})
+        return cls(tuple(points), data["max_cost"], data["objective"], settings)
 
     def __str__(self) -> str:
         lines = [f"{self.objective} against cost, budget {self.max_cost} x"]
@@ -148,7 +140,7 @@ def frontier(
         keep: Shares of the branched blocks' heads to try at every branch layer.
         name: Of the objective.
         path: A JSON file that is written after every point; points that are in it are not run
-            again.
+            again. A file of another model, number of members or objective is refused.
         progress: Show a bar on a terminal.
     """
     counter = counter_of(model, batch)
@@ -174,10 +166,14 @@ def frontier(
     else:
         value, called = _negative_log_likelihood(counter.host, objective), name or "NLL"
     target = None if path is None else Path(path)
+    settings: dict[str, Any] = {"members": members, "objective": called}
+    if path is not None:
+        settings["model"] = model_fingerprint(counter.host.model)
     points: dict[tuple[int, tuple[int, ...]], Point] = {}
     if target is not None and target.exists():
-        known = Frontier.from_json(target).points
-        points = {(point.branch_layer, point.keep_per_layer): point for point in known}
+        known = Frontier.from_json(target)
+        check_same_run(target, known.settings, settings)
+        points = {(point.branch_layer, point.keep_per_layer): point for point in known.points}
     ordered = sorted(options, key=lambda option: option.cost)
     for option in progress_bar(ordered, description="frontier", enabled=progress):
         key = (option.branch_layer, option.keep_per_layer)
@@ -189,9 +185,9 @@ def frontier(
             )
             points[key] = Point(*key, counter.ratio(masks), float(value(masks)), masks)
             if target is not None:
-                Frontier(tuple(points.values()), max_cost, called).to_json(target)
+                Frontier(tuple(points.values()), max_cost, called, settings).to_json(target)
     found = sorted(points.values(), key=lambda point: (point.cost, point.objective))
-    result = Frontier(tuple(found), max_cost, called)
+    result = Frontier(tuple(found), max_cost, called, settings)
     if target is not None:
         result.to_json(target)
     return result

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._records import tensor_bytes
 from ..errors import DataError
 from .batches import Batch, Batches, Data, indexable, labels_of
 
@@ -83,9 +84,9 @@ def fingerprint(data: Data) -> str:
                 if sequence and mask is not None:
                     kept = mask.detach().cpu().bool()
                     ends = columns.setdefault(f"{name} lengths", hashlib.sha256())
-                    ends.update(_bytes(kept.sum(1)))
+                    ends.update(tensor_bytes(kept.sum(1)))
                     value = value[kept]
-                columns[name].update(_bytes(value))
+                columns[name].update(tensor_bytes(value))
             else:
                 columns.setdefault(name, hashlib.sha256(f"{name} {type(value).__name__}".encode()))
                 for item in value if isinstance(value, (list, tuple)) else [value]:
@@ -105,11 +106,6 @@ def _columns(batch: Batch, prefix: str = "") -> list[tuple[str, Any]]:
     if isinstance(batch, (tuple, list)) and batch and not isinstance(batch[0], str):
         return [pair for i, value in enumerate(batch) for pair in _columns(value, f"{prefix}[{i}]")]
     return [(prefix, batch)]
-
-
-def _bytes(tensor: Tensor) -> Any:
-    # numpy knows no bfloat16, so look at the bytes; an empty tensor cannot be viewed
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
 
 
 def _class_numbers(source: Batches) -> Tensor:

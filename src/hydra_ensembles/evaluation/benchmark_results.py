@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .._records import write_whole
-from ..errors import DataError, FormatError
-
-RESAMPLES = 2000
-
-
-class Ratio(NamedTuple):
-    """A ratio with its 95 % bootstrap interval over rounds."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+from .._records import read_record, to_record
+from ..errors import DataError
+from .intervals import Interval, bootstrap
 
 
 @dataclass(frozen=True)
@@ -102,7 +88,7 @@ class BenchmarkResult:
             f"{', '.join(map(str, self.batch_sizes))}."
         )
 
-    def ratio(self, name: str, batch_size: int, *, to: str | None = None) -> Ratio:
+    def ratio(self, name: str, batch_size: int, *, to: str | None = None) -> Interval:
         """Return the median over rounds of the paired latency ratios, with a bootstrap interval."""
         base = self[to or self.names[0], batch_size].seconds
         return paired_ratio(self[name, batch_size].seconds, base)
@@ -162,43 +148,24 @@ class BenchmarkResult:
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return the result as JSON; write it to `path` (beside, then renamed) when given."""
         payload = {
-            "kind": "BenchmarkResult",
-            "version": 1,
             "settings": self.settings,
             "timings": [asdict(timing) for timing in self.timings],
             "rows": self.rows(),
         }
-        text = json.dumps(payload, indent=1)
-        if path is not None:
-            target = Path(path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(target, text + "\n")
-        return text
+        return to_record("BenchmarkResult", payload, path, indent=1)
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> BenchmarkResult:
         """Read what `to_json` wrote, from a file or from text."""
-        text = str(source)
-        if isinstance(source, os.PathLike) or not text.lstrip().startswith("{"):
-            text = Path(source).read_text(encoding="utf-8")
-        payload = json.loads(text)
-        if payload.get("kind") != "BenchmarkResult":
-            raise FormatError(
-                f"Expected the JSON of a BenchmarkResult but found {payload.get('kind')!r}."
-            )
+        payload = read_record("BenchmarkResult", source)
         timings = [Timing(**{**t, "seconds": tuple(t["seconds"])}) for t in payload["timings"]]
         return cls(tuple(timings), payload["settings"])
 
 
-def paired_ratio(seconds: Sequence[float], base: Sequence[float], *, seed: int = 0) -> Ratio:
+def paired_ratio(seconds: Sequence[float], base: Sequence[float], *, seed: int = 0) -> Interval:
     """Return the median of the ratios round by round, resampled over rounds."""
     pairs = [a / b for a, b in zip(seconds, base, strict=True)]
-    ratios = torch.tensor(pairs, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    picked = torch.randint(len(ratios), (RESAMPLES, len(ratios)), generator=generator)
-    medians = ratios[picked].quantile(0.5, dim=1)
-    low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Ratio(float(ratios.quantile(0.5)), low, high)
+    return bootstrap(pairs, lambda draws: draws.quantile(0.5, dim=1), seed=seed)
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..data.running import progress_bar
 from ..errors import DataError
 from .figures import POST, Examples, all_figures, rank_columns
+from .intervals import percentiles
 
 if TYPE_CHECKING:
     from .results import Results
@@ -72,12 +73,7 @@ def intervals(
     draws: Mapping[str, Tensor], *, level: float = 0.95
 ) -> dict[str, tuple[float, float]]:
     """Return the central percentile interval of every figure's draws."""
-    tail = (1 - level) / 2
-    found = {}
-    for key, values in draws.items():
-        low, high = values.nanquantile(values.new_tensor([tail, 1 - tail])).tolist()
-        found[key] = (low, high)
-    return found
+    return {key: percentiles(values, level=level) for key, values in draws.items()}
 
 
 @dataclass(frozen=True)

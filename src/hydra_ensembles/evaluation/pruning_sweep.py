@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
@@ -13,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._records import write_whole
+from .._records import check_same_run, model_fingerprint, read_record, to_record
 from ..criteria import Criterion, as_criterion, ranked, score_heads
 from ..criteria.losses import Loss
 from ..data.running import collect_logits, progress_bar, require_reiterable
 from ..data.splits import fingerprint, sample, split
-from ..errors import FormatError, HydraError, UnsupportedModelError
+from ..errors import HydraError, UnsupportedModelError
 from ..heads.gating import gate, prune_heads_
 from ..heads.masks import HeadMask, HeadScores
 from ..hosts import HostModel, host_model
@@ -170,6 +169,7 @@ class _Measure:
         self.baseline = self._figures(host.model, logits)[0]
         self.outcomes: dict[str, Outcome] = {}
         self.tables: dict[str, str] = {}
+        self.settings = {} if path is None else self._settings()
         if path is not None and path.exists():
             self._read(path)
 
@@ -227,22 +227,22 @@ class _Measure:
             figures["ood/mean/AUROC"] = sum(aurocs) / len(aurocs)
         return figures, right, same
 
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "model": model_fingerprint(self.host.model),
+            "data": fingerprint(self.data),
+            "ood": {name: fingerprint(outliers) for name, outliers in self.ood.items()},
+            "ood_score": self.ood_score,
+        }
+
     def _write(self) -> None:
         if self.path is not None:
             outcomes = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
-            kept = {"baseline": self.baseline, "outcomes": outcomes, "scores": self.tables}
-            write_whole(self.path, json.dumps(kept))
+            kept = {"settings": self.settings, "outcomes": outcomes, "scores": self.tables}
+            to_record("PruneSweepState", kept, self.path)
 
     def _read(self, path: Path) -> None:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        before = kept.get("baseline", {})
-        same = before.keys() == self.baseline.keys() and all(
-            abs(before[name] - value) <= 1e-4 for name, value in self.baseline.items()
-        )
-        if not same:
-            raise FormatError(
-                f"{path} holds masks of another model or other data (unpruned: {before} "
-                f"there, {self.baseline} here). Delete it or give another file."
-            )
+        kept = read_record("PruneSweepState", path)
+        check_same_run(path, kept["settings"], self.settings)
         self.outcomes = {key: Outcome(**outcome) for key, outcome in kept["outcomes"].items()}
-        self.tables = kept.get("scores", {})
+        self.tables = kept["scores"]

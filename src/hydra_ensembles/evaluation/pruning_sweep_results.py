@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._records import write_whole
+from .._records import read_record, to_record
 from ..errors import FormatError, UnknownNameError
 from ..heads.masks import HeadMask, HeadScores
+from .intervals import Interval, student, two_way_bootstrap
 
 QUALITY, STABILITY = "cls/Acc", "stability"
 REDUNDANCY, SPECIALISATION = "redundancy", "specialisation"
 REGIME_BOUNDARY = 0.2
 
 # two-sided 95 % points of Student's t for 1 to 10 degrees of freedom
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 def regime(ratio: float, *, boundary: float = REGIME_BOUNDARY) -> str:
@@ -32,18 +30,6 @@ def regime(ratio: float, *, boundary: float = REGIME_BOUNDARY) -> str:
     that do something of their own have to go). HIES reports the crossing between 10 and 30 %.
     """
     return REDUNDANCY if ratio <= boundary else SPECIALISATION
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean and its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
 @dataclass(frozen=True)
@@ -138,15 +124,16 @@ class PruneSweep:
         figures: Student's t over the draws.
         """
         if metric in (QUALITY, STABILITY):
-            return _bootstrap(self._hits(criterion, ratio, metric))
-        return _student(self.values(criterion, ratio, metric))
+            return two_way_bootstrap(self._hits(criterion, ratio, metric))
+        return student(self.values(criterion, ratio, metric))
 
     def difference(self, one: str, other: str, ratio: float, metric: str = QUALITY) -> Interval:
         """Return the mean of `one` minus `other`, paired by draw and example, and its interval."""
         if metric in (QUALITY, STABILITY):
-            return _bootstrap(self._hits(one, ratio, metric) - self._hits(other, ratio, metric))
+            gaps = self._hits(one, ratio, metric) - self._hits(other, ratio, metric)
+            return two_way_bootstrap(gaps)
         pairs = zip(self.values(one, ratio, metric), self.values(other, ratio, metric), strict=True)
-        return _student([a - b for a, b in pairs])
+        return student([a - b for a, b in pairs])
 
     def _hits(self, criterion: str, ratio: float, metric: str) -> Tensor:
         """Return 0/1 for each draw and example."""
@@ -156,17 +143,13 @@ class PruneSweep:
 
     def table(self, metric: str = QUALITY) -> list[dict[str, Any]]:
         """Return one row for each criterion and ratio: mean, interval, regime."""
-        return [
-            {
-                "criterion": criterion,
-                "ratio": ratio,
-                "regime": regime(ratio),
-                "metric": metric,
-                **asdict(self.interval(criterion, ratio, metric)),
-            }
-            for criterion in self.criteria
-            for ratio in self.ratios
-        ]
+        rows = []
+        for criterion in self.criteria:
+            for ratio in self.ratios:
+                mean, low, high = self.interval(criterion, ratio, metric)
+                row = {"criterion": criterion, "ratio": ratio, "regime": regime(ratio)}
+                rows.append({**row, "metric": metric, "mean": mean, "low": low, "high": high})
+        return rows
 
     def markdown(self, metric: str = QUALITY, *, digits: int = 1, percent: bool = True) -> str:
         """Return a Markdown table: criteria by ratios, the mean and its interval's half-width."""
@@ -181,7 +164,7 @@ class PruneSweep:
             for ratio in self.ratios:
                 i = self.interval(criterion, ratio, metric)
                 half = scale * (i.high - i.low) / 2
-                cells.append(f"{scale * i.mean:.{digits}f} ± {half:.{digits}f}")
+                cells.append(f"{scale * i.value:.{digits}f} ± {half:.{digits}f}")
             lines.append(f"| {criterion} | " + " | ".join(cells) + " |")
         before = f"{scale * self.baseline[metric]:.{digits}f}"
         lines.append("| *unpruned* | " + " | ".join([before] * len(head)) + " |")
@@ -198,8 +181,6 @@ class PruneSweep:
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return the record as JSON text; write it to `path` (beside, then renamed) when given."""
         payload = {
-            "kind": "PruneSweep",
-            "version": 1,
             "model": self.model,
             "examples": self.examples,
             "calibration_examples": self.calibration_examples,
@@ -211,20 +192,13 @@ class PruneSweep:
             "score_names": self.score_names,
             "lower_is_kept": self.lower_is_kept,
         }
-        text = json.dumps(payload)
-        if path is not None:
-            write_whole(path, text + "\n")
-        return text
+        return to_record("PruneSweep", payload, path)
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> PruneSweep:
         """Read a record from JSON text or from a file's path."""
-        text = str(source)
-        if isinstance(source, os.PathLike) or not text.lstrip().startswith("{"):
-            text = Path(source).read_text(encoding="utf-8")
-        payload = json.loads(text)
-        if payload.pop("kind", None) != "PruneSweep" or payload.pop("version", None) != 1:
-            raise FormatError("Not the JSON of a PruneSweep: it must come from to_json().")
+        payload = read_record("PruneSweep", source)
+        del payload["kind"], payload["version"]
         return cls(
             **{
                 **payload,
@@ -279,28 +253,3 @@ def _mean_ranks(values: Tensor) -> Tensor:
     below = (values[None, :] < values[:, None]).sum(1)
     equal = (values[None, :] == values[:, None]).sum(1)
     return below.double() + (equal.double() - 1) / 2
-
-
-def _bootstrap(hits: Tensor, *, resamples: int = 2000, seed: int = 0) -> Interval:
-    """Resample draws and examples together: `hits` [draw, example]."""
-    draws, examples = hits.shape
-    generator = torch.Generator().manual_seed(seed)
-
-    def shares(size: int) -> Tensor:
-        picked = torch.randint(size, (resamples, size), generator=generator)
-        counts = torch.zeros(resamples, size, dtype=torch.float64)
-        return counts.scatter_add_(1, picked, torch.ones_like(counts)) / size
-
-    means = ((shares(draws) @ hits) * shares(examples)).sum(1)
-    low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Interval(float(hits.mean()), low, high)
-
-
-def _student(values: Sequence[float]) -> Interval:
-    numbers = torch.tensor(list(values), dtype=torch.float64)
-    mean, freedom = float(numbers.mean()), len(numbers) - 1
-    if freedom < 1:
-        return Interval(mean, mean, mean)
-    point = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.4 / freedom
-    half = point * float(numbers.std()) / math.sqrt(len(numbers))
-    return Interval(mean, mean - half, mean + half)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._records import write_whole
+from .._records import sha256_of, write_whole
 from ..errors import FormatError, UnknownNameError
 from .figures import Examples
 from .result_tables import compare_table, plain_text
@@ -155,7 +154,7 @@ class Results(Mapping[str, float]):
             content = save(columns)
             beside = path.with_suffix(".safetensors")
             write_whole(beside, content)
-            digest = hashlib.sha256(content).hexdigest()
+            digest = sha256_of(content)
             record["examples"] = {"file": beside.name, "sha256": digest}
         write_whole(path, json.dumps(record, indent=2, allow_nan=False).encode())
 
@@ -171,7 +170,7 @@ class Results(Mapping[str, float]):
         if not entry or not beside.exists():
             return results
         content = beside.read_bytes()
-        if hashlib.sha256(content).hexdigest() != entry.get("sha256"):
+        if sha256_of(content) != entry.get("sha256"):
             raise FormatError(
                 f"{beside.name} does not belong to {path.name}: its SHA-256 differs. Save the "
                 "results again, or remove the file to read the figures alone."

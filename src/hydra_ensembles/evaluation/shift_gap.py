@@ -10,7 +10,6 @@ exactly by differentiating twice.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .._records import write_whole
+from .._records import to_record
 from ..criteria.losses import Loss, sample_losses
 from ..data.running import call_model, evaluating, progress_bar, split_batch
 from ..errors import DataError, UnsupportedModelError
@@ -115,10 +114,7 @@ class ShiftGap:
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return the record as JSON text; write it to `path` (beside, then renamed) when given."""
-        text = json.dumps({"kind": "ShiftGap", "version": 1, **asdict(self)})
-        if path is not None:
-            write_whole(path, text + "\n")
-        return text
+        return to_record("ShiftGap", asdict(self), path)
 
 
 @overload

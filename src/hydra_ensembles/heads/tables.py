@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._records import write_whole
+from .._records import read_json, read_record, to_record
 from ..errors import MaskError
 from ..hosts.host import describe_shape as describe_shape
 from ..hosts.host import host_model
@@ -83,10 +81,7 @@ class HeadTable:
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return the table as JSON text; write it to `path` (beside, then renamed) when given."""
-        text = json.dumps({"kind": type(self).__name__, "version": 1, **self._payload()})
-        if path is not None:
-            write_whole(path, text + "\n")
-        return text
+        return to_record(type(self).__name__, self._payload(), path)
 
     def _payload(self) -> dict[str, Any]:
         return {"heads": self.tolist()}
@@ -94,24 +89,13 @@ class HeadTable:
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> Any:
         """Read a table from JSON text or from a file's path."""
-        text = str(source)
-        if isinstance(source, os.PathLike) or not text.lstrip().startswith(("{", "[")):
-            path = Path(source)
-            if not path.exists():
-                raise MaskError(f"No file {path}: expected a {cls.__name__} saved by to_json().")
-            text = path.read_text(encoding="utf-8")
-        try:
-            payload = json.loads(text)
-        except json.JSONDecodeError as error:
+        rows = read_json(cls.__name__, source, error=MaskError)
+        if isinstance(rows, list):  # bare rows, written by hand
+            return cls(rows)
+        payload = read_record(cls.__name__, source, error=MaskError)
+        if "heads" not in payload:
             raise MaskError(
-                f"Not the JSON of a {cls.__name__} ({error}). It must come from to_json()."
-            ) from None
-        if isinstance(payload, list):
-            return cls(payload)
-        kind = payload.get("kind") if isinstance(payload, dict) else type(payload).__name__
-        if kind != cls.__name__ or "heads" not in payload:
-            raise MaskError(
-                f"Expected the JSON of a {cls.__name__} but found {kind!r}. "
+                f"This JSON of a {cls.__name__} has no 'heads'. "
                 f"It must come from {cls.__name__}.to_json()."
             )
         return cls._from_payload(payload)

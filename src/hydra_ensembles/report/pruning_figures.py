@@ -67,8 +67,8 @@ def plot_prune_sweep(
     for index, name in enumerate(names):
         found = [sweep.interval(name, ratio, metric) for ratio in ratios]
         shift = 0.5 * (index - (len(names) - 1) / 2)  # side by side, so that bars do not hide
-        mean = np.array([i.mean for i in found])
-        error = np.abs(np.array([[i.mean - i.low, i.high - i.mean] for i in found]).T)
+        mean = np.array([i.value for i in found])
+        error = np.abs(np.array([[i.value - i.low, i.high - i.value] for i in found]).T)
         ax.errorbar(
             100 * ratios + shift,
             scale * mean,
@@ -124,10 +124,10 @@ def plot_alpha(
     alphas = sorted(lines)
     for index, ratio in enumerate(ratios or sweep.ratios):
         found = [sweep.interval(lines[alpha], ratio, metric) for alpha in alphas]
-        error = np.abs(np.array([[i.mean - i.low, i.high - i.mean] for i in found]).T)
+        error = np.abs(np.array([[i.value - i.low, i.high - i.value] for i in found]).T)
         ax.errorbar(
             np.array(alphas) + 0.006 * index,
-            [scale * i.mean for i in found],
+            [scale * i.value for i in found],
             yerr=scale * error,
             label=f"{ratio:.0%} pruned",
             color=COLOURS[index % len(COLOURS)],

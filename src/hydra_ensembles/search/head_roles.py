@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .._records import read_record, to_record
 from ..heads.masks import HeadMask, HeadScores
 from ..hosts import HostModel, host_model
 from .headmap import Circuit
@@ -72,19 +73,19 @@ class HeadMap:
 
     def to_json(self) -> str:
         """Return plain JSON."""
-        return json.dumps(
+        return to_record(
+            "HeadMap",
             {
-                "kind": "HeadMap",
                 "edit": self.edit,
                 "below": None if self.below is None else json.loads(self.below.to_json()),
                 "effects": {k: json.loads(v.to_json()) for k, v in self.effects.items()},
-            }
+            },
         )
 
     @classmethod
     def from_json(cls, text: str) -> HeadMap:
         """Read what `to_json` wrote."""
-        data = json.loads(text)
+        data = read_record("HeadMap", text)
         below = data["below"]
         return cls(
             {k: HeadScores.from_json(json.dumps(v)) for k, v in data["effects"].items()},

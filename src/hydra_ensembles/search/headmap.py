@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from .._records import model_fingerprint, read_record, to_record
 from ..costs.budget import Budget
 from ..data.batches import without_labels
 from ..data.splits import fingerprint
@@ -27,7 +28,7 @@ from .layerwise import LayerSearch
 from .objectives import as_objective, average_of
 from .prefix import CACHE_BYTES
 from .sets import search_sets
-from .state import SearchState, model_fingerprint
+from .state import SearchState
 
 Condition = Literal["knockout", "none", "keep"]
 CONDITIONS = ("knockout", "none", "keep")
@@ -89,22 +90,22 @@ class Circuit:
 
     def to_json(self) -> str:
         """Return plain JSON."""
-        return json.dumps(
+        return to_record(
+            "Circuit",
             {
-                "kind": "Circuit",
                 "mask": json.loads(self.mask.to_json()),
                 "effects": json.loads(self.effects.to_json()),
                 "baseline": list(self.baseline),
                 "objective": self.objective,
                 "condition": self.condition,
                 "settings": self.settings,
-            }
+            },
         )
 
     @classmethod
     def from_json(cls, text: str) -> Circuit:
         """Read what `to_json` wrote."""
-        data = json.loads(text)
+        data = read_record("Circuit", text)
         return cls(
             HeadMask.from_json(json.dumps(data["mask"])),
             HeadScores.from_json(json.dumps(data["effects"])),

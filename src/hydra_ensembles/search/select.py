@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..evaluation.intervals import percentiles
 from .candidate_table import Figures, Table
 
 Rows = Mapping[str, Tensor]
@@ -235,11 +236,7 @@ class Selector:
             for family, value in self.objective.gains(mine, host).items():
                 found.setdefault(f"AUROC {family}", []).append(value)
             found.setdefault("NLL", []).append(mine.nll - host.nll)
-        edges = torch.tensor([0.025, 0.975])
-        return {
-            name: tuple(torch.tensor(values).quantile(edges).tolist())
-            for name, values in found.items()
-        }
+        return {name: percentiles(torch.tensor(values)) for name, values in found.items()}
 
 
 def settings_of(objective: EnsembleObjective) -> dict[str, Any]:

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor, nn
+from torch import Tensor
 
-from .._records import write_whole
+from .._records import check_same_run, write_whole
 from ..errors import FormatError
 
 VERSION = 1
-
-
-def model_fingerprint(model: nn.Module) -> str:
-    """Return a SHA-256 over the names, types, shapes and bytes of a model's tensors."""
-    whole = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        whole.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        if flat.numel():
-            whole.update(flat.view(torch.uint8).numpy().data)
-    return whole.hexdigest()
 
 
 class SearchState:
@@ -69,20 +54,7 @@ class SearchState:
                 f"{path} was written as version {version}, this library reads {VERSION}. "
                 "Give another folder."
             )
-        changed = sorted(
-            key
-            for key in {*settings, *self.settings}
-            if settings.get(key) != self.settings.get(key)
-        )
-        if changed:
-            was = "; ".join(
-                f"{key} was {_short(settings.get(key))}, is {_short(self.settings.get(key))}"
-                for key in changed
-            )
-            raise FormatError(
-                f"{path} belongs to another search: {was}. Give another folder, or delete this "
-                "file to start anew."
-            )
+        check_same_run(path, settings, self.settings)
         self.steps = steps
 
     def add(self, step: Any) -> None:
@@ -91,7 +63,7 @@ class SearchState:
         if self.path is None:
             return
         text = json.dumps({"version": VERSION, "settings": self.settings, "steps": self.steps})
-        _write(self.path, text.encode())
+        write_whole(self.path, text.encode())
 
     def find(self, key: str) -> list[Any]:
         """Return what finished steps hold under a key, in their order."""
@@ -127,19 +99,8 @@ class TensorStore:
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Keep a tensor."""
-        _write(self._path(name), save({"tensor": tensor.contiguous()}))
+        write_whole(self._path(name), save({"tensor": tensor.contiguous()}))
 
     def clear(self) -> None:
         """Remove all of them."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file whole, in a folder that need not be there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, content)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."

@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._records import check_same_run, model_fingerprint
 from ..data.running import call_model, member_logits_of, split_batch
 from ..errors import DataError, HydraError
 from .checkpoint import (
-    check_same_run,
-    digest,
     pack_optimizer,
     read_checkpoint,
     unpack_optimizer,
@@ -176,7 +175,7 @@ class Run:
             "seed": self.seed,
             "steps_per_epoch": self.steps_per_epoch,
             "trained": sorted(self.trained),
-            "start": digest(self.model) if self.folder else None,
+            "start": model_fingerprint(self.model) if self.folder else None,
         }
         self.model.to(self.accelerator.device)
         pull = self.settings.towards_host
