@@ -144,7 +144,7 @@ def test_a_kill_while_writing_leaves_the_last_checkpoint_whole(tmp_path):
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     finetune(network(), batches(), folder=tmp_path)
-    with pytest.raises(FormatError, match=r"learning_rate: 5e-05 then, 0\.1 now"):
+    with pytest.raises(FormatError, match=r"learning_rate was 5e-05, is 0\.1"):
         finetune(network(), batches(), folder=tmp_path, learning_rate=0.1)
     with pytest.raises(FormatError, match="start"):
         finetune(network(seed=1), batches(), folder=tmp_path)
