@@ -14,6 +14,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .baselines import make_baseline as make_baseline
+    from .builder import Circuits as Circuits
+    from .builder import Hies as Hies
+    from .builder import Random as Random
+    from .builder import Select as Select
+    from .builder import Taylor as Taylor
     from .builder import build as build
     from .builder import replay as replay
     from .costs import Cost as Cost
@@ -54,15 +59,20 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "Abstention": "uncertainty",
+    "Circuits": "builder",
     "Cost": "costs",
     "EnsembleObjective": "search.select",
     "Family": "hosts",
     "HeadMask": "heads",
     "HeadScores": "heads",
+    "Hies": "builder",
     "HydraEnsemble": "fusion",
     "HydraError": "errors",
     "Prediction": "uncertainty",
+    "Random": "builder",
     "Results": "evaluation",
+    "Select": "builder",
+    "Taylor": "builder",
     "ZeroShotClassifier": "hosts",
     "average_weights": "training",
     "benchmark": "evaluation.benchmarking",

@@ -124,7 +124,7 @@ def test_budgets_choose_layers_and_heads():
 def test_search_stays_within_the_budget_and_reports_intervals():
     model = HOSTS["bert"][0]()
     host = host_model(model)
-    from ..test_builder import sentences
+    from ..builder.test_building import sentences
 
     data = sentences()
     odd = [{k: v.flip(1) for k, v in b.items() if k != "labels"} for b in data]
@@ -150,7 +150,7 @@ class Stopped(Exception):
 def a_search(folder=None, stop=None):
     """Search members of a small host; stop after some block runs. Returns them, and the runs."""
     host = host_model(HOSTS["bert"][0]())
-    from ..test_builder import sentences
+    from ..builder.test_building import sentences
 
     data = sentences(30)
     odd = [{k: v.flip(1) for k, v in b.items() if k != "labels"} for b in data]

@@ -176,39 +176,3 @@ def test_unknown_scores_and_shapes_are_clear():
         u.msp(torch.randn(3))
     with pytest.raises(DataError):
         u.msp(torch.randn(3, 0, 4))
-
-
-def sampled(temperature: float, *, members=1, size=4000):
-    """Logits too sharp by `temperature`: labels drawn from softmax(z), logits given as z * T."""
-    generator = torch.Generator().manual_seed(1)
-    z = 2 * torch.randn(size, 1, 4, generator=generator)
-    labels = torch.multinomial(z[:, 0].softmax(-1), 1, generator=generator)[:, 0]
-    return z.expand(-1, members, -1) * temperature, labels
-
-
-@pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
-def test_fit_temperature_finds_the_temperature(temperature):
-    z, labels = sampled(temperature, members=3)
-    assert u.fit_temperature(z, labels) == pytest.approx(temperature, rel=0.1)
-    assert u.fit_temperature(z, labels) == u.fit_temperature(z, labels)
-    each = u.fit_member_temperatures(z, labels)
-    assert each == pytest.approx([temperature] * 3, rel=0.1)
-
-
-def test_fit_temperature_is_at_a_minimum_of_the_nll():
-    z, labels = sampled(2.5, members=3, size=500)
-    best = u.fit_temperature(z, labels)
-
-    def nll(t):
-        return -u.log_mean_probability(z / t).gather(-1, labels[:, None]).mean()
-
-    assert nll(best) <= min(nll(best * 0.98), nll(best * 1.02))
-
-
-def test_fit_temperature_refuses_bad_input():
-    z = logits()
-    with pytest.raises(DataError, match="one label for each"):
-        u.fit_temperature(z, torch.zeros(3).long())
-    z[0, 0, 0] = math.nan
-    with pytest.raises(DataError, match="NaN"):
-        u.fit_temperature(z, torch.zeros(6).long())

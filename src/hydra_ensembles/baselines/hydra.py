@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Literal
 
 from torch import nn
 
-from ..builder import build
+from ..builder import Circuits, Select, build
 from ..criteria import score_heads
 from ..data.splits import sample
 from ..fusion.fusing import fuse
@@ -60,7 +59,7 @@ def hydra_circuit(
         keep: Share of a branched layer's heads that stays; by default what the budget allows.
         max_cost: Bound on counted multiply-adds relative to the host; None for none.
     """
-    return _built(host, task, method="circuit", keep=keep, max_cost=max_cost)
+    return _built(host, task, method=Circuits(keep=keep), max_cost=max_cost)
 
 
 @baselines.register("hydra-select")
@@ -72,15 +71,14 @@ def hydra_select(host: nn.Module, task: Task, *, max_cost: float | None = 1.07) 
         task: Needs `validation`; `ood` is joined to proxies made of `validation`.
         max_cost: Bound on counted multiply-adds relative to the host; None for none.
     """
-    return _built(host, task, method="select", keep=None, max_cost=max_cost)
+    return _built(host, task, method=Select(), max_cost=max_cost)
 
 
 def _built(
     host: nn.Module,
     task: Task,
     *,
-    method: Literal["circuit", "select"],
-    keep: float | None,
+    method: Circuits | Select,
     max_cost: float | None,
 ) -> nn.Module:
     return build(
@@ -90,7 +88,6 @@ def _built(
         method=method,
         members=task.members,
         max_cost=max_cost,
-        keep=keep,
         seed=task.seed,
         folder=task.folder,
         progress=task.progress,

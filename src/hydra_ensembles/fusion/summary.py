@@ -11,7 +11,7 @@ from ..heads.plan import Plan
 def summarize(ensemble: Any) -> str:
     """Describe an ensemble in a few lines: members, heads, branch, cost, score."""
     plan: Plan = ensemble.plan
-    lines = [f"HydraEnsemble of {type(ensemble.host).__name__}, {plan.members} members"]
+    lines = [f"HydraEnsemble of {type(ensemble.host).__name__}, {_members(ensemble)}"]
     if plan.trunk:
         blocks = "block 0" if plan.trunk == 1 else f"blocks 0-{plan.trunk - 1}"
         lines.append(f"  trunk    {blocks}, {_trunk_heads(plan)}, computed once")
@@ -21,9 +21,21 @@ def summarize(ensemble: Any) -> str:
         lines.append(f"  averaged {', '.join(ensemble.merged)} (members were fine-tuned)")
     lines += _cost_lines(ensemble)
     lines.append(f"  score    {_score(ensemble)}")
+    lines += _calibration(ensemble)
     if ensemble.mode != "fused":
         lines.append("  mode     members run one by one")
     return "\n".join(lines)
+
+
+def _members(ensemble: Any) -> str:
+    """Count the members, and those that differ where some are equal."""
+    members, distinct = ensemble.members, len(ensemble.plan.ends)
+    text = f"{members} member{'s' * (members > 1)}"
+    if distinct == members:
+        return text
+    text += f", {distinct} distinct"
+    reason = ensemble.record.get("equal_members")
+    return f"{text}: {reason}" if reason else text
 
 
 def _trunk_heads(plan: Plan) -> str:
@@ -53,6 +65,22 @@ def _cost_lines(ensemble: Any) -> list[str]:
         f"parameters on disk, against the host ({what})",
         memory,
     ]
+
+
+def _calibration(ensemble: Any) -> list[str]:
+    """Say what `build` measured on held-out data, before and after temperatures."""
+    report = ensemble.record.get("decisions", {}).get("calibration")
+    if not report:
+        return []
+    lines = []
+    for who in ("ensemble", "host"):
+        nll, ece = report[who]["NLL"], report[who]["ECE"]
+        text = f"{who} NLL {nll[0]:.3f} -> {nll[1]:.3f}, ECE {ece[0]:.1f} -> {ece[1]:.1f} %"
+        lines.append(text)
+    lines[-1] += f" ({report['examples']} held-out examples, out of fold)"
+    if "note" in report:
+        lines.append(report["note"])
+    return [f"  {'held out' if i == 0 else '':<8} {line}" for i, line in enumerate(lines)]
 
 
 def _score(ensemble: Any) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..uncertainty import disagreement, fit_temperature, score_logits
+from ..uncertainty import disagreement, find_temperature, score_logits
 from .objectives import ece_of
 from .prefix import Outputs
 
@@ -86,7 +86,9 @@ class Table:
         self.labels = outputs.labels["id"]
         own = outputs.logits["id"]
         self.temperature = (
-            fit_temperature(own[:, :1], self.labels) if temperature is None else temperature
+            find_temperature(own[:, :1], self.labels).temperature
+            if temperature is None
+            else temperature
         )
         self.columns: dict[str, Column] = {}
         predicted = []

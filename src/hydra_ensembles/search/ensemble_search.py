@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..costs.budget import Budget
+from ..errors import MaskError
 from ..heads.masks import HeadMask
 from .candidate_table import Table
 from .candidates import Candidates as Candidates
@@ -61,7 +62,7 @@ def search_members(
     Args:
         candidates: The pool; grown by mutations.
         budget: Bounds the members' counted cost.
-        members: Number of members M; a mask may be chosen more than once.
+        members: Number of members M; a mask is chosen twice only where no other fits the budget.
         layers: Layers in which mutations change heads.
         select, hold: Examples by data set that select and that decide; all by default.
         objective: See `EnsembleObjective`.
@@ -79,7 +80,7 @@ def search_members(
     exhaustive = "all" in candidates.origins.values()
     best: Selection | None = None
     helped = 0
-    finalists: dict[tuple[int, ...], None] = {(0,) * members: None}
+    finalists: dict[tuple[int, ...], None] = {}
     for turn in range(1 + (0 if exhaustive else rounds)):
         if turn:
             assert best is not None
@@ -99,12 +100,17 @@ def search_members(
                 selector = Selector(table, objective=objective, select=bag, hold=hold, fits=fits)
                 for ensemble in selector.forward(members, beam=beam):
                     finalists[ensemble] = None
+            if not finalists:
+                raise MaskError(
+                    f"None of {len(candidates.masks)} candidates gives {members} members within "
+                    f"max_cost={budget.max_cost}. Allow more, or take fewer members."
+                )
             judge = Selector(table, objective=objective, select=select, hold=hold, fits=fits)
             known.append({"finalists": list(finalists), **asdict(judge.choose(list(finalists)))})
             state.add({"round": known[turn]})
         finalists = dict.fromkeys(tuple(found) for found in known[turn]["finalists"])
         now = Selection.of(known[turn])
-        if best is not None and now.held_out <= best.held_out + 1e-9:
+        if best is not None and now.order <= (best.order[0], best.held_out + 1e-9):
             break
         helped, best = turn, now
     assert best is not None

@@ -1,8 +1,9 @@
 """Members that complement each other: an ensemble selected by its own validation figures.
 
-Forward selection with replacement (Caruana et al., 2004), or a beam of such, over a table of
-candidates. What is rewarded is the improvement over the host per family of outliers, mean plus
-worst, joined with NLL. Examples are split: one part selects, another decides when to stop.
+Forward selection (Caruana et al., 2004), or a beam of such, over a table of candidates; members
+differ as long as the budget allows it. What is rewarded is the improvement over the host per family
+of outliers, mean plus worst, joined with NLL. Examples are split: one part selects, another decides
+when to stop.
 """
 
 from __future__ import annotations
@@ -96,6 +97,11 @@ class Selection:
     trail: list[dict[str, Any]] = field(default_factory=list)
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
 
+    @property
+    def order(self) -> tuple[int, float]:
+        """What makes one selection better than another: more different members, then the gain."""
+        return len(set(self.members)), self.held_out
+
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Selection:
         """Read plain data, as `asdict` or JSON gives it."""
@@ -155,16 +161,19 @@ class Selector:
     ) -> list[tuple[int, ...]]:
         """Add members one by one, each the best addition; return the best ensembles, best first.
 
-        After the first member only the `shortlist` best candidates are considered.
+        After the first member only the `shortlist` best candidates are considered. A candidate is
+        chosen again only where no other fits the budget.
         """
         pool: Sequence[int] = range(self.candidates)
         front: list[tuple[int, ...]] = [()]
         for size in range(members):
-            grown = sorted({tuple(sorted((*have, new))) for have in front for new in pool})
+            grown = {tuple(sorted((*have, new))) for have in front for new in pool}
             for have in front:
                 self._judge(have, list(pool))
-            ranked = sorted(grown, key=lambda e: -self.gain(e))
-            able = (ensemble for ensemble in ranked if self.fits(ensemble))  # few need counting
+            ranked = sorted(sorted(grown), key=lambda e: (-len(set(e)), -self.gain(e)))
+            # lazily: few need counting
+            first = next((e for e in ranked if self.fits(e)), ())
+            able = (e for e in ranked if len(set(e)) == len(set(first)) and self.fits(e))
             front = list(islice(able, beam))
             if size == 0:
                 pool = [
@@ -196,13 +205,14 @@ class Selector:
                 for new in pool
             }
             able = [ensemble for ensemble in sorted(near) if self.fits(ensemble)]
+            able = [e for e in able if len(set(e)) >= len(set(best))]
             top = max(able, key=lambda e: (self.gain(e), [-i for i in e]), default=best)
             if self.gain(top) <= self.gain(best) + 1e-9:
                 return best
             best = top
 
     def choose(self, finalists: Sequence[Sequence[int]]) -> Selection:
-        """Let the held-out part choose among ensembles that selection found."""
+        """Let the held-out part choose, among those of most different members."""
         unique = sorted({tuple(sorted(f)) for f in finalists})
         trail = [
             {
@@ -212,7 +222,9 @@ class Selector:
             }
             for f in unique
         ]
-        best = max(unique, key=lambda f: (self.gain(f, held_out=True), [-i for i in f]))
+        best = max(
+            unique, key=lambda f: (len(set(f)), self.gain(f, held_out=True), [-i for i in f])
+        )
         return Selection(
             best, self.gain(best), self.gain(best, held_out=True), trail, self.intervals(best)
         )

@@ -2,6 +2,9 @@
 
 from .abstaining import Abstention as Abstention
 from .abstaining import fit_abstention as fit_abstention
+from .calibration import CalibrationWarning as CalibrationWarning
+from .calibration import TemperatureFit as TemperatureFit
+from .calibration import find_temperature as find_temperature
 from .calibration import fit_member_temperatures as fit_member_temperatures
 from .calibration import fit_temperature as fit_temperature
 from .prediction import Prediction as Prediction

@@ -1,29 +1,106 @@
-"""Temperatures that calibrate an ensemble."""
+"""Temperatures that calibrate an ensemble and cannot collapse.
+
+A temperature that only follows the likelihood goes to its bound when every example is right (any
+sharper answer is better) and follows one confident error when examples are few. So the fit is
+cautious, by four rules:
+
+1. *A prior.* The sum of the NLL is joined with |log T| / PRIOR (Laplace's prior around T = 1): a
+   temperature leaves 1 only where the examples together ask for it, and once they are many the
+   prior says nothing.
+2. *Never one example.* The fit is repeated without the example that pulls hardest away from 1; the
+   answer nearer to 1 counts, and 1 itself where the two lie on different sides of it.
+3. *Support.* Fewer than LEAST examples, or none that is wrong, support no temperature: it is 1.
+4. *A warning* whenever rule 3 or a bound decides.
+"""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..errors import DataError
 from .scores import as_member_logits, log_mean_probability
 
+PRIOR = 0.35
+"""Scale of the prior on |log T|."""
+LEAST = 20
+"""Examples without which no temperature is fitted."""
+BOUNDS = (0.02, 50.0)
+
+
+class CalibrationWarning(UserWarning):
+    """The examples do not support a temperature, or it lies at a bound."""
+
+
+@dataclass(frozen=True)
+class TemperatureFit:
+    """A temperature, and why it was not simply fitted (empty when it was)."""
+
+    temperature: float
+    note: str = ""
+
 
 def fit_temperature(
-    member_logits: Tensor, labels: Tensor, *, bounds: tuple[float, float] = (0.02, 50.0)
+    member_logits: Tensor,
+    labels: Tensor,
+    *,
+    bounds: tuple[float, float] = BOUNDS,
+    prior: float | None = PRIOR,
+    least: int = LEAST,
 ) -> float:
-    """Find the one temperature for every member that minimises the NLL of the mean probability.
+    """Find one temperature for all members: low NLL of the mean probability, cautiously.
 
-    argmin_T mean_x -log mean_m softmax(z_m(x) / T)_y, by a grid in log T refined with golden
-    sections: deterministic, no gradients, no starting point (Guo et al., 2017).
+    argmin_T sum_x -log mean_m softmax(z_m(x) / T)_y + |log T| / prior (Guo et al., 2017, with a
+    prior), without resting on one example; 1, with a `CalibrationWarning`, where the examples
+    support no temperature. Deterministic, no gradients, no starting point.
 
     Args:
         member_logits: `[batch, member, class]`, held-out examples.
         labels: `[batch]`.
         bounds: the lowest and the highest temperature to consider.
+        prior: scale of |log T|; None for maximum likelihood without any caution.
+        least: number of examples without which the temperature stays at 1.
     """
+    found = find_temperature(member_logits, labels, bounds=bounds, prior=prior, least=least)
+    if found.note:
+        warnings.warn(found.note, CalibrationWarning, stacklevel=2)
+    return found.temperature
+
+
+def fit_member_temperatures(
+    member_logits: Tensor,
+    labels: Tensor,
+    *,
+    bounds: tuple[float, float] = BOUNDS,
+    prior: float | None = PRIOR,
+    least: int = LEAST,
+) -> list[float]:
+    """Find each member's own temperature.
+
+    Calibrated members pool into an under-confident mean (Rahaman & Thiery, 2021): fit one
+    temperature on the scaled logits afterwards.
+    """
+    logits = as_member_logits(member_logits)
+    return [
+        fit_temperature(member, labels, bounds=bounds, prior=prior, least=least)
+        for member in logits.unbind(1)
+    ]
+
+
+def find_temperature(
+    member_logits: Tensor,
+    labels: Tensor,
+    *,
+    bounds: tuple[float, float] = BOUNDS,
+    prior: float | None = PRIOR,
+    least: int = LEAST,
+) -> TemperatureFit:
+    """Find what `fit_temperature` finds; return notes in place of warnings."""
     logits = as_member_logits(member_logits).detach()
     if not len(logits) or labels.shape != logits.shape[:1]:
         raise DataError(
@@ -32,37 +109,61 @@ def fit_temperature(
         )
     if not bool(logits.amax(-1).isfinite().all()):
         raise DataError("Cannot fit a temperature: the logits hold NaN or infinity.")
-    target = labels.to(logits.device).long()[:, None]
+    target = labels.to(logits.device).long()
+    if prior is not None:
+        if len(logits) < least:
+            return TemperatureFit(
+                1.0,
+                f"The temperature stays at 1: {len(logits)} examples are too few to fit it (at "
+                f"least {least}).",
+            )
+        if bool((log_mean_probability(logits).argmax(-1) == target).all()):
+            return TemperatureFit(
+                1.0,
+                f"The temperature stays at 1: all {len(logits)} examples are right, so the data "
+                "cannot tell how sure is too sure. Give more examples.",
+            )
 
-    def nll(log_temperature: float) -> float:
+    def nll(log_temperature: float, logits: Tensor, target: Tensor) -> Tensor:
         logs = log_mean_probability(logits / math.exp(log_temperature))
-        return -float(logs.gather(-1, target).double().mean())
+        return -logs.gather(-1, target[:, None])[:, 0].double()
 
-    return math.exp(_golden_minimum(nll, math.log(bounds[0]), math.log(bounds[1])))
+    def loss(log_temperature: float) -> float:
+        held = 0.0 if prior is None else abs(log_temperature) / prior
+        return float(nll(log_temperature, logits, target).sum()) + held
+
+    low, high = math.log(bounds[0]), math.log(bounds[1])
+    best = _minimum(loss, low, high)
+    if prior is not None and best:
+        away = math.copysign(1e-3, best)
+        pull = nll(best + away, logits, target) - nll(best - away, logits, target)
+        hardest = torch.arange(len(logits), device=logits.device) != pull.argmin()
+        logits, target = logits[hardest], target[hardest]
+        again = _minimum(loss, *sorted((0.0, best)))
+        best = min(best, again, key=abs)
+    if min(best - low, high - best) < 1e-3:
+        return TemperatureFit(
+            math.exp(best),
+            f"The temperature {math.exp(best):.3g} is at its bound: the logits are on another "
+            "scale, or the labels do not belong to these examples.",
+        )
+    return TemperatureFit(math.exp(best))
 
 
-def fit_member_temperatures(
-    member_logits: Tensor, labels: Tensor, *, bounds: tuple[float, float] = (0.02, 50.0)
-) -> list[float]:
-    """Find each member's own temperature, one for each member.
+def _minimum(function: Callable[[float], float], low: float, high: float) -> float:
+    """Minimise on [low, high]: the best cell of a grid, then golden sections; 0 where it is best.
 
-    Calibrated members pool into an under-confident mean (Rahaman & Thiery, 2021): fit one
-    temperature on the scaled logits afterwards.
+    A prior has its corner at 0, which sections come near to but never meet.
     """
-    logits = as_member_logits(member_logits)
-    return [fit_temperature(member, labels, bounds=bounds) for member in logits.unbind(1)]
-
-
-def _golden_minimum(function: Callable[[float], float], low: float, high: float) -> float:
-    """Minimise on [low, high]: the best cell of a grid, then golden sections to 1e-5."""
-    grid = [low + (high - low) * i / 24 for i in range(25)]
+    grid = [low + (high - low) * i / 16 for i in range(17)]
     values = [function(x) for x in grid]
     best = values.index(min(values))
-    low, high = grid[max(best - 1, 0)], grid[min(best + 1, 24)]
+    left_edge, right_edge = grid[max(best - 1, 0)], grid[min(best + 1, 16)]
     ratio = (math.sqrt(5) - 1) / 2
+    low, high = left_edge, right_edge
     left, right = high - ratio * (high - low), low + ratio * (high - low)
     at_left, at_right = function(left), function(right)
-    while high - low > 1e-5:
+    while high - low > 1e-4:
         if at_left <= at_right:
             high, right, at_right = right, left, at_left
             left = high - ratio * (high - low)
@@ -71,4 +172,5 @@ def _golden_minimum(function: Callable[[float], float], low: float, high: float)
             low, left, at_left = left, right, at_right
             right = low + ratio * (high - low)
             at_right = function(right)
-    return (low + high) / 2
+    found = (low + high) / 2
+    return 0.0 if left_edge <= 0.0 <= right_edge and function(0.0) <= function(found) else found

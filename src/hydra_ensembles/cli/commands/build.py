@@ -23,7 +23,8 @@ def command(
         float, typer.Option(help="Bound on multiply-adds relative to the model; 0 for none.")
     ] = 1.07,
     keep: Annotated[
-        float | None, typer.Option(help="Share of heads kept in branched layers.")
+        float | None,
+        typer.Option(help="Share of heads kept in branched layers; not for select."),
     ] = None,
     score: Annotated[
         str, typer.Option(help="Uncertainty to report: msp, entropy, energy ... or auto.")
@@ -48,9 +49,11 @@ def command(
     Finished steps are kept in OUTPUT/state: the same command goes on after a stop.
     """
     from ...builder import build
+    from ...builder.methods import method_with
     from ..loading import check_sources, load_model, load_set, load_sets
 
     check_sources(data, ood)
+    way = method_with(method, keep=keep)
     loaded = load_model(model, device=device, dtype=dtype, class_names=class_names)
     host = loaded.host
     shared: dict[str, Any] = {
@@ -70,10 +73,9 @@ def command(
         host,
         calibration,
         ood=outliers or "auto",
-        method=method,  # type: ignore[arg-type]
+        method=way,
         members=members,
         max_cost=max_cost or None,
-        keep=keep,
         score=score,
         seed=seed,
         folder=output / "state",

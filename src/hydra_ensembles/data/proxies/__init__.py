@@ -6,6 +6,7 @@ sees. Every proxy is re-iterable, equal at every pass and for every batch size, 
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -26,6 +27,7 @@ from ..batches import (
     without_labels,
 )
 from ..corruptions.base import Draws, draw_seeds
+from ..splits import fingerprint
 from . import tokens
 from .base import Proxy, proxies, spread
 from .images import ImageContext, image_proxy
@@ -129,6 +131,20 @@ class ProxyData:
 
     def __len__(self) -> int:
         return len(self.data)  # type: ignore[arg-type]
+
+    def fingerprint(self) -> str:
+        """Return a hash of the data, of all that the draws read beside it, and of a first batch.
+
+        Making every example would take as long as a pass over the data; whatever could change
+        one (the seed, the bank of partners, the ids' roles) is hashed itself.
+        """
+        held = self._context.tokens if self._proxy.modality == "text" else self._context.images
+        whole = hashlib.sha256(f"{self._proxy.make.__name__} {self._seed}\n".encode())
+        for value in vars(held).values():
+            whole.update(fingerprint([value]).encode())
+        whole.update(fingerprint(self.data).encode())
+        whole.update(fingerprint([next(iter(self))]).encode())
+        return whole.hexdigest()
 
     def _make(self, batch: Batch, seeds: Tensor) -> Batch:
         if self._proxy.modality == "text":

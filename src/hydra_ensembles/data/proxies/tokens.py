@@ -53,7 +53,9 @@ class TokenContext:
             raise DataError("The sentences hold special tokens alone; there is nothing to change.")
         seen = torch.cat(contents).unique()
         tokens = _vocabulary(tokenizer)
-        foreign = torch.tensor([i for i, token in tokens.items() if _is_foreign(token)])
+        foreign = torch.tensor(
+            [i for i, token in tokens.items() if _is_foreign(token)], dtype=torch.long
+        )
         if not len(foreign):
             unseen = torch.ones(int(ids.max()) + 1, dtype=torch.bool)
             unseen[seen] = False
@@ -152,8 +154,14 @@ def _common_ends(ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def _vocabulary(tokenizer: Any) -> dict[int, str]:
+    """Return the tokens by id, in the order of the ids.
+
+    A fast tokenizer gives its vocabulary in the order of a hash table, another in every process.
+    """
     get = getattr(tokenizer, "get_vocab", None)
-    return {number: token for token, number in get().items()} if callable(get) else {}
+    if not callable(get):
+        return {}
+    return dict(sorted((number, token) for token, number in get().items()))
 
 
 def _is_foreign(token: str) -> bool:

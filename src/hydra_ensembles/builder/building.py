@@ -1,0 +1,143 @@
+"""`build` and `replay`: members, fused; score and temperatures, fitted; everything recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .._records import model_fingerprint
+from ..costs.budget import Budget
+from ..errors import DataError
+from ..fusion.ensemble import HydraEnsemble
+from ..fusion.fusing import fuse
+from ..heads.masks import HeadMask
+from ..hosts import HostModel, host_model
+from ..search.state import SearchState, TensorStore
+from ..uncertainty import scores
+from .deciding import apply_decisions, decide
+from .methods import Method, Task, as_method
+from .parts import Parts
+
+
+def build(
+    model: nn.Module | HostModel,
+    calibration: Any,
+    *,
+    ood: Any = "auto",
+    validation: Any = None,
+    method: str | Method = "select",
+    members: int = 3,
+    max_cost: float | None = 1.07,
+    score: str = "auto",
+    calibrate: bool = True,
+    seed: int = 0,
+    folder: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> HydraEnsemble:
+    """Build an ensemble of a pretrained model: members, score and temperatures, nothing trained.
+
+    Args:
+        model: A host model with a classifier; left as it was.
+        calibration: Labelled in-distribution data that the model was not trained on; some hundred
+            examples. Split by itself (stratified, seeded): 60 % select, 20 % decide when to stop,
+            20 % see neither. Temperatures are cross-fitted over all of it; their figures are those
+            of the 40 % that did not select.
+        ood: Outliers: data, a dict of data by family, or `"auto"`. Proxies made of the calibration
+            data are always joined; `"auto"` (or None) means proxies only.
+        validation: Labelled data that stops and fits temperatures in place of the split.
+        method: `"select"` (members by the ensemble's own figures), `"circuit"` (HeadMap with one
+            objective per member, as in the paper), `"taylor"`, `"hies"` or `"random"`; or a config
+            object with the method's own options: `Select(masks=600)`, `Circuits(keep=0.5)`,
+            `Taylor(keep=0.5)`, `Hies(alphas=(0.5,))`, `Random(keep=2)`.
+        members: Number of members M. They differ; where that is impossible, the summary and
+            `record["equal_members"]` say why.
+        max_cost: Bound on counted multiply-adds relative to the plain model; None for none.
+        score: The uncertainty that `predict` reports, or `"auto"`: the best on validation data.
+        calibrate: Fit a temperature per member and one for the mean, where out of fold that lowers
+            NLL; else they are 1 and the record says so.
+        seed: Of splits, proxies, pools and bags.
+        folder: Keep finished steps here (candidates' logits, up to 1 GB, until the search is done),
+            so that a stopped build goes on and ends with the same members. Another model, other
+            data or settings are refused.
+        progress: Report progress: a bar on a terminal, else a log line every ten seconds.
+
+    Returns:
+        The ensemble, in eval mode; `.record` says what was done and can be given to `replay`.
+
+    Example:
+        >>> ensemble = build(model, calibration, ood={"textures": textures})
+        >>> ensemble.predict(batch).uncertainty
+    """
+    way = as_method(method)
+    if members < 1:
+        raise ValueError(f"members={members}: expected 1 or more.")
+    if score != "auto":
+        scores[score]  # an unknown name fails now
+    host = host_model(model)
+    parts = Parts(calibration, validation, ood, seed)
+    settings: dict[str, Any] = {
+        "method": way.name,
+        "options": way.settings(),
+        "members": members,
+        "max_cost": max_cost,
+        "score": score,
+        "calibrate": calibrate,
+        "seed": seed,
+        "model": model_fingerprint(host.model),
+        "data": parts.fingerprints(),
+    }
+    settings = json.loads(json.dumps(settings))
+    state = SearchState(folder, settings, name="build.json")
+    store = None if folder is None else TensorStore(Path(folder) / "candidates")
+    result = next((step for step in state.steps if "masks" in step), None)
+    if result is None:
+        budget = Budget.of(host, parts.first_batch(), max_cost)
+        result = way.find(Task(host, parts, members, budget, seed, state, store, progress))
+        state.add(result)
+    if store is not None:
+        store.clear()
+    ensemble = fuse(host.model, [HeadMask(rows) for rows in result["masks"]]).eval()
+    decisions = decide(
+        ensemble,
+        host.model,
+        parts,
+        score=score,
+        calibrate=calibrate,
+        seed=seed,
+        progress=progress,
+    )
+    ensemble.record = {
+        "made_by": "build",
+        "settings": settings,
+        "examples": parts.examples(),
+        **result,
+        "decisions": decisions,
+    }
+    apply_decisions(ensemble, decisions)
+    return ensemble
+
+
+def replay(model: nn.Module | HostModel, record: Mapping[str, Any]) -> HydraEnsemble:
+    """Make an ensemble again from what `build` recorded, without data."""
+    try:
+        masks = [HeadMask(rows) for rows in record["masks"]]
+        decisions, expected = record["decisions"], record["settings"]["model"]
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            f"Not a record of build() ({error!r} is missing): pass ensemble.record."
+        ) from None
+    host = host_model(model)
+    if model_fingerprint(host.model) != expected:
+        raise DataError(
+            "The record was made for a model with other weights. Load the model that it was built "
+            "from, or build() anew."
+        )
+    ensemble = fuse(host.model, masks).eval()
+    ensemble.record = json.loads(json.dumps(dict(record)))
+    apply_decisions(ensemble, decisions)
+    return ensemble

@@ -1,0 +1,155 @@
+"""Temperatures of a built ensemble: cross-fitted, reported on held-out data, never for the worse.
+
+Every example is judged under temperatures that were fitted without it (five folds). Three ways
+stand against each other out of fold: no temperature, one for the mean, and one per member with one
+for the mean. The one with the lowest NLL is fitted on all examples; NLL decides because it is
+proper, ECE is shown beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..evaluation.metrics_classification import (
+    expected_calibration_error,
+    negative_log_likelihood,
+)
+from ..uncertainty import find_temperature, mean_probability, scale_logits
+
+FOLDS = 5
+Temperatures = tuple[list[float], float]
+"""One temperature per member, and one for the mean."""
+
+
+def calibrate(
+    member_logits: Tensor,
+    labels: Tensor,
+    host_logits: Tensor,
+    *,
+    held_out: Tensor | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Fit the temperatures of an ensemble; return them with what they do, as plain data.
+
+    Args:
+        member_logits: Raw logits of the ensemble, `[example, member, class]`.
+        labels: `[example]`.
+        host_logits: Logits of the plain host on the same examples, `[example, 1, class]`.
+        held_out: Which examples took no part in choosing members, `[example]`; all by default. The
+            figures are those of these examples.
+        seed: Of the folds.
+
+    Returns:
+        `temperature`, `member_temperatures` (1 where nothing is gained) and `calibration`: NLL and
+        ECE (in %) of host and ensemble before and after, out of fold, the way that was chosen, and
+        a note where temperatures were refused.
+    """
+    held_out = torch.ones_like(labels, dtype=torch.bool) if held_out is None else held_out
+    folds = _folds(labels, seed)
+    members = member_logits.shape[1]
+    judged = {"none": member_logits}
+    unsupported = find_temperature(member_logits, labels).note
+    if not unsupported:
+        judged["mean"] = _out_of_fold(member_logits, labels, folds, fit_mean)
+        if members > 1:  # for one member both are the same
+            way = "members and mean"
+            judged[way] = _out_of_fold(member_logits, labels, folds, fit_members_and_mean)
+    loss = {
+        name: (_nll(logits, labels), _nll(logits[held_out], labels[held_out]))
+        for name, logits in judged.items()
+    }
+    # not worse where it is shown, better over all examples
+    able = [name for name in judged if loss[name][1] <= loss["none"][1]]
+    best = min(able, key=lambda name: round(loss[name][0], 7))  # ties: the simplest
+    each, mean = ([1.0] * members, 1.0)
+    if best != "none":
+        each, mean = _WAYS[best](member_logits, labels)
+    host = _out_of_fold(host_logits, labels, folds, fit_mean)
+    if _nll(host[held_out], labels[held_out]) > _nll(host_logits[held_out], labels[held_out]):
+        host = host_logits
+    report: dict[str, Any] = {
+        "way": best,
+        "fitted_on": len(labels),
+        "examples": int(held_out.sum()),
+        "folds": len(folds),
+        "nll_by_way": {name: pair[0] for name, pair in loss.items()},
+        "ensemble": _before_after(member_logits, judged[best], labels, held_out),
+        "host": _before_after(host_logits, host, labels, held_out),
+    }
+    if best == "none":
+        report["note"] = unsupported or _refused(loss)
+    return {"temperature": mean, "member_temperatures": each, "calibration": report}
+
+
+def fit_mean(member_logits: Tensor, labels: Tensor) -> Temperatures:
+    """Fit one temperature for all members."""
+    mean = find_temperature(member_logits, labels).temperature
+    return [1.0] * member_logits.shape[1], mean
+
+
+def fit_members_and_mean(member_logits: Tensor, labels: Tensor) -> Temperatures:
+    """Fit one temperature per member, then one for the mean of the scaled members."""
+    each = [find_temperature(member, labels).temperature for member in member_logits.unbind(1)]
+    scaled = scale_logits(member_logits, member_temperatures=each)
+    return each, find_temperature(scaled, labels).temperature
+
+
+_WAYS: dict[str, Callable[[Tensor, Tensor], Temperatures]] = {
+    "mean": fit_mean,
+    "members and mean": fit_members_and_mean,
+}
+
+
+def _folds(labels: Tensor, seed: int) -> list[Tensor]:
+    """Return the rows of each fold, stratified by label and seeded."""
+    generator = torch.Generator().manual_seed(seed)
+    shuffled = torch.randperm(len(labels), generator=generator)
+    order = shuffled[labels[shuffled].argsort(stable=True)]
+    count = min(FOLDS, len(labels))
+    return [order[fold::count].sort().values for fold in range(count)]
+
+
+def _out_of_fold(
+    logits: Tensor,
+    labels: Tensor,
+    folds: list[Tensor],
+    fit: Callable[[Tensor, Tensor], Temperatures],
+) -> Tensor:
+    """Return every example's logits under temperatures that were fitted without it."""
+    scaled = logits.clone()
+    if len(folds) < 2:
+        return scaled
+    for rows in folds:
+        others = torch.ones(len(labels), dtype=torch.bool)
+        others[rows] = False
+        each, mean = fit(logits[others], labels[others])
+        scaled[rows] = scale_logits(logits[rows], temperature=mean, member_temperatures=each)
+    return scaled
+
+
+def _nll(logits: Tensor, labels: Tensor) -> float:
+    return float(negative_log_likelihood(logits, labels).double().mean())
+
+
+def _before_after(
+    before: Tensor, after: Tensor, labels: Tensor, rows: Tensor
+) -> dict[str, list[float]]:
+    """Return NLL and ECE in %, each before and after."""
+    found: dict[str, list[float]] = {"NLL": [], "ECE": []}
+    for logits in (before[rows], after[rows]):
+        confidence, label = mean_probability(logits).max(-1)
+        correct = label == labels[rows]
+        found["NLL"].append(_nll(logits, labels[rows]))
+        found["ECE"].append(100 * float(expected_calibration_error(confidence, correct)))
+    return found
+
+
+def _refused(loss: dict[str, tuple[float, float]]) -> str:
+    """Say why temperatures stay at 1."""
+    before = loss["none"][0]
+    tried = ", ".join(f"{pair[0]:.4f} ({name})" for name, pair in loss.items() if name != "none")
+    return f"The temperatures stay at 1: out of fold NLL would be {tried} instead of {before:.4f}."

@@ -1,0 +1,84 @@
+"""The data of a build: who selects, who stops, who is held out, and the outliers of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..data.batches import Batches, as_data, indexable
+from ..data.splits import fingerprint, split
+from ..search.sets import outlier_sets
+
+SHARES = {"select": 0.6, "stop": 0.2, "temperature": 0.2}
+
+
+class Parts:
+    """Calibration data in parts, with outliers for the parts that select and stop.
+
+    Args:
+        calibration: Labelled in-distribution data; split into `select`, `stop` and `temperature`.
+        validation: Labelled data for `stop` and `temperature`; all of `calibration` selects then.
+        ood: Outliers as `build` takes them; proxies are always joined.
+        seed: Of splits and proxies.
+
+    Attributes:
+        data: In-distribution data by part.
+        sets: For `select` and `stop`: `"id"` and `"ood/..."`.
+        validated: Whether `validation` was given.
+    """
+
+    def __init__(self, calibration: Any, validation: Any, ood: Any, seed: int) -> None:
+        self.validated = validation is not None
+        source = indexable(as_data(calibration))
+        self.data: dict[str, Batches]
+        if validation is None:
+            self.data = split(source, SHARES, seed=seed)
+        else:
+            held_out = split(as_data(validation), {"stop": 0.5, "temperature": 0.5}, seed=seed)
+            self.data = {"select": source, **held_out}
+        given = outlier_sets(None, None if ood == "auto" else ood)
+        self.sets: dict[str, dict[str, Any]] = {
+            part: {"id": self.data[part]} for part in ("select", "stop")
+        }
+        for name, data in given.items():
+            halves = split(data, {"select": 0.7, "stop": 0.3}, seed=seed)
+            for part, sets in self.sets.items():
+                sets[name] = halves[part]
+        # proxies are made of each part by itself, so that no example both selects and decides
+        for part, sets in self.sets.items():
+            sets.update(outlier_sets(self.data[part], "auto", seed=seed))
+
+    def first_batch(self) -> Any:
+        """Return a batch, for its shapes."""
+        return next(iter(self.data["select"]))
+
+    def outliers(self, part: str) -> dict[str, Any]:
+        """Return a part's outliers by family, without the prefix `ood/`."""
+        return {
+            name.removeprefix("ood/"): data
+            for name, data in self.sets[part].items()
+            if name != "id"
+        }
+
+    def fitting(self) -> list[str]:
+        """Return the parts that temperatures are fitted on: all, or `validation` where given.
+
+        Those other than `select` took no part in choosing heads; figures are reported on them.
+        """
+        return ["stop", "temperature"] if self.validated else list(self.data)
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return a hash of every data set that the result depends on, proxies included."""
+        found = {part: fingerprint(data) for part, data in self.data.items()}
+        for part, sets in self.sets.items():
+            for name, data in sets.items():
+                if name != "id":
+                    found[f"{part}:{name}"] = _fingerprint(data)
+        return found
+
+    def examples(self) -> dict[str, int]:
+        """Return the number of examples by part."""
+        return {part: data.count for part, data in self.data.items()}
+
+
+def _fingerprint(data: Any) -> str:
+    return data.fingerprint() if hasattr(data, "fingerprint") else fingerprint(data)
