@@ -61,7 +61,8 @@ def tokens(args: argparse.Namespace) -> None:
         )
         print(f"{length} tokens: {result}")
         points.append({"tokens": length, "rows": result.rows(), "settings": result.settings})
-    from hydra_ensembles.report.cost_figures import plot_growth, save
+    from hydra_ensembles.report.cost_figures import plot_growth
+    from hydra_ensembles.report.style import save
 
     path = RESULTS / "growth-tokens-minilm.json"
     payload = {"kind": "growth", "axis": "tokens", "shape": "minilm", "points": points}

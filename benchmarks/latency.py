@@ -62,7 +62,8 @@ def main() -> None:
 
 def write(result: object, name: str) -> None:
     """Write the JSON and the picture."""
-    from hydra_ensembles.report.cost_figures import plot_benchmark, save
+    from hydra_ensembles.report.cost_figures import plot_benchmark
+    from hydra_ensembles.report.style import save
 
     result.to_json(RESULTS / f"{name}.json")  # type: ignore[attr-defined]
     save(plot_benchmark(result), RESULTS / f"{name}.png")

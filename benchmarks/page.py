@@ -201,7 +201,8 @@ def page() -> str:
 
 def draw_growth(results: dict[str, BenchmarkResult]) -> None:
     """Draw the growth with members and with tokens."""
-    from hydra_ensembles.report.cost_figures import plot_growth, save
+    from hydra_ensembles.report.cost_figures import plot_growth
+    from hydra_ensembles.report.style import save
 
     for name, result in results.items():
         if name.startswith("growth-members"):

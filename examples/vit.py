@@ -16,7 +16,6 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import hydra_ensembles as hydra
 from hydra_ensembles.data import digits
-from hydra_ensembles.report.html import write_report
 from hydra_ensembles.uncertainty.abstaining import fit_abstention
 
 
@@ -62,7 +61,9 @@ def main(epochs: int = 20, folder: Path | None = None) -> dict[str, hydra.Result
     print(hydra.compare(results["hydra"], results["single"], count=200))
     ratio = hydra.cost(ensemble, batch).relative_to(hydra.cost(model, batch))
     costs = {"hydra": ratio.multiply_adds, "single": 1.0}
-    write_report(out / "report.html", list(results.values()), costs=costs, masks=ensemble.masks)
+    hydra.write_report(
+        out / "report.html", list(results.values()), costs=costs, masks=ensemble.masks
+    )
 
     # 5. saved and loaded
     ensemble.save_pretrained(out / "vit-hydra")

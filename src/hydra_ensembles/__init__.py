@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .hosts import ZeroShotClassifier as ZeroShotClassifier
     from .hosts import explain as explain
     from .hosts import register_family as register_family
-    from .report.html import write_report as write_report
+    from .report.page import write_report as write_report
     from .search.head_roles import head_map as head_map
     from .search.head_roles import overlaps as overlaps
     from .search.headmap import find_circuit as find_circuit
@@ -100,7 +100,7 @@ _NAMES = {
     "replay": "builder",
     "score_heads": "criteria",
     "verify": "fusion",
-    "write_report": "report.html",
+    "write_report": "report.page",
 }
 
 __all__ = sorted(_NAMES)

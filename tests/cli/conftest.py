@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 import hydra_ensembles as hydra
 from hydra_ensembles.data import digits
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
-from hydra_ensembles.report.examples import png
 
 CONFIG = TinyViTConfig(width=24, heads=4, layers=2, mlp_width=24)
 
@@ -19,7 +19,7 @@ def write_picture(path: Path, image: torch.Tensor) -> None:
     """Write [1, H, W] in [-1, 1] as a PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = ((image * 0.5 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
-    path.write_bytes(png(pixels.permute(1, 2, 0)))
+    Image.fromarray(pixels[0].numpy()).save(path)
 
 
 @pytest.fixture(scope="session")

@@ -149,7 +149,8 @@ def test_peak_memory_is_what_lives_at_once() -> None:
 
 
 def test_saved_results_print_and_draw(tmp_path: Path) -> None:
-    from hydra_ensembles.report.cost_figures import plot_benchmark, save
+    from hydra_ensembles.report.cost_figures import plot_benchmark
+    from hydra_ensembles.report.style import save
 
     result = run()
     path = tmp_path / "deep" / "result.json"

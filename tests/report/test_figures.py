@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import matplotlib as mpl
-import pytest
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
+import pytest
+from matplotlib.figure import Figure
 
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.report.curves import answered_at, reliability, risk_curve, roc, thin
 from hydra_ensembles.report.figures import (
-    plot_frontier,
+    plot_cost_quality,
     plot_head_map,
     plot_reliability,
     plot_risk_coverage,
@@ -22,12 +17,6 @@ from hydra_ensembles.report.figures import (
 )
 
 from .made import MASKS, results_of, three_results
-
-
-@pytest.fixture(autouse=True)
-def _close_figures() -> Iterator[None]:
-    yield
-    plt.close("all")
 
 
 def test_the_area_under_the_drawn_roc_is_the_auroc() -> None:
@@ -73,21 +62,21 @@ def test_thinning_keeps_the_ends() -> None:
 
 def test_head_maps_fill_what_is_kept() -> None:
     ax = plot_head_map(MASKS)
-    filled = [bool(len(c.get_facecolor())) for c in ax.collections]
+    filled = [len(c.get_offsets()) for c in ax.collections if len(c.get_facecolor())]
     assert sum(filled) == sum(mask.total_kept for mask in MASKS)
     assert [t.get_text() for t in ax.get_xticklabels()] == ["member 1", "member 2", "member 3"]
 
 
 def test_the_frontier_leaves_out_what_is_beaten() -> None:
     points = {"a": (1.0, 0.8), "b": (1.1, 0.9), "beaten": (2.0, 0.85), "c": (3.0, 0.95)}
-    line = plot_frontier(points).lines[0].get_xydata().tolist()
+    line = plot_cost_quality(points).lines[0].get_xydata().tolist()
     assert line == [[1.0, 0.8], [1.1, 0.9], [3.0, 0.95]]
-    lower = plot_frontier({"a": (1.0, 0.8), "b": (1.1, 0.9)}, figure="cls/NLL")
+    lower = plot_cost_quality({"a": (1.0, 0.8), "b": (1.1, 0.9)}, figure="cls/NLL")
     assert lower.lines[0].get_xydata().tolist() == [[1.0, 0.8]]
 
 
 def test_given_axes_are_drawn_on() -> None:
-    _, ax = plt.subplots()
+    ax = Figure().subplots()
     assert plot_head_map(MASKS[0], ax=ax) is ax
     assert plot_reliability(results_of("one", noise=0.5), ax=ax) is ax
 
@@ -103,4 +92,4 @@ def test_what_cannot_be_drawn_says_why() -> None:
     with pytest.raises(DataError, match="no masks"):
         plot_head_map([])
     with pytest.raises(DataError, match="no points"):
-        plot_frontier({})
+        plot_cost_quality({})

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 import shutil
-import struct
 import subprocess
-import zlib
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from hydra_ensembles import Results
 from hydra_ensembles.errors import DataError, FormatError
 from hydra_ensembles.report.curves import answered_at
-from hydra_ensembles.report.examples import Example, picture_address, png
-from hydra_ensembles.report.html import write_report
+from hydra_ensembles.report.examples import Example, picture_address
+from hydra_ensembles.report.page import write_report
 
 from .made import MASKS, some_examples, three_results
 
@@ -121,7 +122,7 @@ def test_pictures_tell_what_they_show(page: Path) -> None:
 
 
 def test_colours_contrast_with_both_papers() -> None:
-    style = (Path(write_report.__code__.co_filename).parent / "page.css").read_text()
+    style = (Path(write_report.__code__.co_filename).parent / "templates" / "page.css").read_text()
     schemes = re.findall(r":root \{([^}]*)\}", style)[:2]
     for scheme in schemes:
         colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", scheme))
@@ -164,15 +165,15 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
 
 
 def test_a_picture_survives_its_encoding() -> None:
-    pixels = torch.arange(2 * 3 * 3, dtype=torch.uint8).view(2, 3, 3) * 10
-    content = png(pixels)
-    assert struct.unpack(">II", content[16:24]) == (3, 2)
-    length = struct.unpack(">I", content[33:37])[0]
-    rows = zlib.decompress(content[41 : 41 + length])
-    assert rows == b"".join(b"\0" + bytes(row.flatten().tolist()) for row in pixels)
-    image = picture_address(torch.zeros(3, 400, 200), mean=(0.5, 0.5, 0.5), std=(1, 1, 1))
-    header = base64.b64decode(image.partition(",")[2])[16:24]
-    assert struct.unpack(">II", header) == (80, 160)
+    pixels = torch.arange(2 * 3 * 3).view(3, 2, 3) / 25
+    address = picture_address(pixels, mean=None)
+    content = np.array(Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2]))))
+    assert (content == (pixels * 255).round().permute(1, 2, 0).numpy()).all()
+    large = picture_address(torch.zeros(1, 400, 200))
+    with Image.open(io.BytesIO(base64.b64decode(large.partition(",")[2]))) as image:
+        assert image.size == (80, 160) and image.mode == "L"
+    with pytest.raises(DataError, match="expected 1 or 3"):
+        picture_address(torch.zeros(2, 4, 4), mean=None)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
@@ -202,8 +203,8 @@ const all = (what) => [...document.querySelectorAll(what)];
 const panels = () => all(".ood-panel").filter((p) => p.offsetHeight > 0).length;
 seen.panels = panels(); set("ood-set", "near", "change"); seen.one = panels();
 const box = document.querySelector("input[data-toggle='1']"); box.click();
-const lines = all("polyline[data-series='1']");
-seen.hidden = lines.length > 0 && lines.every((l) => getComputedStyle(l).display === "none");
+const lines = all("svg [data-series='1']");
+seen.hidden = lines.length > 3 && lines.every((l) => getComputedStyle(l).display === "none");
 seen.wide = document.documentElement.scrollWidth <= window.innerWidth;
 const loaded = performance.getEntriesByType("resource");
 seen.requests = loaded.filter((r) => !r.name.startsWith("data:")).length;

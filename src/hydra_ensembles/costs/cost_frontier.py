@@ -21,6 +21,20 @@ from ..uncertainty import log_mean_probability
 from .budget import Option, counter_of, fill, masks_for, option_cost
 
 
+def pareto_front(points: Sequence[tuple[float, float]], *, sign: int) -> list[tuple[float, float]]:
+    """Return the (cost, value) points that no cheaper or equally cheap point equals in value.
+
+    Args:
+        points: In any order.
+        sign: 1 when a higher value is better, -1 when a lower one is.
+    """
+    front: list[tuple[float, float]] = []
+    for cost, value in sorted(points, key=lambda point: (point[0], -sign * point[1])):
+        if not front or sign * value > sign * front[-1][1]:
+            front.append((cost, value))
+    return front
+
+
 @dataclass(frozen=True)
 class Point:
     """One ensemble of a frontier: what it costs and how good it is."""
@@ -56,11 +70,8 @@ class Frontier:
 
     def best(self) -> list[Point]:
         """Return the points that no cheaper point equals, cheapest first."""
-        result: list[Point] = []
-        for point in sorted(self.points, key=lambda point: (point.cost, point.objective)):
-            if not result or point.objective < result[-1].objective:
-                result.append(point)
-        return result
+        points = {(point.cost, point.objective): point for point in reversed(self.points)}
+        return [points[place] for place in pareto_front(list(points), sign=-1)]
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return plain data as JSON; write it to `path` (beside, then renamed) when given."""

@@ -47,12 +47,16 @@ def direction(key: str) -> int:
     return (last in HIGHER_IS_BETTER) - (last in LOWER_IS_BETTER)
 
 
+def is_rate(key: str) -> bool:
+    """Tell whether a figure is a fraction that tables show in percent."""
+    return key.rsplit("/", 1)[-1] not in NOT_RATES
+
+
 def shown(key: str, value: float | None) -> str:
     """Return a figure as tables show it: rates in percent, the rest with four digits."""
     if value is None:
         return "–"
-    rate = key.rsplit("/", 1)[-1] not in NOT_RATES
-    return f"{100 * value:.2f}" if rate else f"{value:.4f}"
+    return f"{100 * value:.2f}" if is_rate(key) else f"{value:.4f}"
 
 
 def select_keys(results: Sequence[Figures], keys: Sequence[str] | str | None) -> list[str]:
@@ -122,7 +126,7 @@ def compare_table(
         for key in chosen:
             value = result.get(key)
             text = shown(key, value)
-            if value is not None and best and len(results) > 1 and _is_best(key, value, results):
+            if value is not None and best and len(results) > 1 and is_best(key, value, results):
                 text = bold(text)
             span = result.interval(key) if intervals else None
             if span is not None:
@@ -138,7 +142,8 @@ def compare_table(
     return _markdown(grid) if form == "markdown" else _latex(grid)
 
 
-def _is_best(key: str, value: float, results: Sequence[Figures]) -> bool:
+def is_best(key: str, value: float, results: Sequence[Figures]) -> bool:
+    """Tell whether a figure is the best of several results, as tables show it."""
     sign = direction(key)
     others = [result[key] for result in results if key in result]
     # compared as shown: what a reader sees as a tie is one

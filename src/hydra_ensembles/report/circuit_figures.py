@@ -5,19 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import MissingDependencyError
-
-
-def _axes(ax: Any, size: tuple[float, float]) -> Any:
-    if ax is not None:
-        return ax
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Pictures need matplotlib: pip install 'hydra-ensembles[report]'."
-        ) from error
-    return Figure(figsize=size, layout="constrained").subplots()
+from .style import axes
 
 
 def _grid(rows: Sequence[Any]) -> Any:
@@ -45,7 +33,7 @@ def plot_effects(scores: Any, *, mask: Any = None, ax: Any = None, title: str = 
     import numpy as np
 
     grid = _grid(list(scores))
-    ax = _axes(ax, (1.2 + 0.45 * grid.shape[1], 1.2 + 0.32 * grid.shape[0]))
+    ax = axes(ax, (1.2 + 0.45 * grid.shape[1], 1.2 + 0.32 * grid.shape[0]))
     limit = float(np.nanmax(np.abs(grid))) or 1.0
     grid[np.nansum(np.abs(grid), 1) == 0] = np.nan
     ax.set_facecolor("0.9")
@@ -57,12 +45,12 @@ def plot_effects(scores: Any, *, mask: Any = None, ax: Any = None, title: str = 
         ax.plot(x, y, ".", color="0.45", markersize=3)
     if mask is not None:
         _frame(ax, mask)
-    _name_axes(ax, grid.shape)
+    _nameaxes(ax, grid.shape)
     ax.set_title(title or scores.name)
     return ax
 
 
-def _name_axes(ax: Any, shape: tuple[int, ...]) -> None:
+def _nameaxes(ax: Any, shape: tuple[int, ...]) -> None:
     """Name every head and layer, or every second or fourth where there are many."""
     layers, heads = shape
     ax.set_xticks(range(0, heads, 1 + heads // 13))
@@ -84,14 +72,14 @@ def plot_members(masks: Sequence[Any], *, ax: Any = None, title: str = "members"
     """Draw how many members keep each head."""
     total = [sum(m[layer].int() for m in masks) for layer in range(len(masks[0]))]
     grid = _grid(total)
-    ax = _axes(ax, (1.2 + 0.45 * grid.shape[1], 1.2 + 0.32 * grid.shape[0]))
+    ax = axes(ax, (1.2 + 0.45 * grid.shape[1], 1.2 + 0.32 * grid.shape[0]))
     picture = ax.imshow(
         grid, cmap="viridis", vmin=0, vmax=len(masks), origin="lower", aspect="auto"
     )
     ax.figure.colorbar(
         picture, ax=ax, label=f"kept by, of {len(masks)}", ticks=range(len(masks) + 1)
     )
-    _name_axes(ax, grid.shape)
+    _nameaxes(ax, grid.shape)
     ax.set_title(title)
     return ax
 
@@ -105,7 +93,7 @@ def plot_overlaps(overlaps: Mapping[tuple[str, str], float], *, ax: Any = None) 
     for (a, b), value in overlaps.items():
         i, j = names.index(a), names.index(b)
         grid[i, j] = grid[j, i] = value
-    ax = _axes(ax, (1.6 + 0.6 * len(names), 1.4 + 0.6 * len(names)))
+    ax = axes(ax, (1.6 + 0.6 * len(names), 1.4 + 0.6 * len(names)))
     ax.imshow(grid, cmap="Blues", vmin=0, vmax=1)
     for i in range(len(names)):
         for j in range(len(names)):

@@ -6,41 +6,16 @@ colour-blind readers, and each series has a marker of its own.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MissingDependencyError
+from .style import axes, colour, marker
 
 if TYPE_CHECKING:
     from ..costs.cost_frontier import Frontier
     from ..evaluation.benchmark_results import BenchmarkResult
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 COUNTED = "counted multiply-adds"
-
-
-def _axes(ax: Any, size: tuple[float, float]) -> Any:
-    if ax is not None:
-        return ax
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Pictures need matplotlib: pip install 'hydra-ensembles[report]'."
-        ) from error
-    return Figure(figsize=size, layout="constrained").add_subplot()
-
-
-def save(ax: Any, path: str | os.PathLike[str]) -> None:
-    """Write the picture that axes stand in (beside, then renamed)."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.partial{target.suffix}")
-    ax.figure.savefig(beside, dpi=130)
-    os.replace(beside, target)
 
 
 def plot_benchmark(result: BenchmarkResult, *, ax: Any = None, title: str | None = None) -> Any:
@@ -49,7 +24,7 @@ def plot_benchmark(result: BenchmarkResult, *, ax: Any = None, title: str | None
     One row a model; one colour a batch size; a black bar where the counted multiply-adds are.
     """
     names, sizes = result.names, result.batch_sizes
-    ax = _axes(ax, (7.0, 1.4 + 0.42 * len(names)))
+    ax = axes(ax, (7.0, 1.4 + 0.42 * len(names)))
     step = 0.6 / max(1, len(sizes))
     for row, name in enumerate(names):
         counted = result.counted(name, sizes[0])
@@ -61,8 +36,8 @@ def plot_benchmark(result: BenchmarkResult, *, ax: Any = None, title: str | None
                 ratio.value,
                 row + (i - (len(sizes) - 1) / 2) * step,
                 xerr=[[ratio.value - ratio.low], [ratio.high - ratio.value]],
-                color=COLOURS[i % len(COLOURS)],
-                marker=MARKERS[i % len(MARKERS)],
+                color=colour(i),
+                marker=marker(i),
                 markersize=5,
                 capsize=2,
                 linestyle="none",
@@ -89,7 +64,7 @@ def plot_growth(growth: BenchmarkResult | Mapping[str, Any], *, ax: Any = None) 
 
     Solid: measured, with its interval; dashed: counted.
     """
-    ax = _axes(ax, (7.4, 4.0))
+    ax = axes(ax, (7.4, 4.0))
     if isinstance(growth, Mapping):
         places = [point["tokens"] for point in growth["points"]]
         names = [row["name"] for row in growth["points"][0]["rows"]][1:]
@@ -109,15 +84,15 @@ def plot_growth(growth: BenchmarkResult | Mapping[str, Any], *, ax: Any = None) 
         ax.set_xlabel("members M")
         title = f"{growth.settings.get('shape')}: cost against the number of members, batch 1"
     for i, (name, rows) in enumerate(series.items()):
-        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        shade = colour(i)
         values = [row["ratio"]["value"] for row in rows]
         below = [row["ratio"]["value"] - row["ratio"]["low"] for row in rows]
         above = [row["ratio"]["high"] - row["ratio"]["value"] for row in rows]
         ax.errorbar(
-            places, values, [below, above], color=colour, marker=marker, capsize=2, label=name
+            places, values, [below, above], color=shade, marker=marker(i), capsize=2, label=name
         )
         counted = [row["counted_ratio"] for row in rows]
-        ax.plot(places, counted, color=colour, linestyle="--", linewidth=1)
+        ax.plot(places, counted, color=shade, linestyle="--", linewidth=1)
     ax.plot([], [], color="black", linestyle="--", linewidth=1, label=COUNTED)
     ax.axhline(1.0, color="#999999", linewidth=1, zorder=0)
     ax.set_ylim(bottom=0)
@@ -130,15 +105,15 @@ def plot_growth(growth: BenchmarkResult | Mapping[str, Any], *, ax: Any = None) 
 
 def plot_frontier(frontier: Frontier, *, ax: Any = None) -> Any:
     """Show cost against the objective: points by branch layer, the frontier, the chosen point."""
-    ax = _axes(ax, (6.4, 4.2))
+    ax = axes(ax, (6.4, 4.2))
     layers = sorted({point.branch_layer for point in frontier.points}, reverse=True)
     for i, layer in enumerate(layers):
         points = [point for point in frontier.points if point.branch_layer == layer]
         ax.plot(
             [point.cost for point in points],
             [point.objective for point in points],
-            color=COLOURS[i % len(COLOURS)],
-            marker=MARKERS[i % len(MARKERS)],
+            color=colour(i),
+            marker=marker(i),
             linestyle="none",
             label=f"branch at block {layer}",
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import base64
-import struct
-import zlib
+import io
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import FormatError
+from ..errors import DataError, FormatError
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,8 @@ def picture_address(image: Tensor, *, mean: Any = 0.5, std: Any = 0.5, largest: 
 
     Args:
         image: As the host takes it, normalised.
-        mean, std: What it was normalised with, a number or one a channel; None for not at all.
-        largest: Longer side at most, in pixels; larger images are reduced.
+        mean, std: What it was normalised with, a number or one per channel; None if it was not.
+        largest: The longer side in pixels, at most; larger images are reduced.
     """
     pixels = image.detach().float().cpu()
     if mean is not None and std is not None:
@@ -73,22 +72,15 @@ def picture_address(image: Tensor, *, mean: Any = 0.5, std: Any = 0.5, largest: 
             pixels[None], scale_factor=factor, mode="area", recompute_scale_factor=True
         )[0]
     numbers = (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous()
-    return "data:image/png;base64," + base64.b64encode(png(numbers)).decode()
+    return "data:image/png;base64," + base64.b64encode(_png(numbers)).decode()
 
 
-def png(pixels: Tensor) -> bytes:
-    """Encode `[H, W, C]` bytes as PNG: grey for one channel, colour for three."""
-    height, width, channels = pixels.shape
-    if channels not in (1, 3):
-        raise ValueError(f"An image has 1 or 3 channels, not {channels}.")
+def _png(pixels: Tensor) -> bytes:
+    """Encode `[height, width, channel]` bytes as PNG: grey for one channel, colour for three."""
+    from PIL import Image
 
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        check = zlib.crc32(kind + content)
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", check)
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
-    rows = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), pixels.flatten(1)], 1)
-    body = zlib.compress(bytes(rows.flatten().tolist()), 9)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
-    )
+    if pixels.shape[-1] not in (1, 3):
+        raise DataError(f"An image has {pixels.shape[-1]} channels; expected 1 or 3.")
+    content = io.BytesIO()
+    Image.fromarray(pixels.squeeze(-1).numpy()).save(content, "PNG", optimize=True)
+    return content.getvalue()

@@ -1,7 +1,7 @@
 """Pictures of results: reliability, ROC, risk-coverage, heads of members, cost against quality.
 
-Every function takes `ax=None` and returns the `Axes`; colours are Okabe and Ito's, safe for
-colour-blind readers, and each line has a dash of its own.
+Every function takes `ax=None` and returns the `Axes`. Lines and points bear the name of their
+series (`series-0`, `series-1`, ...), by which the page shows and hides them.
 """
 
 from __future__ import annotations
@@ -9,149 +9,191 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DataError, MissingDependencyError
-from ..evaluation.result_tables import direction, shown
+from ..costs.cost_frontier import pareto_front
+from ..errors import DataError
+from ..evaluation.result_tables import direction, is_rate, shown
 from ..heads.masks import HeadMask
 from .curves import reliability, risk_curve, roc
+from .style import axes, colour, line_style, marker
 
 if TYPE_CHECKING:
     from ..evaluation.results import Results
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-DASHES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 2)))
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+GUIDE = "#999999"
 
 
-def _axes(ax: Any, size: tuple[float, float] = (4.8, 3.6)) -> Any:
-    if ax is not None:
-        return ax
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Pictures need matplotlib: pip install 'hydra-ensembles[report]'."
-        ) from error
-    return plt.subplots(figsize=size, layout="constrained")[1]
+def plot_reliability(results: Results, *, bins: int = 15, series: int = 0, ax: Any = None) -> Any:
+    """Draw accuracy against confidence in equal-width bins, with the diagonal (DeGroot 1983).
 
-
-def _several(results: Results | Sequence[Results]) -> list[Results]:
-    found = list(results) if isinstance(results, (list, tuple)) else [results]
-    if not found:
-        raise DataError("There are no results to draw.")
-    return found  # type: ignore[return-value]
-
-
-def plot_reliability(results: Results, *, bins: int = 15, ax: Any = None) -> Any:
-    """Draw accuracy against confidence in equal-width bins, with the diagonal (DeGroot 1983)."""
-    ax = _axes(ax)
+    The paler a bar, the fewer its examples.
+    """
+    ax = axes(ax)
     bars = reliability(results, bins=bins)
-    ax.bar(
+    most = max((bar.count for bar in bars), default=1)
+    drawn = ax.bar(
         [bar.low for bar in bars],
         [bar.accuracy for bar in bars],
         width=1 / bins,
         align="edge",
-        color=COLOURS[0],
-        edgecolor="white",
-        label="accuracy",
+        color=colour(series),
+        edgecolor=colour(series),
+        linewidth=0.6,
     )
-    ax.plot([0, 1], [0, 1], ":", color="black", label="calibrated")
-    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
+    for patch, bar in zip(drawn, bars, strict=True):
+        patch.set_alpha(0.3 + 0.7 * (bar.count / most) ** 0.5)
+    ax.plot([0, 1], [0, 1], ":", color=GUIDE, linewidth=1.2)
+    ax.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="confidence", ylabel="accuracy")
     ax.set_title(f"{results.name}: ECE {shown('cal/ECE', results.get('cal/ECE'))} %")
-    ax.legend(loc="upper left")
+    _percent(ax.xaxis, ax.yaxis)
     return ax
 
 
 def plot_roc(results: Results | Sequence[Results], name: str, *, ax: Any = None) -> Any:
     """Draw the ROC of one out-of-distribution set by the main score, OOD positive."""
-    ax = _axes(ax)
+    ax = axes(ax)
     for index, result in enumerate(_several(results)):
-        points = roc(result, name)
+        if f"ood/{name}" not in result.examples and len(_several(results)) > 1:
+            continue
         area = shown("AUROC", result.get(f"ood/{name}/AUROC"))
-        ax.plot(*zip(*points, strict=True), **_style(index), label=f"{result.name}: AUROC {area} %")
-    ax.plot([0, 1], [0, 1], ":", color="black", linewidth=1)
-    ax.set(xlim=(0, 1), ylim=(0, 1.01), xlabel="false positive rate", ylabel="true positive rate")
-    ax.set_title(f"out of distribution: {name}")
+        _line(ax, roc(result, name), index, f"{result.name}: AUROC {area} %")
+    ax.plot([0, 1], [0, 1], ":", color=GUIDE, linewidth=1.2)
+    ax.set(
+        xlim=(0, 1),
+        ylim=(0, 1.02),
+        xlabel="known examples taken for outliers",
+        ylabel="outliers found",
+        title=f"out of distribution: {name}",
+    )
+    _percent(ax.xaxis, ax.yaxis)
     ax.legend(loc="lower right")
     return ax
 
 
 def plot_risk_coverage(results: Results | Sequence[Results], *, ax: Any = None) -> Any:
     """Draw the error rate among the answered against the share answered (El-Yaniv 2010)."""
-    ax = _axes(ax)
+    ax = axes(ax)
     for index, result in enumerate(_several(results)):
         area = shown("sc/AURC", result.get("sc/AURC"))
-        points = risk_curve(result)
-        ax.plot(*zip(*points, strict=True), **_style(index), label=f"{result.name}: AURC {area} %")
-    ax.set(xlim=(0, 1), xlabel="coverage", ylabel="error rate among the answered")
+        _line(ax, risk_curve(result), index, f"{result.name}: AURC {area} %")
+    ax.set(xlim=(0, 1), xlabel="coverage: share answered", ylabel="risk: error rate among them")
     ax.set_ylim(bottom=0)
+    _percent(ax.xaxis, ax.yaxis)
     ax.legend(loc="upper left")
     return ax
 
 
 def plot_head_map(
-    masks: HeadMask | Sequence[HeadMask], *, names: Sequence[str] | None = None, ax: Any = None
+    masks: HeadMask | Sequence[HeadMask],
+    *,
+    names: Sequence[str] | None = None,
+    branch: int | None = None,
+    series: int = 0,
+    ax: Any = None,
 ) -> Any:
     """Draw which heads members keep: layers upwards, heads of a layer side by side, by member.
 
     A filled square is a kept head, an empty one is pruned; members stand beside each other.
+
+    Args:
+        masks: One per member.
+        names: Of the members.
+        branch: First layer in which members differ; the trunk below it is drawn paler.
+        series: Colour of the first member.
+        ax: Axes to draw on.
     """
-    each = [masks] if isinstance(masks, HeadMask) else list(masks)
-    if not each:
+    members = [masks] if isinstance(masks, HeadMask) else list(masks)
+    if not members:
         raise DataError("There are no masks to draw.")
-    ax = _axes(ax, (1.2 + 0.24 * sum(max(m.shape) + 1 for m in each), 1.2 + 0.24 * len(each[0])))
+    depth = len(members[0])
+    ax = axes(ax, (1.2 + 0.24 * sum(max(m.shape) + 1 for m in members), 1.2 + 0.24 * depth))
     left, centres = 0.0, []
-    for index, mask in enumerate(each):
-        colour = COLOURS[index % len(COLOURS)]
+    for index, mask in enumerate(members):
+        shade = colour(series + index)
+        places: dict[tuple[bool, bool], list[tuple[float, int]]] = {}
         for layer, row in enumerate(mask.tolist()):
             for head, kept in enumerate(row):
-                ax.scatter(
-                    left + head,
-                    layer,
-                    marker="s",
-                    s=42,
-                    facecolor=colour if kept else "none",
-                    edgecolor=colour if kept else "#999999",
-                    linewidth=0.8,
-                )
+                trunk = branch is not None and layer < branch
+                places.setdefault((bool(kept), trunk), []).append((left + head, layer))
+        for (kept, trunk), points in places.items():
+            ax.scatter(
+                *zip(*points, strict=True),
+                marker="s",
+                s=42,
+                facecolor=shade if kept else "none",
+                edgecolor=shade if kept else GUIDE,
+                linewidth=0.8,
+                alpha=0.42 if trunk else 1.0,
+            )
         centres.append(left + (max(mask.shape) - 1) / 2)
         left += max(mask.shape) + 1.0
-    labels = list(names) if names is not None else [f"member {i + 1}" for i in range(len(each))]
+    labels = list(names) if names is not None else [f"member {i + 1}" for i in range(len(members))]
     ax.set_xticks(centres, labels)
-    ax.set_yticks(range(len(each[0])))
-    ax.set(ylabel="layer", xlim=(-1, left - 1), ylim=(-0.7, len(each[0]) - 0.3))
+    ax.set_yticks(range(0, depth, 1 if depth <= 8 else 2))
+    ax.set(ylabel="layer", xlim=(-1, left - 1), ylim=(-0.7, depth - 0.3))
     ax.tick_params(length=0)
+    ax.grid(visible=False)
     for side in ax.spines.values():
         side.set_visible(False)
     return ax
 
 
-def plot_frontier(
-    points: Mapping[str, tuple[float, float]], *, figure: str = "ood/mean/AUROC", ax: Any = None
+def plot_cost_quality(
+    points: Mapping[str, tuple[float, float]],
+    *,
+    figure: str = "ood/mean/AUROC",
+    label: str | None = None,
+    ax: Any = None,
 ) -> Any:
     """Draw a figure against cost, and the line of models that none beats in both.
 
     Args:
         points: Cost (relative to the single model) and figure, by the model's name.
         figure: Name of the figure, which decides whether higher or lower is better.
+        label: Of the axis; the figure's name by default.
         ax: Axes to draw on.
     """
     if not points:
         raise DataError("There are no points to draw.")
-    ax = _axes(ax)
+    ax = axes(ax)
     sign = direction(figure) or 1
-    front: list[tuple[float, float]] = []
-    for cost, value in sorted(points.values(), key=lambda p: (p[0], -sign * p[1])):
-        if not front or sign * value > sign * front[-1][1]:
-            front.append((cost, value))
-    ax.plot(*zip(*front, strict=True), ":", color="black", linewidth=1, zorder=1)
+    front = pareto_front(list(points.values()), sign=sign)
+    ax.plot(*zip(*front, strict=True), ":", color=GUIDE, linewidth=1.2, zorder=1)
+    middle = max(cost for cost, _ in points.values()) * 0.6
     for index, (name, (cost, value)) in enumerate(points.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        ax.scatter(cost, value, color=colour, marker=MARKERS[index % len(MARKERS)], zorder=2)
-        ax.annotate(name, (cost, value), xytext=(6, 4), textcoords="offset points", fontsize=8)
-    ax.set(xlabel="multiply-adds, single model = 1", ylabel=figure)
-    ax.margins(x=0.2, y=0.15)
+        (dot,) = ax.plot(cost, value, color=colour(index), marker=marker(index), linestyle="none")
+        dot.set_gid(f"series-{index}")
+        side = ("right", -8) if cost > middle else ("left", 8)
+        ax.annotate(
+            name,
+            (cost, value),
+            xytext=(side[1], 5),
+            textcoords="offset points",
+            ha=side[0],
+            fontsize="small",
+        )
+    ax.set_xlabel("multiply-adds, single model = 1")
+    ax.set_ylabel((label or figure) + (" ↑" if sign > 0 else " ↓"))
+    ax.margins(x=0.2, y=0.2)
+    ax.set_xlim(left=0)
+    if is_rate(figure):
+        _percent(ax.yaxis)
     return ax
 
 
-def _style(index: int) -> dict[str, Any]:
-    return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
+def _several(results: Results | Sequence[Results]) -> list[Results]:
+    listed = list(results) if isinstance(results, (list, tuple)) else [results]
+    if not listed:
+        raise DataError("There are no results to draw.")
+    return listed  # type: ignore[return-value]
+
+
+def _line(ax: Any, points: Sequence[tuple[float, float]], series: int, label: str) -> None:
+    (line,) = ax.plot(*zip(*points, strict=True), **line_style(series), label=label)
+    line.set_gid(f"series-{series}")
+
+
+def _percent(*sides: Any) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    for side in sides:
+        side.set_major_formatter(PercentFormatter(1.0, symbol=" %"))

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import MissingDependencyError
 from ..heads.masks import HeadScores
+from .style import axes, colour, marker
 
 if TYPE_CHECKING:
     from ..evaluation.pruning_sweep_results import PruneSweep
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 NAMES = {
     "cls/Acc": "accuracy",
     "stability": "stability (class unchanged)",
@@ -27,18 +25,6 @@ NAMES = {
     "ood/mean/AUROC": "OOD AUROC, mean over sets",
 }
 _PERCENT = ("cls/Acc", "stability", "cal/ECE")
-
-
-def _axes(ax: Any, size: tuple[float, float]) -> Any:
-    if ax is not None:
-        return ax
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Pictures need matplotlib: pip install 'hydra-ensembles[report]'."
-        ) from error
-    return plt.subplots(figsize=size, layout="constrained")[1]
 
 
 def plot_prune_sweep(
@@ -58,7 +44,7 @@ def plot_prune_sweep(
         boundary: Ratio up to which the redundancy regime is shaded.
         ax: Axes to draw on.
     """
-    ax = _axes(ax, (6.4, 4.2))
+    ax = axes(ax, (6.4, 4.2))
     scale = 100.0 if metric in _PERCENT else 1.0
     ratios = np.array(sweep.ratios)
     names = list(criteria or sweep.criteria)
@@ -74,8 +60,8 @@ def plot_prune_sweep(
             scale * mean,
             yerr=scale * error,
             label=name,
-            color=COLOURS[index % len(COLOURS)],
-            marker=MARKERS[index % len(MARKERS)],
+            color=colour(index),
+            marker=marker(index),
             markersize=5,
             linewidth=1.6,
             elinewidth=0.9,
@@ -119,7 +105,7 @@ def plot_alpha(
         ratios: Which ratios; all by default.
         ax: Axes to draw on.
     """
-    ax = _axes(ax, (5.2, 3.8))
+    ax = axes(ax, (5.2, 3.8))
     scale = 100.0 if metric in _PERCENT else 1.0
     alphas = sorted(lines)
     for index, ratio in enumerate(ratios or sweep.ratios):
@@ -130,8 +116,8 @@ def plot_alpha(
             [scale * i.value for i in found],
             yerr=scale * error,
             label=f"{ratio:.0%} pruned",
-            color=COLOURS[index % len(COLOURS)],
-            marker=MARKERS[index % len(MARKERS)],
+            color=colour(index),
+            marker=marker(index),
             capsize=2,
             elinewidth=0.9,
         )
@@ -148,7 +134,7 @@ def plot_alpha(
 def plot_head_scores(scores: HeadScores, *, title: str | None = None, ax: Any = None) -> Any:
     """Draw a heat map of scores: layers down, heads across; layers of fewer heads end early."""
     width, depth = max(scores.shape), len(scores)
-    ax = _axes(ax, (0.35 * width + 2.2, 0.35 * depth + 1.4))
+    ax = axes(ax, (0.35 * width + 2.2, 0.35 * depth + 1.4))
     grid = np.ma.masked_all((depth, width))
     for layer, row in enumerate(scores):
         grid[layer, : len(row)] = row.numpy()
@@ -170,7 +156,7 @@ def plot_rank_correlation(
     from ..evaluation.pruning_sweep_results import rank_correlation
 
     names, matrix = rank_correlation(scores, lower_is_kept=lower_is_kept)
-    ax = _axes(ax, (0.55 * len(names) + 2.4, 0.5 * len(names) + 1.8))
+    ax = axes(ax, (0.55 * len(names) + 2.4, 0.5 * len(names) + 1.8))
     image = ax.imshow(matrix.numpy(), cmap="PuOr", vmin=-1, vmax=1)
     for row in range(len(names)):
         for column in range(len(names)):
@@ -194,7 +180,7 @@ def plot_shift_gaps(gaps: Sequence[Mapping[str, Any]], *, ax: Any = None) -> Any
             `gap_change_error`.
         ax: Axes to draw on.
     """
-    ax = _axes(ax, (6.4, 3.8))
+    ax = axes(ax, (6.4, 3.8))
     shifts = list(dict.fromkeys(gap["shift"] for gap in gaps))
     kinds = list(dict.fromkeys((gap["criterion"], gap["ratio"]) for gap in gaps))
     width = 0.8 / (len(kinds) + 1)
@@ -209,7 +195,7 @@ def plot_shift_gaps(gaps: Sequence[Mapping[str, Any]], *, ax: Any = None) -> Any
             [chosen[shift]["gap_after"] for shift in shifts],
             width,
             yerr=[1.96 * chosen[shift]["gap_change_error"] for shift in shifts],
-            color=COLOURS[index % len(COLOURS)],
+            color=colour(index),
             label=f"{criterion}, {ratio:.0%} pruned",
             error_kw={"elinewidth": 0.9, "capsize": 2},
         )

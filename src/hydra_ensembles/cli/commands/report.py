@@ -92,7 +92,7 @@ def make_report(
 ) -> Path:
     """Write the page, with summary and head maps of an ensemble at hand or in a folder."""
     from ...heads.masks import HeadMask
-    from ...report.html import write_report
+    from ...report.page import write_report
     from .env import versions
 
     masks: Sequence[HeadMask] = ()

@@ -1,18 +1,15 @@
 """The report: one HTML file that needs nothing else, from plain results.
 
 It embeds its style, script, charts and pictures, forbids every network request by its content
-security policy, follows the reader's light or dark scheme, prints, and works by keyboard; without
-a script all but the controls is still there.
+security policy, follows the reader's light or dark scheme, prints, and works by keyboard. Without
+the script everything but the controls is still there.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +21,8 @@ from .curves import answered_at
 from .examples import Example
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
+
     from ..evaluation.results import Results
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -49,7 +48,7 @@ def write_report(
 
     Args:
         path: The HTML file; written beside and renamed.
-        results: One for each model, the main one first. Curves need their examples; without, the
+        results: One per model, the main one first. Curves need their examples; without them the
             sections that show curves are left out.
         title, lead: Heading and the lines below it (plain text).
         summary: What was built, as the ensemble prints itself.
@@ -77,70 +76,35 @@ def write_report(
         sections.figures(results, costs or {}),
         sections.cost(results, costs or {}, frontier),
         sections.calibration(curved, names),
-        sections.detection(curved, names),
-        sections.abstention(curved, names),
+        sections.detection(curved),
+        sections.abstention(curved),
         sections.shown_examples(examples),
         sections.reproduce(results, settings or {}, command),
     ]
-    shown = [part for part in parts if part is not None]
-    thresholds = {result.name: answered_at(result) for result in curved}
-    page = _page(
-        title,
-        lead,
-        shown,
-        {"thresholds": thresholds},
-        made or datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    page = (
+        _environment()
+        .get_template("page.html")
+        .render(
+            title=title,
+            lead=lead,
+            sections=[part for part in parts if part is not None],
+            policy=POLICY,
+            made=made or datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            data={"thresholds": {result.name: answered_at(result) for result in curved}},
+        )
     )
     target = Path(path)
     write_whole(target, page)
     return target
 
 
-def _page(
-    title: str, lead: str, parts: Sequence[sections.Section], data: dict[str, Any], made: str
-) -> str:
-    here = files(__package__)
-    style, script = ((here / name).read_text("utf-8") for name in ("page.css", "page.js"))
-    links = "".join(
-        f'<li><a href="#{part.identity}">{escape(part.heading)}</a></li>' for part in parts
-    )
-    body = "".join(
-        f'<section id="{part.identity}"{_long(part)} aria-labelledby="{part.identity}-h">'
-        f'<h2 id="{part.identity}-h">{escape(part.heading)}</h2>{part.body}</section>'
-        for part in parts
-    )
-    # "</" would end the script element early, whatever stands in a name
-    plain = json.dumps(data, allow_nan=False).replace("</", "<\\/")
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="generator" content="hydra-ensembles">
-<link rel="icon" href="data:,">
-<title>{escape(title)}</title>
-<style>{style}</style>
-</head>
-<body>
-<a class="skip" href="#main">Skip to the results</a>
-<header>
-<h1>{escape(title)}</h1>
-<p class="lead">{escape(lead).replace(chr(10), "<br>")}</p>
-<nav aria-label="Sections"><ul>{links}</ul></nav>
-</header>
-<main id="main">
-{body}
-</main>
-<footer>Made {escape(made)} by hydra-ensembles. This file is self-contained: it loads nothing.
-Rates are in percent. Uncertainty is higher when the model is less sure; out-of-distribution
-examples are the positive class of AUROC, AUPR and FPR95.</footer>
-<script type="application/json" id="data">{plain}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
-
-def _long(part: sections.Section) -> str:
-    return ' class="long"' if part.long else ""
+    return Environment(
+        loader=PackageLoader("hydra_ensembles", "report/templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

@@ -41,9 +41,8 @@
       cell.textContent = percent(table["ood/" + cell.dataset.ood][step]);
     }
     slider.setAttribute("aria-valuetext", `answer ${percent(coverage)} of the examples`);
-    const x = Number(chart.dataset.left) + coverage * Number(chart.dataset.width);
-    cursor.setAttribute("x1", x);
-    cursor.setAttribute("x2", x);
+    // drawn at full coverage, moved to the left from there
+    cursor.setAttribute("transform", `translate(${(coverage - 1) * Number(chart.dataset.width)} 0)`);
   };
   slider.addEventListener("input", update);
   model.addEventListener("change", update);
