@@ -84,11 +84,13 @@ class HeadBank(nn.Module):
         self._packed = None
 
     def packed(self) -> Packed:
-        """Return the packed weights: a cache without gradients, computed anew with them."""
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+        """Return the packed weights: a cache without gradients, computed anew with them.
+
+        A compiled graph packs too: it cannot ask whether a cache is of the present weights.
+        """
+        learns = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        if learns or torch.compiler.is_compiling():
             return self._pack()
-        if torch.compiler.is_compiling():
-            return self._packed if self._packed is not None else self._pack()
         key = tuple((p.data_ptr(), p._version, p.dtype, p.device) for p in self.parameters())
         if self._packed is None or key != self._key:
             with torch.no_grad():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..heads.plan import Plan
 from ..hosts.family import Family
 from ..hosts.probe import Readout
-from .layers import Context, FusedBlock, _select, host_mask
+from .layers import Context, FusedBlock, _select, host_mask, streams_of
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Body(nn.Module):
             x = _select(x, self.plan.ends, inputs)
         if call.streams is None:
             return x
-        streams = x.chunk(len(self.plan.ends))
+        streams = streams_of(x, len(self.plan.ends))
         call.streams.extend(_full_length(s, call.positions, hidden_states) for s in streams)
         return call.streams[0]
 

@@ -19,7 +19,13 @@ from ..heads.masks import HeadMask
 from ..heads.plan import Plan
 from ..hosts import HostModel, device_of, host_model, main_output
 from ..hosts.probe import modules_after_blocks
-from ..uncertainty import Prediction, log_mean_probability, predict_from_logits, scale_logits
+from ..uncertainty import (
+    Prediction,
+    checked_temperature,
+    log_mean_probability,
+    predict_from_logits,
+    scale_logits,
+)
 from .assemble import Assembly
 from .cast import cast_full, cast_member
 from .layers import FusedBlock
@@ -67,8 +73,8 @@ class HydraEnsemble(nn.Module):
         self.mode = mode
         self.merged = assembly.merged
         self.copies = dict(assembly.copies)
-        self.temperature: float | None = None
-        self.member_temperatures: list[float] | None = None
+        self.temperature = None
+        self.member_temperatures = None
         self.score = "msp"
         self.record: dict[str, Any] = {}
         self.switches: dict[str, Any] = {}
@@ -121,6 +127,31 @@ class HydraEnsemble(nn.Module):
     def is_classifier(self) -> bool:
         """Whether the host gives class logits (and not embeddings)."""
         return not type(self.host).__name__.endswith(("WithProjection", "VisionModel", "TextModel"))
+
+    # --- calibration -----------------------------------------------------------------------------
+
+    @property
+    def temperature(self) -> float | None:
+        """Divides all members' logits; None when not calibrated."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float | None) -> None:
+        self._temperature = None if value is None else checked_temperature(value)
+
+    @property
+    def member_temperatures(self) -> list[float] | None:
+        """Divide each member's logits; None when not calibrated."""
+        return self._member_temperatures
+
+    @member_temperatures.setter
+    def member_temperatures(self, values: Sequence[float] | None) -> None:
+        checked = None if values is None else [checked_temperature(value) for value in values]
+        if checked is not None and len(checked) != self.members:
+            raise ValueError(
+                f"{len(checked)} member temperatures for {self.members} members: give one for each."
+            )
+        self._member_temperatures = checked
 
     # --- a citizen of the host's library -------------------------------------------------------
 

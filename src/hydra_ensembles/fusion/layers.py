@@ -50,7 +50,7 @@ class PerStream(nn.Module):
         """Apply each stream's module to its part of the folded batch."""
         if len(self.each) == 1:
             return self.each[0](x)
-        parts = x.chunk(len(self.each))
+        parts = streams_of(x, len(self.each))
         return torch.cat([module(part) for module, part in zip(self.each, parts, strict=True)])
 
     def untie_(self, streams: int) -> None:
@@ -213,8 +213,8 @@ class FusedBlock(nn.Module):
 
         Separate products read and write every tensor in place; on a CPU that wins.
         """
-        streams = y.chunk(inputs)
-        query_streams = None if queries is None else queries.chunk(inputs)
+        streams = streams_of(y, inputs)
+        query_streams = None if queries is None else streams_of(queries, inputs)
         result = []
         for group, (stream, weight, bias) in enumerate(packed.projections):
             count = weight.shape[0] // 3
@@ -316,6 +316,11 @@ class FusedBlock(nn.Module):
         # Where siblings read their parent through one norm, it stays one: they share its output.
         if self.bank.plan.inputs == streams or self.norm == "post":
             self.norm1.untie_(streams)
+
+
+def streams_of(x: Tensor, streams: int) -> tuple[Tensor, ...]:
+    """Cut a folded batch into its streams; unlike `chunk`, for any size of batch once compiled."""
+    return x.unflatten(0, (streams, -1)).unbind(0)
 
 
 def _select(x: Tensor, parents: Sequence[int], inputs: int) -> Tensor:

@@ -11,6 +11,7 @@ from .prediction import Prediction as Prediction
 from .prediction import predict_from_logits as predict_from_logits
 from .scores import Score as Score
 from .scores import as_member_logits as as_member_logits
+from .scores import checked_temperature as checked_temperature
 from .scores import disagreement as disagreement
 from .scores import energy as energy
 from .scores import entropy as entropy

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,22 +53,37 @@ def scale_logits(
     """
     logits = as_member_logits(member_logits)
     if member_temperatures is not None:
-        by_member = torch.as_tensor(member_temperatures, dtype=logits.dtype, device=logits.device)
-        if by_member.shape != (logits.shape[1],):
+        count = len(member_temperatures)
+        if count != logits.shape[1]:
             raise ValueError(
-                f"member_temperatures has shape {list(by_member.shape)}, but there are "
-                f"{logits.shape[1]} members. Give one temperature for each member."
+                f"member_temperatures has {count} values, but there are {logits.shape[1]} "
+                "members. Give one temperature for each member."
             )
-        logits = logits / _positive(by_member)[:, None]
+        checked = _positive(member_temperatures)
+        by_member = torch.as_tensor(checked, dtype=logits.dtype, device=logits.device)
+        logits = logits / by_member[:, None]
     if temperature is not None:
-        one = torch.as_tensor(temperature, dtype=logits.dtype, device=logits.device)
-        logits = logits / _positive(one)
+        logits = logits / _positive(temperature)
     return logits
 
 
-def _positive(temperature: Tensor) -> Tensor:
-    if not bool(((temperature > 0) & temperature.isfinite()).all()):
-        raise ValueError(f"Temperature {temperature.tolist()} is not a positive number.")
+def checked_temperature(value: Any) -> float:
+    """Return a temperature as a number, or raise when it is none that can divide logits."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, (str, bool)) or not (math.isfinite(number) and number > 0):
+        raise ValueError(f"Temperature {value!r} is not a positive number.")
+    return number
+
+
+def _positive(temperature: Any) -> Any:
+    """Return temperatures when all are positive numbers; a compiled graph cannot ask."""
+    if not torch.compiler.is_compiling():
+        values = temperature if isinstance(temperature, (Tensor, Sequence)) else [temperature]
+        for value in torch.as_tensor(values).flatten().tolist():
+            checked_temperature(value)
     return temperature
 
 
