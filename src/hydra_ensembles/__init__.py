@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .search.headmap import find_effects as find_effects
     from .search.select import EnsembleObjective as EnsembleObjective
     from .training import average_weights as average_weights
+    from .training import distill as distill
     from .training import finetune as finetune
     from .training import finetune_branch as finetune_branch
     from .uncertainty import Abstention as Abstention
@@ -80,6 +81,7 @@ _NAMES = {
     "compare": "evaluation",
     "compare_table": "evaluation",
     "cost": "costs",
+    "distill": "training",
     "evaluate": "evaluation",
     "explain": "hosts",
     "find_circuit": "search.headmap",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pickle
 
 import pytest
@@ -189,7 +190,12 @@ def test_the_pull_towards_the_host_keeps_weights_near():
     model, data = network(), batches()
 
     def distance(strength):
-        settings = {"epochs": 4, "learning_rate": 1e-2, "weight_decay": 0.0, "max_grad_norm": None}
+        settings = {
+            "epochs": 4,
+            "learning_rate": 1e-2,
+            "weight_decay": 0.0,
+            "max_grad_norm": math.inf,
+        }
         trained = finetune(model, data, towards_host=strength, **settings)[0].model
         return sum(
             (a - b).square().sum().item()
@@ -203,7 +209,7 @@ def test_one_step_is_adamw_on_the_smoothed_loss():
     model, data = network(), batches(count=16)
     model[3].p = 0.0
     trained = finetune(
-        model, data, learning_rate=1e-2, label_smoothing=0.2, warmup=0.0, max_grad_norm=None
+        model, data, learning_rate=1e-2, label_smoothing=0.2, warmup=0.0, max_grad_norm=math.inf
     )[0]
     by_hand = copy.deepcopy(model).train()
     logits = by_hand(data[0][0])

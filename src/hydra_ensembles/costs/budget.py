@@ -126,7 +126,13 @@ class Budget:
 
 
 def branch_options(
-    model: Host, *, members: int, max_cost: float, batch: Any, at_most: float = 0.5
+    model: Host,
+    *,
+    members: int,
+    max_cost: float,
+    batch: Any,
+    at_most: float = 0.5,
+    untied: bool = False,
 ) -> list[Option]:
     """List, from the last block to the first, what the budget allows at each branch layer.
 
@@ -141,13 +147,14 @@ def branch_options(
         batch: A batch in the host's form; only its shapes matter.
         at_most: Largest share of a branched block's heads that a member keeps, also where the
             budget would allow more: members that keep nearly all heads hardly differ.
+        untied: Count members that have been trained: no two share a head's projections.
     """
     counter = counter_of(model, batch)
-    return [
-        option
+    found = (
+        fill(counter, _from(counter, layer), members, max_cost, at_most, untied=untied)
         for layer in reversed(range(len(counter.host)))
-        if (option := fill(counter, _from(counter, layer), members, max_cost, at_most)) is not None
-    ]
+    )
+    return [option for option in found if option is not None]
 
 
 def fit_budget(
@@ -158,6 +165,7 @@ def fit_budget(
     batch: Any,
     branch_layer: int | None = None,
     at_most: float = 0.5,
+    untied: bool = False,
 ) -> Option:
     """Choose one of `branch_options`: the earliest branch that leaves each member its share.
 
@@ -169,7 +177,7 @@ def fit_budget(
     """
     counter = counter_of(model, batch)
     options = branch_options(
-        counter, members=members, max_cost=max_cost, batch=batch, at_most=at_most
+        counter, members=members, max_cost=max_cost, batch=batch, at_most=at_most, untied=untied
     )
     if branch_layer is not None:
         options = [option for option in options if option.branch_layer == branch_layer]
@@ -199,6 +207,7 @@ def budgeted_masks(
     batch: Any,
     branch_layer: int | None = None,
     at_most: float = 0.5,
+    untied: bool = False,
 ) -> list[HeadMask]:
     """Choose members' heads by their scores, within the budget.
 
@@ -211,6 +220,7 @@ def budgeted_masks(
         batch: A batch in the host's form; only its shapes matter.
         branch_layer: Where members part; chosen by `fit_budget` when None.
         at_most: Largest share of a branched block's heads that a member keeps.
+        untied: Count members that will be trained, each with heads of its own.
     """
     tables = [scores] if isinstance(scores, HeadScores) else list(scores)
     if len(tables) not in (1, members):
@@ -227,6 +237,7 @@ def budgeted_masks(
         batch=batch,
         branch_layer=branch_layer,
         at_most=at_most,
+        untied=untied,
     )
     return masks_for(option, scores, members=members)
 
@@ -263,7 +274,12 @@ def deal(scores: HeadScores, keep: Sequence[int], *, members: int) -> list[HeadM
 
 
 def option_cost(
-    model: CostModel, branch_layer: int, keep_per_layer: Sequence[int], members: int
+    model: CostModel,
+    branch_layer: int,
+    keep_per_layer: Sequence[int],
+    members: int,
+    *,
+    untied: bool = False,
 ) -> float:
     """Count M members that part at a layer, with the costliest choice of so many heads."""
     shape = model.host.head_counts
@@ -271,6 +287,8 @@ def option_cost(
 
     def heads(layer: int) -> tuple[tuple[int, ...], ...]:
         count, of = keep_per_layer[layer], shape[layer]  # neighbours: the union is the largest
+        if untied:  # no two members have a head in common
+            of = members * count
         return tuple(tuple(sorted((m * count + i) % of for i in range(count))) for m in each)
 
     layers = [
@@ -329,7 +347,13 @@ def _no_room(
 
 
 def fill(
-    counter: CostModel, layers: Sequence[int], members: int, max_cost: float, at_most: float
+    counter: CostModel,
+    layers: Sequence[int],
+    members: int,
+    max_cost: float,
+    at_most: float,
+    *,
+    untied: bool = False,
 ) -> Option | None:
     """Fill the budget in some layers (see `branch_options`); None when nothing fits.
 
@@ -340,9 +364,12 @@ def fill(
     if members > 1:  # with all heads of the branch they would not part there
         limits[first] = min(limits[first], heads[first] - 1)
 
+    def priced(counts: Sequence[int]) -> float:
+        return option_cost(counter, first, counts, members, untied=untied)
+
     def fits(counts: Sequence[int]) -> bool:
         within = all(count <= limit for count, limit in zip(counts, limits, strict=True))
-        return within and option_cost(counter, first, counts, members) <= max_cost
+        return within and priced(counts) <= max_cost
 
     best: tuple[int, ...] | None = None
     for keep in range(1, max(heads) + 1):
@@ -355,7 +382,7 @@ def fill(
     while True:
         more = next((counts for counts in _one_more(best, layers) if fits(counts)), None)
         if more is None:
-            return Option(first, best, option_cost(counter, first, best, members))
+            return Option(first, best, priced(best))
         best = more
 
 

@@ -45,6 +45,7 @@ def assemble(
     share_branch: bool,
     readout_only: bool,
     average: str,
+    branch_layer: int | None = None,
 ) -> Assembly:
     """Fuse members into one model (see `fuse`)."""
     masks, hosts = _masks_of(list(members), masks)
@@ -70,6 +71,7 @@ def assemble(
         share_trunk=share_trunk,
         share_branch=share_branch,
         readout_only=readout_only and (readout.tokens is not None or readout.positions is not None),
+        branch_layer=branch_layer,
     )
     copies = {}
     for layer_plan in plan.layers:

@@ -25,6 +25,7 @@ def fuse(
     mode: Mode = "fused",
     average: Literal["mlp", "all"] = "mlp",
     family: Family | None = None,
+    branch_layer: int | None = None,
 ) -> HydraEnsemble:
     """Fuse M pruned members into one model.
 
@@ -39,6 +40,8 @@ def fuse(
         average: What is averaged over members that were fine-tuned: `"mlp"` (as in the paper; the
             embeddings too), or `"all"` parts but the heads.
         family: Describe the blocks of a model that we do not know.
+        branch_layer: End the trunk before this block even where members agree in it, so that the
+            blocks from here on can be trained apart from it.
 
     Returns:
         The ensemble. None of the switches changes its output.
@@ -65,6 +68,7 @@ def fuse(
         share_branch=share_branch,
         readout_only=readout_only,
         average=average,
+        branch_layer=branch_layer,
     )
     return HydraEnsemble.around(assembly, hosts[0], mode=mode, switches=switches)
 

@@ -168,6 +168,7 @@ def make_plan(
     share_trunk: bool = True,
     share_branch: bool = True,
     readout_only: bool = True,
+    branch_layer: int | None = None,
 ) -> Plan:
     """Plan the streams of M members.
 
@@ -179,6 +180,7 @@ def make_plan(
         share_trunk: Run members as one stream as long as they agree.
         share_branch: Let siblings that read one input project and attend their heads once.
         readout_only: Run the last block for the readout tokens alone.
+        branch_layer: Let the trunk end before this block even where members agree in it.
     """
     masks = tuple(masks)
     if not masks:
@@ -200,6 +202,8 @@ def make_plan(
             trunk += 1
         if readout_only:
             trunk = min(trunk, depth - 1)
+        if branch_layer is not None:
+            trunk = min(trunk, branch_layer)
     streams = [0] * len(masks)
     layers = []
     for layer in range(trunk, depth):

@@ -1,9 +1,20 @@
-"""Fine-tuning of hosts, pruned members and rivals: seeded, resumable, on accelerate."""
+"""Training of hosts, members and branches: seeded, resumable, on accelerate."""
 
 from __future__ import annotations
 
 from .average import average_weights
 from .branch import finetune_branch
-from .finetuning import FinetunedMember, StepInfo, finetune
+from .distilling import distill
+from .finetuning import finetune
+from .loop import FinetunedMember, StepInfo
+from .settings import Settings
 
-__all__ = ["FinetunedMember", "StepInfo", "average_weights", "finetune", "finetune_branch"]
+__all__ = [
+    "FinetunedMember",
+    "Settings",
+    "StepInfo",
+    "average_weights",
+    "distill",
+    "finetune",
+    "finetune_branch",
+]

@@ -2,53 +2,53 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..data.modes import in_eval
 from ..data.running import progress_bar
-from ..errors import HydraError
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.structure import split_classifier_
-from ..hosts import host_model
-from ..hosts.probe import modules_after_blocks
-from .finetuning import _accelerator
-from .loop import FinetunedMember, Run, Settings, StepInfo
-from .numbered import is_numbered, keys_of, numbered
+from .acceleration import accelerator
+from .loop import FinetunedMember, Run, StepInfo
+from .numbered import keys_of, numbered
 from .outliers import Cycle, Outliers, outlier_stream
-from .stream import Stream, _take, derive_seed, generator
+from .settings import Settings
+from .stream import Stream, derive_seed, generator
+from .trunk import CachedTrunk, still, untied
+
+BRANCH = Settings(bootstrap=True, outlier_weight=0.2)
 
 
 def finetune_branch(
     ensemble: HydraEnsemble,
     data: Iterable[Any],
     *,
-    epochs: int = 1,
-    learning_rate: float = 5e-5,
+    settings: Settings | None = None,
+    epochs: int | None = None,
+    learning_rate: float | None = None,
     seed: int = 0,
-    bootstrap: bool = True,
-    label_smoothing: float = 0.0,
-    towards_host: float = 0.0,
-    distill: float = 0.0,
+    bootstrap: bool | None = None,
+    label_smoothing: float | None = None,
+    towards_host: float | None = None,
+    distill: float | None = None,
     outliers: Outliers | None = None,
-    outlier_weight: float = 0.2,
+    outlier_weight: float | None = None,
     cache_bytes: int = 2 * 2**30,
     trunk_states: dict[Any, Tensor] | None = None,
-    shuffle: bool = True,
-    warmup: float = 0.1,
-    weight_decay: float = 0.01,
-    max_grad_norm: float | None = 1.0,
-    mixed_precision: str = "no",
+    shuffle: bool | None = None,
+    warmup: float | None = None,
+    weight_decay: float | None = None,
+    max_grad_norm: float | None = None,
+    mixed_precision: str | None = None,
     validation: Iterable[Any] | None = None,
-    keep: str = "last",
+    keep: str | None = None,
     folder: str | Path | None = None,
     save_every: int = 200,
     progress: bool = True,
@@ -75,52 +75,33 @@ def finetune_branch(
             returns; labels as in `finetune`. Each sample is remembered by its place: random
             augmentations are drawn once (`cache_bytes=0` draws them anew). Samples that a loader
             pads to another length than the first time run through the trunk again.
-        epochs: Passes over the data.
-        learning_rate: Peak of the schedule.
+        settings: How to train; `Settings(bootstrap=True, outlier_weight=0.2)` by default. The
+            arguments that bear the names of its fields replace them where they are given.
         seed: Decides order, dropout and the members' bootstraps.
-        bootstrap: Whether each member weighs the samples by its own draw; otherwise all count one.
-        label_smoothing: Share of the label given to all classes.
-        towards_host: Strength of the pull towards the starting weights (L2-SP).
-        distill: Share of the labels that is the given ensemble's own prediction, in [0, 1].
         outliers: What members learn to be unsure about: batches, batches by family, or "auto",
             proxies made of `data` (see `make_proxies`), so that no real outliers are needed. They
             are held in memory. Each step takes one batch of them.
-        outlier_weight: Weight of the outliers' loss.
         cache_bytes: Memory for the trunk's outputs, beside the data. What does not fit is computed
             each time it is needed, with the same result (up to rounding).
         trunk_states: A dict to keep the trunk's outputs in, filled by the first of several runs and
             read by the next. Only for the same trunk and the same data: neither is checked.
-        shuffle, warmup, weight_decay, max_grad_norm, mixed_precision, validation, keep, folder,
-            save_every, progress, on_step: As in `finetune`.
+        validation, folder, save_every, progress, on_step: As in `finetune`.
 
     Returns:
         A `FinetunedMember` whose `model` is the trained `HydraEnsemble`, its trunk still frozen and
         its temperatures removed: they were fitted to other weights.
     """
-    settings = Settings(
-        epochs=epochs,
-        learning_rate=learning_rate,
-        label_smoothing=label_smoothing,
-        towards_host=towards_host,
-        bootstrap=bootstrap,
-        shuffle=shuffle,
-        warmup=warmup,
-        weight_decay=weight_decay,
-        max_grad_norm=max_grad_norm,
-        mixed_precision=mixed_precision,
-        keep=keep,
-        distill=distill,
-        outlier_weight=outlier_weight if outliers is not None else 0.0,
-    )
-    if keep == "best" and validation is None:
-        raise ValueError('keep="best" needs validation data: pass validation=..., or keep="last".')
-    model = CachedTrunk(_untied(ensemble), cache_bytes, trunk_states)
+    chosen = (settings or BRANCH).updated(locals())
+    if outliers is None:
+        chosen = replace(chosen, outlier_weight=0.0)
+    chosen.check_validation(validation)
+    model = CachedTrunk(untied(ensemble), cache_bytes, trunk_states)
     odd = None if outliers is None else outlier_stream(outliers, data, seed=seed)
-    with _accelerator(mixed_precision) as accelerator:
+    with accelerator(chosen.mixed_precision) as group:
         result = BranchRun(
             model=model,
-            stream=Stream(numbered(data), seed=seed, shuffle=shuffle),
-            settings=settings,
+            stream=Stream(numbered(data), seed=seed, shuffle=chosen.shuffle),
+            settings=chosen,
             seed=seed,
             member=0,
             is_trained=lambda name, parameter: parameter.requires_grad,
@@ -130,111 +111,17 @@ def finetune_branch(
             save_every=save_every,
             progress=progress,
             on_step=on_step,
-            accelerator=accelerator,
+            accelerator=group,
+            action="fine-tune branch",
             outliers=None if odd is None else Cycle(odd),
-            teacher=CachedTrunk(_still(ensemble), cache_bytes, model._rows) if distill else None,
+            teacher=CachedTrunk(still(ensemble), cache_bytes, model._rows)
+            if chosen.distill
+            else None,
         ).train()
     result.model = model.ensemble
     model.ensemble.mode = ensemble.mode
     model.ensemble.record = {**ensemble.record, "finetune_branch": result.to_dict()}
     return result
-
-
-def _untied(ensemble: HydraEnsemble) -> HydraEnsemble:
-    """Return a copy in which all that members may own is their own, and nothing else trains."""
-    if not isinstance(ensemble, HydraEnsemble) or not ensemble.is_classifier:
-        raise HydraError(
-            f"finetune_branch trains a fused classifier, not {type(ensemble).__name__} "
-            f"({type(getattr(ensemble, 'host', ensemble)).__name__}). Make one with fuse(model, "
-            "masks), or train a plain model with finetune."
-        )
-    if len(ensemble.plan.ends) == 1 or not len(ensemble.body.branch):
-        raise HydraError(
-            "The members' masks are all equal, so they have no branch of their own to train. "
-            "Give fuse masks that differ."
-        )
-    result = copy.deepcopy(ensemble).untie_().freeze_trunk_()
-    result.mode, result.temperature, result.member_temperatures = "fused", None, None
-    # probed on a member: a plain host, whatever was split by member before
-    member = host_model(result.member(0), family=result.body.family)
-    streams = len(result.plan.ends)
-    for path in modules_after_blocks(member):
-        name = f"classifier.{path}"
-        if result.readout.folds and streams > 1 and name not in result.copies:
-            split_classifier_(result.host, {name: streams})
-            result.copies[name] = streams
-        result.host.get_submodule(path).requires_grad_(True)
-    return result
-
-
-def _still(ensemble: HydraEnsemble) -> HydraEnsemble:
-    """Return a copy that only predicts."""
-    result = copy.deepcopy(ensemble).eval().requires_grad_(False)
-    result.mode = "fused"
-    return result
-
-
-class _Reached(Exception):
-    """Carries the trunk's output out of the host, whose other half need not run."""
-
-
-class CachedTrunk(nn.Module):
-    """An ensemble that remembers its trunk's output for numbered batches (see `numbered`)."""
-
-    def __init__(
-        self,
-        ensemble: HydraEnsemble,
-        cache_bytes: int,
-        states: dict[Any, Tensor] | None = None,
-    ) -> None:
-        super().__init__()
-        self.ensemble = ensemble
-        self.cache_bytes = cache_bytes
-        self._rows: dict[Any, Tensor] = {} if states is None else states
-        self.used_bytes = sum(row.numel() * row.element_size() for row in self._rows.values())
-
-    def member_logits(self, batch: Any) -> Tensor:
-        """Return the members' logits [batch, member, class] of a numbered or a plain batch."""
-        if not is_numbered(batch):
-            return self.ensemble.member_logits(batch)
-        with self.ensemble.body.told(trunk_states=self.trunk_states(batch)):
-            return self.ensemble.member_logits(batch["batch"])
-
-    def remember(self, batches: Iterable[Any]) -> None:
-        """Compute and keep the trunk's output of numbered batches, as many as the bound allows."""
-        for batch in batches if self.cache_bytes > 0 else ():
-            if all(key in self._rows for key in keys_of(batch)):
-                continue
-            states = self._compute(batch["batch"])
-            size = states.numel() * states.element_size()
-            if self.used_bytes + size > self.cache_bytes:
-                return
-            self.used_bytes += size
-            self._rows.update(zip(keys_of(batch), states.cpu(), strict=True))
-
-    def trunk_states(self, batch: Any) -> Tensor:
-        """Return the trunk's output [batch, tokens, width]; compute only what is not known."""
-        rows = [self._rows.get(key) for key in keys_of(batch)]
-        missing = [place for place, row in enumerate(rows) if row is None]
-        if len(missing) == len(rows):
-            return self._compute(batch["batch"])
-        if missing:
-            states = self._compute(_take(batch["batch"], torch.tensor(missing))).cpu()
-            for place, row in zip(missing, states, strict=True):
-                rows[place] = row
-        return torch.stack(rows).to(self.ensemble.device)  # type: ignore[arg-type]
-
-    def _compute(self, batch: Any) -> Tensor:
-        def stop(states: Tensor) -> None:
-            raise _Reached(states)
-
-        model = in_eval(self.ensemble)
-        try:
-            with torch.no_grad(), model.body.told(at_branch=stop):
-                model.member_logits(batch)
-        except _Reached as reached:
-            return reached.args[0]
-        raise HydraError("The host ran without its blocks. Please report this.")
 
 
 @dataclass
@@ -248,19 +135,18 @@ class BranchRun(Run):
 
     def _run_epochs(self) -> None:
         # In the data's own order, whatever was trained before: a resumed run gets the same bits.
-        in_order = Stream(self.stream.data, seed=self.seed, shuffle=False)
         shown = self.progress and self.accelerator.is_main_process
         torch.manual_seed(derive_seed("trunk", self.seed))
         with self.accelerator.autocast():
             self.model.remember(
-                progress_bar(
-                    in_order.epoch(0), description="trunk", enabled=shown, total=len(in_order)
-                )
+                progress_bar(self._remembered(), description="trunk", enabled=shown)
             )
-            if self.outliers is not None:
-                odd = self.outliers.stream.data
-                self.model.remember(progress_bar(odd, description="outliers", enabled=shown))
         super()._run_epochs()
+
+    def _remembered(self) -> Iterable[Any]:
+        """Return the batches whose trunk states are kept, in an order that never changes."""
+        in_order = Stream(self.stream.data, seed=self.seed, shuffle=False)
+        return chain(in_order.epoch(0), () if self.outliers is None else self.outliers.stream.data)
 
     def _loss(self, batch: Any) -> Tensor:
         logits, labels = self._answer(batch)

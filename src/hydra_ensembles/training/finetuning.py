@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..errors import HydraError, MissingDependencyError
-from .loop import FinetunedMember, Run, Settings, StepInfo
+from .acceleration import accelerator
+from .loop import FinetunedMember, Run, StepInfo
+from .settings import Settings
 from .stream import Stream
 
 ParameterChoice = str | Callable[[str, nn.Parameter], bool] | None
-
-__all__ = ["FinetunedMember", "StepInfo", "finetune"]
 
 
 def finetune(
     model_or_members: nn.Module | Sequence[nn.Module],
     data: Iterable[Any],
     *,
-    epochs: int = 1,
-    learning_rate: float = 5e-5,
+    settings: Settings | None = None,
+    epochs: int | None = None,
+    learning_rate: float | None = None,
     seed: int | Sequence[int] = 0,
     parameters: ParameterChoice = None,
-    label_smoothing: float = 0.0,
-    towards_host: float = 0.0,
-    bootstrap: bool = False,
-    shuffle: bool = True,
+    label_smoothing: float | None = None,
+    towards_host: float | None = None,
+    bootstrap: bool | None = None,
+    shuffle: bool | None = None,
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-    warmup: float = 0.1,
-    weight_decay: float = 0.01,
-    max_grad_norm: float | None = 1.0,
-    mixed_precision: str = "no",
+    warmup: float | None = None,
+    weight_decay: float | None = None,
+    max_grad_norm: float | None = None,
+    mixed_precision: str | None = None,
     validation: Iterable[Any] | None = None,
-    keep: str = "last",
+    keep: str | None = None,
     folder: str | Path | None = None,
     save_every: int = 200,
     progress: bool = True,
@@ -63,24 +61,16 @@ def finetune(
             numbers `[B]` or probabilities `[B, C]`: a teacher's answers, to distil it. A list of
             batches of equal shapes is shuffled by sample, other lists by batch, a `DataLoader` by
             its data set; anything else keeps its own order (see `Stream`).
-        epochs: Passes over the data.
-        learning_rate: Peak of the schedule.
+        settings: How to train; `Settings()` by default. The arguments `epochs`, `learning_rate`,
+            `label_smoothing`, `towards_host`, `bootstrap`, `shuffle`, `warmup`, `weight_decay`,
+            `max_grad_norm`, `mixed_precision` and `keep` replace its fields where they are given.
         seed: One number, or one per member. Members of a list get `seed`, `seed + 1`, ... .
         parameters: What is trained: a regular expression searched in the parameters' names, or a
             function `(name, parameter) -> bool`; None trains all that require gradients.
-        label_smoothing: Share of the label given to all classes, for the default loss.
-        towards_host: Strength of the pull towards the starting weights.
-        bootstrap: Whether each member resamples the data with its seed.
-        shuffle: Whether to shuffle at all.
         loss: Replaces cross-entropy: `(logits [B, M, C], labels) -> scalar`; M is 1 for a
             plain classifier.
-        warmup: Share of the steps in which the learning rate rises.
-        weight_decay: Decoupled decay of matrices (not of biases and norms).
-        max_grad_norm: Gradients are clipped to this norm; None for no limit.
-        mixed_precision: "no", "bf16" or "fp16".
         validation: Data for NLL and accuracy after each epoch.
-        keep: "last" weights, or the "best" epoch's by validation NLL.
-        folder: Where checkpoints go, one sub-folder a member. Start again with the same arguments
+        folder: Where checkpoints go, one sub-folder per member. Start again with the same arguments
             to resume. Nothing is pickled.
         save_every: Steps between checkpoints; epochs are always saved.
         progress: Whether to show a bar on a terminal.
@@ -89,29 +79,18 @@ def finetune(
     Returns:
         One `FinetunedMember` for each member, with the trained `model` in evaluation mode.
     """
-    settings = Settings(
-        epochs=epochs,
-        learning_rate=learning_rate,
-        label_smoothing=label_smoothing,
-        towards_host=towards_host,
-        bootstrap=bootstrap,
-        shuffle=shuffle,
-        warmup=warmup,
-        weight_decay=weight_decay,
-        max_grad_norm=max_grad_norm,
-        mixed_precision=mixed_precision,
-        keep=keep,
-    )
-    if keep == "best" and validation is None:
-        raise ValueError('keep="best" needs validation data: pass validation=..., or keep="last".')
+    chosen = (settings or Settings()).updated(locals())
+    chosen.check_validation(validation)
     members = _members_and_seeds(model_or_members, seed)
     trained = []
     for index, (model, member_seed) in enumerate(members):
-        with _accelerator(mixed_precision) as accelerator:
+        with accelerator(chosen.mixed_precision) as group:
             run = Run(
                 model=copy.deepcopy(model),
-                stream=Stream(data, seed=member_seed, shuffle=shuffle, bootstrap=bootstrap),
-                settings=settings,
+                stream=Stream(
+                    data, seed=member_seed, shuffle=chosen.shuffle, bootstrap=chosen.bootstrap
+                ),
+                settings=chosen,
                 seed=member_seed,
                 member=index,
                 is_trained=_chooser(parameters),
@@ -121,7 +100,8 @@ def finetune(
                 save_every=save_every,
                 progress=progress,
                 on_step=on_step,
-                accelerator=accelerator,
+                accelerator=group,
+                action=f"fine-tune member {index}",
             )
             trained.append(run.train())
     return trained
@@ -151,32 +131,3 @@ def _chooser(parameters: ParameterChoice) -> Callable[[str, nn.Parameter], bool]
         return parameters
     pattern = re.compile(parameters)
     return lambda name, parameter: pattern.search(name) is not None
-
-
-@contextlib.contextmanager
-def _accelerator(mixed_precision: str) -> Iterator[Any]:
-    """Yield an `Accelerator`, leaving accelerate's process-wide state as it was found."""
-    try:
-        from accelerate import Accelerator
-        from accelerate.state import AcceleratorState
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Fine-tuning needs accelerate. Install it with: pip install 'hydra-ensembles[train]'."
-        ) from error
-    known = ("no", "bf16", "fp16")
-    if mixed_precision not in known:
-        raise ValueError(f"mixed_precision is {mixed_precision!r}, but must be one of {known}.")
-    # the precision is fixed for the whole process once a state exists: never touch a user's own
-    foreign = AcceleratorState._shared_state.get("_mixed_precision")
-    if foreign is not None and foreign != mixed_precision:
-        raise HydraError(
-            f"This process already runs accelerate with mixed_precision={foreign!r}, "
-            f"but {mixed_precision!r} was asked for. Pass mixed_precision={foreign!r}."
-        )
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield Accelerator(mixed_precision=mixed_precision)
-    finally:
-        if foreign is None:
-            AcceleratorState._reset_state()

@@ -22,36 +22,8 @@ from .checkpoint import (
     with_prefix,
     write_checkpoint,
 )
+from .settings import Settings
 from .stream import Stream, derive_seed
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What decides a run's result, apart from the model, the data and the seed."""
-
-    epochs: int
-    learning_rate: float
-    label_smoothing: float
-    towards_host: float
-    bootstrap: bool
-    shuffle: bool
-    warmup: float
-    weight_decay: float
-    max_grad_norm: float | None
-    mixed_precision: str
-    keep: str
-    distill: float = 0.0
-    outlier_weight: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.distill <= 1:
-            raise ValueError(f"distill is {self.distill}; expected a share in [0, 1].")
-        if self.epochs < 1:
-            raise ValueError(f"epochs is {self.epochs}; at least 1 is needed.")
-        if not 0 <= self.warmup < 1:
-            raise ValueError(f"warmup is {self.warmup}; expected a share of the steps in [0, 1).")
-        if self.keep not in ("last", "best"):
-            raise ValueError(f'keep is {self.keep!r}; expected "last" or "best".')
 
 
 @dataclass(frozen=True)
@@ -129,6 +101,7 @@ class Run:
     progress: bool
     on_step: Callable[[StepInfo], None] | None
     accelerator: Any
+    action: str = "fine-tune"  # what the progress bar calls it
 
     def train(self) -> FinetunedMember:
         """Train from the start, or from the checkpoint if there is one."""
@@ -157,7 +130,7 @@ class Run:
         if not self.steps_per_epoch:
             raise DataError(f"{len(self.stream)} batches cannot feed {world} processes.")
         self.steps = self.steps_per_epoch * self.settings.epochs
-        self.step, self.loss_sum = 0, 0.0
+        self.step, self.epoch, self.loss_sum = 0, 0, 0.0
         self.history: list[dict[str, float]] = []
         self.best: dict[str, Tensor] = {}
         self.trained: dict[str, nn.Parameter] = {}
@@ -180,29 +153,38 @@ class Run:
         self.model.to(self.accelerator.device)
         pull = self.settings.towards_host
         self.start = {n: p.detach().clone() for n, p in self.trained.items()} if pull else {}
-        decayed = [p for p in self.trained.values() if p.ndim > 1]
-        others = [p for p in self.trained.values() if p.ndim <= 1]
-        groups = [
-            {"params": decayed, "weight_decay": self.settings.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=self.settings.learning_rate
-        )
+        self.optimizer = torch.optim.AdamW(self._groups(), lr=self.settings.learning_rate)
         self.wrapped, self.stepper = self.accelerator.prepare(Answer(self.model), self.optimizer)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Group the trained parameters by their share of the learning rate and by decay."""
+        groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+        for name, parameter in self.trained.items():
+            groups.setdefault((self._rate_of(name), parameter.ndim > 1), []).append(parameter)
+        decay = self.settings.weight_decay
+        ordered = sorted(groups.items(), key=lambda group: (-group[0][0], not group[0][1]))
+        return [
+            {"params": parameters, "weight_decay": decay if decayed else 0.0, "share": share}
+            for (share, decayed), parameters in ordered
+        ]
+
+    def _rate_of(self, name: str) -> float:
+        """Return a parameter's share of the learning rate."""
+        return 1.0
 
     def _run_epochs(self) -> None:
         from tqdm.auto import tqdm
 
         silent = None if self.progress and self.accelerator.is_main_process else True
         bar = tqdm(total=self.steps, initial=self.step, disable=silent, unit="step")
-        bar.set_description(f"fine-tune member {self.member}")
+        bar.set_description(self.action)
         with bar:
             for epoch in range(self.step // self.steps_per_epoch, self.settings.epochs):
                 self._run_epoch(epoch, bar)
 
     def _run_epoch(self, epoch: int, bar: Any) -> None:
         self.model.train()
+        self.epoch = epoch
         done = self.step - epoch * self.steps_per_epoch
         self._seed_step(epoch, -1)
         batches = self.stream.epoch(epoch)
@@ -245,7 +227,7 @@ class Run:
         settings = self.settings
         factor = schedule(self.step, self.steps, settings.warmup)
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.learning_rate * factor
+            group["lr"] = settings.learning_rate * factor * group["share"]
         loss = self._loss(batch)
         value = loss.item()
         if not math.isfinite(value):
@@ -259,7 +241,7 @@ class Run:
             parameter = self.trained[name]
             if parameter.grad is not None:
                 parameter.grad.add_(parameter.detach() - start, alpha=settings.towards_host)
-        if settings.max_grad_norm is not None:
+        if math.isfinite(settings.max_grad_norm):
             nn.utils.clip_grad_norm_(self.trained.values(), settings.max_grad_norm)
         self.stepper.step()
         self.stepper.zero_grad()

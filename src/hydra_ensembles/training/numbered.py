@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ..data.batches import Batches
+from ..data.batches import Batches, batch_length
 from ..data.running import split_batch
 from ..errors import DataError
 from .stream import _is_seedable, _leaves
@@ -18,8 +18,12 @@ from .stream import _is_seedable, _leaves
 _KEYS = {"samples", "labels", "batch"}
 
 
-def numbered(data: Iterable[Any]) -> list[Any] | DataLoader[Any]:
+def numbered(data: Iterable[Any], *, need_labels: bool = True) -> list[Any] | DataLoader[Any]:
     """Give every sample a number that stays with it however `Stream` shuffles.
+
+    Args:
+        data: A list of batches, `Batches`, or a `DataLoader` over a map-style data set.
+        need_labels: Raise where a batch has none; otherwise they are zeros there.
 
     Returns:
         Data whose batches are dicts: `batch` as it was, its `labels`, and the numbers `samples`.
@@ -27,15 +31,15 @@ def numbered(data: Iterable[Any]) -> list[Any] | DataLoader[Any]:
     if isinstance(data, (list, tuple)):
         result, start = [], 0
         for batch in data:
-            size = len(_labels(batch))
-            result.append(_number(batch, torch.arange(start, start + size)))
+            size = batch_length(batch)
+            result.append(_number(batch, torch.arange(start, start + size), need_labels))
             start += size
         return result
     if isinstance(data, Batches):
         return DataLoader(
             range(data.count),  # type: ignore[arg-type]
             batch_size=data.batch_size,
-            collate_fn=partial(_load, partial(_from_batches, data)),
+            collate_fn=partial(_load, partial(_from_batches, data), need_labels),
         )
     if isinstance(data, DataLoader) and _is_seedable(data):
         return DataLoader(
@@ -45,7 +49,9 @@ def numbered(data: Iterable[Any]) -> list[Any] | DataLoader[Any]:
             num_workers=data.num_workers,
             pin_memory=data.pin_memory,
             worker_init_fn=data.worker_init_fn,
-            collate_fn=partial(_load, partial(_from_dataset, data.dataset, data.collate_fn)),
+            collate_fn=partial(
+                _load, partial(_from_dataset, data.dataset, data.collate_fn), need_labels
+            ),
         )
     raise DataError(
         f"Samples of a {type(data).__name__} cannot be told apart from pass to pass. Pass a list "
@@ -65,12 +71,14 @@ def keys_of(batch: Any) -> list[tuple[Any, ...]]:
     return [(number, shapes) for number in batch["samples"].tolist()]
 
 
-def _number(batch: Any, samples: Tensor) -> dict[str, Any]:
-    return {"samples": samples, "labels": _labels(batch), "batch": batch}
+def _number(batch: Any, samples: Tensor, need_labels: bool) -> dict[str, Any]:
+    return {"samples": samples, "labels": _labels(batch, need_labels), "batch": batch}
 
 
-def _labels(batch: Any) -> Tensor:
+def _labels(batch: Any, needed: bool) -> Tensor:
     labels = split_batch(batch)[2]
+    if labels is None and not needed:
+        return torch.zeros(batch_length(batch), dtype=torch.long)
     if labels is None:
         raise DataError("A batch has no labels. Give (inputs, labels), or dicts with 'labels'.")
     return labels
@@ -79,8 +87,10 @@ def _labels(batch: Any) -> Tensor:
 # Functions and no closures below: a loader's workers may have to unpickle them.
 
 
-def _load(load: Callable[[Sequence[int]], Any], numbers: Sequence[int]) -> dict[str, Any]:
-    return _number(load(numbers), torch.tensor(numbers))
+def _load(
+    load: Callable[[Sequence[int]], Any], need_labels: bool, numbers: Sequence[int]
+) -> dict[str, Any]:
+    return _number(load(numbers), torch.tensor(numbers), need_labels)
 
 
 def _from_batches(data: Batches, numbers: Sequence[int]) -> Any:

@@ -75,6 +75,10 @@ class Cycle:
         self._next = -1
         self._batches: Iterator[Any] = iter(())
 
+    def turn(self, number: int) -> int:
+        """Return how often all batches were seen before batch `number`."""
+        return number // len(self.stream)
+
     def at(self, number: int) -> Any:
         """Return batch `number`."""
         turn, place = divmod(number, len(self.stream))

@@ -127,7 +127,7 @@ class ProxyData:
         generator = torch.Generator().manual_seed(self._seed)
         for batch in self.data:
             seeds = draw_seeds(batch_length(batch), generator)
-            yield self._make(without_labels(batch), seeds)
+            yield apply_proxy(self._proxy, without_labels(batch), seeds, self._context)
 
     def __len__(self) -> int:
         return len(self.data)  # type: ignore[arg-type]
@@ -146,21 +146,25 @@ class ProxyData:
         whole.update(fingerprint([next(iter(self))]).encode())
         return whole.hexdigest()
 
-    def _make(self, batch: Batch, seeds: Tensor) -> Batch:
-        if self._proxy.modality == "text":
-            return tokens.apply(self._proxy.make, batch, seeds, self._context.tokens)
-        images, context = images_of(batch), self._context.images
-        if images is None:
-            raise DataError(f"Expected a batch of images; {describe(batch)}.")
-        draws = Draws(seeds, images.device)
-        made = self._proxy.make(context.to_pixels(images), draws, context)
-        return with_images(batch, context.from_pixels(made, images))
+
+def apply_proxy(proxy: Proxy, batch: Batch, seeds: Tensor, context: Context) -> Batch:
+    """Make one proxy of every example of a batch, each by its own seed `[batch]`."""
+    if proxy.modality == "text":
+        return tokens.apply(proxy.make, batch, seeds, context.tokens)
+    images = images_of(batch)
+    if images is None:
+        raise DataError(f"Expected a batch of images; {describe(batch)}.")
+    draws = Draws(seeds, images.device)
+    made = proxy.make(context.images.to_pixels(images), draws, context.images)
+    return with_images(batch, context.images.from_pixels(made, images))
 
 
 __all__ = [
+    "Context",
     "ImageContext",
     "Proxy",
     "TokenContext",
+    "apply_proxy",
     "image_proxy",
     "make_proxies",
     "proxies",

@@ -1,0 +1,132 @@
+"""The teachers' answers to every view of every example: computed once, kept on disk."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._records import write_whole
+from ..data.running import progress_bar
+from ..errors import DataError
+from .teachers import Answer, Teacher
+
+
+@dataclass(frozen=True)
+class Part:
+    """Examples that teachers answer: the data, or the outliers.
+
+    Attributes:
+        name: Of its files.
+        count: Examples.
+        views: Views of each.
+        batches: A view's number to its batches, in the examples' order.
+    """
+
+    name: str
+    count: int
+    views: int
+    batches: Callable[[int], Iterable[Any]]
+
+
+class Answers:
+    """Log-probabilities of T teachers by part, view and example.
+
+    A teacher with several members (an ensemble) counts as that many teachers. With a folder the
+    answers are files that are read row by row; one teacher at a time is open, and what is there
+    already is not computed again.
+    """
+
+    def __init__(
+        self,
+        teachers: Sequence[Teacher],
+        parts: Sequence[Part],
+        *,
+        folder: Path | None,
+        progress: bool = True,
+    ) -> None:
+        self.parts = {part.name: part for part in parts}
+        self._tables: dict[tuple[str, int], list[np.ndarray]] = {
+            (part.name, view): [] for part in parts for view in range(part.views)
+        }
+        for place, teacher in enumerate(teachers):
+            for key, table in _answers_of(teacher, place, parts, folder, progress).items():
+                self._tables[key].append(table)
+        first = next(iter(self._tables.values()))
+        if len({table.shape[2] for table in first}) > 1:
+            found = ", ".join(
+                f"{t.name}: {a.shape[2]}" for t, a in zip(teachers, first, strict=True)
+            )
+            raise DataError(f"Teachers have different numbers of classes ({found}).")
+        self.teachers = sum(table.shape[1] for table in first)
+        self.classes = first[0].shape[2]
+
+    def rows(self, part: str, view: int, examples: Tensor) -> Tensor:
+        """Return the answers to some examples' view, `[example, teacher, class]`."""
+        index = examples.numpy()
+        tables = [np.asarray(table[index]) for table in self._tables[part, view]]
+        return torch.from_numpy(np.concatenate(tables, 1))
+
+
+def _answers_of(
+    teacher: Teacher, place: int, parts: Sequence[Part], folder: Path | None, progress: bool
+) -> dict[tuple[str, int], np.ndarray]:
+    """Return one teacher's tables `[example, member, class]`, opening it only if one is missing."""
+    if teacher.table is not None:
+        (part,) = parts  # a table answers the data as it is, nothing else
+        if len(teacher.table) != part.count:
+            raise DataError(
+                f"The table of {teacher.name} has {len(teacher.table)} rows, but the data has "
+                f"{part.count} examples. Give one row for each example, in the data's order."
+            )
+        return {(part.name, 0): teacher.table}
+    wanted = {(part.name, view): part for part in parts for view in range(part.views)}
+    paths = {
+        key: None if folder is None else folder / f"teacher-{place}-{key[0]}-{key[1]}.npy"
+        for key in wanted
+    }
+    found: dict[tuple[str, int], np.ndarray] = {}
+    missing = [key for key, path in paths.items() if path is None or not path.exists()]
+    if missing:
+        assert teacher.open is not None
+        with teacher.open() as answer:
+            for key in missing:
+                said = f"{teacher.name}: {key[0]} {key[1]}"
+                found[key] = _table(answer, wanted[key], key[1], said if progress else "")
+                path = paths[key]
+                if path is not None:
+                    content = io.BytesIO()
+                    np.save(content, found[key], allow_pickle=False)
+                    write_whole(path, content.getvalue())
+    for key, path in paths.items():
+        if path is not None:
+            found[key] = np.load(path, mmap_mode="r", allow_pickle=False)
+    return found
+
+
+def _table(answer: Answer, part: Part, view: int, said: str) -> np.ndarray:
+    batches = progress_bar(part.batches(view), description=said, enabled=bool(said))
+    table = torch.cat([answer(batch) for batch in batches]).numpy()
+    if len(table) != part.count:
+        raise DataError(
+            f"A teacher gave {len(table)} answers for {part.count} examples ({part.name})."
+        )
+    return table
+
+
+def assign(teachers: int, members: int) -> Tensor:
+    """Return each member's share of each teacher, `[member, teacher]`; rows sum to one.
+
+    One teacher per member when there are as many. With more teachers, member m learns from the
+    mean of teachers m, m + M, m + 2 M, ...; with fewer, from teacher m mod T.
+    """
+    shares = torch.zeros(members, teachers)
+    for number in range(max(teachers, members)):
+        shares[number % members, number % teachers] = 1.0
+    return shares / shares.sum(1, keepdim=True)

@@ -1,0 +1,494 @@
+"""`distill`: one teacher per member, into one fused model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._records import check_same_run, model_fingerprint, write_whole
+from ..costs.budget import budgeted_masks, counter_of, fit_budget
+from ..costs.counting import cost
+from ..criteria import Criterion, score_heads
+from ..data.batches import (
+    Batches,
+    as_data,
+    batch_length,
+    check_reiterable,
+    labels_of,
+    take,
+    without_labels,
+)
+from ..data.running import collect_logits
+from ..data.splits import fingerprint, split
+from ..errors import DataError, HydraError, MaskError
+from ..fusion.ensemble import HydraEnsemble
+from ..fusion.fusing import fuse
+from ..heads.masks import HeadMask
+from ..hosts import HostModel, host_model
+from ..uncertainty.calibration import find_temperature
+from .acceleration import accelerator
+from .answers import Answers, Part, assign
+from .branch import BranchRun
+from .loop import StepInfo
+from .numbered import keys_of, numbered
+from .outliers import FIRST_NUMBER, Cycle
+from .settings import Settings
+from .stream import Stream, _leaves, _pool, _take, derive_seed, generator
+from .teachers import Teacher, read_teachers
+from .trunk import CachedTrunk, untied
+from .views import Views
+
+DISTILL = Settings(
+    epochs=10, learning_rate=5e-4, weight_decay=0.01, distill=1.0, outlier_weight=1.0, views=4
+)
+HELD_OUT = 0.1
+POOL_BYTES = 2**29
+"""Views are kept in memory up to this size, so that they are made once for all teachers."""
+
+
+def distill(
+    model: nn.Module | HostModel,
+    teachers: Any,
+    data: Any,
+    *,
+    members: int = 3,
+    max_cost: float = 1.07,
+    masks: Sequence[HeadMask] | None = None,
+    branch_layer: int | None = None,
+    criterion: str | Criterion = "magnitude",
+    outliers: Any = "auto",
+    augment: bool = True,
+    validation: Any = None,
+    settings: Settings | None = None,
+    epochs: int | None = None,
+    learning_rate: float | None = None,
+    trunk_rate: float | None = None,
+    views: int | None = None,
+    outlier_weight: float | None = None,
+    teacher_temperature: float | None = None,
+    mixed_precision: str | None = None,
+    seed: int = 0,
+    calibrate: bool = True,
+    novelty: bool = True,
+    folder: str | Path | None = None,
+    cache_bytes: int = 2 * 2**30,
+    save_every: int = 200,
+    progress: bool = True,
+    on_step: Callable[[StepInfo], None] | None = None,
+) -> HydraEnsemble:
+    """Distil teachers into one fused model: member m learns teacher m's own probabilities.
+
+    Members that learn one loss, or the mean of an ensemble, agree almost everywhere. Here each has
+    a teacher and a loss of its own,
+
+        L = sum_m E_x [-sum_c q_m(c | x) log p_m(c | x)],
+
+    never the loss of the mean (Tran et al., 2020, arXiv 2001.04694; arXiv 2301.11323), over the
+    data, lightly changed, and over variants of it whose label is destroyed, where teachers disagree
+    most. Labels are not needed.
+
+    The teachers answer first, one after another, and their answers are kept in `folder`; then the
+    members train. A run that was stopped and is started again with the same arguments ends with
+    the same weights to the bit.
+
+    Args:
+        model: The host: the trunk and every member start from its weights. It is not changed.
+        teachers: One of these, or a list: a model; an ensemble (each of its members is a teacher);
+            a callable, called as the host is, that returns logits or probabilities; a table of
+            probabilities `[example, class]` in the data's order (a tensor, an array, a `.npy` or
+            `.safetensors` file); a path to a checkpoint of a `finetune` run of this model, or to a
+            folder of `save_pretrained`, which is opened when its turn comes. With as many teachers
+            as members, each member has one; with more, member m learns the mean of teachers m,
+            m + M, m + 2 M, ... (one member: the mean of all); with fewer, that of teacher m mod T.
+        data: Batches with or without labels, the same at each pass: a list of batches, a
+            `DataLoader` over a map-style data set or what `load_data` returns.
+        members: Number of members M. One gives a single student.
+        max_cost: Bound on counted multiply-adds relative to the plain host: it decides where
+            members part and how many heads each keeps.
+        masks: The members' heads, in place of those that the budget and `criterion` choose.
+        branch_layer: The block at which members part, in place of the one that the budget chooses.
+        criterion: Scores the heads that members take turns to pick; all but `magnitude` and
+            `random` need labelled data.
+        outliers: Inputs without a label to learn the teachers' answers on: `"auto"`, label-
+            destroying variants of the data; batches, or batches by family; None for none.
+        augment: Whether views of the data after the first are lightly changed.
+        validation: Labelled data for the temperature, and for NLL after each epoch. By default a
+            tenth of the data is held out if it has labels; without labels nothing is calibrated.
+        settings: How to train; see `Settings`. `epochs`, `learning_rate`, `trunk_rate`, `views`,
+            `outlier_weight`, `teacher_temperature` and `mixed_precision` replace its fields.
+        seed: Decides the order, the views, dropout and what is held out.
+        calibrate: Fit a temperature on validation data.
+        novelty: Fit the novelty of inputs on the data.
+        folder: Where answers and checkpoints go.
+        cache_bytes: Memory for outputs of a frozen trunk.
+        save_every: Steps between checkpoints.
+        progress: Show bars on a terminal.
+        on_step: Called after each step with a `StepInfo`.
+
+    Returns:
+        The ensemble in evaluation mode; `.record` says what was done.
+
+    Example:
+        >>> student = distill(model, [first, second, third], train, folder="runs/student")
+        >>> student.predict(batch).mutual_information
+    """
+    chosen = (settings or DISTILL).updated(locals())
+    host = host_model(model)
+    place = None if folder is None else Path(folder)
+    found = read_teachers(teachers, host.model)
+    train, held = _parts(as_data(data), validation, seed)
+    if any(teacher.table is not None for teacher in found):
+        # a table knows the data as it is and nothing else
+        if validation is None and held is not None:
+            train, held = as_data(data), None
+        if outliers == "auto":
+            outliers = None
+        if outliers is not None:
+            raise DataError(
+                "A table of probabilities does not answer outliers: pass outliers=None."
+            )
+        chosen = replace(chosen, views=1)
+    if outliers is None:
+        chosen = replace(chosen, outlier_weight=0.0)
+    chosen.check_validation(held)
+    batch = _first_batch(train)
+    start = _start(host, batch, members, max_cost, masks, branch_layer, criterion, train, progress)
+    ratio = cost(start, batch).relative_to(cost(host.model, batch)).multiply_adds
+    if masks is None and ratio > max_cost + 1e-6:
+        raise MaskError(f"The members cost {ratio:.3f} x, more than max_cost={max_cost}.")
+    lessons = Lessons(train, outliers, chosen, seed=seed, augment=augment)
+    if place is not None:
+        _check_folder(place, lessons, found, start, chosen, seed)
+    trained = CachedTrunk(start, cache_bytes, frozen=chosen.trunk_rate == 0)
+    slow = {n for n, p in trained.named_parameters() if not p.requires_grad}
+    if chosen.trunk_rate:
+        trained.requires_grad_(True)
+    with accelerator(chosen.mixed_precision) as group:
+        if place is not None and not group.is_main_process:
+            group.wait_for_everyone()  # the first process writes, the others read
+        answers = Answers(
+            found,
+            lessons.parts,
+            folder=None if place is None else place / "answers",
+            progress=progress and group.is_main_process,
+        )
+        if place is not None and group.is_main_process:
+            group.wait_for_everyone()
+        shares = assign(answers.teachers, members)
+        result = DistillRun(
+            model=trained,
+            stream=Stream(lessons.data, seed=seed, shuffle=chosen.shuffle),
+            settings=chosen,
+            seed=seed,
+            member=0,
+            is_trained=lambda name, parameter: parameter.requires_grad,
+            loss=None,
+            validation=held,
+            folder=place,
+            save_every=save_every,
+            progress=progress,
+            on_step=on_step,
+            accelerator=group,
+            action="distil",
+            outliers=lessons.outlier_cycle(),
+            lessons=lessons,
+            answers=answers,
+            shares=shares,
+            slow=frozenset(slow),
+        ).train()
+    ensemble = trained.ensemble.eval()
+    ensemble.record = {
+        "made_by": "distill",
+        "settings": asdict(chosen),
+        "seed": seed,
+        "teachers": [teacher.name for teacher in found],
+        "shares": shares.tolist(),
+        "examples": {part.name: part.count for part in lessons.parts},
+        "outliers": lessons.kinds,
+        "masks": [mask.tolist() for mask in ensemble.masks],
+        "cost": ratio,
+        "training": result.to_dict(),
+    }
+    if calibrate and held is not None:
+        logits, labels = collect_logits(ensemble, held, name="validation", need_labels=True)
+        assert labels is not None
+        found_temperature = find_temperature(logits, labels)
+        ensemble.temperature = found_temperature.temperature
+        ensemble.record["calibration"] = {
+            "examples": len(labels),
+            **asdict(found_temperature),
+        }
+    if novelty and callable(fit := getattr(ensemble, "fit_novelty_", None)):
+        fit(train)
+    return ensemble
+
+
+def _first_batch(data: Any) -> Any:
+    """Return the first batch, after a look whether the data is the same when it is read again."""
+    first, again = next(iter(check_reiterable(data)), None), next(iter(data), None)
+    if first is None:
+        raise DataError("The data has no batches. Check the loader or the filter.")
+    if fingerprint([first]) != fingerprint([again]):
+        raise DataError(
+            "The data differs when it is read again (random augmentation or a shuffling loader?), "
+            "but the teachers' answers belong to examples that stay. Pass it without: distill "
+            "makes its own views."
+        )
+    return first
+
+
+def _parts(data: Any, validation: Any, seed: int) -> tuple[Any, Any]:
+    """Return what to train on and what to validate on, a tenth of labelled data by default."""
+    if validation is not None:
+        return data, as_data(validation)
+    first = next(iter(check_reiterable(data)), None)
+    labels = None if first is None else labels_of(first)
+    if labels is None or labels.is_floating_point():
+        return data, None
+    if not isinstance(data, (list, tuple)):
+        both = split(data, {"train": 1 - HELD_OUT, "held": HELD_OUT}, seed=seed)
+        return both["train"], both["held"]
+    kept, held = [], []  # batches of a list keep their own padding
+    for place, batch in enumerate(data):
+        order = torch.randperm(batch_length(batch), generator=generator("held", seed, place))
+        count = round(HELD_OUT * (place + 1) * len(order)) - round(HELD_OUT * place * len(order))
+        if 0 < count < len(order):
+            held.append(take(batch, order[:count].sort().values.tolist()))
+        kept.append(take(batch, order[count:].sort().values.tolist()))
+    return kept, held or None
+
+
+def _start(
+    host: HostModel,
+    batch: Any,
+    members: int,
+    max_cost: float,
+    masks: Sequence[HeadMask] | None,
+    branch_layer: int | None,
+    criterion: str | Criterion,
+    data: Iterable[Any],
+    progress: bool,
+) -> HydraEnsemble:
+    """Return the fused model that will be trained: masks by the budget, members untied."""
+    if members < 1:
+        raise ValueError(f"members={members}: expected 1 or more.")
+    if masks is not None and len(masks) != members:
+        raise MaskError(f"{len(masks)} masks for {members} members: give one each.")
+    counter = counter_of(host, batch)
+    if masks is None and members == 1:
+        # all heads; it trains the blocks that three members would own
+        masks = [HeadMask.full(host)]
+        if branch_layer is None:
+            option = fit_budget(counter, members=3, max_cost=max_cost, batch=batch, untied=True)
+            branch_layer = option.branch_layer
+    elif masks is None:
+        scores = score_heads(host, data, criterion=criterion, progress=progress)
+        masks = budgeted_masks(
+            counter,
+            scores,
+            members=members,
+            max_cost=max_cost,
+            batch=batch,
+            branch_layer=branch_layer,
+            untied=True,
+        )
+    if len(set(masks)) < members:
+        raise MaskError(
+            f"Only {len(set(masks))} of {members} members have heads of their own, and equal "
+            "members stay equal. Take fewer members, a lower branch_layer or a higher max_cost."
+        )
+    ensemble = fuse(host.model, masks, branch_layer=branch_layer)
+    if not ensemble.is_classifier:
+        raise HydraError(f"{host.name} gives no class logits: distill a classifier.")
+    return untied(ensemble)
+
+
+class Lessons:
+    """What members are taught on: numbered views of the data, and outliers.
+
+    Args:
+        data: Batches, the same at each pass.
+        outliers: `"auto"`, batches, batches by family, or None.
+        settings: `views` is read.
+        seed: Of the views and of the outliers' order.
+        augment: Whether views after the first are changed.
+    """
+
+    def __init__(
+        self, data: Any, outliers: Any, settings: Settings, *, seed: int, augment: bool
+    ) -> None:
+        self.seed, self.views = seed, settings.views
+        self._pools: dict[tuple[str, int], Any] = {}
+        self._room = POOL_BYTES
+        makes = outliers == "auto" if isinstance(outliers, str) else False
+        if isinstance(outliers, str) and not makes:
+            raise ValueError(f'outliers is {outliers!r}; expected batches, a mapping, or "auto".')
+        if isinstance(data, Batches) and "input_ids" in _names(data):
+            data = list(data)  # texts keep one padding, so that the trunk's outputs can be kept
+        wanted = makes or (augment and self.views > 1)
+        self._views = Views(data, seed=seed, augment=augment) if wanted else None
+        if self._views is None:
+            self.views = 1
+        self.data = numbered(data, need_labels=False)
+        self.given: list[Any] | None = None
+        self.kinds: list[str] = list(self._views.kinds) if makes and self._views else []
+        if outliers is not None and not makes:
+            families = outliers if hasattr(outliers, "items") else {"outliers": outliers}
+            self.kinds = list(families)
+            batches = [b for family in families.values() for b in as_data(family)]
+            if not batches:
+                raise DataError("The outliers have no batches. Leave them out, or fill them.")
+            self.given = list(numbered(batches, need_labels=False))
+        self.count = sum(len(b["samples"]) for b in self._in_order(self.data))
+        self.parts = [Part("data", self.count, self.views, self._batches("data"))]
+        if self.given is not None:
+            total = sum(len(b["samples"]) for b in self.given)
+            self.parts.append(Part("outliers", total, 1, self._batches("outliers")))
+        elif makes:
+            self.parts.append(Part("outliers", self.count, self.views, self._batches("outliers")))
+
+    def outlier_cycle(self) -> Cycle | None:
+        """Return the outliers in an order of their own."""
+        if len(self.parts) == 1:
+            return None
+        source = self.data if self.given is None else self.given
+        return Cycle(Stream(source, seed=derive_seed("outliers", self.seed)))
+
+    def number(self, part: str, view: int, samples: Tensor) -> Tensor:
+        """Return numbers that tell the views of all examples apart."""
+        first = 0 if part == "data" else FIRST_NUMBER
+        return first + view * self.count + samples
+
+    def made(self, part: str, view: int, batch: dict[str, Any]) -> Any:
+        """Return the view of a numbered batch."""
+        if (part, view) in self._pools:
+            return _take(self._pools[part, view], batch["samples"])
+        if part == "outliers" and self.given is None:
+            assert self._views is not None
+            return self._views.destroyed(batch["batch"], batch["samples"], view)
+        if self._views is None or part == "outliers":
+            return batch["batch"]
+        return self._views.light(batch["batch"], batch["samples"], view)
+
+    def numbered_views(self) -> Iterator[dict[str, Any]]:
+        """Give all views of all examples, numbered, in one order."""
+        for part in self.parts:
+            source = self.given if part.name == "outliers" and self.given else self.data
+            for view in range(part.views):
+                for batch in self._in_order(source):
+                    samples = self.number(part.name, view, batch["samples"])
+                    yield {**batch, "samples": samples, "batch": self.made(part.name, view, batch)}
+
+    def _batches(self, part: str) -> Callable[[int], Iterable[Any]]:
+        def batches(view: int) -> Iterator[Any]:
+            source = self.given if part == "outliers" and self.given is not None else self.data
+            changes = self._views is not None and (part == "outliers" or view > 0)
+            made: list[Any] = []
+            for batch in self._in_order(source):
+                made.append(without_labels(self.made(part, view, batch)))
+                yield made[-1]
+                if not changes or (part, view) in self._pools or _bytes(made) > self._room:
+                    made.clear()
+                    changes = False
+            if made and (pool := _pool(made)) is not None:
+                self._pools[part, view] = pool
+                self._room -= _bytes(made)
+
+        return batches
+
+    def _in_order(self, data: Any) -> Iterator[Any]:
+        return Stream(data, seed=0, shuffle=False).epoch(0)
+
+
+def _bytes(batches: Sequence[Any]) -> int:
+    leaves = [leaf for batch in batches for _, leaf in _leaves(batch) if isinstance(leaf, Tensor)]
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+
+def _names(data: Batches) -> tuple[str, ...]:
+    first = next(iter(data.subset([0])))
+    return tuple(first) if hasattr(first, "keys") else ()
+
+
+def _check_folder(
+    folder: Path,
+    lessons: Lessons,
+    teachers: Sequence[Teacher],
+    start: HydraEnsemble,
+    settings: Settings,
+    seed: int,
+) -> None:
+    """Write what the run is made of into the folder; raise if another run began there."""
+    now = {
+        "settings": asdict(settings),
+        "seed": seed,
+        "teachers": [teacher.identify() for teacher in teachers],
+        "start": model_fingerprint(start),
+        "data": fingerprint(lessons._batches("data")(0)),
+        "outliers": lessons.kinds
+        if lessons.given is None
+        else fingerprint(lessons._batches("outliers")(0)),
+    }
+    path = folder / "distill.json"
+    if path.exists():
+        check_same_run(path, json.loads(path.read_text()), now)
+    else:
+        write_whole(path, json.dumps(now, indent=1))
+
+
+@dataclass
+class DistillRun(BranchRun):
+    """A run in which every member has a teacher of its own."""
+
+    lessons: Lessons | None = None
+    answers: Answers | None = None
+    shares: Tensor | None = None
+    slow: frozenset[str] = frozenset()
+
+    def _rate_of(self, name: str) -> float:
+        return self.settings.trunk_rate if name in self.slow else 1.0
+
+    def _remembered(self) -> Iterable[Any]:
+        assert self.lessons is not None
+        return self.lessons.numbered_views()
+
+    def _loss(self, batch: Any) -> Tensor:
+        loss = self._taught("data", self.epoch, batch)
+        if self.outliers is None:
+            return loss
+        group = self.accelerator
+        turn = self.step * group.num_processes + group.process_index
+        odd = self._taught("outliers", self.outliers.turn(turn), self.outliers.at(turn))
+        return loss + self.settings.outlier_weight * odd
+
+    def _taught(self, part: str, turn: int, batch: Any) -> Tensor:
+        """Return the members' mean loss against their teachers on a view of a batch."""
+        assert self.lessons is not None and self.answers is not None and self.shares is not None
+        view = turn % self.answers.parts[part].views
+        samples, heat = batch["samples"], self.settings.teacher_temperature
+        target = self.answers.rows(part, view, samples).to(self.accelerator.device)
+        target = (target / heat).softmax(-1)  # [batch, teacher, class]
+        target = torch.einsum("mt,btc->bmc", self.shares.to(target), target)
+        shown = {**batch, "samples": self.lessons.number(part, view, samples)}
+        if not self.model.knows(keys_of(shown)):
+            shown["batch"] = self.lessons.made(part, view, batch)
+        logits = self.wrapped(shown).float()
+        losses = -(target * (logits / heat).log_softmax(-1)).sum(-1) * heat**2
+        share = self.settings.distill
+        if share < 1 and part == "data":
+            labels = batch["labels"].to(logits.device).long()[:, None].expand(losses.shape)
+            hard = F.cross_entropy(
+                logits.transpose(1, 2),
+                labels,
+                reduction="none",
+                label_smoothing=self.settings.label_smoothing,
+            )
+            losses = share * losses + (1 - share) * hard
+        return self._weighted(losses, shown).mean()

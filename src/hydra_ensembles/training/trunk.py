@@ -1,0 +1,126 @@
+"""A fused model's trunk, computed once for each sample, and its branch, ready for training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.modes import in_eval
+from ..errors import HydraError
+from ..fusion.ensemble import HydraEnsemble
+from ..fusion.structure import split_classifier_
+from ..hosts import host_model
+from ..hosts.probe import modules_after_blocks
+from .numbered import is_numbered, keys_of
+from .stream import _take
+
+
+def untied(ensemble: HydraEnsemble) -> HydraEnsemble:
+    """Return a copy in which all that members may own is their own, and nothing else trains."""
+    if not isinstance(ensemble, HydraEnsemble) or not ensemble.is_classifier:
+        raise HydraError(
+            f"finetune_branch trains a fused classifier, not {type(ensemble).__name__} "
+            f"({type(getattr(ensemble, 'host', ensemble)).__name__}). Make one with fuse(model, "
+            "masks), or train a plain model with finetune."
+        )
+    alike = len(ensemble.plan.streams) > 1 and len(ensemble.plan.ends) == 1
+    if alike or not len(ensemble.body.branch):
+        raise HydraError(
+            "The members' masks are all equal, so they have no branch of their own to train. "
+            "Give fuse masks that differ."
+        )
+    result = copy.deepcopy(ensemble).untie_().freeze_trunk_()
+    result.mode, result.temperature, result.member_temperatures = "fused", None, None
+    # probed on a member: a plain host, whatever was split by member before
+    member = host_model(result.member(0), family=result.body.family)
+    streams = len(result.plan.ends)
+    for path in modules_after_blocks(member):
+        name = f"classifier.{path}"
+        if result.readout.folds and streams > 1 and name not in result.copies:
+            split_classifier_(result.host, {name: streams})
+            result.copies[name] = streams
+        result.host.get_submodule(path).requires_grad_(True)
+    return result
+
+
+def still(ensemble: HydraEnsemble) -> HydraEnsemble:
+    """Return a copy that only predicts."""
+    result = copy.deepcopy(ensemble).eval().requires_grad_(False)
+    result.mode = "fused"
+    return result
+
+
+class _Reached(Exception):
+    """Carries the trunk's output out of the host, whose other half need not run."""
+
+
+class CachedTrunk(nn.Module):
+    """An ensemble that remembers its trunk's output for numbered batches (see `numbered`)."""
+
+    def __init__(
+        self,
+        ensemble: HydraEnsemble,
+        cache_bytes: int,
+        states: dict[Any, Tensor] | None = None,
+        *,
+        frozen: bool = True,
+    ) -> None:
+        super().__init__()
+        self.ensemble = ensemble
+        self.cache_bytes = cache_bytes if frozen else 0
+        self.frozen = frozen
+        self._rows: dict[Any, Tensor] = {} if states is None else states
+        self.used_bytes = sum(row.numel() * row.element_size() for row in self._rows.values())
+
+    def member_logits(self, batch: Any) -> Tensor:
+        """Return the members' logits [batch, member, class] of a numbered or a plain batch."""
+        if not is_numbered(batch):
+            return self.ensemble.member_logits(batch)
+        if not self.frozen:  # its output changes and its gradients are wanted
+            return self.ensemble.member_logits(batch["batch"])
+        with self.ensemble.body.told(trunk_states=self.trunk_states(batch)):
+            return self.ensemble.member_logits(batch["batch"])
+
+    def knows(self, keys: Iterable[Any]) -> bool:
+        """Tell whether the trunk's output is kept for all of these samples."""
+        return self.frozen and all(key in self._rows for key in keys)
+
+    def remember(self, batches: Iterable[Any]) -> None:
+        """Compute and keep the trunk's output of numbered batches, as many as the bound allows."""
+        for batch in batches if self.cache_bytes > 0 else ():
+            if all(key in self._rows for key in keys_of(batch)):
+                continue
+            states = self._compute(batch["batch"])
+            size = states.numel() * states.element_size()
+            if self.used_bytes + size > self.cache_bytes:
+                return
+            self.used_bytes += size
+            self._rows.update(zip(keys_of(batch), states.cpu(), strict=True))
+
+    def trunk_states(self, batch: Any) -> Tensor:
+        """Return the trunk's output [batch, tokens, width]; compute only what is not known."""
+        rows = [self._rows.get(key) for key in keys_of(batch)]
+        missing = [place for place, row in enumerate(rows) if row is None]
+        if len(missing) == len(rows):
+            return self._compute(batch["batch"])
+        if missing:
+            states = self._compute(_take(batch["batch"], torch.tensor(missing))).cpu()
+            for place, row in zip(missing, states, strict=True):
+                rows[place] = row
+        return torch.stack(rows).to(self.ensemble.device)  # type: ignore[arg-type]
+
+    def _compute(self, batch: Any) -> Tensor:
+        def stop(states: Tensor) -> None:
+            raise _Reached(states)
+
+        model = in_eval(self.ensemble)
+        try:
+            with torch.no_grad(), model.body.told(at_branch=stop):
+                model.member_logits(batch)
+        except _Reached as reached:
+            return reached.args[0]
+        raise HydraError("The host ran without its blocks. Please report this.")

@@ -1,0 +1,289 @@
+"""Distillation: a teacher per member, every kind of teacher, the same bits after a stop."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import hydra_ensembles as hydra
+from hydra_ensembles import HeadMask
+from hydra_ensembles.data import as_data
+from hydra_ensembles.errors import DataError, FormatError, MaskError
+from hydra_ensembles.training import Settings, distill, finetune
+from hydra_ensembles.training.answers import assign
+from hydra_ensembles.training.views import Views
+from tests import zoo
+
+MASKS = [
+    HeadMask([[1, 1, 1, 1], [1, 1, 1, 1], last])
+    for last in ([1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1])
+]
+COUNT = 32
+
+
+@cache
+def model(name: str = "vit") -> nn.Module:
+    return zoo.make(name)
+
+
+@cache
+def teacher(place: int, name: str = "vit") -> nn.Module:
+    """The host with classifiers of other signs, so that teachers contradict each other."""
+    result = copy.deepcopy(model(name))
+    with torch.no_grad():
+        result.classifier.weight.copy_(result.classifier.weight.roll(place, 0))
+    return result.eval()
+
+
+@cache
+def data(name: str = "vit", count: int = COUNT) -> Any:
+    labels = torch.randint(5, (count,), generator=torch.Generator().manual_seed(0))
+    inputs = zoo.batch(name, count)
+    if name in zoo.TEXTS:
+        return [
+            {k: v[i : i + 8] for k, v in {**inputs, "labels": labels}.items()}
+            for i in (0, 8, 16, 24)
+        ]
+    return [(inputs[i : i + 8], labels[i : i + 8]) for i in range(0, count, 8)]
+
+
+def train(teachers: Any, batches: Any = None, **options: Any) -> hydra.HydraEnsemble:
+    name = options.pop("name", "vit")
+    given = {
+        "masks": MASKS,
+        "epochs": 2,
+        "learning_rate": 5e-3,
+        "progress": False,
+        "validation": data(name),
+        "novelty": False,
+        **options,
+    }
+    return distill(model(name), teachers, data(name) if batches is None else batches, **given)
+
+
+def largest_difference(a: nn.Module, b: nn.Module) -> float:
+    ours, theirs = dict(a.named_parameters()), dict(b.named_parameters())
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[n] - theirs[n]).detach().abs().max()) for n in ours)
+
+
+def test_the_rule_for_teachers_and_members():
+    assert assign(3, 3).tolist() == torch.eye(3).tolist()
+    assert assign(5, 2).tolist() == pytest.approx(
+        torch.tensor([[1 / 3, 0, 1 / 3, 0, 1 / 3], [0, 0.5, 0, 0.5, 0]])
+    )
+    assert assign(2, 3).tolist() == [[1, 0], [0, 1], [1, 0]]
+    assert assign(3, 1).tolist() == pytest.approx(torch.full((1, 3), 1 / 3))
+
+
+@pytest.mark.parametrize("name", ["vit", "bert"])
+def test_each_member_learns_its_own_teacher(name):
+    teachers = [teacher(place, name) for place in range(3)]
+    student = train(
+        teachers, name=name, epochs=40, learning_rate=1e-2, outliers=None, views=1, calibrate=False
+    )
+    with torch.no_grad():
+        ours = torch.cat([student.member_logits(b) for b in data(name)]).softmax(-1)
+        theirs = [torch.cat([main(t, b) for b in data(name)]).softmax(-1) for t in teachers]
+    distances = torch.stack(
+        [torch.stack([(ours[:, m] - q).abs().mean() for q in theirs]) for m in range(3)]
+    )
+    assert distances.argmin(1).tolist() == [0, 1, 2]
+    assert float(distances.diagonal().max()) < 0.5 * float(distances.mean())
+    assert not student.training and student.record["shares"] == torch.eye(3).tolist()
+    hydra.verify(student, zoo.batch(name))
+
+
+def main(model: nn.Module, batch: Any) -> torch.Tensor:
+    from hydra_ensembles.data.running import call_model, member_logits_of
+
+    return member_logits_of(call_model(model, batch))[:, 0]
+
+
+def test_the_trunk_is_frozen_slow_or_trained():
+    teachers = [teacher(place) for place in range(3)]
+
+    def moved(rate: float) -> float:
+        student = train(teachers, trunk_rate=rate)
+        before = hydra.fuse(model(), MASKS).state_dict()
+        after = student.state_dict()
+        return max(float((after[k] - v).abs().max()) for k, v in before.items() if ".trunk." in k)
+
+    frozen, slow, fast = moved(0.0), moved(0.1), moved(1.0)
+    assert frozen == 0 < slow < fast
+
+
+def test_the_budget_chooses_distinct_heads():
+    student = train([teacher(0), teacher(1)], masks=None, members=2, max_cost=1.05)
+    cost = hydra.cost(student, zoo.batch("vit"))
+    assert cost.relative_to(hydra.cost(model(), zoo.batch("vit"))).multiply_adds <= 1.05
+    assert student.masks[0] != student.masks[1]
+    with pytest.raises(MaskError, match="equal members stay equal"):
+        train([teacher(0)], masks=[MASKS[0]] * 3)
+    with pytest.raises(MaskError, match="2 masks for 3"):
+        train([teacher(0)], masks=MASKS[:2])
+
+
+def test_one_member_is_a_student_of_the_mean():
+    teachers = [teacher(place) for place in range(3)]
+    student = train(teachers, masks=None, members=1, branch_layer=1)
+    assert student.members == 1 and student.plan.trunk == 1
+    assert student.record["shares"] == [pytest.approx([1 / 3] * 3)]
+    assert student.masks[0] == HeadMask.full(model())
+
+
+def tables() -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [
+            torch.cat([main(teacher(place), b) for b in data()]).softmax(-1) for place in range(3)
+        ]
+
+
+def answer(place: int, images: torch.Tensor) -> torch.Tensor:
+    return teacher(place)(images).logits.softmax(-1)
+
+
+def test_all_kinds_of_teachers_teach_the_same(tmp_path):
+    options: dict[str, Any] = {"outliers": None, "views": 1}
+    whole = train([teacher(place) for place in range(3)], **options)
+    probabilities = tables()
+    np.save(tmp_path / "first.npy", probabilities[0].numpy())
+    save_file({"probabilities": probabilities[1]}, tmp_path / "second.safetensors")
+    paths = [tmp_path / "first.npy", tmp_path / "second.safetensors", probabilities[2]]
+    for given in (
+        paths,
+        [partial(answer, place) for place in range(3)],
+        torch.stack(probabilities, 1),
+    ):
+        ours = train(given, **options)
+        with torch.no_grad():  # AdamW turns the rounding of zero gradients into steps
+            pair = [student.member_logits(zoo.batch("vit")) for student in (whole, ours)]
+        torch.testing.assert_close(*pair, atol=1e-3, rtol=0)
+    for place in range(3):
+        save_file(teacher(place).state_dict(), tmp_path / f"weights-{place}.safetensors")
+    files = [tmp_path / f"weights-{place}.safetensors" for place in range(3)]
+    assert largest_difference(whole, train(files, **options)) == 0
+
+
+def test_ensembles_and_checkpoints_teach(tmp_path):
+    run = finetune(model(), data(), epochs=1, learning_rate=1e-3, folder=tmp_path, progress=False)
+    options: dict[str, Any] = {"outliers": None, "views": 1, "members": 3}
+    by_model = train(run[0].model, **options)
+    assert largest_difference(by_model, train(tmp_path / "member-0", **options)) == 0
+    ensemble = hydra.fuse(model(), MASKS)
+    student = train(ensemble, **options)
+    assert student.record["shares"] == torch.eye(3).tolist()
+    ensemble.save_pretrained(tmp_path / "saved")
+    assert largest_difference(student, train(tmp_path / "saved", **options)) == 0
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("rate", "step"), [(0.0, 5), (0.5, 3)])
+def test_a_stopped_run_ends_with_the_same_bits(tmp_path, rate, step):
+    teachers = [teacher(place) for place in range(3)]
+    options: dict[str, Any] = {"trunk_rate": rate, "save_every": 1, "views": 2}
+
+    def stop(info: Any) -> None:
+        if info.step == step:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(teachers, folder=tmp_path, on_step=stop, **options)
+    answers = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "answers").iterdir()}
+    assert len(answers) == 3 * 2 * 2
+    resumed = train(teachers, folder=tmp_path, **options)
+    assert answers == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "answers").iterdir()}
+    assert largest_difference(resumed, train(teachers, **options)) == 0
+    with pytest.raises(FormatError, match="another run"):
+        train(teachers, folder=tmp_path, **{**options, "views": 3})
+    with pytest.raises(FormatError, match="teachers"):
+        train(teachers[::-1], folder=tmp_path, **options)
+
+
+def test_unlabelled_data_and_outliers_of_ones_own():
+    inputs = [x for x, _ in data()]
+    teachers = [teacher(place) for place in range(3)]
+    student = train(teachers, inputs, validation=None, outliers=[inputs[0] * 3])
+    assert student.temperature is None and student.record["examples"]["outliers"] == 8
+    labelled = train(teachers, validation=None)
+    assert labelled.temperature is not None
+    assert labelled.record["examples"]["data"] == 29  # a tenth of 32 is held out
+
+
+def test_the_loss_is_the_members_cross_entropy():
+    teachers, losses = [teacher(place) for place in range(3)], []
+    batch = data()[:1]
+    train(
+        teachers, batch, epochs=1, outliers=None, views=1, on_step=lambda i: losses.append(i.loss)
+    )
+    with torch.no_grad():
+        logits = hydra.fuse(model(), MASKS).eval().member_logits(batch[0])
+        target = torch.stack([main(t, batch[0]).softmax(-1) for t in teachers], 1)
+    expected = -(target * logits.log_softmax(-1)).sum(-1).mean()
+    assert losses[0] == pytest.approx(float(expected), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["vit", "bert"])
+def test_views_belong_to_the_example(name):
+    views = Views(data(name), seed=1)
+    batch = data(name)[0]
+    numbers = torch.arange(8)
+    part = {k: v[2:5] for k, v in batch.items()} if name == "bert" else tuple(v[2:5] for v in batch)
+    for make in (views.light, views.destroyed):
+        whole, some = first(make(batch, numbers, 3)), first(make(part, numbers[2:5], 3))
+        assert torch.equal(whole[2:5], some)
+        assert not torch.equal(whole, first(batch))
+        assert not torch.equal(whole, first(make(batch, numbers, 2)))
+    assert first(views.light(batch, numbers, 0)) is first(batch)
+
+
+def first(batch: Any) -> torch.Tensor:
+    return batch["input_ids"] if isinstance(batch, dict) else batch[0]
+
+
+def test_settings_are_one_object_and_arguments_win():
+    settings = Settings(epochs=3, learning_rate=1e-3, distill=1.0, views=2, outlier_weight=0.5)
+    student = train([teacher(0)], settings=settings, epochs=1, learning_rate=None)
+    assert student.record["settings"]["epochs"] == 1
+    assert student.record["settings"]["learning_rate"] == 1e-3
+    for bad in ({"views": 0}, {"trunk_rate": -1}, {"teacher_temperature": 0}, {"distill": 2}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            Settings(**bad)
+
+
+def test_what_cannot_teach_is_refused(tmp_path):
+    class Random:
+        def __iter__(self) -> Any:
+            return iter([(torch.randn(4, 3, 16, 16), torch.zeros(4, dtype=torch.long))])
+
+    with pytest.raises(DataError, match="no teachers"):
+        train([])
+    with pytest.raises(DataError, match="does not exist"):
+        train([tmp_path / "nothing"])
+    with pytest.raises(DataError, match="rows, but the data has 32"):
+        train([tables()[0][:5]], outliers=None)
+    with pytest.raises(DataError, match="differs when it is read again"):
+        train([teacher(0)], Random())
+    with pytest.raises(DataError, match="NaN"):
+        train([torch.full((COUNT, 5), math.nan)], outliers=None)
+    with pytest.raises(ValueError, match='"auto"'):
+        train([teacher(0)], outliers="proxies")
+
+
+def test_loaders_teach_as_lists_do():
+    images, labels = (torch.cat(parts) for parts in zip(*data(), strict=True))
+    options: dict[str, Any] = {"outliers": None, "views": 1}
+    whole = train([teacher(0), teacher(1)], **options)
+    ours = train([teacher(0), teacher(1)], as_data((images, labels), batch_size=8), **options)
+    assert largest_difference(whole, ours) == 0
