@@ -24,11 +24,11 @@ class FormatError(HydraError, ValueError):
 
 
 class VerificationError(HydraError, AssertionError):
-    """Two ways that must agree do not."""
+    """Two computations that must be equal differ."""
 
 
-class UnknownNameError(HydraError, KeyError):
-    """A registered name was asked for that does not exist."""
+class UnknownNameError(HydraError, KeyError, ValueError):
+    """A name (of a method, a score, a mode ...) is not known; the message lists those that are."""
 
     def __str__(self) -> str:  # KeyError would print the repr
         return str(self.args[0]) if self.args else ""

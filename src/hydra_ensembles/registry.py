@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from .errors import UnknownNameError
 
 T = TypeVar("T")
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> UnknownNameError:
+    """Return the error for a name that is not among the known ones; it suggests near ones."""
+    known = list(known)
+    near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return UnknownNameError(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.")
+
+
+def check_name(kind: str, name: object, known: Iterable[str]) -> None:
+    """Raise `UnknownNameError` unless a name is among the known ones."""
+    known = list(known)
+    if name not in known:
+        raise unknown_name(kind, name, known)
 
 
 class Registry(Generic[T]):
@@ -43,11 +58,7 @@ class Registry(Generic[T]):
         try:
             return self._entries[name]
         except KeyError:
-            near = difflib.get_close_matches(str(name), self._entries, n=3, cutoff=0.5)
-            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise UnknownNameError(
-                f"Unknown {self.kind} {name!r}.{hint} Known: {', '.join(sorted(self._entries))}."
-            ) from None
+            raise unknown_name(self.kind, name, sorted(self._entries)) from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -110,12 +110,14 @@ def test_eval_and_report(
     shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = ("--data", shelf / "digits", "--ood", f"noise={shelf / 'noise'}", "-o", tmp_path)
-    more = ("--corruption", "gaussian_noise", "--json")
+    more = ("--corruption", "gaussian_noise", "--attack", "fgsm,pgd", "--json")
     assert run("eval", f"hydra={ensemble}", f"single={shelf / 'host'}", *data, *more) == 0
     printed = json.loads(capsys.readouterr().out)
     found = Results.load(tmp_path / "results-hydra.json")
     assert printed["hydra"]["cls/Acc"] == found["cls/Acc"] and printed["single"]["cost"] <= 1
     assert "shift/gaussian_noise/cls/Acc" in found and "ood/noise/AUROC" in found
+    attacked = [found[f"shift/{attack}/cls/NLL"] for attack in ("fgsm", "pgd")]
+    assert found["cls/NLL"] < attacked[0] < attacked[1]
     page = (tmp_path / "report.html").read_text()
     assert "member 2" in page and "data:image/png" in page and "ood/noise" in page
 

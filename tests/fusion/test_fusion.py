@@ -12,7 +12,12 @@ from torch import nn
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
-from hydra_ensembles.errors import MaskError, UnsupportedModelError, VerificationError
+from hydra_ensembles.errors import (
+    MaskError,
+    UnknownNameError,
+    UnsupportedModelError,
+    VerificationError,
+)
 from hydra_ensembles.heads.gating import gate, prune_heads_
 from tests import zoo
 
@@ -228,5 +233,5 @@ def test_fuse_refuses_what_it_cannot_do() -> None:
         hydra.fuse(zoo.host("llama"), [HeadMask.full(zoo.host("llama"))])
     with pytest.raises(UnsupportedModelError, match="Members differ in shape"):
         hydra.fuse([zoo.host("vit"), zoo.host("timm")], EARLY[:2])
-    with pytest.raises(ValueError, match="Unknown mode"):
+    with pytest.raises(UnknownNameError, match=r"Unknown mode 'quick'. Known: fused, loop"):
         hydra.fuse(zoo.host("vit"), EARLY, mode="quick")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydra_ensembles import HeadMask, HeadScores
-from hydra_ensembles.errors import MaskError
+from hydra_ensembles.errors import MaskError, UnknownNameError
 from hydra_ensembles.heads.masks import keep_count
 
 rows = st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5)
@@ -77,7 +77,7 @@ def test_keep_is_a_fraction_a_number_or_a_list() -> None:
             keep_count(wrong, 3)  # type: ignore[arg-type]
     with pytest.raises(MaskError, match="one value a layer"):
         scores.top_k([1])
-    with pytest.raises(MaskError, match="scope"):
+    with pytest.raises(UnknownNameError, match="scope"):
         scores.top_k(1, scope="all")
     with pytest.raises(MaskError, match="not a list"):
         scores.top_k([1, 1], scope="model")

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ..registry import check_name
 from .classifier_features import Featured, collect, need_classifier
 from .laplace_variance import logit_variance
 from .task import Task, baselines, missing
@@ -68,8 +69,7 @@ def laplace(
             `validation`.
     """
     for name, value, known in (("structure", structure, STRUCTURES), ("prior", prior, PRIORS)):
-        if value not in known:
-            raise ValueError(f"{name}={value!r}: expected one of {', '.join(known)}.")
+        check_name(name, value, known)
     data = task.need("train")
     held_out = task.need("validation") if prior == "validation" else None
     path = need_classifier(host, data, task.name)

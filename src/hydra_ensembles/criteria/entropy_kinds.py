@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..errors import HydraError
+from ..registry import check_name
 
 KINDS = ("shannon", "renyi", "tsallis", "min")
 
@@ -34,8 +35,7 @@ class EntropyKind:
     order: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.name not in KINDS:
-            raise HydraError(f"Unknown entropy {self.name!r}: expected one of {', '.join(KINDS)}.")
+        check_name("entropy", self.name, KINDS)
         if not (self.order > 0 and math.isfinite(self.order)):
             raise HydraError(
                 f"The order of an entropy is {self.order}: expected a positive number; "

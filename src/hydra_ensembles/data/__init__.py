@@ -8,7 +8,7 @@ from .corruptions import COMMON, corrupt, corrupt_texts, corrupted, corruptions,
 from .demo import Demo, digits
 from .folders import image_folder
 from .hub import hub_dataset
-from .proxies import make_proxies, proxies, proxy_texts
+from .proxies import make_proxies, proxies
 from .sources import load_data
 from .splits import fingerprint, sample, split
 from .texts import text_data, text_file
@@ -38,7 +38,6 @@ __all__ = [
     "load_data",
     "make_proxies",
     "proxies",
-    "proxy_texts",
     "sample",
     "split",
     "text_corruptions",

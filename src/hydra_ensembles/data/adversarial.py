@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import DataError, UnknownNameError
+from ..errors import DataError
+from ..registry import check_name
 from .batches import Batch, Data, Mapped, describe, images_of, labels_of, with_images
 from .corruptions import Channels, Draws, draw_seeds, per_channel
+from .running import device_of, move
 
 Attack = Callable[[Tensor, Tensor], Tensor]
 EPSILON = 8 / 255
@@ -65,10 +67,10 @@ def pgd(
     steps: int = 10,
     seeds: Tensor | None = None,
 ) -> Tensor:
-    """Take `steps` steps along the sign of the loss gradient within `epsilon` of the images;
-    pixels in [0, 1].
+    """Take steps along the sign of the loss gradient, within `epsilon` of the images.
 
-    Starts at the images, or with `seeds` (one an example) at a random point of the box.
+    Pixels are in [0, 1].
+    Starts at the images, or with `seeds` (one per example) at a random point of the box.
     """
     found = images
     if seeds is not None:
@@ -94,14 +96,14 @@ def adversarial(
     """Return data with images that an attack changed against `model`; labels stay.
 
     Every pass attacks anew, with the same result: keep `list(adversarial(...))` to use it on
-        several models.
+    several models.
 
     Args:
         model: images to logits, or to something with `.logits`; it is in eval mode while attacked.
         data: labelled batches of images.
         attack: `fgsm`, `pgd`, or a function from a model on pixels in [0, 1] to an attack
             `(images, labels) -> images`, as torchattacks' classes are.
-        epsilon: largest change of a pixel in [0, 1] (ours alone).
+        epsilon: largest change of a pixel in [0, 1]; for `fgsm` and `pgd` only.
         steps: of PGD, each of a quarter of epsilon.
         seed: of PGD's random start; the same for any batch size.
         mean, std: what the images were normalised with; by default those of the data's own
@@ -123,20 +125,21 @@ def adversarial(
             wrapped, images, labels, epsilon=epsilon, step=epsilon / 4, steps=steps, seeds=seeds
         )
 
-    if not callable(attack) and attack not in ("fgsm", "pgd"):
-        raise UnknownNameError(f"Unknown attack {attack!r}. Known: fgsm, pgd, or a function.")
+    if not callable(attack):
+        check_name("attack", attack, ("fgsm", "pgd"))
 
     def start() -> Callable[[Batch], Batch]:
         generator = torch.Generator().manual_seed(seed)
 
         def apply(batch: Batch) -> Batch:
-            images, labels = images_of(batch), labels_of(batch)
-            if images is None or labels is None:
+            given, labels = images_of(batch), labels_of(batch)
+            if given is None or labels is None:
                 raise DataError(f"An attack needs images and labels; {describe(batch)}.")
+            images = given.to(device_of(model) or given.device)
             scale = per_channel(wrapped.std, images, 1.0)
             shift = per_channel(wrapped.mean, images, 0.0)
             pixels = (images * scale + shift).clamp(0, 1)
-            wrapped.batch = batch
+            wrapped.batch = move(batch, images.device)
             modes = [(module, module.training) for module in wrapped.modules()]
             wrapped.eval()
             try:
@@ -145,7 +148,7 @@ def adversarial(
                 wrapped.batch = None
                 for module, mode in modes:
                     module.training = mode
-            return with_images(batch, ((changed - shift) / scale).detach())
+            return with_images(batch, ((changed - shift) / scale).detach().to(given.device))
 
         return apply
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import MissingDependencyError
 from .batches import Batch, Batches
 from .corruptions.base import smooth
 from .folders import image_batch
@@ -80,12 +79,8 @@ def digits(
         outlier_count: outliers a set, at most (there are fewer rotated and inverted digits).
         seed: of the split and of every drawing.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise MissingDependencyError(
-            "The digits come with scikit-learn: pip install 'hydra-ensembles[data]'."
-        ) from error
+    from sklearn.datasets import load_digits
+
     raw = load_digits()
     images = torch.tensor(raw.images, dtype=torch.float32)[:, None] / 16
     labels = torch.tensor(raw.target, dtype=torch.long)

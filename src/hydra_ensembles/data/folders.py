@@ -14,7 +14,7 @@ from ..errors import DataError
 from .batches import Batch, Batches
 from .labels import encode_labels, pick_column
 from .table_files import read_table
-from .transforms import ImageTransform, image_transform, pillow
+from .transforms import ImageTransform, image_transform
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"})
 FILE_COLUMNS = ("file", "file_name", "filename", "path", "image")
@@ -111,12 +111,13 @@ def image_batch(images: Tensor, labels: Tensor | None, key: str | None) -> Batch
 
 
 def _read(file: Path, transform: Callable[[Any], Tensor]) -> Tensor:
-    image = pillow("reading images")
+    from PIL import Image
+
     try:
-        with image.open(file) as picture:
+        with Image.open(file) as picture:
             picture.load()  # decode here, so that a broken file is told from a broken transform
             return transform(picture)
-    except (OSError, SyntaxError, ValueError, image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(
             f"Cannot read the image {file}: {error}. Replace or remove it, or pass "
             "skip_broken=True to leave broken images out."
@@ -127,14 +128,15 @@ def _unbroken(
     root: Path, files: list[Path], values: list[Any] | None
 ) -> tuple[list[Path], list[Any] | None]:
     """Leave broken pictures out, with one warning that counts and names them."""
-    image = pillow("reading images")
+    from PIL import Image
+
     broken = []
     for row, file in enumerate(files):
         try:
-            with image.open(file) as picture:
+            with Image.open(file) as picture:
                 picture.draft("RGB", (32, 32))  # a JPEG is read whole but decoded small
                 picture.load()
-        except (OSError, SyntaxError, ValueError, image.DecompressionBombError):
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
             broken.append(row)
     if len(broken) == len(files):
         raise DataError(f"All {len(files)} images in {root} are broken. Is it the right folder?")

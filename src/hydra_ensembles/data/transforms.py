@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DataError, MissingDependencyError
+from ..errors import DataError
+from ..registry import check_name
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -144,20 +145,7 @@ def _resized(picture: Any, size: tuple[int, int], how: Any) -> Any:
 
 
 def _resampling(name: str) -> Any:
-    image = pillow("reading images")
-    try:
-        return image.Resampling[name.upper()]
-    except KeyError:
-        known = ", ".join(kind.name.lower() for kind in image.Resampling)
-        raise DataError(f"Unknown interpolation {name!r}; expected one of {known}.") from None
+    from PIL import Image
 
-
-def pillow(purpose: str) -> Any:
-    """Import Pillow's Image module, or say which extra brings it."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"Pillow is needed for {purpose}: pip install 'hydra-ensembles[data]'."
-        ) from error
-    return Image
+    check_name("interpolation", name.lower(), [kind.name.lower() for kind in Image.Resampling])
+    return Image.Resampling[name.upper()]

@@ -18,6 +18,7 @@ from ..hosts import Block, HostModel, host_model
 from ..hosts.probe import modules_after_blocks
 from ..hosts.rebuild import describe_host
 from ..hosts.sites import HeadWeights
+from ..registry import check_name
 from .body import Body
 from .layers import FusedBlock, PerStream
 from .merge import average_, identities, mean
@@ -152,8 +153,7 @@ def _within(original: HeadMask, mask: HeadMask) -> HeadMask:
 
 def _merge_(base: HostModel, hosts: list[HostModel], average: str) -> tuple[str, ...]:
     """Average the members' MLPs, and what stands before the blocks, into the base."""
-    if average not in ("mlp", "all"):
-        raise ValueError(f'Unknown average {average!r}: expected "mlp" or "all".')
+    check_name("average", average, ("mlp", "all"))
     merged = []
     differ = [
         average_(

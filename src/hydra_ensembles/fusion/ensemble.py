@@ -19,6 +19,7 @@ from ..heads.masks import HeadMask
 from ..heads.plan import Plan
 from ..hosts import HostModel, device_of, host_model, main_output
 from ..hosts.probe import modules_after_blocks
+from ..registry import check_name
 from ..uncertainty import (
     Prediction,
     checked_temperature,
@@ -67,8 +68,7 @@ class HydraEnsemble(nn.Module):
 
     def __init__(self, assembly: Assembly, host: HostModel, *, mode: Mode = "fused") -> None:
         super().__init__()
-        if mode not in ("fused", "loop"):
-            raise ValueError(f'Unknown mode {mode!r}: expected "fused" or "loop".')
+        check_name("mode", mode, ("fused", "loop"))
         self.host = assembly.model
         self.mode = mode
         self.merged = assembly.merged

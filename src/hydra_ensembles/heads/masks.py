@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MaskError
+from ..registry import check_name
 from .tables import HeadTable, Rows
 from .tables import check_fits as check_fits
 from .tables import describe_shape as describe_shape
@@ -228,8 +229,7 @@ class HeadScores(HeadTable):
             kept = torch.zeros(len(flat), dtype=torch.bool)
             kept[_highest(flat, count)] = True
             return HeadMask(self._split(kept))
-        if scope != "layer":
-            raise MaskError(f'Unknown scope {scope!r}: expected "layer" or "model".')
+        check_name("scope", scope, ("layer", "model"))
         counts = keep_counts(keep, self.shape)
         rows = []
         for row, count in zip(self.rows, counts, strict=True):

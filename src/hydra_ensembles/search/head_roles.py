@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .._records import read_record, to_record
 from ..heads.masks import HeadMask, HeadScores
 from ..hosts import HostModel, host_model
+from ..registry import check_name
 from .headmap import Circuit
 from .objectives import Objective, as_objective, effect
 from .prefix import CACHE_BYTES, Outputs, Prefix
@@ -122,8 +123,7 @@ def head_map(
         cache_bytes: Memory for hidden states.
         progress: Show a bar on a terminal.
     """
-    if edit not in EDITS:
-        raise ValueError(f"Unknown edit {edit!r}: expected {', '.join(EDITS)}.")
+    check_name("edit", edit, EDITS)
     host = host_model(model)
     sets = search_sets(id, ood=ood, shift=None, needs=("id",))
     goals = [_error(), as_objective("id-loss"), as_objective("ece")]

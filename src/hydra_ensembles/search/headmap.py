@@ -23,6 +23,7 @@ from ..data.splits import fingerprint
 from ..errors import MaskError
 from ..heads.masks import HeadMask, HeadScores, Keep, keep_counts
 from ..hosts import HostModel, host_model
+from ..registry import check_name
 from ..uncertainty import Score
 from .layerwise import LayerSearch
 from .objectives import as_objective, average_of
@@ -217,8 +218,7 @@ def _search(
 
     Takes every argument of `find_circuit` and `find_effects`, whose names are the same.
     """
-    if condition not in CONDITIONS:
-        raise ValueError(f"Unknown condition {condition!r}: expected {', '.join(CONDITIONS)}.")
+    check_name("condition", condition, CONDITIONS)
     host = host_model(model)
     goal = as_objective(objective, score)
     sets = search_sets(id, ood=ood, shift=shift, needs=goal.needs, average=goal.name == "average")

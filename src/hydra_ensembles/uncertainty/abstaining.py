@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DataError, FormatError, UnknownNameError
+from ..errors import DataError, FormatError
+from ..registry import check_name
 
 METHODS = ("empirical", "conformal")
 
@@ -103,8 +104,7 @@ def fit_abstention(
         method: `empirical`, or `conformal` for the finite-sample guarantee.
         score: What the uncertainty is called.
     """
-    if method not in METHODS:
-        raise UnknownNameError(f"Unknown method {method!r}. Known: {', '.join(METHODS)}.")
+    check_name("method", method, METHODS)
     if not 0 < risk < 1:
         raise ValueError(f"risk={risk}: expected a number between 0 and 1, such as 0.05.")
     if uncertainty.ndim != 1 or uncertainty.shape != errors.shape or not len(errors):

@@ -11,6 +11,7 @@ from .. import options
 from ..show import print_json, say, sizes, write_config
 
 
+@options.reads_data()
 def command(
     model: options.Model,
     data: options.Data,
@@ -30,17 +31,7 @@ def command(
         str, typer.Option(help="Uncertainty to report: msp, entropy, energy ... or auto.")
     ] = "auto",
     output: options.Output = Path("hydra-ensemble"),
-    limit: options.Limit = None,
-    split: options.Split = None,
-    text_column: options.TextColumn = None,
-    label_column: options.LabelColumn = None,
-    labels: options.Labels = None,
-    class_names: options.ClassNames = None,
-    batch_size: options.BatchSize = 32,
-    skip_broken: options.SkipBroken = False,
-    device: options.Device = None,
-    dtype: options.Dtype = "float32",
-    seed: options.Seed = 0,
+    reading: options.Reading = options.READING,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:
@@ -50,22 +41,14 @@ def command(
     """
     from ...builder import build
     from ...builder.methods import method_with
-    from ..loading import check_sources, load_model, load_set, load_sets
+    from ..loading import check_sources
 
     check_sources(data, ood)
     way = method_with(method, keep=keep)
-    loaded = load_model(model, device=device, dtype=dtype, class_names=class_names)
+    loaded = reading.load_model(model)
     host = loaded.host
-    shared: dict[str, Any] = {
-        "limit": limit,
-        "seed": seed,
-        "split": split,
-        "text_column": text_column,
-        "batch_size": batch_size,
-        "skip_broken": skip_broken,
-    }
-    calibration = load_set(loaded, data, label_column=label_column, labels=labels, **shared)
-    outliers = load_sets(loaded, ood, **shared)
+    calibration = reading.load_known(loaded, data)
+    outliers = reading.load_outliers(loaded, ood)
     output.mkdir(parents=True, exist_ok=True)
     write_config(output)
     say(f"Building {members} members ({method}) from {sizes(calibration, outliers)}", json=json)
@@ -77,7 +60,7 @@ def command(
         members=members,
         max_cost=max_cost or None,
         score=score,
-        seed=seed,
+        seed=reading.seed,
         folder=output / "state",
         progress=not json,
     )

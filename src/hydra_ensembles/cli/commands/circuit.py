@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,6 +14,7 @@ from ..head_grid import circuit_grid
 from ..show import print_json, say, sizes, write_config, write_text
 
 
+@options.reads_data()
 def command(
     model: options.Model,
     data: options.Data,
@@ -33,39 +34,21 @@ def command(
         str, typer.Option(help="What is fixed below a layer: knockout, keep or none.")
     ] = "knockout",
     output: options.Output = Path("hydra-circuit"),
-    limit: options.Limit = None,
-    split: options.Split = None,
-    text_column: options.TextColumn = None,
-    label_column: options.LabelColumn = None,
-    labels: options.Labels = None,
-    class_names: options.ClassNames = None,
-    batch_size: options.BatchSize = 32,
-    skip_broken: options.SkipBroken = False,
-    device: options.Device = None,
-    dtype: options.Dtype = "float32",
-    seed: options.Seed = 0,
+    reading: options.Reading = options.READING,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:
     """Search the heads that carry an objective (HeadMap); a stopped search goes on."""
     from ...search.headmap import find_effects
-    from ..loading import check_sources, load_model, load_set, load_sets
+    from ..loading import check_sources
 
     if keep is not None and max_cost is not None:
         raise Stop("--keep and --max-cost both say how many heads are kept: give one.", 2)
     check_sources(data, ood)
-    loaded = load_model(model, device=device, dtype=dtype, class_names=class_names)
+    loaded = reading.load_model(model)
     host = loaded.host
-    shared: dict[str, Any] = {
-        "limit": limit,
-        "seed": seed,
-        "split": split,
-        "text_column": text_column,
-        "batch_size": batch_size,
-        "skip_broken": skip_broken,
-    }
-    known = load_set(loaded, data, label_column=label_column, labels=labels, **shared)
-    outliers = load_sets(loaded, ood, **shared)
+    known = reading.load_known(loaded, data)
+    outliers = reading.load_outliers(loaded, ood)
     output.mkdir(parents=True, exist_ok=True)
     write_config(output)
     say(f"Searching heads for {objective} with {sizes(known, outliers)}", json=json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,56 +17,45 @@ if TYPE_CHECKING:
     from ...evaluation import Results
 
 
+@options.reads_data()
 def command(
-    models: Annotated[
-        list[str],
-        typer.Argument(help="One or several, as MODEL or NAME=MODEL. " + options.MODEL_HELP),
-    ],
+    models: options.Models,
     data: options.Data,
     ood: options.Ood = None,
     corruption: Annotated[
         list[str] | None, typer.Option(help="Also evaluate under a corruption; may be repeated.")
     ] = None,
     severity: Annotated[int, typer.Option(min=1, max=5, help="Of the corruptions.")] = 3,
+    attack: Annotated[
+        list[str] | None,
+        typer.Option(help="Also evaluate under an attack, fgsm or pgd; may be repeated."),
+    ] = None,
+    epsilon: Annotated[
+        float, typer.Option(min=0, help="Largest change of a pixel by attacks, in 255ths.")
+    ] = 8.0,
     score: Annotated[
         str | None, typer.Option(help="Uncertainty for all models; by default msp.")
     ] = None,
     bootstrap: Annotated[int, typer.Option(min=0, help="Draws for 95 % intervals; 0: none.")] = 0,
     output: options.Output = Path("hydra-results"),
     html: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html.")] = True,
-    limit: options.Limit = None,
-    split: options.Split = None,
-    text_column: options.TextColumn = None,
-    label_column: options.LabelColumn = None,
-    labels: options.Labels = None,
-    class_names: options.ClassNames = None,
-    batch_size: options.BatchSize = 32,
-    skip_broken: options.SkipBroken = False,
-    device: options.Device = None,
-    dtype: options.Dtype = "float32",
-    seed: options.Seed = 0,
+    reading: options.Reading = options.READING,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:
-    """Evaluate models on labelled data, on outliers and under corruptions; write a report.
+    """Evaluate models on labelled data, on outliers and under shifts; write a report.
+
+    Attacks are white-box: each model meets the images that were changed against itself.
 
     Results of each model are saved as soon as they are there. The report's head maps and examples
     are those of the first model.
     """
     from ...evaluation import evaluate
     from ..gather import cost_of, extreme_examples
-    from ..loading import check_sources, load_model, load_set, load_sets
+    from ..loading import check_sources
     from .report import make_report
 
     check_sources(data, ood)
-    shared: dict[str, Any] = {
-        "limit": limit,
-        "seed": seed,
-        "split": split,
-        "text_column": text_column,
-        "batch_size": batch_size,
-        "skip_broken": skip_broken,
-    }
     output.mkdir(parents=True, exist_ok=True)
     resolved = write_config(output)
     results: list[Results] = []
@@ -74,20 +64,23 @@ def command(
     for given in models:
         name, equals, place = given.partition("=")
         name, place = (name, place) if equals else (Path(given).name or given, given)
-        loaded = load_model(place, device=device, dtype=dtype, class_names=class_names)
-        known = load_set(loaded, data, label_column=label_column, labels=labels, **shared)
-        outliers = load_sets(loaded, ood, **shared)
+        loaded = reading.load_model(place)
+        known = reading.load_known(loaded, data)
+        outliers = reading.load_outliers(loaded, ood)
         say(f"Evaluating {name} on {sizes(known, outliers)}", json=json)
         found = evaluate(
             loaded.model,
             known,
             ood=outliers or None,
-            shifts=_shifted(known, corruption, severity, seed),
+            shifts={
+                **_corrupted(known, corruption, severity, reading.seed),
+                **_attacked(loaded.model, known, attack, epsilon, reading.seed),
+            },
             score=score or "msp",
             bootstrap=bootstrap,
             progress=not json,
             name=name,
-            seed=seed,
+            seed=reading.seed,
         )
         found.save(output / f"results-{_file_name(name)}.json")
         results.append(found)
@@ -116,14 +109,22 @@ def command(
         say(f"Report: {output / 'report.html'}", json=json)
 
 
-def _shifted(
-    known: Any, names: list[str] | None, severity: int, seed: int
-) -> dict[str, Any] | None:
-    if not names:
-        return None
+def _corrupted(known: Any, names: Sequence[str] | None, severity: int, seed: int) -> dict[str, Any]:
     from ...data import corrupted
 
-    return {name: corrupted(known, name, severity=severity, seed=seed) for name in names}
+    return {name: corrupted(known, name, severity=severity, seed=seed) for name in names or ()}
+
+
+def _attacked(
+    model: Any, known: Any, names: Sequence[str] | None, epsilon: float, seed: int
+) -> dict[str, Any]:
+    from ...data import adversarial
+
+    return {
+        name: adversarial(model, known, attack=name, epsilon=epsilon / 255, seed=seed)
+        for part in names or ()
+        for name in part.split(",")
+    }
 
 
 def _file_name(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,49 +15,30 @@ CRITERIA = ["random", "magnitude", "taylor", "his", "entropy", "hies", "fisher"]
 RATIOS = [0.1, 0.2, 0.3, 0.5]
 
 
+@options.reads_data()
 def command(
     model: options.Model,
     data: options.Data,
     ood: options.Ood = None,
-    criterion: Annotated[list[str], typer.Option(help="May be repeated.")] = CRITERIA,
+    criterion: options.Criteria = CRITERIA,
     ratio: Annotated[list[float], typer.Option(help="Share pruned; may be repeated.")] = RATIOS,
     draws: Annotated[int, typer.Option(min=1, help="Calibration draws.")] = 5,
     calibration_examples: Annotated[int, typer.Option(min=1, help="Examples of a draw.")] = 32,
-    scope: Annotated[str, typer.Option(help="Rank within each 'layer' or over the 'model'.")] = (
-        "model"
-    ),
+    scope: options.Scope = "model",
     output: options.Output = Path("hydra-sweep"),
-    limit: options.Limit = None,
-    split: options.Split = None,
-    text_column: options.TextColumn = None,
-    label_column: options.LabelColumn = None,
-    labels: options.Labels = None,
-    class_names: options.ClassNames = None,
-    batch_size: options.BatchSize = 32,
-    skip_broken: options.SkipBroken = False,
-    device: options.Device = None,
-    dtype: options.Dtype = "float32",
-    seed: options.Seed = 0,
+    reading: options.Reading = options.READING,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:
     """Prune a model by each criterion to each ratio and measure what is left; resumable."""
     from ...evaluation.pruning_sweep import prune_sweep
-    from ..loading import check_sources, load_model, load_set, load_sets
+    from ..loading import check_sources
 
     check_sources(data, ood)
-    loaded = load_model(model, device=device, dtype=dtype, class_names=class_names)
+    loaded = reading.load_model(model)
     host = loaded.host
-    shared: dict[str, Any] = {
-        "limit": limit,
-        "seed": seed,
-        "split": split,
-        "text_column": text_column,
-        "batch_size": batch_size,
-        "skip_broken": skip_broken,
-    }
-    known = load_set(loaded, data, label_column=label_column, labels=labels, **shared)
-    outliers = load_sets(loaded, ood, **shared)
+    known = reading.load_known(loaded, data)
+    outliers = reading.load_outliers(loaded, ood)
     output.mkdir(parents=True, exist_ok=True)
     write_config(output)
     runs = len(criterion) * len(ratio) * draws
@@ -70,7 +51,7 @@ def command(
         draws=draws,
         calibration_examples=calibration_examples,
         scope=scope,
-        seed=seed,
+        seed=reading.seed,
         ood=outliers or None,
         resume=output / "state.json",
         progress=not json,

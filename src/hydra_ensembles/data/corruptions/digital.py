@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import DataError, MissingDependencyError
+from ...errors import DataError
 from .base import Draws, at, corruptions, smooth
 
 
@@ -75,13 +75,8 @@ def pixelate(images: Tensor, severity: int, draws: Draws) -> Tensor:
 def jpeg_compression(images: Tensor, severity: int, draws: Draws) -> Tensor:
     """Encode as JPEG of low quality and decode."""
     quality = at(images, severity, (80, 65, 58, 50, 40), (25, 18, 15, 10, 7))
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingDependencyError(
-            "jpeg_compression needs Pillow: pip install 'hydra-ensembles[data]'."
-        ) from error
     import numpy as np
+    from PIL import Image
 
     if images.shape[1] not in (1, 3):
         raise DataError(f"JPEG holds 1 or 3 channels, not {images.shape[1]}. Leave it out here.")

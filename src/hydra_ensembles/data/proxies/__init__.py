@@ -31,7 +31,6 @@ from ..splits import fingerprint
 from . import tokens
 from .base import Proxy, proxies, spread
 from .images import ImageContext, image_proxy
-from .strings import proxy_texts, string_proxies
 from .tokens import TokenContext, text_proxy
 
 IMAGE_BANK, TEXT_BANK = 64, 512
@@ -168,7 +167,5 @@ __all__ = [
     "image_proxy",
     "make_proxies",
     "proxies",
-    "proxy_texts",
-    "string_proxies",
     "text_proxy",
 ]
