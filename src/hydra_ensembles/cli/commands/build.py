@@ -8,10 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from .. import options
+from ..reading import READING, Reading, reads_data
 from ..show import print_json, say, sizes, write_config
 
 
-@options.reads_data()
+@reads_data()
 def command(
     model: options.Model,
     data: options.Data,
@@ -31,7 +32,7 @@ def command(
         str, typer.Option(help="Uncertainty to report: msp, entropy, energy ... or auto.")
     ] = "auto",
     output: options.Output = Path("hydra-ensemble"),
-    reading: options.Reading = options.READING,
+    reading: Reading = READING,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:

@@ -11,10 +11,11 @@ import typer
 from .. import options
 from ..exits import Stop
 from ..head_grid import circuit_grid
+from ..reading import READING, Reading, reads_data
 from ..show import print_json, say, sizes, write_config, write_text
 
 
-@options.reads_data()
+@reads_data()
 def command(
     model: options.Model,
     data: options.Data,
@@ -34,7 +35,7 @@ def command(
         str, typer.Option(help="What is fixed below a layer: knockout, keep or none.")
     ] = "knockout",
     output: options.Output = Path("hydra-circuit"),
-    reading: options.Reading = options.READING,
+    reading: Reading = READING,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import options
+from ..reading import READING, Reading, reads_data
 from ..show import print_json, results_table, say, sizes, write_config, write_text
 
 if TYPE_CHECKING:
     from ...evaluation import Results
 
 
-@options.reads_data()
+@reads_data()
 def command(
     models: options.Models,
     data: options.Data,
@@ -39,7 +40,7 @@ def command(
     bootstrap: Annotated[int, typer.Option(min=0, help="Draws for 95 % intervals; 0: none.")] = 0,
     output: options.Output = Path("hydra-results"),
     html: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html.")] = True,
-    reading: options.Reading = options.READING,
+    reading: Reading = READING,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:

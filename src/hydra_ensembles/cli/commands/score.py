@@ -9,12 +9,13 @@ import typer
 
 from .. import options
 from ..head_grid import scores_grid
+from ..reading import READING, Reading, reads_data
 from ..show import print_json, say, write_config
 
 CRITERIA = ["hies"]
 
 
-@options.reads_data(limit=32, batch_size=8)
+@reads_data(limit=32, batch_size=8)
 def command(
     model: options.Model,
     data: options.Data,
@@ -24,7 +25,7 @@ def command(
     ] = None,
     scope: options.Scope = "model",
     output: options.Output = Path("hydra-scores"),
-    reading: options.Reading = options.READING,
+    reading: Reading = READING,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:

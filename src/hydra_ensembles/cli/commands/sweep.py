@@ -9,13 +9,14 @@ from typing import Annotated
 import typer
 
 from .. import options
+from ..reading import READING, Reading, reads_data
 from ..show import print_json, say, sizes, write_config
 
 CRITERIA = ["random", "magnitude", "taylor", "his", "entropy", "hies", "fisher"]
 RATIOS = [0.1, 0.2, 0.3, 0.5]
 
 
-@options.reads_data()
+@reads_data()
 def command(
     model: options.Model,
     data: options.Data,
@@ -26,7 +27,7 @@ def command(
     calibration_examples: Annotated[int, typer.Option(min=1, help="Examples of a draw.")] = 32,
     scope: options.Scope = "model",
     output: options.Output = Path("hydra-sweep"),
-    reading: options.Reading = options.READING,
+    reading: Reading = READING,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:
