@@ -137,20 +137,31 @@ def draw() -> str:
     across = max(map(len, floors))
     width = across * (WIDTH + GAP) + GAP
     height = len(floors) * STEP + GAP
-    place = {}
+    place: dict[str, tuple[float, float]] = {}
     for n, floor in enumerate(floors):
+        # below the middle of what it imports, so that few arrows cross
+        floor.sort(
+            key=lambda room: sum(place[t][0] for t in arrows[room]) / (len(arrows[room]) or 1)
+        )
         left = (width - len(floor) * (WIDTH + GAP) + GAP) / 2
         for i, room in enumerate(floor):
             place[room] = (left + i * (WIDTH + GAP), n * STEP + GAP)
     lines, boxes = [], []
     for room in order:
         x, y = place[room]
-        for target in sorted(arrows[room]):
+        targets = sorted(arrows[room], key=place.__getitem__)
+        for number, target in enumerate(targets):
             tx, ty = place[target]
-            x1, y1, x2, y2 = x + WIDTH / 2, y, tx + WIDTH / 2, ty + HEIGHT + 5
+            users = sorted((r for r in order if target in arrows[r]), key=place.__getitem__)
+            x1 = x + WIDTH * (number + 1) / (len(targets) + 1)
+            x2 = tx + WIDTH * (users.index(room) + 1) / (len(users) + 1)
+            y1, y2 = y, ty + HEIGHT + 5
+            # straight up past a floor in between: around the box that stands there
+            above = level[room] - level[target] > 1 and abs(x1 - x2) < WIDTH / 4
+            bend = -0.8 * WIDTH if above else 0
             lines.append(
-                f'<path d="M{x1:.0f} {y1:.0f}C{x1:.0f} {y1 - 34:.0f} {x2:.0f} {y2 + 34:.0f} '
-                f'{x2:.0f} {y2:.0f}"/>'
+                f'<path d="M{x1:.0f} {y1:.0f}C{x1 + bend:.0f} {y1 - 40:.0f} '
+                f'{x2 + bend:.0f} {y2 + 40:.0f} {x2:.0f} {y2:.0f}"/>'
             )
         note = ", ".join(LEAVES) if room == "leaves" else ROOMS[room]
         boxes.append(
