@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,8 @@ from ..hosts import HostModel, device_of, host_model, main_output
 from ..hosts.probe import modules_after_blocks
 from ..registry import check_name
 from ..uncertainty import (
+    Evidence,
+    Novelty,
     Prediction,
     checked_temperature,
     log_mean_probability,
@@ -29,6 +31,7 @@ from ..uncertainty import (
 )
 from .assemble import Assembly
 from .cast import cast_full, cast_member
+from .known import fit_novelty, logits_and_summaries, why_novel
 from .layers import FusedBlock
 from .saving import load, save
 from .summary import summarize
@@ -60,6 +63,7 @@ class HydraEnsemble(nn.Module):
         mode: `"fused"`, or `"loop"` to run members one by one.
         temperature, member_temperatures: Divide the members' logits (None: not calibrated).
         score: The uncertainty that `predict` reports.
+        novelty: Statistics of known data; None before `fit_novelty_`.
         record: What was done to make it (plain data, saved along).
     """
 
@@ -76,6 +80,7 @@ class HydraEnsemble(nn.Module):
         self.temperature = None
         self.member_temperatures = None
         self.score = "msp"
+        self.novelty: Novelty | None = None
         self.record: dict[str, Any] = {}
         self.switches: dict[str, Any] = {}
         self._assembly = assembly
@@ -229,14 +234,46 @@ class HydraEnsemble(nn.Module):
                 f"{type(self.host).__name__} gives embeddings, not classes: wrap the dual encoder "
                 "in ZeroShotClassifier, or call member_logits() for the members' embeddings."
             )
-        member_logits = in_eval(self).member_logits(batch)
-        return predict_from_logits(
-            member_logits.float(),
+        model, summaries = in_eval(self), None
+        if self.novelty is None:
+            member_logits = model.member_logits(batch).float()
+        else:
+            member_logits, summaries = logits_and_summaries(model, batch)
+        answer = predict_from_logits(
+            member_logits,
             score=self.score,
             temperature=self.temperature,
             member_temperatures=self.member_temperatures,
             logit_scale=getattr(self.host, "logit_scale", None),
         )
+        if self.novelty is None or summaries is None:
+            return answer
+        novelty, score = self.novelty.to(member_logits.device)(summaries, member_logits)
+        return replace(answer, novelty=novelty, novelty_score=score)
+
+    # --- novelty ---------------------------------------------------------------------------------
+
+    def fit_novelty_(
+        self, known: Any, *, names: Sequence[str] | None = None, progress: bool = True
+    ) -> HydraEnsemble:
+        """Learn what is known, in place: `predict` then says how new an input is.
+
+        One pass over `known`; nothing is trained and no outlier is needed. The page on novelty has
+        the formulas and what is promised. Fit again after training.
+
+        Args:
+            known: In-distribution data that the model was not trained on; some hundred examples.
+                Labels are optional: with five per class or more, distances to classes are used.
+            names: Names of the known examples (files, texts) for `why_novel`.
+            progress: Show a bar on a terminal.
+        """
+        self.novelty = fit_novelty(self, known, names=names, progress=progress)
+        return self
+
+    @torch.no_grad()
+    def why_novel(self, batch: Any, *, neighbours: int = 3) -> Evidence:
+        """Say which blocks and which known neighbours speak for the novelty of each example."""
+        return why_novel(self, batch, neighbours)
 
     def _scaled(self, member_logits: Tensor) -> Tensor:
         if self.temperature is None and self.member_temperatures is None:
@@ -372,6 +409,7 @@ class HydraEnsemble(nn.Module):
         ensemble.member_temperatures = config["member_temperatures"]
         ensemble.score = config["score"]
         ensemble.record = config["record"]
+        ensemble.novelty = config.get("novelty")
         return ensemble
 
     # --- telling -----------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The folder of an ensemble: `config.json`, `model.safetensors` and a model card. No pickle.
 
 The config holds plain data only: the format's version, the host's class and config, masks, plan,
-labels, calibration, and the SHA-256 of the weights. Every distinct head is stored once.
+labels, calibration, and the SHA-256 of the weights. Every distinct head is stored once. Statistics
+of known data lie beside the weights, in `novelty.safetensors`, when novelty is fitted.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ..heads.plan import Plan
 from ..hosts import HostModel, families, host_model
 from ..hosts.probe import Readout, _end_of_text
 from ..hosts.rebuild import describe_host, rebuild_host
+from ..uncertainty.novelty import Novelty, from_tensors
 from .assemble import Assembly
 from .body import Body
 from .structure import build_body_, split_classifier_
@@ -31,6 +33,7 @@ from .structure import build_body_, split_classifier_
 FORMAT = "hydra-ensembles"
 FORMAT_VERSION = (1, 0)
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+NOVELTY = "novelty.safetensors"
 _KNOWN = {
     "format",
     "format_version",
@@ -54,6 +57,7 @@ _KNOWN = {
     "sha256",
     "record",
 }
+_OPTIONAL = {"novelty"}
 
 
 def save(ensemble: Any, folder: Any, *, tokenizer: Any = None, image_processor: Any = None) -> None:
@@ -66,8 +70,16 @@ def save(ensemble: Any, folder: Any, *, tokenizer: Any = None, image_processor: 
     beside = target / (WEIGHTS + ".partial")
     save_file(tensors, beside, metadata={"format": "pt"})
     config = _config(ensemble, aliases, _sha256(beside))
+    novelty = target / (NOVELTY + ".partial")
+    if ensemble.novelty is not None:
+        save_file(_contiguous(ensemble.novelty.tensors()), novelty, metadata={"format": "pt"})
+        config["novelty"] = {**ensemble.novelty.facts(), "sha256": _sha256(novelty)}
     text = json.dumps(config, indent=2, default=_plain)
     os.replace(beside, target / WEIGHTS)
+    if ensemble.novelty is not None:
+        os.replace(novelty, target / NOVELTY)
+    else:
+        (target / NOVELTY).unlink(missing_ok=True)
     write_whole(target / CONFIG, text + "\n")
     write_whole(target / CARD, _card(ensemble))
     for part in (tokenizer, image_processor):
@@ -98,7 +110,32 @@ def load(
     assembly, view = _structure(skeleton, config)
     _load_weights(assembly.model, weights, config)
     assembly.model.eval()
+    config["novelty"] = _load_novelty(folder, config.get("novelty"))
     return assembly, view, config
+
+
+def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def _load_novelty(folder: Path, facts: dict[str, Any] | None) -> Novelty | None:
+    """Read the statistics of known data; None when the folder was saved without."""
+    from safetensors.torch import load_file
+
+    if facts is None:
+        return None
+    path = folder / NOVELTY
+    if not path.exists():
+        raise FormatError(
+            f"{folder} has no {NOVELTY}, but its {CONFIG} names one: the folder is incomplete. "
+            "Copy or download it again."
+        )
+    if _sha256(path) != facts.get("sha256"):
+        raise FormatError(
+            f"{path} is not the file that was saved (its SHA-256 differs): it was truncated, "
+            "replaced or changed. Download or save it again."
+        )
+    return from_tensors(load_file(path), facts)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -127,7 +164,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     missing = _KNOWN - config.keys()
     if missing:
         raise FormatError(f"{path} lacks {', '.join(sorted(missing))}. Save or download it again.")
-    unknown = config.keys() - _KNOWN
+    unknown = config.keys() - _KNOWN - _OPTIONAL
     if unknown:
         warnings.warn(
             f"{path} has keys that this version does not know and leaves alone: "

@@ -22,6 +22,8 @@ def summarize(ensemble: Any) -> str:
     lines += _cost_lines(ensemble)
     lines.append(f"  score    {_score(ensemble)}")
     lines += _calibration(ensemble)
+    novelty = ensemble.novelty
+    lines.append(f"  novelty  {novelty or 'not fitted: call fit_novelty_(known data)'}")
     if ensemble.mode != "fused":
         lines.append("  mode     members run one by one")
     return "\n".join(lines)

@@ -7,6 +7,9 @@ from .calibration import TemperatureFit as TemperatureFit
 from .calibration import find_temperature as find_temperature
 from .calibration import fit_member_temperatures as fit_member_temperatures
 from .calibration import fit_temperature as fit_temperature
+from .novelty import Evidence as Evidence
+from .novelty import Novelty as Novelty
+from .novelty import NoveltyFit as NoveltyFit
 from .prediction import Prediction as Prediction
 from .prediction import predict_from_logits as predict_from_logits
 from .scores import Score as Score
@@ -16,6 +19,7 @@ from .scores import disagreement as disagreement
 from .scores import energy as energy
 from .scores import entropy as entropy
 from .scores import entropy_of as entropy_of
+from .scores import gen as gen
 from .scores import log_mean_probability as log_mean_probability
 from .scores import max_logit as max_logit
 from .scores import mcm as mcm

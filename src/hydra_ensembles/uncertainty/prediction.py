@@ -34,6 +34,9 @@ class Prediction:
         member_logits: the logits that `probabilities` come from, temperatures applied,
             `[batch, member, class]`.
         score: name of the score behind `uncertainty`.
+        novelty: share of known data that is less novel, in [0, 1], `[batch]`: above 0.95 for 5 % of
+            data like the known. None before `fit_novelty_`.
+        novelty_score: what `novelty` ranks, unbounded, `[batch]`; None before `fit_novelty_`.
     """
 
     probabilities: Tensor
@@ -43,6 +46,8 @@ class Prediction:
     disagreement: Tensor
     member_logits: Tensor
     score: str = "msp"
+    novelty: Tensor | None = None
+    novelty_score: Tensor | None = None
 
     @property
     def logits(self) -> Tensor:
@@ -78,19 +83,23 @@ class Prediction:
         return self.to("cpu")
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Prediction:
-        tensors = {f.name: function(getattr(self, f.name)) for f in fields(self)[:-1]}
-        return Prediction(**tensors, score=self.score)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors = {name: function(v) for name, v in values.items() if isinstance(v, Tensor)}
+        return Prediction(**{**values, **tensors})
 
     def __repr__(self) -> str:
         examples, members, classes = self.member_logits.shape
         head = f"Prediction of {members} member(s) on {examples} example(s), {classes} classes"
         rows = [f"  {'label':>6}  {'p':>6}  {self.score:>10}  {'mutual inf.':>11}  {'disagree':>8}"]
+        rows[0] += "" if self.novelty is None else f"  {'novelty':>7}"
         for i in range(min(examples, 8)):
             rows.append(
                 f"  {int(self.label[i]):>6}  {float(self.confidence[i]):>6.3f}"
                 f"  {float(self.uncertainty[i]):>10.4g}  {float(self.mutual_information[i]):>11.4g}"
                 f"  {float(self.disagreement[i]):>8.2f}"
             )
+            if self.novelty is not None:
+                rows[-1] += f"  {float(self.novelty[i]):>7.3f}"
         if examples > 8:
             rows.append(f"  ... and {examples - 8} more")
         return "\n".join([head, *rows]) if examples else head

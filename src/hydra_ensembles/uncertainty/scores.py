@@ -125,6 +125,20 @@ def entropy(member_logits: Tensor) -> Tensor:
     return entropy_of(mean_probability(member_logits))
 
 
+@scores.register("gen")
+def gen(member_logits: Tensor) -> Tensor:
+    """Return the generalized entropy of the mean probability, `[batch]` (Liu et al., CVPR 2023).
+
+    sum over the 100 most probable classes of (p (1 - p))^0.1: it hears small probabilities that
+    the entropy does not.
+    """
+    probability = mean_probability(member_logits)
+    largest = probability.topk(min(100, probability.shape[-1]), dim=-1).values
+    # 1 - p of the most probable class, summed as in msp: it does not round to zero
+    rest = torch.cat([msp(member_logits)[:, None], 1 - largest[:, 1:]], -1)
+    return (largest * rest).clamp_min(0).pow(0.1).sum(-1)
+
+
 @scores.register("max-logit")
 def max_logit(member_logits: Tensor) -> Tensor:
     """Return -max_c mean_m z_m(c), `[batch]` (Hendrycks et al., 2022).

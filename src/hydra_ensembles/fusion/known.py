@@ -1,0 +1,99 @@
+"""Teach an ensemble what it knows, and let it say why an input is new (`uncertainty.novelty`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data.modes import in_eval
+from ..data.running import move, progress_bar, split_batch
+from ..errors import DataError, HydraError, UnsupportedModelError
+from ..uncertainty.novelty import Evidence, Novelty, NoveltyFit
+from .taps import Collector, collecting, tap_names
+
+CLASS_TAPS = 4
+"""Taps, from the trunk's last, that measure distances to classes: early blocks know no classes."""
+
+
+def logits_and_summaries(ensemble: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Run an ensemble once; return raw member logits and the trunk's token summaries."""
+    trunk = ensemble.body.trunk
+    if not len(trunk):
+        raise UnsupportedModelError(
+            "Novelty listens to the trunk, but members branch at the first block: they share "
+            "nothing. Fuse members that share at least one block."
+        )
+    args, kwargs, _ = split_batch(batch)
+    inputs = move(ensemble._named(args, kwargs), ensemble.device)
+    readout = ensemble.readout
+    collector = Collector(
+        inputs.get("attention_mask"),
+        readout=_has_readout_token(readout),
+        positions=None if readout.positions is None else readout.positions(inputs),
+    )
+    with collecting(trunk, collector):
+        logits = ensemble.member_logits(batch)
+    return logits.float(), collector.summaries()
+
+
+def _has_readout_token(readout: Any) -> bool:
+    return readout.tokens is not None or readout.positions is not None
+
+
+@torch.no_grad()
+def fit_novelty(
+    ensemble: Any, known: Iterable[Any], *, names: Sequence[str] | None, progress: bool
+) -> Novelty:
+    """Fit novelty to known data in one pass (see `HydraEnsemble.fit_novelty_`)."""
+    names = _names_of(known) if names is None else names
+    blocks = len(ensemble.body.trunk)
+    taps = tap_names(blocks, readout=_has_readout_token(ensemble.readout))
+    fit: NoveltyFit | None = None
+    model = in_eval(ensemble)
+    bar = progress_bar(known, description="known data", enabled=progress)
+    for number, batch in enumerate(bar):
+        try:
+            logits, summaries = logits_and_summaries(model, batch)
+        except (HydraError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise DataError(
+                f"The model failed on batch {number} of the known data: {error}. Known data must "
+                "be prepared as the model expects it."
+            ) from error
+        classes = logits.shape[-1]
+        if fit is None:
+            fit = NoveltyFit(taps, classes=classes, class_taps=min(CLASS_TAPS, len(taps)))
+        fit.add_(summaries, logits, _checked(split_batch(batch)[2], classes, number))
+    if fit is None:
+        raise DataError("The known data is empty: it gave no batch.")
+    return fit.finish(names or ())
+
+
+def why_novel(ensemble: Any, batch: Any, neighbours: int) -> Evidence:
+    """Return what speaks for the novelty of a batch (see `HydraEnsemble.why_novel`)."""
+    if ensemble.novelty is None:
+        raise HydraError("Novelty is not fitted: call ensemble.fit_novelty_(known) first.")
+    logits, summaries = logits_and_summaries(in_eval(ensemble), batch)
+    return ensemble.novelty.to(ensemble.device).explain(summaries, logits, neighbours)
+
+
+def _checked(labels: Tensor | None, classes: int, batch: int) -> Tensor | None:
+    if labels is None:
+        return None
+    wrong = labels.is_floating_point() or labels.ndim != 1
+    if wrong or (len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes):
+        raise DataError(
+            f"Labels of batch {batch} of the known data are no classes 0 to {classes - 1}. Leave "
+            "them out: novelty does not need labels."
+        )
+    return labels.long()
+
+
+def _names_of(known: Any) -> Sequence[str] | None:
+    """Take the names of examples from our own loaders."""
+    texts = getattr(known, "texts", None)
+    return texts if isinstance(texts, list) else None

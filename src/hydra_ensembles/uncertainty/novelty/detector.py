@@ -1,0 +1,242 @@
+"""Novelty: is this input like anything known? Distances and one score, joined as p-values.
+
+    score(x)   = sum over terms of -log p_term(x)          Fisher's sum, taken as a score
+    novelty(x) = share of known data with a lower score     in [0, 1]
+
+The terms are the distances of `distances.py` at every tap and the generalized entropy of the mean
+probability (GEN, Liu et al., 2023). Each p-value is the term's rank among known examples, each of
+them held out (`tails.py`). The terms depend on each other, so the sum is not read off a chi-square
+table: it is ranked among the known examples' own sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import FormatError
+from ..scores import gen
+from .distances import ClassDistance, GlobalDistance
+from .moments import unit
+from .tails import Ranks
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Evidence:
+    """What speaks for novelty, per example.
+
+    Attributes:
+        terms: Names of the terms: taps, class distances, and the score of the probability.
+        surprise: -log p of every term, `[example, term]`.
+        neighbours: Positions of the nearest known examples, nearest first, `[example, neighbour]`.
+        similarity: Their cosine similarity at the last tap.
+        names: Names of known examples by position, when they were given.
+        novelty, score: As in `Prediction`.
+    """
+
+    terms: tuple[str, ...]
+    surprise: Tensor
+    neighbours: Tensor
+    similarity: Tensor
+    novelty: Tensor
+    score: Tensor
+    names: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.surprise)
+
+    def strongest(self, example: int, count: int = 3) -> list[tuple[str, float]]:
+        """Return the terms that speak loudest, with their p-values."""
+        values, order = self.surprise[example].topk(min(count, len(self.terms)))
+        pairs = zip(order.tolist(), values.tolist(), strict=True)
+        return [(self.terms[term], float(torch.tensor(-value).exp())) for term, value in pairs]
+
+    def __repr__(self) -> str:
+        return "\n".join(self._line(i) for i in range(len(self)))
+
+    def _line(self, example: int) -> str:
+        value, score = float(self.novelty[example]), float(self.score[example])
+        loud = ", ".join(f"{term} (p = {p:.2g})" for term, p in self.strongest(example))
+        near = ", ".join(
+            f"{self._name(int(position))} ({float(close):.2f})"
+            for position, close in zip(
+                self.neighbours[example], self.similarity[example], strict=True
+            )
+        )
+        return (
+            f"example {example}: novelty {value:.3f} (score {score:.1f})\n"
+            f"  speaks for it  {loud}\n"
+            f"  nearest known  {near}"
+        )
+
+    def _name(self, position: int) -> str:
+        return self.names[position] if self.names else f"#{position}"
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Novelty:
+    """Statistics of known data, all that `predict` needs.
+
+    Attributes:
+        taps: Names of the taps, in their order.
+        distance: To all known data.
+        classes: To the nearest class, of the taps from `first_class_tap` on; None without.
+        first_class_tap: See `classes`.
+        ranks: Held-out terms.
+        sums: Held-out scores, `[1, example]`.
+        bank: Unit features of some known examples at the last tap, `[example, width]`.
+        bank_positions: Their positions in the known data.
+        names: Names of the known data by position (may be empty).
+        examples: Known examples seen.
+    """
+
+    taps: tuple[str, ...]
+    distance: GlobalDistance
+    classes: ClassDistance | None
+    first_class_tap: int
+    ranks: Ranks
+    sums: Ranks
+    bank: Tensor
+    bank_positions: Tensor
+    names: tuple[str, ...] = ()
+    examples: int = 0
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """Names of the terms of the score."""
+        named = self.taps[self.first_class_tap :] if self.classes is not None else ()
+        return (*self.taps, *(f"{tap}, nearest class" for tap in named), "probability")
+
+    def surprise(self, summaries: Tensor, member_logits: Tensor) -> Tensor:
+        """Return -log p of every term, `[example, term]`.
+
+        Args:
+            summaries: Token summaries `[example, tap, width]`.
+            member_logits: Raw logits `[example, member, class]`, no temperature applied.
+        """
+        features = unit(summaries.to(self.distance.mean.dtype))
+        return self.ranks.surprise(self._terms(features, member_logits))
+
+    def _terms(self, features: Tensor, member_logits: Tensor) -> Tensor:
+        distance = self.distance(features)
+        parts = [distance]
+        if self.classes is not None:
+            late = slice(self.first_class_tap, None)
+            parts.append(self.classes(features[:, late]) - distance[:, late])
+        parts.append(gen(member_logits).to(distance.dtype)[:, None])
+        return torch.cat(parts, 1)
+
+    def __call__(self, summaries: Tensor, member_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return novelty in [0, 1] and the unbounded score, both `[example]`."""
+        score = self.surprise(summaries, member_logits).sum(1)
+        return self.rank(score), score
+
+    def rank(self, score: Tensor) -> Tensor:
+        """Return 1 - (1 + #{known >= score}) / (n + 1): above 1 - a for at most a share a."""
+        above = self.sums.above(score[:, None])[:, 0]
+        return 1 - (1.0 + above) / (self.sums.values.shape[1] + 1)
+
+    def explain(self, summaries: Tensor, member_logits: Tensor, neighbours: int = 3) -> Evidence:
+        """Return which terms and which known examples speak for novelty."""
+        surprise = self.surprise(summaries, member_logits)
+        score = surprise.sum(1)
+        last = unit(summaries[:, -1].to(self.bank.dtype))
+        similarity, order = (last @ self.bank.T).topk(min(neighbours, len(self.bank)))
+        return Evidence(
+            terms=self.terms,
+            surprise=surprise.cpu(),
+            neighbours=self.bank_positions[order].cpu(),
+            similarity=similarity.cpu(),
+            novelty=self.rank(score).cpu(),
+            score=score.cpu(),
+            names=self.names,
+        )
+
+    def single(self) -> Novelty:
+        """Return the statistics in float32, as `predict` uses them and a folder holds them."""
+        tensors = {
+            name: value.float() if value.is_floating_point() else value
+            for name, value in self.tensors().items()
+        }
+        return from_tensors(tensors, self.facts())
+
+    def to(self, device: torch.device | str) -> Novelty:
+        """Return the statistics on another device (itself when they are there)."""
+        if self.bank.device == torch.device(device):
+            return self
+        return from_tensors({k: v.to(device) for k, v in self.tensors().items()}, self.facts())
+
+    # --- plain data, for saving
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name."""
+        found = {
+            "distance.mean": self.distance.mean,
+            "distance.whitening": self.distance.whitening,
+            "ranks.values": self.ranks.values,
+            "ranks.scale": self.ranks.scale,
+            "sums.values": self.sums.values,
+            "sums.scale": self.sums.scale,
+            "bank": self.bank,
+            "bank_positions": self.bank_positions,
+        }
+        if self.classes is not None:
+            found |= {
+                "classes.means": self.classes.means,
+                "classes.whitening": self.classes.whitening,
+                "classes.counts": self.classes.counts,
+            }
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is no tensor, as JSON can hold it."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "taps": list(self.taps),
+            "first_class_tap": self.first_class_tap,
+            "names": list(self.names),
+            "examples": self.examples,
+        }
+
+    def __repr__(self) -> str:
+        classes = "" if self.classes is None else f", {len(self.classes.counts)} classes"
+        return f"{len(self.taps)} taps, fitted on {self.examples} known examples{classes}"
+
+
+def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
+    """Read what `Novelty.tensors` and `Novelty.facts` returned."""
+    version = facts.get("format_version", 0)
+    if version > FORMAT_VERSION:
+        raise FormatError(
+            f"The novelty statistics have format {version}, newer than {FORMAT_VERSION} which "
+            "this library reads. Upgrade hydra-ensembles, or call fit_novelty_() again."
+        )
+    try:
+        classes = None
+        if "classes.means" in tensors:
+            classes = ClassDistance(
+                tensors["classes.means"], tensors["classes.whitening"], tensors["classes.counts"]
+            )
+        return Novelty(
+            taps=tuple(facts["taps"]),
+            distance=GlobalDistance(
+                tensors["distance.mean"], tensors["distance.whitening"], int(facts["examples"])
+            ),
+            classes=classes,
+            first_class_tap=int(facts["first_class_tap"]),
+            ranks=Ranks(tensors["ranks.values"], tensors["ranks.scale"]),
+            sums=Ranks(tensors["sums.values"], tensors["sums.scale"]),
+            bank=tensors["bank"],
+            bank_positions=tensors["bank_positions"],
+            names=tuple(facts["names"]),
+            examples=int(facts["examples"]),
+        )
+    except KeyError as error:
+        raise FormatError(
+            f"The novelty statistics lack {error}. Save the ensemble again, or call fit_novelty_()."
+        ) from None

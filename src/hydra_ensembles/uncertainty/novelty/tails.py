@@ -1,0 +1,51 @@
+"""P-values by rank among held-out known data, continued beyond the largest value seen.
+
+    p(x) = (1 + #{held-out >= x}) / (n + 1)
+
+is valid for exchangeable data (a conformal p-value), but everything beyond the largest held-out
+value ties at 1 / (n + 1). There the tail goes on: -log p grows by log(1 + excess / scale), with the
+mean excess over the 90 % quantile as the scale: a heavy (Pareto) tail, so that no single tap can
+outvote all others. Ranks below the largest value are untouched, so the p-value stays valid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TAIL = 0.1
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Held-out values, sorted, and the scale of their upper tail.
+
+    Attributes:
+        values: Sorted in rising order, `[term, example]`.
+        scale: Mean excess over the 90 % quantile, `[term]`.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, held_out: Tensor) -> Ranks:
+        """Sort held-out values `[example, term]`."""
+        values = held_out.T.sort(-1).values.contiguous()
+        tail = values[:, -max(2, int(TAIL * values.shape[1])) :]
+        scale = (tail - tail[:, :1]).mean(-1)
+        spread = (values[:, -1] - values[:, 0]).clamp_min(1e-12)
+        return cls(values, torch.where(scale > 0, scale, spread))
+
+    def above(self, values: Tensor) -> Tensor:
+        """Count the held-out values that are as large or larger, `[example, term]`."""
+        less = torch.searchsorted(self.values, values.T.contiguous())
+        return (self.values.shape[1] - less).T
+
+    def surprise(self, values: Tensor) -> Tensor:
+        """Return -log p of values `[example, term]`, unbounded and rising."""
+        rank = (1.0 + self.above(values)) / (self.values.shape[1] + 1)
+        excess = (values - self.values[:, -1]).clamp_min(0) / self.scale
+        return excess.log1p() - rank.log()

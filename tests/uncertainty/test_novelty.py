@@ -1,0 +1,202 @@
+"""Novelty: statistics, distances, p-values and the detector, against their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sklearn.covariance import ledoit_wolf as reference_ledoit_wolf
+from torch import Tensor
+
+from hydra_ensembles.errors import DataError
+from hydra_ensembles.uncertainty.novelty import Novelty, NoveltyFit, from_tensors
+from hydra_ensembles.uncertainty.novelty.distances import (
+    ClassDistance,
+    GlobalDistance,
+    ledoit_wolf,
+)
+from hydra_ensembles.uncertainty.novelty.moments import Moments, unit
+from hydra_ensembles.uncertainty.novelty.tails import Ranks
+
+TAPS, WIDTH, CLASSES = 3, 6, 4
+
+
+def known(count: int = 60, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Draw features around class centres, and their labels."""
+    draw = torch.Generator().manual_seed(seed)
+    centres = 2 * torch.randn(CLASSES, TAPS, WIDTH, generator=torch.Generator().manual_seed(9))
+    labels = torch.arange(count) % CLASSES
+    noise = torch.randn(count, TAPS, WIDTH, generator=draw)
+    return centres[labels] + noise * torch.linspace(0.3, 1.5, WIDTH), labels
+
+
+def logits_of(count: int, seed: int = 0) -> Tensor:
+    return 3 * torch.randn(count, 2, CLASSES, generator=torch.Generator().manual_seed(seed + 50))
+
+
+def moments_of(features: Tensor, labels: Tensor | None = None) -> Moments:
+    moments = Moments.empty(TAPS, WIDTH, 0 if labels is None else CLASSES)
+    moments.add_(features, labels)
+    return moments
+
+
+def fitted(count: int = 200, *, labels: bool = True, seed: int = 0) -> Novelty:
+    features, classes = known(count, seed)
+    fit = NoveltyFit([f"tap {i}" for i in range(TAPS)], classes=CLASSES, class_taps=2)
+    fit.add_(features, logits_of(count, seed), classes if labels else None)
+    return fit.finish()
+
+
+def test_moments_do_not_depend_on_chunks_or_order() -> None:
+    features, labels = known(57)
+    whole = moments_of(features, labels)
+    order = torch.randperm(57, generator=torch.Generator().manual_seed(3))
+    parts = Moments.empty(TAPS, WIDTH, CLASSES)
+    for rows in order.split(8):
+        parts.add_(features[rows], labels[rows])
+    for name in ("total", "outer", "class_totals"):
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=0, atol=1e-10)
+    assert parts.class_counts.tolist() == whole.class_counts.tolist()
+
+
+def test_scatters_are_those_of_numpy() -> None:
+    features, labels = known()
+    moments = moments_of(features, labels)
+    rows = unit(features.double())
+    for tap in range(TAPS):
+        expected = torch.cov(rows[:, tap].T, correction=0) * len(rows)
+        torch.testing.assert_close(moments.scatter()[tap], expected)
+        within = sum(
+            torch.cov(rows[labels == c, tap].T, correction=0) * int((labels == c).sum())
+            for c in range(CLASSES)
+        )
+        torch.testing.assert_close(moments.within_scatter()[tap], within)
+
+
+def test_ridge_is_that_of_scikit_learn() -> None:
+    features, _ = known(25)
+    moments = moments_of(features)
+    ridge = ledoit_wolf(moments.count, moments.mean(), moments.scatter())
+    for tap in range(TAPS):
+        rows = unit(features.double())[:, tap]
+        _, share = reference_ledoit_wolf(rows.numpy())
+        level = float(moments.scatter()[tap].trace()) / 25 / WIDTH
+        assert float(ridge[tap]) == pytest.approx(level * share / (1 - share), rel=1e-6)
+
+
+def test_held_out_distance_is_the_distance_without_the_example() -> None:
+    features, _ = known(30)
+    rows = unit(features.double())
+    moments = moments_of(features)
+    scatter, mean = moments.scatter(), moments.mean()
+    ridge = ledoit_wolf(30, mean, scatter)
+    held_out = GlobalDistance.of(moments).held_out(rows)
+    for i in (0, 7, 29):
+        others = torch.cat([rows[:i], rows[i + 1 :]])
+        for tap in range(TAPS):
+            centre = others[:, tap].mean(0)
+            apart = others[:, tap] - centre
+            # the ridge weighs as much as before: n * ridge beside the scatter
+            sigma = (apart.T @ apart + 30 * ridge[tap] * torch.eye(WIDTH)) / 29
+            z = rows[i, tap] - centre
+            expected = z @ torch.linalg.solve(sigma.double(), z)
+            torch.testing.assert_close(held_out[i, tap], expected)
+
+
+def test_held_out_class_distance_is_the_distance_without_the_example() -> None:
+    features, labels = known(30)
+    labels[0] = labels[4] = 3
+    labels[5:] = labels[5:].clamp_max(2)  # class 3 has few
+    labels[4] = 2
+    labels[3] = 2  # class 3 has example 0 only
+    rows = unit(features.double())
+    moments = moments_of(features, labels)
+    distance = ClassDistance.of(moments, slice(None))
+    held_out = distance.held_out(rows, labels)
+    ridge = ledoit_wolf(30, moments.mean(), moments.within_scatter())
+    for i in (0, 7, 29):
+        keep = torch.arange(30) != i
+        for tap in range(TAPS):
+            others, their = rows[keep, tap], labels[keep]
+            present = their.unique()
+            centres = torch.stack([others[their == c].mean(0) for c in present])
+            apart = others - centres[torch.searchsorted(present, their)]
+            sigma = (apart.T @ apart + 30 * ridge[tap] * torch.eye(WIDTH).double()) / 29
+            z = rows[i, tap] - centres
+            expected = (z * torch.linalg.solve(sigma, z.T).T).sum(-1).min()
+            torch.testing.assert_close(held_out[i, tap], expected)
+
+
+def test_p_values_count_and_continue() -> None:
+    ranks = Ranks.of(torch.arange(1.0, 10.0)[:, None])
+    values = torch.tensor([[0.0], [1.0], [5.0], [9.0]])
+    expected = torch.tensor([10, 10, 6, 2]) / 10
+    torch.testing.assert_close(ranks.surprise(values)[:, 0].neg().exp(), expected)
+    beyond = ranks.surprise(torch.tensor([[9.5], [10.0], [1e4], [1e9]]))[:, 0]
+    assert bool((beyond.diff() > 0).all()) and float(beyond[0]) > float(torch.tensor(10.0).log())
+
+
+def test_constant_terms_say_nothing() -> None:
+    ranks = Ranks.of(torch.full((20, 1), 3.0))
+    assert float(ranks.surprise(torch.tensor([[3.0]]))) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_new_known_data_alarm_at_the_promised_rate(labels: bool) -> None:
+    rates = []
+    for seed in range(6):
+        novelty = fitted(150, labels=labels, seed=seed)
+        fresh, _ = known(400, seed=100 + seed)
+        value, _ = novelty(fresh, logits_of(400, seed=100 + seed))
+        rates.append(float((value > 0.9).float().mean()))
+    assert 0.07 < sum(rates) / len(rates) < 0.13
+
+
+def test_outliers_are_new_and_farther_ones_are_newer() -> None:
+    novelty = fitted()
+    features, _ = known(20, seed=5)
+    logits = logits_of(20, seed=5)
+    # unit vectors cannot leave the sphere: turn towards a direction that known data do not have
+    foreign = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(2)))
+    far = foreign.Q[0] * 5
+    steps = [novelty(features + step * far, logits) for step in (0.0, 0.5, 5.0)]
+    means = [float(score.mean()) for _, score in steps]
+    assert means[0] < means[1] < means[2]
+    assert float(steps[2][0].min()) > 0.9
+
+
+def test_class_distances_need_enough_examples_per_class() -> None:
+    assert fitted(200).classes is not None
+    assert fitted(200, labels=False).classes is None
+    assert fitted(12).classes is None  # three per class
+
+
+def test_statistics_survive_as_plain_data() -> None:
+    novelty = fitted()
+    twin = from_tensors(novelty.tensors(), novelty.facts())
+    features, _ = known(9, seed=4)
+    for ours, theirs in zip(
+        novelty(features, logits_of(9)), twin(features, logits_of(9)), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_evidence_names_terms_and_neighbours() -> None:
+    features, classes = known(40)
+    fit = NoveltyFit(["early", "late"], classes=CLASSES, class_taps=1)
+    fit.add_(features[:, :2], logits_of(40), classes)
+    novelty = fit.finish([f"file {i}" for i in range(40)])
+    evidence = novelty.explain(features[7:8, :2], logits_of(40)[7:8])
+    assert int(evidence.neighbours[0, 0]) == 7
+    assert float(evidence.similarity[0, 0]) == pytest.approx(1.0)
+    text = str(evidence)
+    assert "file 7 (1.00)" in text and "novelty" in text
+    assert novelty.terms == ("early", "late", "late, nearest class", "probability")
+    torch.testing.assert_close(evidence.surprise.sum(1), evidence.score)
+
+
+def test_too_few_and_broken_known_data_are_refused() -> None:
+    with pytest.raises(DataError, match="at least 10 known examples"):
+        fitted(4)
+    fit = NoveltyFit(["tap"])
+    with pytest.raises(DataError, match="NaN or infinity"):
+        fit.add_(torch.full((3, 1, 4), torch.nan), logits_of(3))
