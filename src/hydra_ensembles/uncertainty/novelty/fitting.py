@@ -60,17 +60,18 @@ class NoveltyFit:
                 "model's precision."
             )
         self._labelled = self._labelled and labels is not None
+        classes = labels.cpu().long() if self._labelled and labels is not None else None
         summaries = summaries.float().cpu()
         if self.moments is None:
-            self.moments = Moments.empty(*summaries.shape[1:], self.number if self._labelled else 0)
-        self.moments.add_(summaries, labels.cpu().long() if self._labelled else None)
+            _, taps, width = summaries.shape
+            self.moments = Moments.empty(taps, width, self.number if self._labelled else 0)
+        self.moments.add_(summaries, classes)
         room = RANKED - sum(map(len, self._scores))
         if room > 0:
             self._summaries.append(summaries[:room])
             self._scores.append(gen(member_logits)[:room].double().cpu())
-            if self._labelled:
-                assert labels is not None
-                self._labels.append(labels[:room].cpu().long())
+            if classes is not None:
+                self._labels.append(classes[:room])
 
     def finish(self, names: Sequence[str] = ()) -> Novelty:
         """Return the fitted statistics, in float32.
