@@ -154,6 +154,15 @@ def test_threads_do_not_mix() -> None:
         assert one is not None and other is not None and torch.equal(one, other)
 
 
+def test_listening_does_not_break_graphs() -> None:
+    ensemble = ensemble_of("vit").fit_novelty_(known("vit"), progress=False)
+    batch = zoo.batch("vit")
+    ensemble.predict(batch)
+    graph = torch.export.export(ensemble, (batch,), strict=False)
+    with torch.no_grad():
+        torch.testing.assert_close(graph.module()(batch).logits, ensemble(batch).logits)
+
+
 def test_saved_and_loaded_to_the_bit(tmp_path: Path) -> None:
     names = [f"file {i}" for i in range(24)]
     ensemble = ensemble_of("vit").fit_novelty_(known("vit"), names=names, progress=False)

@@ -86,6 +86,8 @@ def collecting(blocks: nn.ModuleList, collector: Collector) -> Iterator[Collecto
 
 
 def _tap(block: int, module: nn.Module, args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():  # a graph of the model has no listeners
+        return
     collector = _active.get()
     if collector is not None:
         collector.take(block, output[0] if isinstance(output, tuple) else output)
