@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from pathlib import Path
 
@@ -55,25 +54,19 @@ def test_tables_are_filled_from_files(tmp_path: Path) -> None:
     make = load("docs/make_tables.py")
     folder = tmp_path / "docs" / "results"
     folder.mkdir(parents=True)
-    entry = {
-        "table": "results",
-        "title": "A task",
-        "command": "python x.py",
-        "columns": ["", "NLL"],
-        "rows": [["single", 0.3], ["hydra", 0.2]],
-    }
-    (folder / "a.json").write_text(json.dumps({"readme": entry, "other": 1}))
-    (folder / "b.json").write_text(json.dumps([1, 2]))
+    lines = ["row,draw,cost,cls/NLL,cls/Acc", "single,0,1,0.3,0.9", "single,1,1,0.5,"]
+    (folder / "text.csv").write_text("\n".join(lines))
+    table = make.results_table(tmp_path)
+    assert "| SST-2: single | 1.00 x | 90.0 | 0.400 / – | – / – | – / – |" in table
     before = "x\n<!-- table:results -->\nold\n<!-- /table:results -->\ny"
-    after = make.fill(before, make.entries(tmp_path))
-    assert "| hydra | 0.2 |" in after and "old" not in after and after.endswith("\ny")
-    assert "`python x.py`" in after and make.fill(after, make.entries(tmp_path)) == after
-    (folder / "a.json").write_text(json.dumps({"readme": {**entry, "rows": [["single"]]}}))
-    with pytest.raises(ValueError, match="2 columns"):
-        make.fill(before, make.entries(tmp_path))
+    after = make.fill(before, {"results": table})
+    assert table in after and "old" not in after and after.endswith("\ny")
+    assert make.fill(after, {"results": table}) == after
+    with pytest.raises(ValueError, match="0 places"):
+        make.fill("nothing", {"results": table})
 
 
 def test_the_readme_is_up_to_date() -> None:
     make = load("docs/make_tables.py")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert make.fill(text, make.entries()) == text, "run python docs/make_tables.py"
+    assert make.fill(text, make.tables()) == text, "run python docs/make_tables.py"

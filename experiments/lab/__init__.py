@@ -1,0 +1,1 @@
+"""What every table shares: data sets, tasks, methods, stored answers, records and pages."""

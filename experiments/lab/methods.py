@@ -1,0 +1,263 @@
+"""The methods of a table's rows: from a row's options and a draw to stored answers.
+
+A row of a table file names its `method`; all other keys are the method's options:
+
+    single           the host; `host` is its seed (by default the draw)
+    deep-ensemble    the hosts of `seeds`, side by side
+    masks            nothing trained: recorded members (`source`, in masks/<task>.json)
+    build            `hydra.build` with `options`
+    branch           recorded masks (`source`, or `host`), then `finetune_branch` with `options`
+    distill          `hydra.distill` of the hosts of `seeds`; a student has `members: 1`
+    baseline         `make_baseline(name, ...)` with `options`
+
+`host` is a seed, or `draw`; 0 unless said. `part` and `count` name the training data of all that
+train. `novelty: true` fits novelty on the task's known data. `earlier: true` marks a row that a
+plain run leaves as it is, `shown: false` one that the page leaves out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hydra_ensembles as hydra
+from hydra_ensembles import HeadMask, fuse
+from hydra_ensembles.baselines import make_baseline, relative_cost
+from hydra_ensembles.data.proxies import make_proxies
+from hydra_ensembles.errors import DataError
+from hydra_ensembles.hosts.tiny_vit import TinyViT
+from hydra_ensembles.registry import Registry
+from hydra_ensembles.training import finetune_branch
+from hydra_ensembles.uncertainty import fit_temperature
+
+from .answers import Answers, Store, ask
+from .tasks import Task
+
+Row = Mapping[str, Any]
+MASKS = Path(__file__).parents[1] / "masks"
+HOST: Row = {"name": "host", "method": "single"}
+AT_ONCE = 48  # masks that one fused model holds; more would need much memory
+
+methods: Registry[Callable[[Store, Row, int], Answers]] = Registry("method")
+
+
+def draws_of(row: Row) -> list[int]:
+    """Return the draws of a row: `draws: 6` or a list; one by default."""
+    draws = row.get("draws", 1)
+    return list(range(draws)) if isinstance(draws, int) else list(draws)
+
+
+def seed_of(row: Row, draw: int) -> int:
+    """Return the seed of a row's host: `host: 2`, or `host: draw`; 0 by default."""
+    seed = row.get("host", 0)
+    return draw if seed == "draw" else int(seed)
+
+
+def options_of(row: Row) -> dict[str, Any]:
+    """Return what decides a row's answers: everything but its name, draws and look."""
+    return {k: v for k, v in row.items() if k not in ("name", "draws", "earlier", "shown")}
+
+
+def answer(store: Store, row: Row, draw: int) -> Answers:
+    """Read a row's answers on one draw, or make and keep them."""
+    make = methods[row["method"]]
+    return store.keep(row["name"], draw, options_of(row), lambda: make(store, row, draw))
+
+
+def answers_of_model(task: Task, model: nn.Module, row: Row, seed: int = 0) -> Answers:
+    """Ask a model about every set and count its cost against its host."""
+    task, host = task.at(seed), task.host(seed)
+    if row.get("novelty") and hasattr(model, "fit_novelty_"):
+        model.fit_novelty_(task.known)
+    found = {name: ask(model, data) for name, data in task.evaluated().items()}
+    cost = relative_cost(model, host, task.one)
+    return Answers(found, {"cost": cost.multiply_adds, "parameters": cost.parameters})
+
+
+@methods.register("single")
+def single(store: Store, row: Row, draw: int) -> Answers:
+    """Ask the host itself."""
+    task, seed = store.task, row.get("host", draw)
+    if not row.get("novelty") and row["name"] != HOST["name"]:
+        return answer(store, HOST, seed)  # rows share the hosts' answers
+    model = task.host(seed)
+    if not row.get("novelty"):
+        return answers_of_model(task, model, row, seed)
+    # novelty is a matter of fused models, one member included; its answers are the host's
+    found = answers_of_model(task, fuse(model, [HeadMask.full(model)]), row, seed)
+    found.about |= {"cost": 1.0, "parameters": 1.0}
+    return found
+
+
+@methods.register("deep-ensemble")
+def deep_ensemble(store: Store, row: Row, draw: int) -> Answers:
+    """Put the answers of several hosts side by side."""
+    seeds = row["seeds"]
+    hosts = [answer(store, HOST, seed) for seed in seeds]
+    joined = {
+        name: {**one, "logits": torch.cat([host.sets[name]["logits"] for host in hosts], 1)}
+        for name, one in hosts[0].sets.items()
+    }
+    count = float(len(seeds))
+    return Answers(joined, {"cost": count, "parameters": count})
+
+
+def recorded_masks(task: Task, source: str, draw: int, host: nn.Module) -> list[HeadMask]:
+    """Read the members' masks that a search found: `101.110` are the heads kept by block."""
+    record = json.loads((MASKS / f"{task.name}.json").read_text())
+    if source not in record["rows"]:
+        raise DataError(
+            f"masks/{task.name}.json has no {source!r}; it has {', '.join(record['rows'])}."
+        )
+    masks = []
+    for bits in record["rows"][source][draw]:
+        mask = HeadMask.full(host)
+        for block, kept in zip(record["blocks"], bits.split("."), strict=True):
+            mask = mask.with_layer(block, torch.tensor([bit == "1" for bit in kept]))
+        masks.append(mask)
+    return masks
+
+
+@methods.register("masks")
+def masks(store: Store, row: Row, draw: int) -> Answers:
+    """Fuse recorded masks; nothing is trained."""
+    task, seed = store.task, seed_of(row, draw)
+    host = task.host(seed)
+    found = recorded_masks(task, row["source"], draw, host)
+    members = [found[place] for place in row.get("only", range(len(found)))]
+    return answers_of_model(task, fuse(host, members), row, seed)
+
+
+def prepare_masks(store: Store, rows: Sequence[Row], draws: Sequence[int] | None) -> None:
+    """Make the answers of all rows of recorded masks together: above one trunk they cost little."""
+    wanted: list[tuple[Row, int, list[HeadMask]]] = []
+    plain = [r for r in rows if r["method"] == "masks" and not r.get("novelty") and "host" not in r]
+    host: nn.Module | None = None
+    for row in plain:
+        for draw in draws_of(row) if draws is None else draws:
+            if store.read(row["name"], draw, options_of(row)) is None:
+                host = host or store.task.host(0)
+                found = recorded_masks(store.task, row["source"], draw, host)
+                wanted.append((row, draw, [found[i] for i in row.get("only", range(len(found)))]))
+    if host is None:
+        return
+    distinct = list(dict.fromkeys(mask for *_, members in wanted for mask in members))
+    answers = []
+    for start in range(0, len(distinct), AT_ONCE):
+        model = fuse(host, distinct[start : start + AT_ONCE])
+        answers.append({n: ask(model, data) for n, data in store.task.evaluated().items()})
+    bank = Answers(
+        {
+            name: {**one, "logits": torch.cat([part[name]["logits"] for part in answers], 1)}
+            for name, one in answers[0].items()
+        }
+    )
+    for row, draw, members in wanted:
+        cost = relative_cost(fuse(host, members), host, store.task.one)
+        chosen = bank.member([distinct.index(mask) for mask in members])
+        about = {"cost": cost.multiply_adds, "parameters": cost.parameters}
+        store.write(row["name"], draw, options_of(row), Answers(chosen, about))
+    print(f"{store.task.name}: {len(distinct)} masks, {len(wanted)} rows and draws", flush=True)
+
+
+@methods.register("build")
+def build(store: Store, row: Row, draw: int) -> Answers:
+    """Build an ensemble in one line; what it chose stands in `about.json`."""
+    seed = seed_of(row, draw)
+    task = store.task.at(seed)
+    options = {"seed": draw, "progress": False, **row.get("options", {})}
+    searched, host = task.search_host(seed), task.host(seed)
+    model = hydra.build(searched, task.calibration, ood=task.outliers or "auto", **options)
+    chosen = model.record["masks"]
+    if type(task).search_host is not Task.search_host:  # carry the masks over to the tested classes
+        model = fuse(host, [HeadMask(mask) for mask in chosen])
+    found = answers_of_model(task, model, row, seed)
+    found.about["masks"] = chosen
+    return found
+
+
+@methods.register("branch")
+def branch(store: Store, row: Row, draw: int) -> Answers:
+    """Train the branch above a frozen trunk, with or without outliers."""
+    task, seed = store.task, seed_of(row, draw)
+    host = task.host(seed)
+    alone = row["source"] == "host"
+    members = (
+        _host_pair(host) if alone else _distinct(recorded_masks(task, row["source"], draw, host))
+    )
+    options = {"seed": draw, "progress": False, **row.get("options", {})}
+    if options.get("outlier_weight"):
+        proxies = make_proxies(task.calibration, row.get("proxies", "auto"))
+        real = task.outliers.values() if row.get("seen_outliers", True) else ()
+        options["outliers"] = [batch for data in (*real, *proxies.values()) for batch in data]
+    ensemble = fuse(host, members)
+    if options.get("distill"):  # what is learned from the untrained members is calibrated first
+        known = ask(ensemble, task.held_out)
+        ensemble.temperature = fit_temperature(known["logits"], known["labels"])
+    trained = finetune_branch(
+        ensemble, task.training(row.get("part", "train"), row.get("count")), **options
+    ).model.eval()
+    return answers_of_model(task, trained.member(0) if alone else trained, row, seed)
+
+
+@methods.register("distill")
+def distill(store: Store, row: Row, draw: int) -> Answers:
+    """Distil hosts into one fused model, one teacher per member; one member is a student."""
+    task, seed = store.task, seed_of(row, draw)
+    options = {"seed": draw, "progress": False, **row.get("options", {})}
+    model = hydra.distill(
+        task.host(seed),
+        [task.host(teacher) for teacher in row["seeds"]],
+        task.training(row.get("part", "train"), row.get("count")),
+        validation=task.calibration,
+        folder=store.place(row["name"], draw) / "work",
+        **options,
+    )
+    return answers_of_model(task, model, row, seed)
+
+
+@methods.register("baseline")
+def baseline(store: Store, row: Row, draw: int) -> Answers:
+    """Make a registered rival."""
+    task, seed = store.task, seed_of(row, draw)
+    host = task.host(seed)
+    if row["baseline"] == "packed-ensemble":
+        host = TinyViT(task.packed, seed=seed)  # it cannot start from trained weights
+    model = make_baseline(
+        row["baseline"],
+        host,
+        train=task.training(row.get("part", "train"), row.get("count")),
+        validation=task.calibration,
+        ood=task.outliers or None,
+        seed=draw,
+        progress=False,
+        **row.get("options", {}),
+    )
+    return answers_of_model(task, model, row, seed)
+
+
+def _host_pair(host: nn.Module) -> list[HeadMask]:
+    """Return the unpruned mask and another one, so that the host has a branch to train."""
+    full = HeadMask.full(host)
+    last = len(full) - 1
+    return [full, full.with_layer(last, torch.arange(len(full[last])) > 0)]
+
+
+def _distinct(members: Sequence[HeadMask]) -> list[HeadMask]:
+    """Return unequal masks: a repeated one gets another head, since equal members stay equal."""
+    result = list(dict.fromkeys(members))
+    last = len(members[0]) - 1
+    for head in range(len(members[0][last])):
+        if len(result) == len(members):
+            break
+        row = members[0][last].clone()
+        row[head] ^= True
+        mask = members[0].with_layer(last, row)
+        if bool(row.any()) and mask not in result:
+            result.append(mask)
+    return result
