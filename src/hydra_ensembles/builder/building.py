@@ -101,7 +101,8 @@ def build(
         state.add(result)
     if store is not None:
         store.clear()
-    ensemble = fuse(host.model, [HeadMask(rows) for rows in result["masks"]]).eval()
+    masks = [HeadMask(rows) for rows in result["masks"]]
+    ensemble = fuse(host.model, masks, batch=parts.first_batch()).eval()
     decisions = decide(
         ensemble,
         host.model,

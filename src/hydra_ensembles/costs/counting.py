@@ -20,8 +20,9 @@ from ..data.running import split_batch
 from ..errors import DataError
 from ..heads.masks import HeadMask
 from ..heads.plan import LayerPlan, Plan, make_plan
-from ..hosts import HostModel, host_model
-from ..hosts.probe import Readout, run_around
+from ..hosts import Block, HostModel, host_model
+from ..hosts.calling import run_around
+from ..hosts.probe import Readout
 
 
 @dataclass(frozen=True)
@@ -298,14 +299,11 @@ def _plain_block(host: HostModel, layer: int, outside: _Outside) -> LayerCost:
 
 
 def _fused_blocks(body: Any, outside: _Outside) -> list[LayerCost]:
-    from ..hosts.host import Block
-    from ..hosts.sites import AttentionSite
-
     layers = []
     plan: Plan = body.plan
     family = body.family
     for layer, module in enumerate(body.trunk):
-        block = Block(layer, module, AttentionSite(layer, module, family), family)
+        block = Block.of(layer, module, family)
         holder = _OneBlock(block, outside.width)
         layers.append(_plain_block(holder, 0, outside))  # type: ignore[arg-type]
         layers[-1] = LayerCost(f"block {layer}", *list(layers[-1].__dict__.values())[1:])
@@ -393,7 +391,7 @@ def _outside(
             twin = model(host)
             counter = FlopCounterMode(display=False)
             with torch.no_grad(), counter:
-                run_around(twin, _to(args, where), _to(kwargs, where), answer)
+                run_around(twin, (_to(args, where), _to(kwargs, where)), answer)
             counted = counter.get_total_flops() // 2
             break
         except Exception as error:  # code that looks at values cannot run on shapes: run it

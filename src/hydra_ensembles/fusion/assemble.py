@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from .body import Body
 from .layers import FusedBlock, PerStream
 from .merge import average_, identities, mean
 from .structure import build_body_, split_classifier_
+from .verifying import Reference
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ def assemble(
     readout_only: bool,
     average: str,
     branch_layer: int | None = None,
-) -> Assembly:
-    """Fuse members into one model (see `fuse`)."""
+) -> tuple[Assembly, Iterator[Reference]]:
+    """Fuse members into one model (see `fuse`); return it and the members to compare it with."""
     masks, hosts = _masks_of(list(members), masks)
     reason = hosts[0].why_not_fusable()
     if reason is not None:
@@ -92,7 +93,23 @@ def assemble(
             module.load_state_dict(hosts[member].model.get_submodule(path).state_dict())
     if hasattr(base.model, "hydra_head_mask"):
         del base.model.hydra_head_mask
-    return Assembly(base.model, body, plan, moulds, copies, merged, description)
+    assembly = Assembly(base.model, body, plan, moulds, copies, merged, description)
+    return assembly, _references(hosts, masks, average)
+
+
+def _references(hosts: list[HostModel], masks: list[HeadMask], average: str) -> Iterator[Reference]:
+    """Yield the members as plain hosts; those that were fine-tuned with what is averaged."""
+    tuned = len({id(host.model) for host in hosts}) > 1
+    for host, mask in zip(hosts, masks, strict=True):
+        if host.original_mask is not None:
+            there = [host.original_mask.indices(layer) for layer in range(len(host))]
+            mask = HeadMask([row[index] for row, index in zip(mask, there, strict=True)])
+        if not tuned:
+            yield Reference(host, mask)
+            continue
+        twin = host_model(copy.deepcopy(host.model), family=host.family)
+        _merge_(twin, hosts, average)
+        yield Reference(twin, mask)
 
 
 def _representatives(plan: Plan) -> list[int]:

@@ -8,13 +8,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from ..errors import UnsupportedModelError
 from ..heads.plan import Plan
+from ..hosts.calling import full_length, states_of, understand
 from ..hosts.family import Family
 from ..hosts.probe import Readout
-from .layers import Context, FusedBlock, _select, host_mask, streams_of
+from .layers import Context, FusedBlock, _select, streams_of
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Body(nn.Module):
         readout: Readout,
         family: Family,
         causal: bool,
+        names: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.trunk = nn.ModuleList(trunk)
@@ -66,6 +68,7 @@ class Body(nn.Module):
         self.readout = readout
         self.family = family
         self.causal = causal
+        self.names = tuple(names)  # what the host's blocks call their positional arguments
 
     @contextmanager
     def told(
@@ -106,17 +109,22 @@ class Body(nn.Module):
             return call.answer
         x = hidden_states if call.trunk_states is None else call.trunk_states
         for block in self.trunk if call.trunk_states is None else ():
-            x = block(x, *args, **kwargs)
-            x = x[0] if isinstance(x, tuple) else x
+            x = states_of(block(x, *args, **kwargs))[0]
             if call.states is not None:
                 call.states.append(x)
         if call.at_branch is not None:
             call.at_branch(x)
         if self.branch:
-            causal = bool(kwargs.get("is_causal", self.causal))
+            try:
+                read = understand(self.names, args, kwargs, x)
+            except UnsupportedModelError as error:
+                raise UnsupportedModelError(
+                    f'On these inputs {error}. Fuse with engine="host", which runs the host\'s own '
+                    "blocks."
+                ) from error
             context = Context(
-                mask=host_mask(args, kwargs, x),
-                causal=causal,
+                mask=read.mask,
+                causal=self.causal if read.causal is None else read.causal,
                 tokens=self.readout.tokens,
                 positions=call.positions,
             )
@@ -130,15 +138,5 @@ class Body(nn.Module):
         if call.streams is None:
             return x
         streams = streams_of(x, len(self.plan.ends))
-        call.streams.extend(_full_length(s, call.positions, hidden_states) for s in streams)
+        call.streams.extend(full_length(s, call.positions, hidden_states.shape[1]) for s in streams)
         return call.streams[0]
-
-
-def _full_length(stream: Tensor, positions: Tensor | None, hidden_states: Tensor) -> Tensor:
-    """Put readout rows back at their places, for a host that looks for them itself."""
-    length = hidden_states.shape[1]
-    if positions is None or stream.shape[1] == length:
-        return stream
-    whole = stream.new_zeros(stream.shape[0], length, stream.shape[2])
-    whole[torch.arange(len(stream), device=stream.device), positions] = stream[:, 0]
-    return whole

@@ -64,7 +64,7 @@ def _cast_block(
 ) -> nn.Module:
     """Fill a mould with one stream's weights: shared parts by reference, its heads by copy."""
     module = copy.deepcopy(mould)
-    block = Block(layer.layer, module, AttentionSite(layer.layer, module, family), family)
+    block = Block.of(layer.layer, module, family)
     plan = fused.bank.plan
     group = layer.parents[stream] if plan.shared else stream
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,7 +19,9 @@ from ..errors import HydraError, UnsupportedModelError
 from ..heads.masks import HeadMask
 from ..heads.plan import Plan
 from ..hosts import HostModel, device_of, host_model, main_output
+from ..hosts.examples import examples
 from ..hosts.probe import modules_after_blocks
+from ..hosts.task import gives_classes
 from ..registry import check_name
 from ..uncertainty import (
     Evidence,
@@ -46,6 +49,23 @@ class HydraOutput:
 
     logits: Tensor
     loss: Tensor | None = None
+
+
+def _shown(original: Callable[..., Any], host: type[nn.Module]) -> Callable[..., Any]:
+    """Return `original` with the signature of a host's forward, and `labels`: trainers read it."""
+    parameters = list(inspect.signature(host.forward).parameters.values())
+    if "labels" not in {p.name for p in parameters}:
+        label = inspect.Parameter("labels", inspect.Parameter.KEYWORD_ONLY, default=None)
+        rest = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        more = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
+        parameters = [*rest, label, *more]
+
+    @functools.wraps(original)
+    def forward(self: HydraEnsemble, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return forward
 
 
 class HydraEnsemble(nn.Module):
@@ -86,7 +106,9 @@ class HydraEnsemble(nn.Module):
         self._assembly = assembly
         self._view = host
         self._cast: tuple[tuple[Any, ...], list[nn.Module]] | None = None
-        _show_signature_of(self.host, self)
+        self._gives_classes: bool | None = None
+        shown = _shown(HydraEnsemble.forward, type(self.host))
+        self.forward = types.MethodType(shown, self)  # type: ignore[method-assign]
 
     @classmethod
     def around(
@@ -130,8 +152,14 @@ class HydraEnsemble(nn.Module):
 
     @property
     def is_classifier(self) -> bool:
-        """Whether the host gives class logits (and not embeddings)."""
-        return not type(self.host).__name__.endswith(("WithProjection", "VisionModel", "TextModel"))
+        """Whether the host gives class logits (and not embeddings): seen from what it answers."""
+        if self._gives_classes is None:
+            for args, kwargs in examples(self.host)[-1:]:
+                answering = in_eval(self)
+                with torch.no_grad():
+                    answering._run(args, kwargs)
+                self._gives_classes = answering._gives_classes
+        return self._gives_classes is not False
 
     # --- calibration -----------------------------------------------------------------------------
 
@@ -229,16 +257,17 @@ class HydraEnsemble(nn.Module):
     @torch.no_grad()
     def predict(self, batch: Any) -> Prediction:
         """Predict a batch: probabilities, label, uncertainty and what the members say."""
-        if not self.is_classifier:
-            raise UnsupportedModelError(
-                f"{type(self.host).__name__} gives embeddings, not classes: wrap the dual encoder "
-                "in ZeroShotClassifier, or call member_logits() for the members' embeddings."
-            )
         model, summaries = in_eval(self), None
         if self.novelty is None:
             member_logits = model.member_logits(batch).float()
         else:
             member_logits, summaries = logits_and_summaries(model, batch)
+        if not model.is_classifier:
+            raise UnsupportedModelError(
+                f"{type(self.host).__name__} gives embeddings, not classes. Load it with a "
+                "classifier, wrap a dual encoder in ZeroShotClassifier, or call member_logits() "
+                "for the members' embeddings."
+            )
         answer = predict_from_logits(
             member_logits,
             score=self.score,
@@ -275,6 +304,14 @@ class HydraEnsemble(nn.Module):
         """Say which blocks and which known neighbours speak for the novelty of each example."""
         return why_novel(self, batch, neighbours)
 
+    def fused_logits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """Return the members' raw logits of the fused form, whatever the mode is."""
+        mode, self.mode = self.mode, "fused"
+        try:
+            return self._run(args, kwargs)[0]
+        finally:
+            self.mode = mode
+
     def _scaled(self, member_logits: Tensor) -> Tensor:
         if self.temperature is None and self.member_temperatures is None:
             return member_logits
@@ -295,12 +332,14 @@ class HydraEnsemble(nn.Module):
         kwargs = {k: v for k, v in kwargs.items() if k != "return_dict" and k not in _REFUSED}
         if self.mode == "loop":
             outputs = [member(*args, **kwargs) for member in self._members()]
+            self._gives_classes = gives_classes(self.host, outputs[0])
             return torch.stack([main_output(o) for o in outputs], 1), outputs[0]
         if self.readout.folds:
             output = self.host(*args, **kwargs)
             folded = main_output(output)
         else:
             folded, output = self._replay(args, kwargs)
+        self._gives_classes = gives_classes(self.host, output)
         streams = folded.unflatten(0, (len(self.plan.ends), -1))
         if self.plan.streams != tuple(range(len(streams))):
             index = torch.tensor(self.plan.streams, device=streams.device)
@@ -461,28 +500,7 @@ def _with_embedding(output: Any, embedding: Tensor) -> Any:
     """Put the members' mean embedding where the host's was."""
     if isinstance(output, Tensor):
         return embedding
-    for name in ("image_embeds", "text_embeds", "pooler_output"):
+    for name in ("image_embeds", "text_embeds", "pooler_output", "last_hidden_state"):
         if getattr(output, name, None) is not None:
             return type(output)(**{name: embedding})
     raise UnsupportedModelError(f"{type(output).__name__} holds neither logits nor embeddings.")
-
-
-def _show_signature_of(host: nn.Module, ensemble: HydraEnsemble) -> None:
-    """Let `inspect.signature` see the host's inputs: trainers choose columns by it."""
-    kind = type(ensemble)
-    parameters = dict(inspect.signature(type(host).forward).parameters)
-    if "labels" not in parameters:
-        label = inspect.Parameter("labels", inspect.Parameter.KEYWORD_ONLY, default=None)
-        rest = [p for p in parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        more = [p for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-        shown = inspect.Signature([*rest, label, *more])
-    else:
-        shown = inspect.Signature(list(parameters.values()))
-    original = HydraEnsemble.forward
-
-    @functools.wraps(original)
-    def forward(self: HydraEnsemble, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs)
-
-    forward.__signature__ = shown  # type: ignore[attr-defined]
-    ensemble.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__doc__": kind.__doc__})

@@ -7,12 +7,16 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..errors import UnsupportedModelError
+from ..data.running import move, split_batch
+from ..errors import DataError, HydraError, UnsupportedModelError
 from ..heads.masks import HeadMask
-from ..hosts import Family, host_model
+from ..hosts import Family, HostModel, device_of, host_model
+from ..hosts.calling import Inputs
+from ..hosts.examples import examples
 from ..hosts.task import other_task
 from .assemble import assemble
 from .ensemble import HydraEnsemble, Mode
+from .verifying import check_against
 
 
 def fuse(
@@ -26,8 +30,9 @@ def fuse(
     average: Literal["mlp", "all"] = "mlp",
     family: Family | None = None,
     branch_layer: int | None = None,
+    batch: Any = None,
 ) -> HydraEnsemble:
-    """Fuse M pruned members into one model.
+    """Fuse M pruned members into one model, and check it against them.
 
     Args:
         model_or_members: One host model, pruned in M ways by `masks`; or M models fine-tuned from
@@ -42,9 +47,16 @@ def fuse(
         family: Describe the blocks of a model that we do not know.
         branch_layer: End the trunk before this block even where members agree in it, so that the
             blocks from here on can be trained apart from it.
+        batch: One of your batches. The fused model must answer on it as its members do one by one,
+            run by the host library's own code with gates. By default a small example is made,
+            where we know what the model takes.
 
     Returns:
         The ensemble. None of the switches changes its output.
+
+    Raises:
+        UnsupportedModelError: When the model cannot be fused; the message says why.
+        VerificationError: When the fused model and its members differ.
     """
     if isinstance(model_or_members, nn.Module):
         models = [model_or_members]
@@ -61,7 +73,8 @@ def fuse(
         "readout_only": readout_only,
         "average": average,
     }
-    assembly = assemble(
+    inputs = _inputs_for(hosts[0], batch)
+    assembly, references = assemble(
         hosts,
         masks,
         share_trunk=share_trunk,
@@ -70,7 +83,29 @@ def fuse(
         average=average,
         branch_layer=branch_layer,
     )
-    return HydraEnsemble.around(assembly, hosts[0], mode=mode, switches=switches)
+    ensemble = HydraEnsemble.around(assembly, hosts[0], mode=mode, switches=switches)
+    if inputs is not None:
+        check_against(ensemble, references, inputs)
+    return ensemble
+
+
+def _inputs_for(host: HostModel, batch: Any) -> Inputs | None:
+    """Return what the check runs on: the batch, which the host's blocks are probed with, too."""
+    if batch is None:
+        return examples(host.model)[-1] if host.passes() else None
+    args, kwargs, _ = split_batch(batch)
+    device = device_of(host.model)
+    inputs = move(args, device), move(kwargs, device)
+    try:
+        host.observe(inputs)
+    except HydraError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{host.name} cannot be run on this batch ({type(error).__name__}: {error}). Pass a "
+            "batch in the form that the model takes."
+        ) from error
+    return inputs
 
 
 def _refuse_other_tasks(model: Any) -> None:

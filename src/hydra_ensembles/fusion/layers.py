@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import UnsupportedModelError
+from ..hosts.calling import rows_of_mask, take_rows
 from .bank import HeadBank, Packed
 
 CACHED_BYTES = 6 * 2**20
@@ -125,7 +125,7 @@ class FusedBlock(nn.Module):
             parents = plan.parents
         inputs = max(parents) + 1
         y = self.norm1(x) if self.norm == "pre" else x
-        rows = self._rows(context, x.shape[0]) if plan.readout_only else None
+        rows = take_rows(context.tokens, context.positions) if plan.readout_only else None
         residual = x if rows is None else rows(x)
         attended = self._attention(y, inputs, context, rows)
         for module in self.after_attention:
@@ -163,16 +163,6 @@ class FusedBlock(nn.Module):
             x = module(x)
         return x
 
-    def _rows(self, context: Context, folded: int) -> Callable[[Tensor], Tensor] | None:
-        """Return what takes the readout tokens, or None when all are read."""
-        if context.positions is not None:
-            batch = len(context.positions)
-            index = context.positions.repeat(folded // batch)
-            return lambda x: x[torch.arange(len(x), device=x.device), index][:, None]
-        if context.tokens is not None:
-            return lambda x: x[:, : context.tokens]
-        return None
-
     def _attention(
         self, y: Tensor, inputs: int, context: Context, rows: Callable[[Tensor], Tensor] | None
     ) -> Tensor:
@@ -180,7 +170,16 @@ class FusedBlock(nn.Module):
         packed = self.bank.packed()
         queries = y if rows is None else rows(y)
         batch, length = y.shape[0] // inputs, queries.shape[1]
-        mask = query_mask(context, y.shape[1], length if rows is not None else None)
+        mask = context.mask
+        if rows is not None:
+            mask = rows_of_mask(
+                mask,
+                causal=context.causal,
+                keys=y.shape[1],
+                queries=length,
+                positions=context.positions,
+                device=y.device,
+            )
         causal = context.causal and mask is None
         grouped = y.device.type != "cpu" if self.grouped is None else self.grouped
         attend = self._attend_grouped if grouped and packed.qkv is not None else self._attend_each
@@ -337,52 +336,3 @@ def _add(attended: Tensor, residual: Tensor, parents: Sequence[int], inputs: int
     if inputs == 1:
         return (attended.unflatten(0, (len(parents), -1)) + residual).flatten(0, 1)
     return attended + _select(residual, parents, inputs)
-
-
-def query_mask(context: Context, keys: int, queries: int | None) -> Tensor | None:
-    """Cut the host's mask to the query rows of the readout (`queries` is None for all rows)."""
-    mask = context.mask
-    if queries is None:
-        return mask
-    if mask is None:
-        if not context.causal:
-            return None
-        place = torch.arange(keys, device=_device(context))
-        rows = place[None, :queries] if context.positions is None else context.positions[:, None]
-        return (place <= rows[:, :, None])[:, None]
-    if mask.shape[2] == 1:
-        return mask
-    if context.positions is None:
-        return mask[:, :, :queries]
-    batch = len(context.positions)
-    return mask.expand(batch, -1, -1, -1)[torch.arange(batch), :, context.positions][:, :, None]
-
-
-def _device(context: Context) -> torch.device | None:
-    return None if context.positions is None else context.positions.device
-
-
-def host_mask(args: Sequence[object], kwargs: dict[str, object], x: Tensor) -> Tensor | None:
-    """Find the attention mask in a block's arguments and bring it to four dimensions.
-
-    Hosts pass None, a 4-D mask (eager, sdpa), a 2-D [batch, keys] padding mask (flash) or a 2-D
-    [queries, keys] additive one (open_clip).
-    """
-    mask = kwargs.get("attention_mask", kwargs.get("attn_mask"))
-    if mask is None and args and isinstance(args[0], Tensor):
-        mask = args[0]
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor):
-        raise UnsupportedModelError(
-            f"The host hands its blocks a {type(mask).__name__} as attention mask: expected a "
-            'tensor. Load it with attn_implementation="sdpa" or "eager".'
-        )
-    if mask.dim() == 2:
-        mask = mask[None, None] if mask.is_floating_point() else mask[:, None, None].bool()
-    if mask.dim() != 4 or mask.shape[1] != 1:
-        raise UnsupportedModelError(
-            f"An attention mask of shape {tuple(mask.shape)} is not supported: expected "
-            "[batch, 1, queries, keys], the same for all heads."
-        )
-    return mask.to(x.dtype) if mask.is_floating_point() else mask

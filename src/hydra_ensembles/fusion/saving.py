@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from .._records import write_whole
+from ..data.running import evaluating
 from ..errors import FormatError
 from ..heads.masks import HeadMask
 from ..heads.plan import Plan
 from ..hosts import HostModel, families, host_model
-from ..hosts.probe import Readout, _end_of_text
+from ..hosts.examples import examples
+from ..hosts.probe import Readout, end_of_text
 from ..hosts.rebuild import describe_host, rebuild_host
 from ..uncertainty.novelty import Novelty, from_tensors
 from .assemble import Assembly
@@ -249,14 +251,32 @@ def _checked_description(ensemble: Any) -> dict[str, Any]:
             },
             "merged": [],
         }
-        twin, _ = _structure(rebuild_host(plain), config)
+        twin, view = _structure(rebuild_host(plain), config)
         ours, theirs = ensemble.host.state_dict(), twin.model.state_dict()
         fits = ours.keys() == theirs.keys() and all(
             ours[name].shape == theirs[name].shape for name in ours
         )
+        fits = fits and _answers_alike(ensemble, twin, view)
     except Exception:  # an unusual host: it must be given when loading
         fits = False
     return description if fits else {"library": "custom", "class": description["class"]}
+
+
+@torch.no_grad()
+def _answers_alike(ensemble: Any, twin: Assembly, view: HostModel) -> bool:
+    """Check that a rebuilt host with the same weights answers the same, on an example.
+
+    A setting that has no weights (how tokens are pooled, say) shows nowhere else.
+    """
+    inputs = examples(ensemble.host)[-1:]
+    if not inputs:
+        return True
+    device, dtype = ensemble.device, ensemble.dtype
+    other = type(ensemble).around(twin, view, mode="fused", switches={})
+    other.host.to(device, dtype).load_state_dict(ensemble.host.state_dict())
+    with evaluating(ensemble), evaluating(other):
+        a, b = (e.fused_logits(*inputs[0]) for e in (ensemble, other))
+    return a.shape == b.shape and bool(torch.allclose(a, b, atol=1e-4, rtol=1e-4))
 
 
 def _structure(skeleton: nn.Module, config: dict[str, Any]) -> tuple[Assembly, HostModel]:
@@ -265,7 +285,7 @@ def _structure(skeleton: nn.Module, config: dict[str, Any]) -> tuple[Assembly, H
     family = families[config["family"]] if known else None
     view = host_model(skeleton, family=family)
     readout = config["readout"]
-    positions = _end_of_text(skeleton) if readout["end_of_text"] else None
+    positions = end_of_text(skeleton) if readout["end_of_text"] else None
     view.__dict__["readout"] = Readout(
         readout["tokens"], readout["folds"], readout["why"], positions
     )

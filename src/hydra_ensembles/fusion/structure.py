@@ -14,6 +14,7 @@ from torch import nn
 
 from ..heads.plan import LayerPlan, Plan
 from ..hosts import Block, HostModel
+from ..hosts.calling import parameter_names
 from ..hosts.sites import HeadWeights
 from .bank import HeadBank
 from .body import Body
@@ -44,7 +45,8 @@ def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tupl
         trunk.append(block.module)
     branch = [fused_block(host.blocks[p.layer], p, copies) for p in plan.layers]
     moulds = tuple(copy.deepcopy(host.blocks[p.layer].module).to("meta") for p in plan.layers)
-    body = Body(trunk, branch, plan, readout, host.family, host.sites[-1].causal)
+    names = parameter_names(host.blocks[-1].module)[1:]
+    body = Body(trunk, branch, plan, readout, host.family, host.sites[-1].causal, names)
     host.replace_blocks_([body])
     return body, moulds
 

@@ -51,7 +51,7 @@ def _trunk_heads(plan: Plan) -> str:
 
 def _cost_lines(ensemble: Any) -> list[str]:
     from ..costs.counting import cost
-    from ..hosts.probe import example_batch
+    from ..hosts.examples import example_batch
 
     size = ensemble.parameter_bytes()
     memory = f"  memory   {size['memory'] / 2**20:.1f} MiB of weights"

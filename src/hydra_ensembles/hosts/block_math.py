@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .host import Block
+from .block import Block
 
 
 def run(modules: list[nn.Module], x: Tensor) -> Tensor:

@@ -3,58 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import UnsupportedModelError
-from .family import Family, families, first, first_path
+from .block import Block
+from .calling import BlockCall, Form, Inputs, capture_calls
+from .examples import examples
+from .family import Family, families, first_path
+from .probe import Readout, find_readout, why_not_computed
 from .sites import AttentionSite
 
 _IMAGE_TOWERS = ("image_tower", "vision_model", "visual", "vision_tower")
-
-
-@dataclass
-class Block:
-    """One transformer block: its attention and, where the family names them, its other parts."""
-
-    index: int
-    module: nn.Module
-    attention: AttentionSite
-    family: Family
-
-    @cached_property
-    def norm1(self) -> nn.Module | None:
-        """Norm before (or after) attention."""
-        return first(self.module, self.family.norm1)
-
-    @cached_property
-    def norm2(self) -> nn.Module | None:
-        """Norm before (or after) the MLP."""
-        return first(self.module, self.family.norm2)
-
-    @cached_property
-    def mlp_names(self) -> list[str]:
-        """Paths of the MLP's modules that this block has, in the order of their use."""
-        found = [first_path(self.module, path) for path in self.family.mlp_paths()]
-        return [path for path in found if path is not None]
-
-    def names(self, paths: Sequence[str]) -> list[str]:
-        """Keep the paths that name a module of this block."""
-        return [path for path in paths if first_path(self.module, path) is not None]
-
-    def unknown_parameters(self) -> list[str]:
-        """Name parameters of the block that no known part holds."""
-        parts: list[nn.Module | None] = [self.attention.module, self.attention.output]
-        parts += [self.norm1, self.norm2]
-        parts += [self.module.get_submodule(path) for path in self.mlp_names]
-        after = self.names(self.family.after_attention + self.family.after_mlp)
-        parts += [self.module.get_submodule(path) for path in after]
-        known = {id(p) for part in parts if part is not None for p in part.parameters()}
-        return [name for name, p in self.module.named_parameters() if id(p) not in known]
 
 
 class HostModel:
@@ -70,10 +32,10 @@ class HostModel:
         self.model = model
         self.name = type(model).__name__
         self.family, self.blocks_path, modules = _find_blocks(model, family)
-        self.blocks = [
-            Block(i, block, AttentionSite(i, block, self.family), self.family)
-            for i, block in enumerate(modules)
-        ]
+        self.blocks = [Block.of(i, block, self.family) for i, block in enumerate(modules)]
+        self._passes: list[list[BlockCall]] | None = None
+        self._why_no_pass: str | None = None
+        self._arithmetic: tuple[str | None] | None = None
 
     @property
     def blocks_list(self) -> nn.Module:
@@ -83,9 +45,12 @@ class HostModel:
     def replace_blocks_(self, blocks: Sequence[nn.Module]) -> None:
         """Put other modules in the place of the blocks, in place."""
         sequential = isinstance(self.blocks_list, nn.Sequential)
+        self.put_blocks_(nn.Sequential(*blocks) if sequential else nn.ModuleList(blocks))
+
+    def put_blocks_(self, blocks_list: nn.Module) -> None:
+        """Put another list in the place of the list of blocks, in place."""
         parent, _, name = self.blocks_path.rpartition(".")
-        new = nn.Sequential(*blocks) if sequential else nn.ModuleList(blocks)
-        setattr(self.model.get_submodule(parent), name, new)
+        setattr(self.model.get_submodule(parent), name, blocks_list)
 
     @property
     def sites(self) -> list[AttentionSite]:
@@ -130,10 +95,55 @@ class HostModel:
                 )
         return None
 
-    def why_not_fusable(self) -> str | None:
-        """Say why members cannot be fused, or None when every block computes what we think."""
-        from .probe import check_block
+    # --- how the host calls its blocks -----------------------------------------------------------
 
+    def passes(self) -> list[list[BlockCall]]:
+        """Return what the host hands to its blocks in forward passes: `[pass][layer]`.
+
+        Example inputs are made where we know how; `observe` adds a real batch.
+        """
+        if self._passes is None:
+            self._passes = []
+            for inputs in examples(self.model)[-2:]:  # of texts the padded one is the last
+                try:
+                    self._passes.append(capture_calls(self, inputs))
+                except Exception as error:  # the example does not suit this host
+                    self._why_no_pass = f"{type(error).__name__}: {error}"
+                    if isinstance(error, UnsupportedModelError):
+                        self._why_no_pass = str(error)
+        return self._passes
+
+    def observe(self, inputs: Inputs) -> list[BlockCall]:
+        """Run the host on real inputs; remember and return what it handed to its blocks."""
+        calls = capture_calls(self, inputs)
+        self._passes, self._arithmetic = [*self.passes()[-1:], calls], None
+        self.__dict__.pop("forms", None)
+        return calls
+
+    @property
+    def why_no_pass(self) -> str | None:
+        """Say why the host's calls of its blocks could not be captured, or None."""
+        if self.passes():
+            return None
+        return self._why_no_pass or (
+            "we do not know what inputs the model takes: pass batch=, one of your batches"
+        )
+
+    @cached_property
+    def forms(self) -> list[Form]:
+        """The form of each block's answer, as far as the host could be run."""
+        passes = self.passes()
+        return [call.form for call in passes[-1]] if passes else [Form()] * len(self.blocks)
+
+    # --- what can be done ------------------------------------------------------------------------
+
+    def why_not_fused(self) -> str | None:
+        """Say why our own arithmetic cannot run the blocks, or None when it is proven equal."""
+        if self._arithmetic is None:
+            self._arithmetic = (self._why_not_fused(),)
+        return self._arithmetic[0]
+
+    def _why_not_fused(self) -> str | None:
         reason = self.why_not_removable()
         if reason is not None:
             return reason
@@ -150,16 +160,15 @@ class HostModel:
             unknown = block.unknown_parameters()
             if unknown:
                 return f"layer {block.index} has parts that we do not know: {', '.join(unknown)}"
-            reason = check_block(block)
-            if reason is not None:
-                return f"layer {block.index}: {reason}"
-        return None
+        return why_not_computed(self.blocks, self.passes())
+
+    def why_not_fusable(self) -> str | None:
+        """Say why members cannot be fused, or None."""
+        return self.why_not_fused()
 
     @cached_property
-    def readout(self) -> Any:
+    def readout(self) -> Readout:
         """Which tokens the classifier reads (see `probe.Readout`)."""
-        from .probe import find_readout
-
         return find_readout(self)
 
 
@@ -233,23 +242,3 @@ def _why_unknown(model: nn.Module, family: Family | None) -> str:
 def describe_shape(shape: Sequence[int]) -> str:
     """Say `12 x 6` for equal layers, the list otherwise."""
     return f"{len(shape)} x {shape[0]}" if len(set(shape)) == 1 else str(list(shape))
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's first parameter."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def main_output(output: Any) -> Tensor:
-    """Return what a host is called for: its logits, else its embedding, else its last states."""
-    if isinstance(output, Tensor):
-        return output
-    for name in ("logits", "image_embeds", "text_embeds", "pooler_output", "last_hidden_state"):
-        value = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
-        if isinstance(value, Tensor):
-            return value
-    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
-        return output[0]
-    raise UnsupportedModelError(
-        f"The model returned {type(output).__name__}: expected a tensor or an object with .logits."
-    )

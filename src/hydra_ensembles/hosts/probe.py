@@ -1,28 +1,32 @@
 """Ask a host by running its parts: does a block compute what we think, which tokens are read?
 
-A wrong guess would give a wrong result, so nothing here is guessed: a block is compared with our
-own arithmetic on random states, and the readout is what the host's own code takes a gradient of.
+A wrong guess would give a wrong result, so nothing here is guessed: a block is called with the
+arguments that the host hands it and compared with our own arithmetic, and the readout is what the
+host's own code takes a gradient of.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import UnsupportedModelError
+from . import block_math
+from .block import Block
+from .calling import BlockCall, Host, Inputs, main_output, parameter_names, run_around, understand
+from .examples import examples
 from .multihead import opened
 
-if TYPE_CHECKING:
-    from .host import Block, HostModel
+_TOLERANCE = 2e-4
+"""Of a block's largest output, on random weights in float32: what is left out shows far above."""
 
-Inputs = dict[str, Tensor]
+_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index"})
 
 
 @dataclass(frozen=True)
@@ -52,66 +56,146 @@ class Readout:
 ALL_TOKENS = Readout(None, folds=False, why="the model could not be probed: all tokens are kept")
 
 
-class _Stub(nn.Module):
-    """Stands in for all blocks of a host and returns what it is told."""
-
-    def __init__(self, answer: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.answer = answer
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.answer(hidden)
+# --- blocks ---------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _instead_of_blocks(host: HostModel, answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let the host run its own embeddings and head around a stub."""
-    parent_path, _, name = host.blocks_path.rpartition(".")
-    parent = host.model.get_submodule(parent_path)
-    original = getattr(parent, name)
-    was_training = host.model.training
-    host.replace_blocks_([_Stub(answer)])
-    host.model.eval()
+def why_not_computed(blocks: Sequence[Block], passes: Sequence[Sequence[BlockCall]]) -> str | None:
+    """Say why our own arithmetic does not compute some blocks, or None when it does.
+
+    Args:
+        blocks: The blocks of a host.
+        passes: What the host handed to each block in some forward passes; without any, blocks run
+            on random states by themselves.
+    """
+    checked: set[Any] = set()
+    for block in blocks:
+        calls = [calls[block.index] for calls in passes]
+        for call in calls or [_bare_call(block)]:
+            key = (structure_of(block.module), _shape_of(call.args), _shape_of(call.kwargs))
+            if key in checked:
+                continue
+            reason = check_block(block, call)
+            if reason is not None:
+                return f"layer {block.index}: {reason}"
+            checked.add(key)
+    return None
+
+
+def check_block(block: Block, call: BlockCall) -> str | None:
+    """Compare a block's own forward with our arithmetic, as the host calls it; None: they agree.
+
+    Both run with random weights, so that every bias, position and scale shows, whatever the
+    weights at hand are: freshly initialised ones would hide them.
+    """
+    module = randomized(block.module)
+    twin = Block.of(block.index, module, block.family)
+    call = random_states(call)
+    names = parameter_names(module)[1:]
     try:
-        yield
-    finally:
-        setattr(parent, name, original)
-        host.model.train(was_training)
-
-
-def check_block(block: Block) -> str | None:
-    """Compare a block's own forward with our arithmetic on random states; None when they agree."""
-    from . import block_math
-
-    module = copy.deepcopy(block.module).eval().float()
-    twin = type(block)(block.index, module, block.attention, block.family)
-    twin.attention = type(block.attention)(block.index, module, block.family)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 5, twin.attention.weights().query.shape[-1], generator=generator)
-    x = x.to(next(module.parameters()).device)
+        read = understand(names, call.args, call.kwargs, call.hidden)
+    except UnsupportedModelError as error:
+        return str(error)
+    if call.form.kind is not None:
+        return "its blocks answer with more than their states"
+    causal = twin.attention.causal if read.causal is None else read.causal
     try:
         with torch.no_grad(), opened([twin.attention.module]):
-            theirs = module(x, **_no_mask(module))
-            theirs = theirs[0] if isinstance(theirs, tuple) else theirs
-            ours = block_math.forward(twin, x, causal=twin.attention.causal)
+            theirs = call.run(module)
+            ours = block_math.forward(twin, call.hidden, read.mask, causal)
     except Exception as error:  # any failure of the host's code means: not what we think
         return f"its block cannot be run by itself ({type(error).__name__}: {error})"
-    difference = float((theirs - ours).abs().max())
-    if difference > 1e-4 * max(1.0, float(theirs.abs().max())):
+    difference = largest_difference(theirs, ours)
+    if not difference <= _TOLERANCE:
         return (
             f"its block computes something else than {block.family.norm}-norm attention and MLP "
-            f"(largest difference {difference:.2g} on random states)"
+            f"(off by {difference:.2g} of its largest output on random weights)"
         )
     return None
 
 
-def _no_mask(module: nn.Module) -> dict[str, None]:
-    """Some blocks ask for a mask even when there is none."""
-    names = inspect.signature(type(module).forward).parameters
-    return {name: None for name in ("attention_mask", "attn_mask") if name in names}
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference, relative to the largest value; infinite for other shapes."""
+    if a.shape != b.shape:
+        return float("inf")
+    return float((a - b).abs().max()) / max(1.0, float(b.abs().max()))
 
 
-def find_readout(host: HostModel) -> Readout:
+def randomized(module: nn.Module, seed: int = 0) -> nn.Module:
+    """Copy a module with random parameters, large enough for every part to matter, in float32."""
+    twin = copy.deepcopy(module).eval().float()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            if parameter.dim() >= 2:
+                parameter.copy_(noise * 1.5 * parameter.shape[-1] ** -0.5)
+            elif name.endswith("bias"):
+                parameter.copy_(noise * 0.3)
+            else:
+                parameter.copy_(1.0 + 0.3 * noise)
+    return twin
+
+
+def random_states(call: BlockCall, seed: int = 0) -> BlockCall:
+    """Return a call with random states in float32, its other arguments in float32 too."""
+    return BlockCall(
+        _states(call.hidden, seed).float(),
+        call.keyword,
+        _in_float32(call.args),
+        _in_float32(call.kwargs),
+        call.form,
+    )
+
+
+def _in_float32(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {name: _in_float32(inner) for name, inner in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_in_float32(inner) for inner in value)
+    return value
+
+
+def _bare_call(block: Block) -> BlockCall:
+    """Make a call without arguments, for a host that we cannot run."""
+    width = block.attention.weights().query.shape[-1]
+    x = torch.zeros(2, 5, width, device=next(block.module.parameters()).device)
+    names = parameter_names(block.module)
+    given: dict[str, Any] = {
+        name: None for name in ("attention_mask", "attn_mask") if name in names
+    }
+    return BlockCall(x, None, (), given)
+
+
+def structure_of(module: nn.Module) -> Any:
+    """Return what tells blocks of another structure apart: classes, shapes and plain settings."""
+    parts = []
+    for path, inner in module.named_modules():
+        plain = {
+            name: value
+            for name, value in vars(inner).items()
+            if isinstance(value, (bool, int, float, str, type(None))) and name not in _NUMBERS
+        }
+        shapes = {name: tuple(p.shape) for name, p in inner.named_parameters(recurse=False)}
+        parts.append((path, type(inner), str(sorted(plain.items())), str(shapes)))
+    return tuple(parts)
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype)
+    if isinstance(value, dict):
+        return tuple((name, _shape_of(inner)) for name, inner in value.items())
+    if isinstance(value, (tuple, list)):
+        return tuple(_shape_of(inner) for inner in value)
+    return str(value)
+
+
+# --- the readout ----------------------------------------------------------------------------------
+
+
+def find_readout(host: Host) -> Readout:
     """Find which tokens of the last block reach the output, by the gradient of the host's own code.
 
     The rule holds only when it is the same for differing inputs and the host gives the same answer
@@ -123,10 +207,10 @@ def find_readout(host: HostModel) -> Readout:
     if isinstance(rule, tuple):
         tokens = max(rule) + 1
         return Readout(tokens, folds=_folds(host, tokens), why="the family says so")
-    positions = _end_of_text(host.model)
+    positions = end_of_text(host.model)
     if positions is not None:
         return Readout(None, folds=False, why="the host reads the end of text", positions=positions)
-    seen = [_read_tokens(host, inputs) for inputs in _examples(host.model)]
+    seen = [_read_tokens(host, inputs) for inputs in examples(host.model)]
     if not seen or any(tokens is None for tokens in seen):
         return ALL_TOKENS if not seen else Readout(None, _folds(host, None), "it pools all tokens")
     tokens = max(count for count in seen if count is not None)
@@ -135,24 +219,8 @@ def find_readout(host: HostModel) -> Readout:
     return Readout(tokens, _folds(host, tokens), why="probed: nothing else reaches the output")
 
 
-def run_around(
-    host: HostModel,
-    args: Any,
-    kwargs: dict[str, Any],
-    answer: Callable[[Tensor], Tensor],
-) -> Any:
-    """Run a host's own embeddings and head around `answer`, which stands for all its blocks."""
-    with _instead_of_blocks(host, answer):
-        return host.model(*args, **kwargs)
-
-
-def _run(host: HostModel, inputs: Inputs, answer: Callable[[Tensor], Tensor]) -> Tensor:
-    from .host import main_output
-
-    with _instead_of_blocks(host, answer):
-        return main_output(
-            host.model(**inputs) if inputs.keys() != {"x"} else host.model(inputs["x"])
-        )
+def _run(host: Host, inputs: Inputs, answer: Callable[[Tensor], Tensor]) -> Tensor:
+    return main_output(run_around(host, inputs, answer))
 
 
 def _states(hidden: Tensor, seed: int = 0) -> Tensor:
@@ -160,7 +228,7 @@ def _states(hidden: Tensor, seed: int = 0) -> Tensor:
     return torch.randn(hidden.shape, generator=generator).to(hidden)
 
 
-def _read_tokens(host: HostModel, inputs: Inputs) -> int | None:
+def _read_tokens(host: Host, inputs: Inputs) -> int | None:
     """Return how many leading tokens are read, or None when all (or nothing sensible) are."""
     leaf: list[Tensor] = []
 
@@ -180,10 +248,10 @@ def _read_tokens(host: HostModel, inputs: Inputs) -> int | None:
     return None if tokens is None or tokens > 4 or tokens >= gradient.shape[1] else tokens
 
 
-def _same_from_few(host: HostModel, tokens: int) -> bool:
+def _same_from_few(host: Host, tokens: int) -> bool:
     """Check that the host answers the same from the first tokens alone."""
     try:
-        for inputs in _examples(host.model):
+        for inputs in examples(host.model):
             with torch.no_grad():
                 whole = _run(host, inputs, _states)
                 few = _run(host, inputs, lambda hidden: _states(hidden)[:, :tokens])
@@ -194,25 +262,25 @@ def _same_from_few(host: HostModel, tokens: int) -> bool:
     return True
 
 
-def _folds(host: HostModel, tokens: int | None) -> bool:
+def _folds(host: Host, tokens: int | None) -> bool:
     """Check that the host's code after the blocks treats members as a larger batch."""
 
     def stream(hidden: Tensor, seed: int) -> Tensor:
         return _states(hidden, seed)[:, :tokens]
 
     try:
-        for inputs in _examples(host.model):
+        for inputs in examples(host.model):
             with torch.no_grad():
                 apart = [_run(host, inputs, partial(stream, seed=seed)) for seed in (0, 1)]
                 both = _run(host, inputs, lambda x: torch.cat([stream(x, 0), stream(x, 1)]))
             if not torch.allclose(both, torch.cat(apart), atol=1e-5, rtol=1e-5):
                 return False
-        return bool(_examples(host.model))
+        return bool(examples(host.model))
     except Exception:  # it looks at its inputs again after the blocks
         return False
 
 
-def modules_after_blocks(host: HostModel) -> tuple[str, ...]:
+def modules_after_blocks(host: Host) -> tuple[str, ...]:
     """Name the leaf modules that the host runs after its blocks (norm, pooler, classifier)."""
     called: list[str] = []
     started = False
@@ -232,13 +300,13 @@ def modules_after_blocks(host: HostModel) -> tuple[str, ...]:
     leaves = [
         (name, module)
         for name, module in host.model.named_modules()
-        if not name.startswith(host.blocks_path)
+        if not name.startswith(host.blocks_path + ".")
         and any(True for _ in module.parameters())
         and not any(True for _ in module.children())
     ]
     handles = [module.register_forward_hook(note(name)) for name, module in leaves]
     try:
-        for inputs in _examples(host.model)[:1]:
+        for inputs in examples(host.model)[:1]:
             with torch.no_grad():
                 _run(host, inputs, answer)
     except Exception:  # it cannot be run on our example: nothing is known to come after
@@ -249,65 +317,7 @@ def modules_after_blocks(host: HostModel) -> tuple[str, ...]:
     return tuple(called)
 
 
-def _examples(model: nn.Module) -> list[Inputs]:
-    """Make two small inputs that the model takes, or none when we do not know how."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    dtype = next((p.dtype for p in model.parameters()), torch.float32)
-    size = _image_size(model)
-    if size is not None:
-        name = getattr(model, "main_input_name", None)
-        name = name if name == "pixel_values" else "x"
-        generator = torch.Generator().manual_seed(0)
-        images = [torch.rand(2, *size, generator=generator).to(device, dtype) for _ in range(2)]
-        return [{name: image} for image in images]
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    if isinstance(vocabulary, int) and vocabulary > 16:
-        rising = torch.arange(2, 14, device=device).repeat(2, 1)
-        return [
-            {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            for ids in (rising, rising.flip(1), rising.roll(5, 1))
-        ]
-    return []
-
-
-def example_batch(model: nn.Module, *, tokens: int = 128) -> tuple[Inputs | tuple[Tensor], str]:
-    """Make one input of the usual size, for counting; say what it is."""
-    inputs = next(iter(_examples(model)))
-    if "input_ids" in inputs:
-        longest = getattr(getattr(model, "config", None), "max_position_embeddings", tokens)
-        ids = inputs["input_ids"][:1, :1].expand(1, max(1, min(tokens, longest - 2)))
-        return {"input_ids": ids}, f"{ids.shape[1]} tokens"
-    ((name, image),) = inputs.items()
-    what = f"{image.shape[-2]} x {image.shape[-1]} pixels"
-    return ((image[:1],) if name == "x" else {name: image[:1]}), what
-
-
-def _image_size(model: nn.Module) -> tuple[int, int, int] | None:
-    """Return channels, height and width of the images that a model takes, when it tells."""
-    for module in model.modules():
-        size = getattr(module, "img_size", None)  # timm's patch embedding
-        projection = getattr(module, "proj", None)
-        if size is not None and isinstance(projection, nn.Conv2d):
-            return (projection.in_channels, *_pair(size))
-        size = getattr(module, "image_size", None)  # open_clip's tower, Hugging Face's embeddings
-        for name in ("conv1", "projection", "patch_embedding", "patch_embeddings"):
-            projection = getattr(module, name, None)
-            projection = getattr(projection, "projection", projection)
-            if size is not None and isinstance(projection, nn.Conv2d):
-                return (projection.in_channels, *_pair(size))
-    config = getattr(model, "config", None)
-    config = getattr(config, "vision_config", config)
-    size = getattr(config, "image_size", None)
-    if size is None:
-        return None
-    return (getattr(config, "num_channels", 3), *_pair(size))
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
-
-
-def _end_of_text(model: nn.Module) -> Callable[[dict[str, Any]], Tensor] | None:
+def end_of_text(model: nn.Module) -> Callable[[dict[str, Any]], Tensor] | None:
     """Return the rule of CLIP's text tower: argmax of the ids (legacy), else the first EOS."""
     for module in model.modules():
         if hasattr(module, "eos_token_id") and hasattr(module, "final_layer_norm"):

@@ -164,6 +164,7 @@ def _timm_arguments(model: Any) -> dict[str, Any]:
         "pre_norm": not isinstance(model.norm_pre, nn.Identity),
         "fc_norm": not isinstance(model.fc_norm, nn.Identity),
         "dynamic_img_size": model.dynamic_img_size,
+        "pool_include_prefix": getattr(model, "pool_include_prefix", False),
         "norm_eps": block.norm1.eps,
         "activation": type(inner.act).__name__,
     }

@@ -1,8 +1,12 @@
-"""What a model was set up to answer, as far as its config says."""
+"""What a model answers: classes, an embedding, or something that members cannot average."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from torch import Tensor
+
+_CLASSIFIERS = ("classifier", "score", "classification_head")
 
 
 def other_task(model: Any) -> str | None:
@@ -11,6 +15,26 @@ def other_task(model: Any) -> str | None:
     problem = getattr(config, "problem_type", None)
     if problem in ("multi_label_classification", "regression"):
         return str(problem)
-    if getattr(config, "num_labels", 2) == 1 and hasattr(model, "classifier"):
+    if getattr(config, "num_labels", 2) == 1 and any(hasattr(model, n) for n in _CLASSIFIERS):
         return "regression (one label)"
     return None
+
+
+def gives_classes(model: Any, output: Any) -> bool:
+    """Tell whether a model's output holds class logits, and not an embedding or hidden states.
+
+    Hugging Face says so by the field `logits`. A bare tensor [batch, n] is logits when n is the
+    model's number of classes, or when the model does not say that it projects (open_clip's towers).
+    """
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+        output, classes = output[0], getattr(getattr(model, "config", None), "num_labels", None)
+        return classes == output.shape[-1]
+    if not isinstance(output, Tensor):
+        held = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
+        return isinstance(held, Tensor)
+    if output.dim() != 2:
+        return False
+    classes = getattr(model, "num_classes", None)
+    if isinstance(classes, int):
+        return classes == output.shape[-1]
+    return not hasattr(model, "output_dim")

@@ -19,8 +19,8 @@ from ..data.running import move, split_batch
 from ..errors import UnsupportedModelError
 from ..heads.gating import gate
 from ..hosts import HostModel, device_of, main_output
+from ..hosts.block import Block
 from ..hosts.block_math import run
-from ..hosts.host import Block
 from ..hosts.sites import HeadWeights
 
 Branch = tuple[int, Tensor]

@@ -42,7 +42,7 @@ def command(
 
     from ...evaluation.benchmarking import benchmark
     from ...fusion.ensemble import HydraEnsemble
-    from ...hosts.probe import example_batch
+    from ...hosts.examples import example_batch
     from ..loading import load_model
 
     found = {}

@@ -1,0 +1,57 @@
+"""One transformer block of a host, seen through its family: attention, norms, MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from .family import Family, first, first_path
+from .sites import AttentionSite
+
+
+@dataclass
+class Block:
+    """One transformer block: its attention and, where the family names them, its other parts."""
+
+    index: int
+    module: nn.Module
+    attention: AttentionSite
+    family: Family
+
+    @classmethod
+    def of(cls, index: int, module: nn.Module, family: Family) -> Block:
+        """Look at a module as a block of a family."""
+        return cls(index, module, AttentionSite(index, module, family), family)
+
+    @cached_property
+    def norm1(self) -> nn.Module | None:
+        """Norm before (or after) attention."""
+        return first(self.module, self.family.norm1)
+
+    @cached_property
+    def norm2(self) -> nn.Module | None:
+        """Norm before (or after) the MLP."""
+        return first(self.module, self.family.norm2)
+
+    @cached_property
+    def mlp_names(self) -> list[str]:
+        """Paths of the MLP's modules that this block has, in the order of their use."""
+        found = [first_path(self.module, path) for path in self.family.mlp_paths()]
+        return [path for path in found if path is not None]
+
+    def names(self, paths: Sequence[str]) -> list[str]:
+        """Keep the paths that name a module of this block."""
+        return [path for path in paths if first_path(self.module, path) is not None]
+
+    def unknown_parameters(self) -> list[str]:
+        """Name parameters of the block that no known part holds."""
+        parts: list[nn.Module | None] = [self.attention.module, self.attention.output]
+        parts += [self.norm1, self.norm2]
+        parts += [self.module.get_submodule(path) for path in self.mlp_names]
+        after = self.names(self.family.after_attention + self.family.after_mlp)
+        parts += [self.module.get_submodule(path) for path in after]
+        known = {id(p) for part in parts if part is not None for p in part.parameters()}
+        return [name for name, p in self.module.named_parameters() if id(p) not in known]

@@ -1,0 +1,479 @@
+"""How a host calls its blocks: capture the arguments, stand in for blocks, read the states out.
+
+Everything that runs a host's blocks uses these helpers, so that a mask, a rotary position or a
+tuple is treated in one place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedModelError
+from .block import Block
+from .family import Family
+from .multihead import opened
+
+MASKS = ("attention_mask", "attn_mask")
+"""What hosts call the mask that is added to (or kept in) the attention's scores."""
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "cache_position",
+        "num_items_in_batch",  # a trainer's, for the loss
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "use_cache",
+    }
+)
+"""Arguments that choose what else is returned or kept, and never change the states."""
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+
+class Host(Protocol):
+    """What calling a host needs of it: a `HostModel` has it."""
+
+    model: nn.Module
+    name: str
+    family: Family
+    blocks: list[Block]
+    blocks_path: str
+
+    @property
+    def blocks_list(self) -> nn.Module:
+        """The list that holds the blocks."""
+
+    @property
+    def forms(self) -> list[Form]:
+        """The form of each block's answer."""
+
+    def replace_blocks_(self, blocks: Sequence[nn.Module]) -> None:
+        """Put other modules in the place of the blocks."""
+
+    def put_blocks_(self, blocks_list: nn.Module) -> None:
+        """Put another list in the place of the list of blocks."""
+
+
+def main_output(output: Any) -> Tensor:
+    """Return what a host is called for: its logits, else its embedding, else its last states."""
+    if isinstance(output, Tensor):
+        return output
+    for name in ("logits", "image_embeds", "text_embeds", "pooler_output", "last_hidden_state"):
+        value = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
+        if isinstance(value, Tensor):
+            return value
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+        return output[0]
+    raise UnsupportedModelError(
+        f"The model returned {type(output).__name__}: expected a tensor or an object with .logits."
+    )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's first parameter."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def parameter_names(module: nn.Module) -> tuple[str, ...]:
+    """Name the positional parameters of a module's forward, `self` left out."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return tuple(p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD)
+
+
+# --- what a block returns -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a block's answer: a tensor, or a tuple or list whose first entry is the states.
+
+    Attributes:
+        kind: None for a bare tensor, else `tuple` or `list`.
+        rest: What stands after the states.
+    """
+
+    kind: type | None = None
+    rest: tuple[Any, ...] = ()
+
+    def fill(self, states: Tensor) -> Any:
+        """Hand states to a host in this form."""
+        return states if self.kind is None else self.kind((states, *self.rest))
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether a block hands more than its states to the blocks above (a shared bias, say)."""
+        return any(value is not None for value in self.rest)
+
+
+def states_of(output: Any) -> tuple[Tensor, Form]:
+    """Take a block's answer apart: its states, and the form in which they came."""
+    if isinstance(output, Tensor):
+        return output, Form()
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+        return output[0], Form(type(output), tuple(output[1:]))
+    raise UnsupportedModelError(
+        f"A block answered with a {type(output).__name__}: expected a tensor, or a tuple that "
+        "starts with the hidden states."
+    )
+
+
+# --- what a block is handed -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One call of a block by its host.
+
+    Attributes:
+        hidden: The states that entered it [batch, tokens, width].
+        keyword: The name under which the states were handed over; None for the first position.
+        args, kwargs: All other arguments.
+        form: The form of its answer.
+    """
+
+    hidden: Tensor
+    keyword: str | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    form: Form = Form()
+
+    def run(self, module: nn.Module, hidden: Tensor | None = None) -> Tensor:
+        """Call a module as the host called the block, on these or other states."""
+        x = self.hidden if hidden is None else hidden
+        if self.keyword is None:
+            return states_of(module(x, *self.args, **self.kwargs))[0]
+        return states_of(module(*self.args, **{self.keyword: x}, **self.kwargs))[0]
+
+
+def take_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BlockCall:
+    """Tell the states from the other arguments of a block; a decoder's empty cache is dropped.
+
+    A block that runs more than once in a pass would append to the cache each time.
+    """
+    rest = {name: without_cache(value) for name, value in kwargs.items()}
+    if args and isinstance(args[0], Tensor):
+        return BlockCall(args[0], None, tuple(without_cache(v) for v in args[1:]), rest)
+    for name in ("hidden_states", "x", "src", "input", "inputs", "hidden"):
+        if isinstance(rest.get(name), Tensor):
+            hidden = rest.pop(name)
+            return BlockCall(hidden, name, tuple(without_cache(v) for v in args), rest)
+    raise UnsupportedModelError(
+        f"A block was called with {len(args)} positional arguments and {', '.join(kwargs) or 'no'} "
+        "keywords: no hidden states were found among them."
+    )
+
+
+def without_cache(value: Any) -> Any:
+    """Return None for a decoder's key-value cache that is empty; refuse one that is not."""
+    length = getattr(value, "get_seq_length", None)
+    if length is None:
+        return value
+    if int(length()) > 0:
+        raise UnsupportedModelError(
+            "The inputs hold past keys and values: an ensemble runs whole sequences. Leave "
+            "past_key_values out."
+        )
+    return None
+
+
+@torch.no_grad()
+def capture_calls(host: Host, inputs: Inputs) -> list[BlockCall]:
+    """Run a host on some inputs and return what it handed to each of its blocks.
+
+    Raises:
+        UnsupportedModelError: When a block did not run exactly once, or never called its output
+            projection (a gate there would have no effect).
+    """
+    calls: list[list[BlockCall]] = [[] for _ in host.blocks]
+    projections = [0] * len(host.blocks)
+
+    def note(layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            call = take_call(args, kwargs)
+            form = states_of(output)[1]
+            rest = tuple(without_cache_of(value) for value in form.rest)
+            calls[layer].append(
+                BlockCall(call.hidden, call.keyword, call.args, call.kwargs, Form(form.kind, rest))
+            )
+
+        return hook
+
+    def before(layer: int) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            call = take_call(args, kwargs)  # the cache goes before the block can fill it
+            if call.keyword is None:
+                return (call.hidden, *call.args), call.kwargs
+            return call.args, {call.keyword: call.hidden, **call.kwargs}
+
+        return hook
+
+    def count(layer: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            projections[layer] += 1
+
+        return hook
+
+    was_training = host.model.training
+    host.model.eval()
+    with ExitStack() as stack:
+        stack.callback(host.model.train, was_training)
+        stack.enter_context(opened([block.attention.module for block in host.blocks]))
+        for block in host.blocks:
+            module, output = block.module, block.attention.output
+            pre, post = before(block.index), note(block.index)
+            handles = [
+                module.register_forward_pre_hook(pre, with_kwargs=True),
+                module.register_forward_hook(post, with_kwargs=True),
+                output.register_forward_hook(count(block.index)),
+            ]
+            for handle in handles:
+                stack.callback(handle.remove)
+        host.model(*inputs[0], **inputs[1])
+    for layer, found in enumerate(calls):
+        if len(found) != 1:
+            raise UnsupportedModelError(
+                f"{host.name} runs its block {layer} {len(found)} times in one pass: its layers "
+                "share weights or are skipped, and members need blocks that run once each."
+            )
+        if not projections[layer]:
+            raise UnsupportedModelError(
+                f"{host.name} never calls the output projection of block {layer} as a module, so "
+                "heads cannot be switched off there."
+            )
+    return [found[0] for found in calls]
+
+
+def without_cache_of(value: Any) -> Any:
+    """Leave a filled cache out of what a block returned."""
+    return None if hasattr(value, "get_seq_length") else value
+
+
+def repeat_for_streams(value: Any, streams: int, batch: int) -> Any:
+    """Repeat a batch-shaped argument, also inside tuples, for streams folded into the batch."""
+    if streams == 1:
+        return value
+    if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[0] == batch:
+        return value.repeat(streams, *[1] * (value.dim() - 1))
+    if isinstance(value, (tuple, list)):
+        return type(value)(repeat_for_streams(inner, streams, batch) for inner in value)
+    return value
+
+
+# --- the mask -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Understood:
+    """What our own arithmetic needs of a block's arguments.
+
+    Attributes:
+        mask: Added to (or, boolean, kept in) the scores [batch or 1, 1, queries or 1, keys].
+        causal: Whether the host asks for causal attention without a mask; None: it says nothing.
+    """
+
+    mask: Tensor | None = None
+    causal: bool | None = None
+
+
+def understand(
+    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], x: Tensor
+) -> Understood:
+    """Read a block's arguments; refuse every one that our own arithmetic would have to drop.
+
+    Args:
+        names: The block's positional parameters after the states (see `parameter_names`).
+        args, kwargs: What the host handed over, beside the states.
+        x: The states, for their type.
+
+    Raises:
+        UnsupportedModelError: Naming the argument that is not understood.
+    """
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    if len(args) > len(names):
+        named.update({f"argument {i}": v for i, v in enumerate(args) if i >= len(names)})
+    mask, causal = None, None
+    for name, value in named.items():
+        value = without_cache(value)
+        if value is None or name in _WITHOUT_EFFECT:
+            continue
+        if name in MASKS:
+            mask = four_dimensional(value, x)
+        elif name == "is_causal" and isinstance(value, bool):
+            causal = value
+        else:
+            raise UnsupportedModelError(
+                f"the host hands its blocks {_in_words(name)}, which our own arithmetic does not "
+                "compute"
+            )
+    return Understood(mask, causal)
+
+
+def _in_words(name: str) -> str:
+    """Say what an argument means to a user."""
+    meaning = {
+        "position_embeddings": "rotary positions",
+        "rope": "rotary positions",
+        "rotary_pos_emb": "rotary positions",
+        "freqs_cis": "rotary positions",
+        "position_ids": "position numbers",
+        "position_bias": "a position bias shared by all blocks",
+        "shared_rel_pos": "a relative-position bias shared by all blocks",
+        "relative_pos": "relative positions",
+        "rel_pos": "relative positions",
+        "relative_position_bias": "a relative-position bias",
+    }.get(name)
+    return f"{name!r}" if meaning is None else f"{meaning} ({name!r})"
+
+
+def four_dimensional(mask: Any, x: Tensor) -> Tensor:
+    """Bring an attention mask to [batch or 1, 1, queries or 1, keys].
+
+    Hosts pass a 4-D mask (eager, sdpa), a 2-D [batch, keys] padding mask (flash) or a 2-D
+    [queries, keys] additive one (open_clip).
+    """
+    if not isinstance(mask, Tensor):
+        raise UnsupportedModelError(
+            f"The host hands its blocks a {type(mask).__name__} as attention mask: expected a "
+            'tensor. Load it with attn_implementation="sdpa" or "eager".'
+        )
+    if mask.dim() == 2:
+        mask = mask[None, None] if mask.is_floating_point() else mask[:, None, None].bool()
+    if mask.dim() != 4 or mask.shape[1] != 1:
+        raise UnsupportedModelError(
+            f"An attention mask of shape {tuple(mask.shape)} is not supported: expected "
+            "[batch, 1, queries, keys], the same for all heads."
+        )
+    return mask.to(x.dtype) if mask.is_floating_point() else mask
+
+
+def rows_of_mask(
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    keys: int,
+    queries: int,
+    positions: Tensor | None,
+    device: torch.device | None,
+) -> Tensor | None:
+    """Cut a mask to the query rows that are read: the first ones, or one position per sample.
+
+    Args:
+        mask: [batch or 1, 1, queries or 1, keys], or None.
+        causal: Causal attention, where there is no mask.
+        keys: Number of tokens.
+        queries: How many of the first rows are read, where positions is None.
+        positions: The row that each sample reads [batch], or None.
+        device: Where a mask is made, if one must be.
+    """
+    if mask is None:
+        if not causal:
+            return None
+        place = torch.arange(keys, device=device)
+        rows = place[None, :queries] if positions is None else positions[:, None]
+        return (place <= rows[:, :, None])[:, None]
+    if mask.shape[2] == 1:
+        return mask
+    if positions is None:
+        return mask[:, :, :queries]
+    batch = len(positions)
+    every = torch.arange(batch, device=mask.device)
+    return mask.expand(batch, -1, -1, -1)[every, :, positions][:, :, None]
+
+
+# --- the tokens that are read ---------------------------------------------------------------------
+
+
+def take_rows(tokens: int | None, positions: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+    """Return what takes the tokens that the classifier reads, or None when it reads all.
+
+    Args:
+        tokens: How many of the first tokens are read, or None.
+        positions: The token that each sample reads [batch]; streams are folded into the batch.
+    """
+    if positions is not None:
+
+        def take(x: Tensor) -> Tensor:
+            index = positions.repeat(len(x) // len(positions))
+            return x[torch.arange(len(x), device=x.device), index][:, None]
+
+        return take
+    return None if tokens is None else lambda x: x[:, :tokens]
+
+
+def full_length(stream: Tensor, positions: Tensor | None, length: int) -> Tensor:
+    """Put rows that were read back at their places, for a host that looks for them itself."""
+    if positions is None or stream.shape[1] == length:
+        return stream
+    whole = stream.new_zeros(len(stream), length, stream.shape[2])
+    whole[torch.arange(len(stream), device=stream.device), positions] = stream[:, 0]
+    return whole
+
+
+# --- running around the blocks --------------------------------------------------------------------
+
+
+class StandIn(nn.Module):
+    """Stands in a block's place: answers as it is told, in the block's form, with its attributes.
+
+    Hosts look at attributes of their blocks (`attention_type` chooses a mask), so those of the
+    block are shown.
+    """
+
+    def __init__(self, block: nn.Module, answer: Callable[[BlockCall], Tensor], form: Form) -> None:
+        super().__init__()
+        self.__dict__["block"] = block  # not a submodule: it has its own place
+        self.answer, self.form = answer, form
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer with states."""
+        return self.form.fill(self.answer(take_call(args, kwargs)))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["block"], name)
+
+
+@contextmanager
+def stand_ins(
+    host: Host, answer: Callable[[BlockCall], Tensor], forms: Sequence[Form] | None = None
+) -> Iterator[None]:
+    """Let the host run its own embeddings and head around `answer`, which stands for its blocks.
+
+    The blocks below the last hand their states on; the last one answers.
+    """
+    original = host.blocks_list
+    modules = list(original.children())
+    forms = list(forms or host.forms)
+    if len(forms) != len(modules):  # one body stands for all blocks
+        forms = forms[-1:] * len(modules)
+    answers = [_hand_on] * (len(modules) - 1) + [answer]
+    stands = [StandIn(m, a, f) for m, a, f in zip(modules, answers, forms, strict=True)]
+    was_training = host.model.training
+    host.replace_blocks_(stands)
+    host.model.eval()
+    try:
+        yield
+    finally:
+        host.put_blocks_(original)
+        host.model.train(was_training)
+
+
+def _hand_on(call: BlockCall) -> Tensor:
+    return call.hidden
+
+
+def run_around(host: Host, inputs: Inputs, answer: Callable[[Tensor], Tensor]) -> Any:
+    """Run a host's embeddings and head around `answer`: from entering to last states."""
+    with stand_ins(host, lambda call: answer(call.hidden)):
+        return host.model(*inputs[0], **inputs[1])

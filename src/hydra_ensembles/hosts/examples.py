@@ -1,0 +1,97 @@
+"""Small inputs that a model takes, made from what it tells about itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .calling import Inputs, device_of
+
+
+def examples(model: nn.Module) -> list[Inputs]:
+    """Make a few small inputs that differ, or none when we do not know what the model takes.
+
+    Texts come without padding, reversed, and padded where the model knows its padding token.
+    """
+    device = device_of(model)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    reads_text = getattr(model, "main_input_name", None) == "input_ids"
+    size = None if reads_text else image_size(model)
+    if size is not None:
+        generator = torch.Generator().manual_seed(0)
+        images = [torch.rand(2, *size, generator=generator).to(device, dtype) for _ in range(2)]
+        if getattr(model, "main_input_name", None) == "pixel_values":
+            return [((), {"pixel_values": image}) for image in images]
+        return [((image,), {}) for image in images]
+    config = text_config(model)
+    vocabulary = getattr(config, "vocab_size", None)
+    if isinstance(vocabulary, int) and vocabulary > 16:
+        return _texts(config, device)
+    return []
+
+
+def text_config(model: nn.Module) -> Any:
+    """Return the config that describes a model's text part, where it has one."""
+    config = getattr(model, "config", None)
+    get = getattr(config, "get_text_config", None)
+    return config if get is None else get()
+
+
+def _texts(config: Any, device: torch.device) -> list[Inputs]:
+    special = {getattr(config, f"{name}_token_id", None) for name in ("pad", "eos", "bos")}
+    tokens = range(2, min(40, config.vocab_size))
+    usable = [token for token in tokens if token not in special][:12]
+    rising = torch.tensor(usable, device=device).repeat(2, 1)
+    rows = [rising, rising.flip(1), rising.roll(5, 1)]
+    padding = getattr(config, "pad_token_id", None)
+    if padding is None:  # a decoder without padding takes one text at a time
+        return [((), _tokens(ids[:1])) for ids in rows]
+    padded = rising.clone()
+    padded[1, 9:] = padding
+    mask = torch.ones_like(padded)
+    mask[1, 9:] = 0
+    inputs = [((), _tokens(ids)) for ids in rows]
+    return [*inputs, ((), {"input_ids": padded, "attention_mask": mask})]
+
+
+def _tokens(ids: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def example_batch(model: nn.Module, *, tokens: int = 128) -> tuple[Any, str]:
+    """Make one input of the usual size, for counting; say what it is."""
+    args, kwargs = next(iter(examples(model)))
+    if "input_ids" in kwargs:
+        longest = getattr(text_config(model), "max_position_embeddings", tokens)
+        ids = kwargs["input_ids"][:1, :1].expand(1, max(1, min(tokens, longest - 2)))
+        return {"input_ids": ids}, f"{ids.shape[1]} tokens"
+    (image,) = args or kwargs.values()
+    what = f"{image.shape[-2]} x {image.shape[-1]} pixels"
+    return ((image[:1],) if args else dict.fromkeys(kwargs, image[:1])), what
+
+
+def image_size(model: nn.Module) -> tuple[int, int, int] | None:
+    """Return channels, height and width of the images that a model takes, when it tells."""
+    for module in model.modules():
+        size = getattr(module, "img_size", None)  # timm's patch embedding
+        projection = getattr(module, "proj", None)
+        if size is not None and isinstance(projection, nn.Conv2d):
+            return (projection.in_channels, *_pair(size))
+        size = getattr(module, "image_size", None)  # open_clip's tower, Hugging Face's embeddings
+        for name in ("conv1", "projection", "patch_embedding", "patch_embeddings"):
+            projection = getattr(module, name, None)
+            projection = getattr(projection, "projection", projection)
+            if size is not None and isinstance(projection, nn.Conv2d):
+                return (projection.in_channels, *_pair(size))
+    config = getattr(model, "config", None)
+    config = getattr(config, "vision_config", config)
+    size = getattr(config, "image_size", None)
+    if size is None:
+        return None
+    return (getattr(config, "num_channels", 3), *_pair(size))
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))

@@ -1,0 +1,108 @@
+"""Never silently wrong: arguments of blocks, precision, embeddings, and what is saved."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hydra_ensembles as hydra
+from hydra_ensembles.errors import UnsupportedModelError, VerificationError
+from hydra_ensembles.hosts import host_model
+from tests import zoo
+from tests.fusion.test_fusion import EARLY, LATE
+
+TIMM = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4}
+
+
+def timm_model(name: str, **options: Any) -> nn.Module:
+    import timm
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return timm.create_model(name, **{"num_classes": 5, **TIMM, **options}).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("vit_pe_core_tiny_patch16_384", {}, "rotary positions"),
+        ("vit_srelpos_small_patch16_224", {}, "relative-position bias shared by all blocks"),
+    ],
+)
+def test_an_argument_that_is_not_understood_is_refused(
+    name: str, options: dict[str, Any], reason: str
+) -> None:
+    found = host_model(timm_model(name, **options)).why_not_fused()
+    assert found is not None
+    assert reason in found
+
+
+def test_a_body_refuses_an_argument_that_the_probe_did_not_see() -> None:
+    ensemble = hydra.fuse(zoo.host("vit"), LATE)
+    with pytest.raises(UnsupportedModelError, match="rotary positions"):
+        ensemble.body(torch.zeros(1, 17, 32), position_embeddings=torch.zeros(17, 8))
+
+
+@pytest.mark.parametrize("name", ["vit", "bert", "clip-text", "timm"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_verify_has_a_tolerance_for_every_type(name: str, dtype: torch.dtype) -> None:
+    model = copy.deepcopy(zoo.host(name)).to(dtype)
+    inputs = zoo.batch(name)
+    inputs = inputs if isinstance(inputs, dict) else inputs.to(dtype)
+    found = hydra.verify(hydra.fuse(model, EARLY), inputs)
+    assert found.tolerance == {torch.bfloat16: 5e-2, torch.float64: 1e-9}[dtype]
+
+
+def test_fuse_checks_itself_on_the_given_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hydra_ensembles.fusion import layers
+
+    right = layers.FusedBlock._mlp
+    monkeypatch.setattr(layers.FusedBlock, "_mlp", lambda self, x: 1.01 * right(self, x))
+    with pytest.raises(VerificationError, match="differs by"):
+        hydra.fuse(zoo.host("vit"), LATE, batch=zoo.batch("vit"))
+
+
+def test_an_embedding_is_not_a_probability() -> None:
+    from transformers import ViTConfig, ViTModel
+
+    model = ViTModel(ViTConfig(**zoo.SIZES, **zoo.IMAGE)).eval()
+    ensemble = hydra.fuse(model, LATE)
+    assert not ensemble.is_classifier
+    with pytest.raises(UnsupportedModelError, match="embeddings, not classes"):
+        ensemble.predict(zoo.batch("vit"))
+    headless = timm_model("vit_tiny_patch16_224", num_classes=0)
+    assert not hydra.fuse(headless, LATE).is_classifier
+    assert all(hydra.fuse(zoo.host(n), LATE).is_classifier for n in ("vit", "timm"))
+    assert not hydra.fuse(zoo.host("clip-vision"), LATE).is_classifier
+
+
+def test_an_ensemble_is_of_its_own_class() -> None:
+    assert type(hydra.fuse(zoo.host("vit"), LATE)) is hydra.HydraEnsemble
+
+
+def test_pooling_with_prefix_tokens_comes_back(tmp_path: Path) -> None:
+    from timm.models import VisionTransformer
+
+    model = VisionTransformer(
+        **TIMM, num_classes=5, global_pool="avg", pool_include_prefix=True, reg_tokens=2
+    ).eval()
+    x = torch.randn(2, 3, 32, 32)
+    ensemble = hydra.fuse(model, LATE)
+    ensemble.save_pretrained(tmp_path)
+    loaded = hydra.HydraEnsemble.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded.predict(x).probabilities, ensemble.predict(x).probabilities)
+
+
+def test_a_host_that_would_come_back_different_must_be_given(tmp_path: Path) -> None:
+    from timm.models import VisionTransformer
+
+    model = VisionTransformer(**TIMM, num_classes=5).eval()
+    model.norm.eps = 1.0  # no config tells
+    hydra.fuse(model, LATE).save_pretrained(tmp_path)
+    with pytest.raises(hydra.errors.FormatError, match="host="):
+        hydra.HydraEnsemble.from_pretrained(tmp_path)
