@@ -1,14 +1,19 @@
-"""A zoo of tiny random host models, one of every supported family, with a batch each."""
+"""A zoo of tiny random host models, one of every supported family, with a batch each.
+
+Two sizes. `make` and `host` give a model whose every part matters (weights scaled up): what is
+gated, pruned, fused and saved. `sharp` gives a smaller one whose attention is far from uniform:
+what is scored and searched.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 LAYERS, HEADS = 3, 4
 SIZES = {
@@ -17,14 +22,23 @@ SIZES = {
     "num_attention_heads": HEADS,
     "intermediate_size": 48,
 }
+SMALL = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 32,
+}
 IMAGE = {"image_size": 16, "patch_size": 4}
 TEXT = {"vocab_size": 99, "bos_token_id": 1, "eos_token_id": 98, "pad_token_id": 0}
+VOCABULARY = 50
+WORDS = {"vocab_size": VOCABULARY, "max_position_embeddings": 32}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def _vit() -> nn.Module:
+def _vit(**options: Any) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(ViTConfig(**SIZES, **IMAGE, num_labels=5))
+    return ViTForImageClassification(ViTConfig(**{**SIZES, **IMAGE, "num_labels": 5, **options}))
 
 
 def _deit() -> nn.Module:
@@ -46,10 +60,11 @@ def _dinov2() -> nn.Module:
     return Dinov2ForImageClassification(Dinov2Config(**sizes, **IMAGE, mlp_ratio=2, num_labels=5))
 
 
-def _bert() -> nn.Module:
+def _bert(**options: Any) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
-    return BertForSequenceClassification(BertConfig(**SIZES, **TEXT, num_labels=5))
+    config = BertConfig(**{**SIZES, **TEXT, "num_labels": 5, **options})
+    return BertForSequenceClassification(config)
 
 
 def _roberta() -> nn.Module:
@@ -58,12 +73,11 @@ def _roberta() -> nn.Module:
     return RobertaForSequenceClassification(RobertaConfig(**SIZES, **TEXT, num_labels=5))
 
 
-def _distilbert() -> nn.Module:
+def _distilbert(**options: Any) -> nn.Module:
     from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
-    config = DistilBertConfig(
-        dim=32, n_layers=LAYERS, n_heads=HEADS, hidden_dim=48, vocab_size=99, num_labels=5
-    )
+    sizes = {"dim": 32, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": 48}
+    config = DistilBertConfig(**{**sizes, "vocab_size": 99, "num_labels": 5, **options})
     return DistilBertForSequenceClassification(config)
 
 
@@ -82,10 +96,11 @@ def _clip_vision() -> nn.Module:
     return CLIPVisionModelWithProjection(CLIPVisionConfig(**SIZES, **IMAGE, projection_dim=16))
 
 
-def _clip_text() -> nn.Module:
+def _clip_text(**options: Any) -> nn.Module:
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
-    return CLIPTextModelWithProjection(CLIPTextConfig(**SIZES, **TEXT, projection_dim=16))
+    config = CLIPTextConfig(**{**SIZES, **TEXT, "projection_dim": 16, **options})
+    return CLIPTextModelWithProjection(config)
 
 
 def _timm() -> nn.Module:
@@ -262,3 +277,144 @@ def run(model: nn.Module, inputs: Any) -> torch.Tensor:
 
     with torch.no_grad():
         return main_output(model(**inputs) if isinstance(inputs, dict) else model(inputs))
+
+
+# Small hosts with sharp attention, for scores and searches: 24 wide, 3 classes.
+
+
+def _gpt2_classifier(**options: Any) -> nn.Module:
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    sizes = {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32}
+    config = GPT2Config(vocab_size=VOCABULARY, **sizes, **SPECIAL, num_labels=3, **options)
+    return GPT2ForSequenceClassification(config)
+
+
+def llama_config(**options: Any) -> Any:
+    """Return the config of the small Llama, for other heads than the classifier's."""
+    from transformers import LlamaConfig
+
+    sizes = {**SMALL, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaConfig(**sizes, **WORDS, **SPECIAL, num_labels=3, **options)
+
+
+def _llama_classifier(**options: Any) -> nn.Module:
+    from transformers import LlamaForSequenceClassification
+
+    return LlamaForSequenceClassification(llama_config(**options))
+
+
+def _timm_small(*, qk_norm: bool = False) -> nn.Module:
+    from timm.models import VisionTransformer
+
+    return VisionTransformer(
+        img_size=16,
+        patch_size=4,
+        embed_dim=24,
+        depth=2,
+        num_heads=3,
+        mlp_ratio=2,
+        num_classes=3,
+        qk_norm=qk_norm,
+    )
+
+
+def _open_clip_visual() -> nn.Module:
+    from open_clip.transformer import VisionTransformer
+
+    return VisionTransformer(
+        image_size=16, patch_size=4, width=24, layers=2, heads=3, mlp_ratio=2, output_dim=3
+    )
+
+
+class OpenClipText(nn.Module):
+    """open_clip's text tower, called with a batch's ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from open_clip.transformer import TextTransformer
+
+        self.tower = TextTransformer(
+            context_length=7, vocab_size=VOCABULARY, width=24, heads=3, layers=2, output_dim=3
+        )
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.tower(input_ids)
+
+
+_DISTILBERT = {"dim": 24, "n_layers": 2, "n_heads": 3, "hidden_dim": 32}
+_CLIP_TEXT = {**SMALL, **WORDS, "max_position_embeddings": 16, "projection_dim": 3}
+_CLIP_SPECIAL = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
+SHARP: dict[str, tuple[Callable[..., nn.Module], float]] = {
+    "bert": (
+        partial(
+            _bert,
+            **{**SMALL, "num_hidden_layers": 3, "num_attention_heads": 4, **WORDS, **SPECIAL},
+            num_labels=3,
+        ),
+        25.0,
+    ),
+    "distilbert": (partial(_distilbert, **_DISTILBERT, **WORDS, num_labels=3), 25.0),
+    "vit": (partial(_vit, **SMALL, num_labels=3), 25.0),
+    "clip_text": (partial(_clip_text, **_CLIP_TEXT, **_CLIP_SPECIAL), 6.0),
+    "gpt2": (_gpt2_classifier, 25.0),
+    "llama": (_llama_classifier, 25.0),
+    "timm": (_timm_small, 6.0),
+    "timm_qk_norm": (partial(_timm_small, qk_norm=True), 6.0),
+    "open_clip_visual": (_open_clip_visual, 6.0),
+    "open_clip_text": (OpenClipText, 6.0),
+}
+"""How each small host is built, and by how much its attention is sharpened."""
+
+
+def seeded(build: Callable[[], nn.Module], *, sharpen: float = 6.0) -> nn.Module:
+    """Build a model from a fixed seed; larger weights make attention that is not uniform."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = build().eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 2 and any(
+                    part in name for part in ("attn", "attention", "q_lin", "k_lin", "in_proj")
+                ):
+                    parameter.mul_(sharpen)
+    return model
+
+
+def sharp(name: str, backend: str | None = None) -> nn.Module:
+    """Build a small host by name; `backend` is `eager` or `sdpa`, for Hugging Face models."""
+    build, sharpen = SHARP[name]
+    options = {} if backend is None else {"attn_implementation": backend}
+    return seeded(partial(build, **options), sharpen=sharpen)
+
+
+def texts(
+    lengths: tuple[int, ...] = (7, 4, 5, 2, 6, 3), *, side: str = "right", labels: int = 3
+) -> dict[str, Tensor]:
+    """Return padded token ids, their mask and labels."""
+    generator = torch.Generator().manual_seed(1)
+    longest = max(lengths)
+    ids = torch.randint(3, VOCABULARY, (len(lengths), longest), generator=generator)
+    mask = torch.zeros_like(ids)
+    for row, n in enumerate(lengths):
+        mask[row, :n] = 1
+    if side == "left":
+        mask = mask.flip(1)
+    ids = ids * mask
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(len(lengths)) % labels}
+
+
+def images(count: int = 6, *, size: int = 16, labels: int = 3) -> tuple[Tensor, Tensor]:
+    """Return random images and labels."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(count, 3, size, size, generator=generator), torch.arange(count) % labels
+
+
+def labelled(name: str) -> Any:
+    """Return a labelled batch for a small host."""
+    if name in ("vit", "timm", "timm_qk_norm", "open_clip_visual"):
+        return images()
+    if name == "open_clip_text":  # it pads by itself and takes no mask
+        batch = texts((7, 7, 7, 7))
+        return {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+    return texts()

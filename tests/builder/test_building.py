@@ -17,7 +17,7 @@ from hydra_ensembles.errors import DataError, FormatError, MaskError
 from hydra_ensembles.heads.masks import HeadMask
 from hydra_ensembles.search.select import EnsembleObjective
 
-from ..criteria.tiny_hosts import HOSTS, VOCABULARY
+from ..zoo import VOCABULARY, sharp
 
 
 def pictures(count=60, seed=0):
@@ -44,7 +44,7 @@ def outliers(count=40):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_a_calibrated_ensemble_within_its_budget(method):
-    model = HOSTS["timm"][0]()
+    model = sharp("timm")
     data = pictures()
     before = [p.clone() for p in model.parameters()]
     ensemble = build(
@@ -69,7 +69,7 @@ def test_every_method_gives_a_calibrated_ensemble_within_its_budget(method):
 
 
 def test_text_with_proxies_alone():
-    model = HOSTS["bert"][0]().train()
+    model = sharp("bert").train()
     ensemble = build(model, sentences(), members=2, max_cost=1.3, progress=False)
     assert model.training and not any(module.training for module in ensemble.modules())
     assert ensemble.record["examples"] == {"select": 36, "stop": 12, "temperature": 12}
@@ -78,7 +78,7 @@ def test_text_with_proxies_alone():
 
 
 def test_the_same_again_and_replayed():
-    model = HOSTS["timm"][0]()
+    model = sharp("timm")
     data = pictures()
     first, second = (build(model, data, max_cost=1.5, progress=False) for _ in range(2))
     assert first.record == second.record
@@ -95,7 +95,7 @@ def test_the_same_again_and_replayed():
 
 
 def test_a_finished_search_is_not_repeated_and_a_changed_one_refused(tmp_path):
-    model = HOSTS["timm"][0]()
+    model = sharp("timm")
     data = pictures()
     first = build(model, data, max_cost=1.5, folder=tmp_path, progress=False)
     again = build(model, data, max_cost=1.5, folder=tmp_path, progress=False)
@@ -107,9 +107,9 @@ def test_a_finished_search_is_not_repeated_and_a_changed_one_refused(tmp_path):
 QUICK = {"score": "msp", "calibrate": False, "progress": False}
 KILLED = """
 import os, signal, sys
-from tests.criteria.tiny_hosts import HOSTS
+from tests.zoo import sharp
 from tests.builder.test_building import QUICK, build, pictures
-model, calls = HOSTS["timm"][0](), 0
+model, calls = sharp("timm"), 0
 def count(*_):
     global calls
     calls += 1
@@ -122,7 +122,7 @@ build(model, pictures(), max_cost=1.5, folder=sys.argv[1], **QUICK)
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no SIGKILL here")
 def test_a_killed_search_of_members_ends_the_same_and_a_changed_one_is_refused(tmp_path):
-    model, data, calls = HOSTS["timm"][0](), pictures(), []
+    model, data, calls = sharp("timm"), pictures(), []
     model.head.register_forward_hook(lambda *_: calls.append(1))
     whole = build(model, data, max_cost=1.5, **QUICK)
     moment = str(int(0.8 * len(calls)))
@@ -140,7 +140,7 @@ def test_a_killed_search_of_members_ends_the_same_and_a_changed_one_is_refused(t
         build(model, pictures(seed=1), **arguments)
     with pytest.raises(FormatError, match="options was"):
         build(model, data, method=Select(objective=EnsembleObjective(ece=1.0)), **arguments)
-    other = HOSTS["timm"][0]()
+    other = sharp("timm")
     with torch.no_grad():
         other.head.bias.add_(1.0)
     with pytest.raises(FormatError, match="model was"):
@@ -154,14 +154,14 @@ def test_a_killed_search_of_members_ends_the_same_and_a_changed_one_is_refused(t
 
 @pytest.mark.parametrize("members", [2, 4])
 def test_members_made_one_by_one_stay_within_their_budget(members):
-    model, data = HOSTS["timm"][0](), pictures()
+    model, data = sharp("timm"), pictures()
     for limit in (0.75, 1.2):  # the first allows one head each in the last block, the other two
         found = build(model, data, method="random", members=members, max_cost=limit, progress=False)
         assert found.record["cost"] <= limit
 
 
 def test_switches():
-    model = HOSTS["timm"][0]()
+    model = sharp("timm")
     data = pictures()
     plain = build(
         model, data, validation=pictures(seed=1), max_cost=1.5, score="energy", calibrate=False,
@@ -179,7 +179,7 @@ def test_switches():
 
 
 def test_random_members_keep_what_is_asked_in_branched_layers_only():
-    model = HOSTS["timm"][0]()
+    model = sharp("timm")
     ensemble = build(model, pictures(), method=Random(keep=1), max_cost=None, progress=False)
     assert all(mask.kept[-1] == 1 for mask in ensemble.masks)
     assert len(HeadMask.full(model)) == len(ensemble.masks[0])

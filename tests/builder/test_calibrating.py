@@ -9,7 +9,7 @@ from hydra_ensembles import build
 from hydra_ensembles.builder.calibrating import _folds, calibrate
 from hydra_ensembles.uncertainty import log_mean_probability, mean_probability, scale_logits
 
-from ..criteria.tiny_hosts import HOSTS
+from .. import zoo
 from .test_building import pictures
 
 
@@ -78,7 +78,7 @@ def test_folds_hold_every_example_once():
 
 
 def test_build_reports_host_and_ensemble_before_and_after():
-    model = HOSTS["timm"][0]()
+    model = zoo.sharp("timm")
     with torch.no_grad():  # a host that is far too sure
         model.head.weight.mul_(30.0)
     ensemble = build(model, pictures(), method="random", max_cost=None, score="msp", progress=False)

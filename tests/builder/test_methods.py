@@ -10,14 +10,14 @@ from hydra_ensembles.builder import METHODS, build
 from hydra_ensembles.builder.methods import as_method, method_with
 from hydra_ensembles.search.distinct import count_masks, next_best
 
-from ..criteria.tiny_hosts import HOSTS
+from ..zoo import sharp
 from .test_building import pictures
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_members_differ_where_they_can(method):
     # four members of which each keeps one of few heads: by score alone some would be equal
-    model = HOSTS["timm"][0]()
+    model = sharp("timm")
     ensemble = build(
         model, pictures(30), method=method, members=4, max_cost=None, score="msp", progress=False
     )
@@ -28,7 +28,7 @@ def test_members_differ_where_they_can(method):
 
 @pytest.mark.parametrize("method", ["circuit", "taylor", "hies", "random"])
 def test_equal_members_are_told_where_masks_run_out(method):
-    model = HOSTS["timm"][0]()
+    model = sharp("timm")
     heads = HeadMask.full(model).shape
     way = method_with(method, keep=[n if i else 1 for i, n in enumerate(heads)])
     members = heads[0] + 1  # one head of the first block: there are as many masks as heads
@@ -41,7 +41,7 @@ def test_equal_members_are_told_where_masks_run_out(method):
 
 
 def test_selected_members_are_equal_only_where_the_budget_forces_it():
-    model = HOSTS["timm"][0]()
+    model = sharp("timm")
     data = pictures(30)
     tight = build(
         model, data, method=Select(rounds=0), members=5, max_cost=1.0, score="msp", progress=False

@@ -18,16 +18,16 @@ BUILD = """
 import sys, torch
 from hydra_ensembles import Select, build
 from hydra_ensembles.data import text_data
-from tests.criteria.tiny_hosts import HOSTS
+from tests.zoo import sharp
 from tests.builder.test_building import pictures
 from tests.builder.test_repeating import WORDS, tokenizer
 kind, folder = sys.argv[1:]
 if kind == "text":
-    model = HOSTS["bert"][0]()
+    model = sharp("bert")
     texts = [" ".join(WORDS[(7 * i + 3 * j) % 13] for j in range(4 + i % 4)) for i in range(45)]
     data = text_data(texts, tokenizer(), labels=[i % 3 for i in range(45)], batch_size=15)
 else:
-    model, data = HOSTS["timm"][0](), pictures(45)
+    model, data = sharp("timm"), pictures(45)
 ensemble = build(model, data, method=Select(rounds=1), members=2, max_cost=1.5, progress=False)
 ensemble.save_pretrained(folder)
 """

@@ -25,21 +25,21 @@ from hydra_ensembles.criteria import (
     score_heads,
 )
 from hydra_ensembles.criteria import scoring as module
+from hydra_ensembles.data.batches import take
 from hydra_ensembles.errors import DataError, HydraError, UnknownNameError
 from hydra_ensembles.heads.gating import prune_heads_
 from hydra_ensembles.heads.masks import HeadMask, HeadScores
 from hydra_ensembles.hosts import host_model
 
 from .. import zoo
-from .tiny_hosts import HOSTS, bert, images, take, texts, vit
+from ..zoo import SHARP, images, labelled, sharp, texts
 
 NAMES = ["random", "magnitude", "taylor", "his", "entropy", "hies", "fisher"]
 
 
-@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize("name", list(SHARP))
 def test_every_criterion_works_on_every_family(name):
-    make, batch = HOSTS[name]
-    model = make()
+    model, batch = sharp(name), labelled(name)
     assert set(NAMES) <= set(criteria)
     tables = score_heads(model, [batch], criterion=list(NAMES))
     assert list(tables) == NAMES
@@ -79,26 +79,26 @@ def test_all_scores_cost_one_pass(monkeypatch):
     original = module.call_model
     monkeypatch.setattr(module, "call_model", lambda *a: calls.append(1) or original(*a))
     batches = [take(texts(), slice(0, 3)), take(texts(), slice(3, 6))]
-    score_heads(bert(), batches, criterion=list(NAMES))
+    score_heads(sharp("bert"), batches, criterion=list(NAMES))
     assert len(calls) == 2
-    score_heads(bert(), None, criterion=["random", "magnitude"])
+    score_heads(sharp("bert"), None, criterion=["random", "magnitude"])
     assert len(calls) == 2
 
 
 def test_already_pruned_models_are_scored():
-    model = prune_heads_(bert(), HeadMask([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]]))
+    model = prune_heads_(sharp("bert"), HeadMask([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]]))
     tables = score_heads(model, [texts()], criterion=list(NAMES))
     assert all(scores.shape == (2, 0, 4) for scores in tables.values())
 
 
 def test_random_is_seeded():
-    model = vit()
+    model = sharp("vit")
     same = [score_heads(model, None, criterion="random") for _ in range(2)]
     assert same[0] == same[1] != score_heads(model, None, criterion=RandomOrder(seed=1))
 
 
 def test_magnitude_is_the_norm_of_all_four_weights():
-    model = vit()
+    model = sharp("vit")
     scores = score_heads(model, None, criterion="magnitude")
     attention = model.vit.layers[1].attention
     rows = slice(8, 16)  # head 1
@@ -109,7 +109,7 @@ def test_magnitude_is_the_norm_of_all_four_weights():
 
 
 def test_hies_is_its_formula():
-    model, batch = bert(), texts()
+    model, batch = sharp("bert"), texts()
     tables = score_heads(
         model,
         [batch],
@@ -136,7 +136,7 @@ def test_hies_of_constant_scores_and_of_bad_alphas():
 
 
 def test_hies_with_another_entropy():
-    model, batch = bert(), texts()
+    model, batch = sharp("bert"), texts()
     renyi = HeadImportanceEntropy(0.5, entropy=AttentionEntropy("renyi", 3.0))
     tables = score_heads(model, [batch], criterion=["hies", renyi])
     assert tables["hies"] != tables[renyi.label]
@@ -144,7 +144,7 @@ def test_hies_with_another_entropy():
 
 def planted() -> tuple[torch.nn.Module, list[tuple[Tensor, Tensor]]]:
     """Return a model and data that it labels itself, so that the whole model is always right."""
-    model = vit()
+    model = sharp("vit")
     pixels = torch.randn(60, 3, 16, 16, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         labels = model(pixels).logits.argmax(-1)
@@ -219,7 +219,7 @@ def test_a_users_own_criterion():
             return tables[0] * tables[1]
 
     try:
-        model, batch = bert(), texts()
+        model, batch = sharp("bert"), texts()
         own = score_heads(model, [batch], criterion="worst-case")
         tables = score_heads(model, [batch], criterion=["his", Cubed(power=1.0), Product()])
         torch.testing.assert_close(tables["worst-case(power=1.0)"].flat(), tables["his"].flat())
@@ -232,16 +232,16 @@ def test_a_users_own_criterion():
 
 def test_unknown_names_and_kinds_are_explained():
     with pytest.raises(UnknownNameError, match="hies"):
-        score_heads(bert(), [texts()], criterion="heis")
+        score_heads(sharp("bert"), [texts()], criterion="heis")
 
     @dataclass(frozen=True)
     class Nothing(Criterion):
         pass
 
     with pytest.raises(TypeError, match="WeightScore"):
-        score_heads(bert(), [texts()], criterion=Nothing())
+        score_heads(sharp("bert"), [texts()], criterion=Nothing())
     with pytest.raises(DataError, match="no tensor"):
-        score_heads(bert(), [{"labels": torch.zeros(0)}])
+        score_heads(sharp("bert"), [{"labels": torch.zeros(0)}])
 
 
 def test_entropy_keeps_low_and_the_rest_keep_high():
@@ -252,7 +252,7 @@ def test_entropy_keeps_low_and_the_rest_keep_high():
 
 def test_images_in_a_mapping():
     pixels, labels = images()
-    model = vit()
+    model = sharp("vit")
     assert score_heads(model, [{"pixel_values": pixels, "labels": labels}]) == score_heads(
         model, [(pixels, labels)]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +26,46 @@ from hydra_ensembles.criteria.watching import _dense, _near
 from hydra_ensembles.errors import DataError, HydraError, UnsupportedModelError
 from hydra_ensembles.hosts import host_model
 
-from . import tiny_hosts
-from .tiny_hosts import HOSTS, bert, eager_attentions, entropy_by_hand, images, texts, timm_vit
+from ..zoo import images, labelled, sharp, texts
 
 HUGGING_FACE = ["bert", "distilbert", "vit", "clip_text", "gpt2", "llama"]
 CAUSAL = {"clip_text", "gpt2", "llama", "open_clip_text"}
+
+
+def entropy_by_hand(
+    attentions: list[torch.Tensor], mask: torch.Tensor | None, *, causal: bool
+) -> list[list[float]]:
+    """Loop over samples, heads and rows of softmax matrices `[batch, heads, rows, keys]`."""
+    table = []
+    for weights in attentions:
+        weights = weights.double()
+        row_of_heads = []
+        for head in range(weights.shape[1]):
+            samples = []
+            for i, matrix in enumerate(weights[:, head]):
+                real = range(len(matrix)) if mask is None else mask[i].nonzero().flatten().tolist()
+                values = []
+                for t in real:
+                    seen = [k for k in real if k <= t] if causal else list(real)
+                    if len(seen) > 1:
+                        p = matrix[t, seen]
+                        values.append(-float(torch.xlogy(p, p).sum()) / math.log(len(seen)))
+                if values:
+                    samples.append(sum(values) / len(values))
+            row_of_heads.append(sum(samples) / len(samples))
+        table.append(row_of_heads)
+    return table
+
+
+def eager_attentions(model: nn.Module, batch: Any) -> list[torch.Tensor]:
+    """Return the softmax matrices of an eager Hugging Face model."""
+    inputs = (
+        {"pixel_values": batch[0]}
+        if isinstance(batch, tuple)
+        else {key: value for key, value in batch.items() if key != "labels"}
+    )
+    with torch.no_grad():
+        return list(model(**inputs, output_attentions=True).attentions)
 
 
 def check(scores, by_hand, tolerance=1e-5):
@@ -41,10 +77,11 @@ def check(scores, by_hand, tolerance=1e-5):
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_equals_the_eager_softmax_on_hugging_face(name, backend):
-    make, batch = getattr(tiny_hosts, name), HOSTS[name][1]
+    batch = labelled(name)
     mask = None if isinstance(batch, tuple) else batch["attention_mask"]
-    by_hand = entropy_by_hand(eager_attentions(make("eager"), batch), mask, causal=name in CAUSAL)
-    check(score_heads(make(backend), [batch], criterion="entropy"), by_hand)
+    attentions = eager_attentions(sharp(name, "eager"), batch)
+    by_hand = entropy_by_hand(attentions, mask, causal=name in CAUSAL)
+    check(score_heads(sharp(name, backend), [batch], criterion="entropy"), by_hand)
 
 
 def softmax_of(attention: nn.Module, x: torch.Tensor, *, causal: bool = False) -> torch.Tensor:
@@ -73,8 +110,7 @@ def softmax_of(attention: nn.Module, x: torch.Tensor, *, causal: bool = False) -
     ],
 )
 def test_equals_the_softmax_on_timm_and_open_clip(name, fused):
-    make, batch = HOSTS[name]
-    model, host = make(), None
+    model, batch = sharp(name), labelled(name)
     host = host_model(model)
     attentions: list[torch.Tensor] = []
     handles = []
@@ -228,7 +264,7 @@ def test_rows_without_keys_and_with_one_key_do_not_count():
 
 
 def test_samples_of_one_token_are_left_out():
-    model = bert()
+    model = sharp("bert")
     alone = score_heads(model, [texts((5,))], criterion="entropy")
     with_single = score_heads(model, [texts((5, 1))], criterion="entropy")
     torch.testing.assert_close(alone.flat(), with_single.flat(), atol=1e-6, rtol=0)
@@ -313,20 +349,19 @@ def test_blocks_keep_memory_bounded():
         assert 0 < largest <= matrix / 8
 
 
-def test_the_host_runs_as_before_while_it_is_watched():
-    for name in ("bert", "llama", "timm", "open_clip_visual"):
-        make, batch = HOSTS[name]
-        model = make()
-        inputs = (batch[0],) if isinstance(batch, tuple) else ()
-        kwargs = {} if inputs else {k: v for k, v in batch.items() if k != "labels"}
-        with torch.no_grad():
-            plain = model(*inputs, **kwargs)
-            with watch_attention(host_model(model), lambda view: None):
-                watched = model(*inputs, **kwargs)
-            after = model(*inputs, **kwargs)
-        first = [o if isinstance(o, torch.Tensor) else o.logits for o in (plain, watched, after)]
-        torch.testing.assert_close(first[0], first[1], atol=1e-5, rtol=0)
-        assert torch.equal(first[0], first[2])
+@pytest.mark.parametrize("name", ["bert", "llama", "timm", "open_clip_visual"])
+def test_the_host_runs_as_before_while_it_is_watched(name):
+    model, batch = sharp(name), labelled(name)
+    inputs = (batch[0],) if isinstance(batch, tuple) else ()
+    kwargs = {} if inputs else {k: v for k, v in batch.items() if k != "labels"}
+    with torch.no_grad():
+        plain = model(*inputs, **kwargs)
+        with watch_attention(host_model(model), lambda view: None):
+            watched = model(*inputs, **kwargs)
+        after = model(*inputs, **kwargs)
+    first = [o if isinstance(o, torch.Tensor) else o.logits for o in (plain, watched, after)]
+    torch.testing.assert_close(first[0], first[1], atol=1e-5, rtol=0)
+    assert torch.equal(first[0], first[2])
 
 
 def test_the_table_of_attention_functions_is_restored():
@@ -335,7 +370,7 @@ def test_the_table_of_attention_functions_is_restored():
     before = dict(ALL_ATTENTION_FUNCTIONS)
     for backend in ("sdpa", "eager"):
         with pytest.raises(RuntimeError, match="stop"):
-            score_heads(bert(backend), failing(), criterion="entropy")
+            score_heads(sharp("bert", backend), failing(), criterion="entropy")
         assert dict(ALL_ATTENTION_FUNCTIONS) == before
 
 
@@ -357,12 +392,12 @@ def test_a_users_own_backend_is_kept():
 
     ALL_ATTENTION_FUNCTIONS.register("mine", mine)
     ALL_MASK_ATTENTION_FUNCTIONS.register("mine", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    model = bert()
+    model = sharp("bert")
     model.set_attn_implementation("mine")
     found = score_heads(model, [texts()], criterion="entropy")
     assert calls == [True] * 3
     torch.testing.assert_close(
-        found.flat(), score_heads(bert(), [texts()], criterion="entropy").flat()
+        found.flat(), score_heads(sharp("bert"), [texts()], criterion="entropy").flat()
     )
     del ALL_ATTENTION_FUNCTIONS._global_mapping["mine"]
     del ALL_MASK_ATTENTION_FUNCTIONS._global_mapping["mine"]
@@ -402,7 +437,7 @@ def test_attention_that_cannot_be_seen_is_refused():
             weights = (q @ k.transpose(-1, -2)).relu()
             return self.proj(weights @ v)
 
-    model = timm_vit()
+    model = sharp("timm")
     for block in model.blocks:
         block.attn = Odd()
     with pytest.raises(UnsupportedModelError, match="was not seen"):

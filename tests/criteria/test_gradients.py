@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from transformers import BatchEncoding, LlamaForCausalLM
 
 from hydra_ensembles.criteria import HeadImportance, gate_gradients, score_heads
+from hydra_ensembles.data.batches import take
 from hydra_ensembles.errors import DataError, UnsupportedModelError
 from hydra_ensembles.heads.gating import gate
 from hydra_ensembles.hosts import host_model
 
-from .tiny_hosts import HOSTS, bert, images, llama_config, seeded, take, texts, timm_vit, vit
+from ..zoo import images, labelled, llama_config, seeded, sharp, texts
 
 
 def gradients_by_hand(model, batch):
@@ -35,7 +36,7 @@ def as_tensor(scores):
 
 
 def test_all_gate_criteria_equal_a_per_sample_loop():
-    model, batch = bert(), texts()
+    model, batch = sharp("bert"), texts()
     g = gradients_by_hand(model, batch)
     scores = score_heads(model, [batch], criterion=["his", "taylor", "fisher"])
     torch.testing.assert_close(as_tensor(scores["his"]), g.abs().mean(0), atol=1e-6, rtol=0)
@@ -46,7 +47,7 @@ def test_all_gate_criteria_equal_a_per_sample_loop():
 
 def test_his_ranks_as_the_classic_head_mask_gradient():
     """Multiply the attention probabilities by a head mask, as the scripts of Michel et al. do."""
-    model, batch = bert("eager"), texts((5, 5, 5, 5))
+    model, batch = sharp("bert", "eager"), texts((5, 5, 5, 5))
     heads = [4, 4, 4]
     importance = torch.zeros(3, 4)
     for i in range(len(batch["labels"])):
@@ -71,8 +72,8 @@ def test_his_ranks_as_the_classic_head_mask_gradient():
 
 @pytest.mark.parametrize("name", ["bert", "vit", "llama", "open_clip_visual"])
 def test_scores_do_not_depend_on_the_batch_size(name):
-    make, batch = HOSTS[name]
-    model, count = make(), 6
+    model, batch = sharp(name), labelled(name)
+    count = 6
     names = ["his", "taylor", "fisher", "entropy", "hies"]
     whole = score_heads(model, [batch], criterion=names)
     singles = score_heads(
@@ -87,7 +88,7 @@ def test_scores_do_not_depend_on_the_batch_size(name):
 
 
 def test_his_takes_absolute_values_per_sample_not_per_batch():
-    model, batch = bert(), texts()
+    model, batch = sharp("bert"), texts()
     g = gradients_by_hand(model, batch)
     his = as_tensor(score_heads(model, [batch], criterion="his"))
     assert not torch.allclose(his, g.mean(0).abs(), atol=1e-5)
@@ -99,7 +100,7 @@ def test_his_takes_absolute_values_per_sample_not_per_batch():
     + [(name, "left") for name in ("gpt2", "llama")],  # BERT reads token 0: never padded left
 )
 def test_more_padding_changes_nothing(name, side):
-    model = HOSTS[name][0]()
+    model = sharp(name)
     batch = texts((5, 3, 4), side=side)
     if side == "left":  # absolute positions would move with the padding
         batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp_min(0)
@@ -113,7 +114,7 @@ def test_more_padding_changes_nothing(name, side):
 
 
 def test_batches_of_every_kind_give_the_same():
-    model, batch = bert(), texts()
+    model, batch = sharp("bert"), texts()
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     expected = score_heads(model, [batch])
     assert score_heads(model, [(inputs, batch["labels"])]) == expected
@@ -122,7 +123,7 @@ def test_batches_of_every_kind_give_the_same():
 
 
 def test_a_loss_of_ones_own():
-    model, batch = bert(), texts()
+    model, batch = sharp("bert"), texts()
     scores = score_heads(
         model,
         [batch],
@@ -136,7 +137,7 @@ def test_a_loss_of_ones_own():
 
 
 def test_losses_that_cannot_be_used_are_refused():
-    model, batch = bert(), texts()
+    model, batch = sharp("bert"), texts()
     free = {k: v for k, v in batch.items() if k != "labels"}
     with pytest.raises(DataError, match="no labels"):
         score_heads(model, [free], criterion="his")
@@ -168,7 +169,7 @@ def test_language_models_score_the_next_token_without_padding():
 
 
 def test_the_model_is_left_as_it_was():
-    model, batch = timm_vit(), images()
+    model, batch = sharp("timm"), images()
     model.train()
     model.blocks[0].eval()
     model.head.weight.requires_grad_(False)
@@ -184,7 +185,7 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_layers_can_be_normalised():
-    model, batch = vit(), images()
+    model, batch = sharp("vit"), images()
     scores = score_heads(model, [batch], criterion=HeadImportance(normalize_layers=True))
     for row in scores:
         assert float(row.norm()) == pytest.approx(1.0)
@@ -192,8 +193,8 @@ def test_layers_can_be_normalised():
 
 
 def test_bfloat16_models_can_be_scored():
-    model, batch = bert().to(torch.bfloat16), texts()
+    model, batch = sharp("bert").to(torch.bfloat16), texts()
     scores = score_heads(model, [batch], criterion=["his", "entropy"])
-    close = score_heads(bert(), [batch], criterion=["his", "entropy"])
+    close = score_heads(sharp("bert"), [batch], criterion=["his", "entropy"])
     torch.testing.assert_close(scores["entropy"].flat(), close["entropy"].flat(), atol=0.02, rtol=0)
     torch.testing.assert_close(scores["his"].flat(), close["his"].flat(), atol=0.05, rtol=0.2)

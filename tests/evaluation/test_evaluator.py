@@ -343,7 +343,10 @@ def test_other_classes_on_ood_data_are_refused():
 
 
 def test_labels_of_ood_data_are_ignored():
-    evaluate(Ensemble(), TEST, ood={"labelled": batches(X, Y + 1000)})
+    labelled = evaluate(Ensemble(), TEST, ood={"far": batches(X + 2, Y + 1000)})
+    plain = evaluate(Ensemble(), TEST, ood={"far": batches(X + 2)})
+    assert labelled.figures == plain.figures
+    assert "ood/far/AUROC" in labelled and "ood/far/cls/Acc" not in labelled
 
 
 def test_ood_data_without_a_name():

@@ -11,7 +11,7 @@ from hydra_ensembles.hosts import host_model, main_output
 from hydra_ensembles.search.head_roles import HeadMap, head_map, overlaps
 from hydra_ensembles.search.headmap import find_effects
 
-from ..criteria.tiny_hosts import HOSTS, images
+from ..zoo import images, sharp
 from .test_headmap import a_host, outliers
 
 
@@ -30,7 +30,7 @@ def test_zero_ablation_is_the_search_without_a_condition():
 
 @pytest.mark.parametrize("edit", ["mean", "patch"])
 def test_edits_equal_a_hook_that_overwrites_the_head(edit):
-    model = HOSTS["timm"][0]()
+    model = sharp("timm")
     x, y = images(6)
     host = host_model(model)
     found = head_map(model, id=[(x, y)], edit=edit, progress=False)

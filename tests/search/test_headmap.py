@@ -11,6 +11,7 @@ import torch
 
 from hydra_ensembles.costs.budget import Budget
 from hydra_ensembles.costs.counting import CostModel
+from hydra_ensembles.data.batches import take
 from hydra_ensembles.data.running import call_model
 from hydra_ensembles.errors import DataError, FormatError, MaskError
 from hydra_ensembles.heads.gating import gate
@@ -21,7 +22,7 @@ from hydra_ensembles.search.objectives import as_objective, ece_of, effect, obje
 from hydra_ensembles.search.prefix import Outputs, Prefix
 from hydra_ensembles.search.sets import shifted
 
-from ..criteria.tiny_hosts import HOSTS, images, take, texts
+from ..zoo import SHARP, images, labelled, sharp, texts
 from .naive import Sets, naive_headmap
 
 FAMILIES = ("bert", "vit", "timm")
@@ -42,11 +43,11 @@ def outliers(name):
 
 
 def a_host(name):
-    make, batch = HOSTS[name]
-    return make(), batches(batch)
+    model, batch = sharp(name), labelled(name)
+    return model, batches(batch)
 
 
-@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize("name", list(SHARP))
 def test_logits_of_masks_equal_the_gated_host(name):
     model, data = a_host(name)
     host = host_model(model)

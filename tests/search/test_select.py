@@ -19,7 +19,7 @@ from hydra_ensembles.search.select import EnsembleObjective, Selector, split_row
 from hydra_ensembles.search.state import SearchState, TensorStore
 from hydra_ensembles.uncertainty import score_logits
 
-from ..criteria.tiny_hosts import HOSTS, images
+from ..zoo import images, sharp
 
 
 def outputs(candidates=6, examples=200, seed=0):
@@ -98,11 +98,11 @@ def test_rows_are_split_without_overlap():
 
 
 def test_pools_are_exhaustive_for_few_heads_and_bounded_for_many():
-    host = host_model(HOSTS["timm"][0]())
+    host = host_model(sharp("timm"))
     pool = make_pool(host, [0, 1], size=100)
     assert len(pool) == 49 and next(iter(pool)) == HeadMask.full(host)
     assert len(all_rows(3)) == 7 and bool(all_rows(3)[0].all())
-    wide = host_model(HOSTS["bert"][0]())
+    wide = host_model(sharp("bert"))
     table = HeadScores([[4.0, 3.0, 2.0, 1.0]] * 3)
     pool = make_pool(wide, [1, 2], size=40, tables={"taylor": table}, seed=0)
     assert len(pool) == 40 and {"host", "taylor", "random"} == set(pool.values())
@@ -113,7 +113,7 @@ def test_pools_are_exhaustive_for_few_heads_and_bounded_for_many():
 
 
 def test_budgets_choose_layers_and_heads():
-    host = host_model(HOSTS["timm"][0]())
+    host = host_model(sharp("timm"))
     batch = images(2)
     assert Budget.of(host, batch, None).branch_layers(3) == [1]
     assert Budget.of(host, batch, 3.0).branch_layers(2) == [0, 1]
@@ -122,7 +122,7 @@ def test_budgets_choose_layers_and_heads():
 
 
 def test_search_stays_within_the_budget_and_reports_intervals():
-    model = HOSTS["bert"][0]()
+    model = sharp("bert")
     host = host_model(model)
     from ..builder.test_building import sentences
 
@@ -149,7 +149,7 @@ class Stopped(Exception):
 
 def a_search(folder=None, stop=None):
     """Search members of a small host; stop after some block runs. Returns them, and the runs."""
-    host = host_model(HOSTS["bert"][0]())
+    host = host_model(sharp("bert"))
     from ..builder.test_building import sentences
 
     data = sentences(30)
