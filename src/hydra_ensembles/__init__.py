@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .heads import gate as gate
     from .heads import prune_heads_ as prune_heads_
     from .hosts import Family as Family
+    from .hosts import PromptClassifier as PromptClassifier
     from .hosts import ZeroShotClassifier as ZeroShotClassifier
     from .hosts import explain as explain
     from .hosts import register_family as register_family
@@ -70,6 +71,7 @@ _NAMES = {
     "HydraEnsemble": "fusion",
     "HydraError": "errors",
     "Prediction": "uncertainty",
+    "PromptClassifier": "hosts",
     "Random": "builder",
     "Results": "evaluation",
     "Select": "builder",

@@ -9,5 +9,6 @@ from .family import families as families
 from .family import register_family as register_family
 from .host import HostModel as HostModel
 from .host import host_model as host_model
+from .prompting import PromptClassifier as PromptClassifier
 from .sites import AttentionSite as AttentionSite
 from .zeroshot import ZeroShotClassifier as ZeroShotClassifier

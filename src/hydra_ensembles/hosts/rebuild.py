@@ -3,39 +3,60 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import FormatError, MissingDependencyError
+from .prompting import PromptClassifier
 from .zeroshot import PooledTower, ZeroShotClassifier
 
-TRANSFORMERS_CLASSES = frozenset(
+TOWERS = frozenset(
     {
-        "ViTForImageClassification",
         "ViTModel",
-        "DeiTForImageClassification",
-        "DeiTForImageClassificationWithTeacher",
         "DeiTModel",
-        "Dinov2ForImageClassification",
+        "DeiTForImageClassificationWithTeacher",
         "Dinov2Model",
-        "Dinov2WithRegistersForImageClassification",
-        "BertForSequenceClassification",
-        "RobertaForSequenceClassification",
-        "XLMRobertaForSequenceClassification",
-        "CamembertForSequenceClassification",
-        "ElectraForSequenceClassification",
-        "DistilBertForSequenceClassification",
-        "CLIPForImageClassification",
         "CLIPVisionModel",
         "CLIPVisionModelWithProjection",
         "CLIPTextModel",
         "CLIPTextModelWithProjection",
-        "SiglipForImageClassification",
         "SiglipVisionModel",
+        "Siglip2VisionModel",
+        "DINOv3ViTModel",
     }
 )
+"""Classes of transformers that are built by name, beside its classifiers and language models."""
+
+_TABLES = ("SEQUENCE", "TOKEN", "IMAGE", "AUDIO", "VIDEO")
+_FETCHES = frozenset({"TimmWrapperForImageClassification"})
+"""Classes whose config may name something to download."""
+
+
+def known_class(name: Any) -> bool:
+    """Tell whether a class of transformers is built by name.
+
+    The list is the library's own table of classifiers and causal language models: a saved folder
+    can name nothing else.
+    """
+    return (
+        isinstance(name, str)
+        and (name in TOWERS or name in _classifiers())
+        and (name not in _FETCHES)
+    )
+
+
+@cache
+def _classifiers() -> frozenset[str]:
+    auto = _module("transformers.models.auto.modeling_auto", "transformers")
+    tables = [f"MODEL_FOR_{task}_CLASSIFICATION_MAPPING_NAMES" for task in _TABLES]
+    found: set[str] = set()
+    for table in (*tables, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"):
+        for names in getattr(auto, table).values():
+            found.update((names,) if isinstance(names, str) else names)
+    return frozenset(found)
 
 
 def describe_host(model: Any) -> dict[str, Any]:
@@ -59,7 +80,17 @@ def describe_host(model: Any) -> dict[str, Any]:
             "projection": [weight.shape[1], weight.shape[0], model.projection.bias is not None],
             "vision": describe_host(model.vision_model),
         }
-    if root == "transformers" and name in TRANSFORMERS_CLASSES:
+    if isinstance(model, PromptClassifier):
+        return {
+            "library": "prompt",
+            "class": name,
+            "class_names": model.class_names,
+            "template": model.template,
+            "label_tokens": model.label_tokens.tolist(),
+            "max_length": model.max_length,
+            "model": describe_host(model.lm),
+        }
+    if root == "transformers" and known_class(name):
         config = model.config
         return {
             "library": "transformers",
@@ -91,8 +122,16 @@ def rebuild_host(description: dict[str, Any]) -> nn.Module:
         inputs, outputs, bias = description["projection"]
         projection = nn.Linear(inputs, outputs, bias=bias)
         return PooledTower(rebuild_host(description["vision"]), projection)
+    if library == "prompt":
+        return PromptClassifier.from_parts(
+            rebuild_host(description["model"]),
+            list(description["class_names"]),
+            description["template"],
+            description["label_tokens"],
+            max_length=description["max_length"],
+        )
     if library == "transformers":
-        if name not in TRANSFORMERS_CLASSES:
+        if not known_class(name):
             raise FormatError(
                 f"The folder names the host class {name!r}, which is not on the list of classes "
                 "that are built by name. Pass the model yourself: from_pretrained(..., host=model)."
