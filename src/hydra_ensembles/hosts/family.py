@@ -25,7 +25,8 @@ class Family:
     Args:
         name: What to call it.
         query, key, value: Separate projections; or `packed`, one linear with rows [q | k | v] or an
-            `nn.MultiheadAttention`.
+            `nn.MultiheadAttention`. Without any of them heads can be gated and scored but not
+            removed.
         output: The output projection W_O.
         norm: `"pre"`: x + f(norm(x)); `"post"`: norm(x + f(x)).
         norm1, norm2: The norms of attention and MLP.
@@ -58,7 +59,7 @@ class Family:
 
     def resolve(self, block: nn.Module) -> dict[str, nn.Module] | None:
         """Find the attention's linears in a block, or None when one is missing."""
-        names = ("packed", "output") if self.packed else ("query", "key", "value", "output")
+        names = [n for n in ("packed", "query", "key", "value", "output") if getattr(self, n)]
         found = {name: first(block, getattr(self, name)) for name in names}
         return None if any(part is None for part in found.values()) else found  # type: ignore[return-value]
 

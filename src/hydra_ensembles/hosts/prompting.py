@@ -135,23 +135,25 @@ class PromptClassifier(nn.Module):
                 "classifier.tokenizer = AutoTokenizer.from_pretrained(...) first."
             )
         before, after = self.template.split("{}")
-        rows = []
-        for text in texts:
-            ids = _ids(self.tokenizer, before + text + after, special=True)
-            if len(ids) > self.max_length:
-                start = _ids(self.tokenizer, before, special=True) if before else []
-                body, end = _ids(self.tokenizer, text), _ids(self.tokenizer, after)
-                room = max(0, self.max_length - len(start) - len(end))
-                ids = start + body[:room] + end
-            rows.append(ids)
-        longest = max(map(len, rows))
+        rows = [self._prompt(text, before, after) for text in texts]
+        shape = (len(rows), max(map(len, rows)))
         device = self.label_tokens.device
-        ids = torch.zeros(len(rows), longest, dtype=torch.long, device=device)
+        ids = torch.zeros(shape, dtype=torch.long, device=device)
         mask = torch.zeros_like(ids)
         for i, row in enumerate(rows):
             ids[i, : len(row)] = torch.tensor(row, device=device)
             mask[i, : len(row)] = 1
         return {"input_ids": ids, "attention_mask": mask}
+
+    def _prompt(self, text: str, before: str, after: str) -> list[int]:
+        assert self.tokenizer is not None
+        ids = _ids(self.tokenizer, before + text + after, special=True)
+        if len(ids) <= self.max_length:
+            return ids
+        start = _ids(self.tokenizer, before, special=True)
+        body, end = _ids(self.tokenizer, text), _ids(self.tokenizer, after)
+        room = max(0, self.max_length - len(start) - len(end))
+        return start + body[:room] + end
 
     def forward(
         self,

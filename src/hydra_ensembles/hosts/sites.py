@@ -14,7 +14,16 @@ from .family import Family
 from .multihead import open_attention_
 
 _HEAD_WIDTH = ("head_dim", "attention_head_size")
-_HEAD_NUMBER = ("num_attention_heads", "num_heads", "n_heads", "n_head", "h")
+_HEAD_NUMBER = (
+    "num_attention_heads",
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "h",
+    "heads",
+    "num_head",
+    "nhead",
+)
 _DROPOUT = ("attention_dropout", "attn_drop", "attn_dropout", "dropout")
 
 
@@ -61,6 +70,7 @@ class AttentionSite:
         self.key = parts.get("key")
         self.value = parts.get("value")
         self.module = self._owner(block)
+        self.counts_itself = True  # whether the attention module itself tells its heads
         self.head_dim = self._head_dim(block)
         self.scale = float(
             getattr(self.module, "scaling", None)
@@ -72,21 +82,26 @@ class AttentionSite:
     def _owner(self, block: nn.Module) -> nn.Module:
         if isinstance(self.packed, nn.MultiheadAttention):
             return self.packed
-        inner = self.query if self.packed is None else self.packed
+        inner = self.packed or self.query or self.output
         for module in block.modules():
             if any(child is inner for child in module.children()):
                 return module
         raise UnsupportedModelError(f"Layer {self.layer}: the attention module was not found.")
 
     def _head_dim(self, block: nn.Module) -> int:
-        for name in _HEAD_WIDTH:
-            width = getattr(self.module, name, None)
-            if isinstance(width, int) and width > 0:
-                return width
-        for name in _HEAD_NUMBER:
-            number = getattr(self.module, name, None)
-            if isinstance(number, int) and number > 0:
-                return linear_weight(self.output).shape[1] // number
+        """Find the width of a head's output, which is its share of W_O's columns."""
+        columns = linear_weight(self.output).shape[1]
+        number = _first_number(self.module, _HEAD_NUMBER)
+        width = _first_number(self.module, _HEAD_WIDTH)
+        if width is not None and (number is None or number * width == columns or not columns):
+            return width
+        if number is not None and columns % number == 0:  # values may be wider than queries
+            return columns // number
+        for place in (getattr(self.module, "config", None), block, getattr(block, "config", None)):
+            number = _first_number(place, _HEAD_NUMBER)
+            if number is not None and columns % number == 0:
+                self.counts_itself = False
+                return columns // number
         raise UnsupportedModelError(
             f"Layer {self.layer}: {type(self.module).__name__} tells neither its head width "
             f"({', '.join(_HEAD_WIDTH)}) nor its number of heads ({', '.join(_HEAD_NUMBER)}). "
@@ -101,9 +116,12 @@ class AttentionSite:
     @property
     def kv_heads(self) -> int:
         """Number of key and value heads: fewer than heads with grouped queries."""
-        if self.key is None:
+        if self.key is not None:
+            return linear_weight(self.key).shape[0] // self.head_dim
+        if self.packed is None or isinstance(self.packed, nn.MultiheadAttention):
             return self.num_heads
-        return linear_weight(self.key).shape[0] // self.head_dim
+        rows = linear_weight(self.packed).shape[0] // self.head_dim
+        return (rows - self.num_heads) // 2
 
     @property
     def dropout(self) -> float:
@@ -138,15 +156,24 @@ class AttentionSite:
         return [part for part in parts if part is not None]
 
     def weights(self) -> HeadWeights:
-        """Return views of the weights by head (see `HeadWeights`)."""
+        """Return views of the weights by head (see `HeadWeights`).
+
+        Raises:
+            UnsupportedModelError: When queries, keys and values are not made by one linear each, or
+                by one for all three.
+        """
+        reason = self.why_no_weights()
+        if reason is not None:
+            raise UnsupportedModelError(f"Layer {self.layer}: {reason}.")
         if self.packed is None:
             assert self.query is not None and self.key is not None and self.value is not None
             weights = [linear_weight(m) for m in (self.query, self.key, self.value)]
             biases: list[Any] = [m.bias for m in (self.query, self.key, self.value)]
         else:
             weight, bias = self._packed_parameters()
-            weights = list(weight.chunk(3))
-            biases = [None] * 3 if bias is None else list(bias.chunk(3))
+            sizes = [n * self.head_dim for n in (self.num_heads, self.kv_heads, self.kv_heads)]
+            weights = list(weight.split(sizes))
+            biases = [None] * 3 if bias is None else list(bias.split(sizes))
         q, k, v = (w.unflatten(0, (-1, self.head_dim)) for w in weights)
         bq, bk, bv = (None if b is None else b.unflatten(0, (-1, self.head_dim)) for b in biases)
         if self.kv_heads != self.num_heads:
@@ -163,8 +190,30 @@ class AttentionSite:
         assert self.packed is not None
         return linear_weight(self.packed), self.packed.bias  # type: ignore[return-value]
 
+    def why_no_weights(self) -> str | None:
+        """Say why the weights cannot be seen head by head, or None."""
+        parts = [part for part in (self.query, self.key, self.value) if part is not None]
+        if self.packed is None and len(parts) < 3:
+            return "its queries, keys or values are not made by one linear of their own"
+        heads, groups = self.num_heads, self.kv_heads
+        rows = [self._packed_parameters()[0]] if self.packed is not None else []
+        sizes = [heads + 2 * groups] if rows else [heads, groups, groups]
+        weights = rows or [linear_weight(part) for part in parts]
+        fits = [len(w) == size * self.head_dim for w, size in zip(weights, sizes, strict=True)]
+        if groups < 1 or heads % max(1, groups) or not all(fits):
+            return (
+                f"its queries, keys and values have {[len(w) for w in weights]} rows, which are no "
+                f"heads of width {self.head_dim}"
+            )
+        return None
+
     def why_not_removable(self) -> str | None:
         """Say why heads cannot be removed physically here, or None."""
+        reason = self.why_no_weights()
+        if reason is not None:
+            return reason
+        if not self.counts_itself:
+            return "its number of heads is fixed in its config"
         unknown = self.unknown_parameters()
         if unknown:
             return (
@@ -183,7 +232,7 @@ class AttentionSite:
         kv_heads = self._kept_groups(heads)
         rows, columns = self._rows(heads), self._rows(heads)
         if self.packed is not None:
-            self._cut_packed(rows)
+            self._cut_packed(rows, self._rows(kv_heads))
         else:
             assert self.query is not None and self.key is not None and self.value is not None
             _cut(self.query, rows, 0)
@@ -211,9 +260,9 @@ class AttentionSite:
         index = torch.tensor(heads, dtype=torch.long)[:, None] * self.head_dim
         return (index + torch.arange(self.head_dim)).flatten()
 
-    def _cut_packed(self, rows: Tensor) -> None:
-        width = self.num_heads * self.head_dim
-        triple = torch.cat([rows + i * width for i in range(3)])
+    def _cut_packed(self, rows: Tensor, kv_rows: Tensor) -> None:
+        width, kv_width = self.num_heads * self.head_dim, self.kv_heads * self.head_dim
+        triple = torch.cat([rows, kv_rows + width, kv_rows + width + kv_width])
         assert self.packed is not None
         if isinstance(self.packed, nn.MultiheadAttention):
             weight, bias = self._packed_parameters()
@@ -286,6 +335,15 @@ class AttentionSite:
             return (result, None) if returns_tuple else result
 
         self.module.forward = types.MethodType(forward, self.module)
+
+
+def _first_number(place: Any, names: tuple[str, ...]) -> int | None:
+    """Return the first attribute among these that is a positive whole number."""
+    for name in names:
+        number = getattr(place, name, None)
+        if isinstance(number, int) and not isinstance(number, bool) and number > 0:
+            return number
+    return None
 
 
 def _cut(module: nn.Module, index: Tensor, dimension: int) -> None:
