@@ -1,7 +1,7 @@
 """Stored answers: what a model said about every set, so that tables need no model again.
 
 One folder per (task, row, draw); in it one safetensors file per set with `logits`
-`[example, member, class]`, `labels` where there are any and `novelty` where it was fitted, and
+`[example, member, class]`, `labels` where there are any, `novelty` and its score where fitted, and
 `about.json` with the row's options and its cost. Answers of other options are made anew.
 """
 
@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +51,23 @@ class Answers:
 
 def ask(model: Any, data: Any) -> Tensors:
     """Run a model over data and keep what it says."""
-    logits, labels, novelty = [], [], []
+    parts: dict[str, list[Tensor]] = {}
+
+    def add(**tensors: Tensor | None) -> None:
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                parts.setdefault(name, []).append(tensor)
+
     with evaluating(model):
         for batch in data:
-            known = split_batch(batch)[2]
-            if getattr(model, "novelty", None) is not None:
-                answer = model.predict(batch)
-                logits.append(answer.member_logits)
-                novelty.append(answer.novelty_score)
-            else:
-                logits.append(member_logits(model, batch))
-            if known is not None:
-                labels.append(known)
-    parts = {"logits": logits, "labels": labels, "novelty": novelty}
-    return {name: torch.cat(part).contiguous() for name, part in parts.items() if part}
+            args, kwargs, labels = split_batch(batch)
+            if getattr(model, "novelty", None) is None:
+                add(logits=member_logits(model, batch), labels=labels)
+                continue
+            said = model.predict(kwargs or args[0])
+            add(logits=said.member_logits, labels=labels)
+            add(novelty=said.novelty, novelty_score=said.novelty_score)
+    return {name: torch.cat(part).contiguous() for name, part in parts.items()}
 
 
 class Store:
@@ -122,16 +125,21 @@ class Stored:
 
     def predict(self, batch: Mapping[str, Tensor]) -> Prediction:
         """Return the stored answer as a prediction."""
-        return predict_from_logits(batch["logits"])
+        answer = predict_from_logits(batch["logits"])
+        if "novelty" not in batch:
+            return answer
+        return replace(answer, novelty=batch["novelty"], novelty_score=batch["novelty_score"])
 
 
 def evaluate_answers(answers: Answers, *, scores: Sequence[str], name: str) -> Results:
-    """Evaluate stored answers as `evaluate` does a model, raw and at one temperature."""
+    """Evaluate stored answers as `evaluate` does a model, raw and at one temperature.
+
+    `evaluate` adds the score `novelty` by itself where it was fitted.
+    """
     test = answers.sets["test"]
-    wanted = [score for score in scores if score != "novelty" or "novelty" in test]
     # log-probabilities have no energy: their logsumexp is 0 by definition
-    if bool((test["logits"].logsumexp(-1).abs() < 1e-3).all()):
-        wanted = [score for score in wanted if score != "energy"]
+    normed = bool((test["logits"].logsumexp(-1).abs() < 1e-3).all())
+    wanted = [score for score in scores if not (normed and score == "energy")]
     ood: dict[str, dict[str, Any]] = {}
     shifts = {}
     for key, tensors in answers.sets.items():

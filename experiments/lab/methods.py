@@ -11,7 +11,7 @@ A row of a table file names its `method`; all other keys are the method's option
     baseline         `make_baseline(name, ...)` with `options`
 
 `host` is a seed, or `draw`; 0 unless said. `part` and `count` name the training data of all that
-train. `novelty: true` fits novelty on the task's known data. `earlier: true` marks a row that a
+train. `novelty: true` fits novelty on the calibration data. `earlier: true` marks a row that a
 plain run leaves as it is, `shown: false` one that the page leaves out.
 """
 
@@ -72,8 +72,8 @@ def answer(store: Store, row: Row, draw: int) -> Answers:
 def answers_of_model(task: Task, model: nn.Module, row: Row, seed: int = 0) -> Answers:
     """Ask a model about every set and count its cost against its host."""
     task, host = task.at(seed), task.host(seed)
-    if row.get("novelty") and hasattr(model, "fit_novelty_"):
-        model.fit_novelty_(task.known)
+    if row.get("novelty"):
+        model.fit_novelty_(task.calibration, progress=False)
     found = {name: ask(model, data) for name, data in task.evaluated().items()}
     cost = relative_cost(model, host, task.one)
     return Answers(found, {"cost": cost.multiply_adds, "parameters": cost.parameters})

@@ -5,7 +5,7 @@ A task answers by name, loads when first asked, and knows nothing about methods:
     test, held_out     labelled; figures are made on the first, temperatures fitted on the second
     ood                {group: {name: data}}; groups are seen and unseen families, or near and far
     shifts             labelled, corrupted test data by name
-    calibration        labelled, that no host was trained on; what `build` and criteria see
+    calibration        labelled, that no host was trained on; what `build` and novelty see
     outliers           {name: data} that `build` and training may see, of the `seen` families only
     training(part)     batches to train on
 """
@@ -73,11 +73,6 @@ class Task:
     def training(self, part: str, count: int | None = None) -> list[Any]:
         """Return batches of a part, or of `count` of its examples drawn at random."""
         raise NotImplementedError
-
-    @property
-    def known(self) -> Data:
-        """In-distribution data that novelty is fitted on."""
-        return self.calibration
 
     calibration: Data
     test: Data
@@ -183,11 +178,6 @@ class Sst2(TextTask):
             "unseen": {k: self.batches(f(self.data).sample(300)) for k, f in others.items()},
         }
 
-    @property
-    def known(self) -> Data:
-        """Training and calibration sentences, without outliers."""
-        return self.batches(self.part("train").sample(1500) + self.part("validation"))
-
 
 class Clinc150(TextTask):
     """CLINC150: out-of-scope questions are near, other texts are far."""
@@ -224,11 +214,6 @@ class Clinc150(TextTask):
                 for name, load in far.items()
             },
         }
-
-    @property
-    def known(self) -> Data:
-        """The training questions: novelty wants class means here."""
-        return self.batches(self.part("train"))
 
 
 # --- images
@@ -425,11 +410,6 @@ class Digits(Task):
     def calibration(self) -> Data:
         """The same: with so few digits searches and temperatures share them."""
         return self._demo.validation
-
-    @property
-    def known(self) -> Data:
-        """Training and validation digits."""
-        return [*self._demo.train, *self._demo.validation]
 
     @property
     def outliers(self) -> dict[str, Data]:

@@ -21,7 +21,7 @@ class Tiny(tasks.Digits):
     """The digits with few examples, a smaller host and one epoch."""
 
     name = "tiny"
-    shape = TinyViTConfig(image_size=8, patch_size=4, width=16, layers=2, heads=4, mlp_width=16)
+    shape = TinyViTConfig(image_size=8, patch_size=4, width=16, layers=4, heads=4, mlp_width=16)
     epochs = 1
     shifts = {}  # noqa: RUF012
 
@@ -46,7 +46,7 @@ class Tiny(tasks.Digits):
 TABLE = {
     "name": "tiny",
     "task": "tiny",
-    "scores": ["msp", "energy", "novelty"],
+    "scores": ["msp", "energy"],
     "against": ["single", "Deep Ensembles"],
     "rows": [
         {"name": "single", "method": "single", "draws": 2},
@@ -59,6 +59,14 @@ TABLE = {
             "source": "host",
             "options": {"epochs": 1, "distill": 0.5, "outlier_weight": 0.1},
             "proxies": ["blur"],
+            "earlier": True,
+        },
+        {
+            "name": "distilled",
+            "method": "distill",
+            "seeds": [0, 1],
+            "options": {"members": 2, "epochs": 1},
+            "novelty": True,
             "earlier": True,
         },
     ],
@@ -146,6 +154,16 @@ def test_a_part_of_the_rows_leaves_the_others_alone(place: Path) -> None:
         run(TABLE, arguments(place, rows=["unknown"]))
 
 
+def test_a_distilled_row_resumes_and_has_novelty(place: Path) -> None:
+    run(TABLE, arguments(place, rows=["distilled"]))
+    store = Store(place / "cache", Tiny(None, place / "hosts"))
+    found = store.read("distilled", 0, methods.options_of(TABLE["rows"][5]))
+    assert found.sets["test"]["logits"].shape == (60, 2, 10)
+    assert found.sets["test"]["novelty"].shape == (60,)
+    assert (store.place("distilled", 0) / "work" / "answers").is_dir()
+    assert found.cost <= 1.07
+
+
 def test_other_options_are_not_read_from_the_cache(place: Path) -> None:
     store = Store(place / "cache", Tiny(None, place / "hosts"))
     assert store.read("MC dropout", 0, methods.options_of(TABLE["rows"][3])) is not None
@@ -157,7 +175,7 @@ def test_rows_of_recorded_masks_together_and_alone(
 ) -> None:
     (place / "masks").mkdir(exist_ok=True)
     (place / "masks" / "tiny.json").write_text(
-        '{"blocks": [1], "rows": {"a": [["1100", "0011"], ["1010", "0011"]]}}'
+        '{"blocks": [3], "rows": {"a": [["1100", "0011"], ["1010", "0011"]]}}'
     )
     monkeypatch.setattr(methods, "MASKS", place / "masks")
     store = Store(place / "cache", Tiny(None, place / "hosts"))

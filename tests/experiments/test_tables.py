@@ -26,7 +26,7 @@ def test_table_files_name_things_that_exist(name: str) -> None:
     table = read_table(name)
     assert len(table["setup"]) <= 5
     assert len(table.get("columns", COLUMNS)) + 2 <= 8
-    assert set(table.get("scores", ())) <= {*scores, "novelty"}
+    assert set(table.get("scores", ())) <= set(scores)
     rows = table.get("rows", [])
     assert len({row["name"] for row in rows}) == len(rows)
     assert set(table.get("against", ())) <= {row["name"] for row in rows}
