@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from .training import distill as distill
     from .training import finetune as finetune
     from .training import finetune_branch as finetune_branch
+    from .training import make_teachers as make_teachers
     from .uncertainty import Abstention as Abstention
     from .uncertainty import Prediction as Prediction
     from .uncertainty import fit_abstention as fit_abstention
@@ -96,6 +97,7 @@ _NAMES = {
     "gate": "heads",
     "head_map": "search.head_roles",
     "make_baseline": "baselines",
+    "make_teachers": "training",
     "overlaps": "search.head_roles",
     "prune_heads_": "heads",
     "prune_sweep": "evaluation.pruning_sweep",

@@ -58,6 +58,25 @@ def test_build_writes_a_folder_and_its_resolved_config(shelf: Path, ensemble: Pa
     assert config["command"] == "build" and config["members"] == 2 and config["max_cost"] == 1.07
 
 
+def test_distill_takes_teachers_or_makes_them(
+    shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (shelf / "host", "--data", shelf / "digits", "--members", 2, "--max-cost", 1.5)
+    few = ("--epochs", 1, "--views", 1, "--json")
+    out = tmp_path / "student"
+    assert run("distill", *given, *few, "--teachers", ensemble, "-o", out) == 0
+    student = HydraEnsemble.from_pretrained(out)
+    assert student.members == 2 and student.record["shares"] == [[1, 0], [0, 1]]
+    assert (out / "state" / "answers" / "teacher-0-data-0.npy").is_file()
+    made = tmp_path / "made"
+    arguments = ("--make", "branch", "--count", 2, "-o", made)
+    assert run("distill", *given, *few, *arguments) == 0
+    assert len(HydraEnsemble.from_pretrained(made).record["teachers"]) == 2
+    capsys.readouterr()
+    assert run("distill", *given) == 2
+    assert "--make branch" in capsys.readouterr().err
+
+
 def test_a_resolved_config_makes_the_same_again(
     shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -214,7 +214,8 @@ def test_a_stopped_run_ends_with_the_same_bits(tmp_path, rate, step):
 def test_unlabelled_data_and_outliers_of_ones_own():
     inputs = [x for x, _ in data()]
     teachers = [teacher(place) for place in range(3)]
-    student = train(teachers, inputs, validation=None, outliers=[inputs[0] * 3])
+    student = train(teachers, inputs, validation=None, outliers=[inputs[0] * 3], novelty=True)
+    assert student.predict(inputs[0]).novelty is not None
     assert student.temperature is None and student.record["examples"]["outliers"] == 8
     labelled = train(teachers, validation=None)
     assert labelled.temperature is not None

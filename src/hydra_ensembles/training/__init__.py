@@ -7,6 +7,7 @@ from .branch import finetune_branch
 from .distilling import distill
 from .finetuning import finetune
 from .loop import FinetunedMember, StepInfo
+from .making_teachers import make_teachers
 from .settings import Settings
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "distill",
     "finetune",
     "finetune_branch",
+    "make_teachers",
 ]

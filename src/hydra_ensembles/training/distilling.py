@@ -21,6 +21,7 @@ from ..data.batches import (
     as_data,
     batch_length,
     check_reiterable,
+    count,
     labels_of,
     take,
     without_labels,
@@ -49,6 +50,8 @@ DISTILL = Settings(
     epochs=10, learning_rate=5e-4, weight_decay=0.01, distill=1.0, outlier_weight=1.0, views=4
 )
 HELD_OUT = 0.1
+KNOWN = 100
+"""Validation examples that novelty is fitted on; with fewer, it is fitted on the training data."""
 POOL_BYTES = 2**29
 """Views are kept in memory up to this size, so that they are made once for all teachers."""
 
@@ -125,7 +128,8 @@ def distill(
             `outlier_weight`, `teacher_temperature` and `mixed_precision` replace its fields.
         seed: Decides the order, the views, dropout and what is held out.
         calibrate: Fit a temperature on validation data.
-        novelty: Fit the novelty of inputs on the data.
+        novelty: Fit the novelty of inputs (`fit_novelty_`), on validation data if it has a hundred
+            examples, else on the data.
         folder: Where answers and checkpoints go.
         cache_bytes: Memory for outputs of a frozen trunk.
         save_every: Steps between checkpoints.
@@ -225,8 +229,9 @@ def distill(
             "examples": len(labels),
             **asdict(found_temperature),
         }
-    if novelty and callable(fit := getattr(ensemble, "fit_novelty_", None)):
-        fit(train)
+    if novelty:
+        enough = held is not None and count(held) >= KNOWN
+        ensemble.fit_novelty_(held if enough else train, progress=progress)
     return ensemble
 
 
@@ -258,10 +263,10 @@ def _parts(data: Any, validation: Any, seed: int) -> tuple[Any, Any]:
     kept, held = [], []  # batches of a list keep their own padding
     for place, batch in enumerate(data):
         order = torch.randperm(batch_length(batch), generator=generator("held", seed, place))
-        count = round(HELD_OUT * (place + 1) * len(order)) - round(HELD_OUT * place * len(order))
-        if 0 < count < len(order):
-            held.append(take(batch, order[:count].sort().values.tolist()))
-        kept.append(take(batch, order[count:].sort().values.tolist()))
+        share = round(HELD_OUT * (place + 1) * len(order)) - round(HELD_OUT * place * len(order))
+        if 0 < share < len(order):
+            held.append(take(batch, order[:share].sort().values.tolist()))
+        kept.append(take(batch, order[share:].sort().values.tolist()))
     return kept, held or None
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from ..data.batches import Batches, batch_length
 from ..data.running import split_batch
 from ..errors import DataError
-from .stream import _is_seedable, _leaves
+from .stream import _is_seedable, _leaves, from_batches
 
 _KEYS = {"samples", "labels", "batch"}
 
@@ -39,7 +39,7 @@ def numbered(data: Iterable[Any], *, need_labels: bool = True) -> list[Any] | Da
         return DataLoader(
             range(data.count),  # type: ignore[arg-type]
             batch_size=data.batch_size,
-            collate_fn=partial(_load, partial(_from_batches, data), need_labels),
+            collate_fn=partial(_load, partial(from_batches, data), need_labels),
         )
     if isinstance(data, DataLoader) and _is_seedable(data):
         return DataLoader(
@@ -91,10 +91,6 @@ def _load(
     load: Callable[[Sequence[int]], Any], need_labels: bool, numbers: Sequence[int]
 ) -> dict[str, Any]:
     return _number(load(numbers), torch.tensor(numbers), need_labels)
-
-
-def _from_batches(data: Batches, numbers: Sequence[int]) -> Any:
-    return next(iter(data.subset(numbers, batch_size=len(numbers))))
 
 
 def _from_dataset(dataset: Any, collate: Callable[[Any], Any], numbers: Sequence[int]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from ..data.batches import Batches
 from ..errors import DataError
 
 
@@ -39,7 +41,7 @@ class Stream:
       are pooled and dealt into new batches, as large as the largest, each epoch;
     * a list or tuple of other batches (padded to their own lengths, say): the order of the batches
       is shuffled, their content stays;
-    * a `DataLoader` over a map-style data set: its sampler is replaced by a seeded one;
+    * a `DataLoader` over a map-style data set, or `Batches`: the sampler is a seeded one;
     * anything else is iterated as it is; if it has `set_epoch`, that is called first.
 
     A bootstrap draws as many samples as there are, with replacement, once per seed: the same draw
@@ -65,6 +67,8 @@ class Stream:
                 f"The data is a {type(data).__name__}, which can be read only once. "
                 "Pass something that can be iterated again, such as a list or a DataLoader."
             )
+        if isinstance(data, Batches) and (shuffle or bootstrap):
+            data = as_loader(data)
         self.data, self.seed, self.shuffle, self.bootstrap = data, seed, shuffle, bootstrap
         in_memory = isinstance(data, (list, tuple))
         self.pool = _pool(data) if in_memory and (shuffle or bootstrap) else None  # type: ignore[arg-type]
@@ -137,6 +141,20 @@ class Stream:
             pin_memory=loader.pin_memory,
             worker_init_fn=loader.worker_init_fn,
         )
+
+
+def as_loader(data: Batches) -> DataLoader[Any]:
+    """Return a loader of the examples of `Batches`, which can be put into any order."""
+    return DataLoader(
+        range(data.count),  # type: ignore[arg-type]
+        batch_size=data.batch_size,
+        collate_fn=partial(from_batches, data),
+    )
+
+
+def from_batches(data: Batches, numbers: Sequence[int]) -> Any:
+    """Load some examples as one batch; no closure, since a loader's workers may unpickle it."""
+    return next(iter(data.subset(numbers, batch_size=len(numbers))))
 
 
 def _is_seedable(loader: DataLoader[Any]) -> bool:

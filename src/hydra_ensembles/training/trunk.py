@@ -34,7 +34,9 @@ def untied(ensemble: HydraEnsemble) -> HydraEnsemble:
             "Give fuse masks that differ."
         )
     result = copy.deepcopy(ensemble).untie_().freeze_trunk_()
+    # what was fitted belongs to other weights
     result.mode, result.temperature, result.member_temperatures = "fused", None, None
+    result.novelty = None
     # probed on a member: a plain host, whatever was split by member before
     member = host_model(result.member(0), family=result.body.family)
     streams = len(result.plan.ends)

@@ -1,0 +1,139 @@
+"""`distill`: teachers in, one fused model out, one teacher per member."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .. import options
+from ..exits import Stop
+from ..show import print_json, say, sizes, write_config
+from .build import save
+
+TEACHERS_HELP = (
+    "A teacher: a model as MODEL is given, a saved ensemble (all its members), a training "
+    "checkpoint of MODEL, or a .npy or .safetensors table of probabilities in the data's order. "
+    "May be repeated."
+)
+
+
+def command(
+    model: options.Model,
+    data: options.Data,
+    teachers: Annotated[
+        list[str] | None, typer.Option("--teachers", "-t", help=TEACHERS_HELP)
+    ] = None,
+    make: Annotated[
+        str | None,
+        typer.Option(help="Make teachers of MODEL: branch, lora, snapshots or full."),
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Teachers to make.")] = 3,
+    members: Annotated[int, typer.Option(min=1, help="Number of members.")] = 3,
+    max_cost: Annotated[
+        float, typer.Option(help="Bound on multiply-adds relative to the model.")
+    ] = 1.07,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 10,
+    learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 5e-4,
+    trunk_rate: Annotated[
+        float, typer.Option(min=0, help="The trunk's share of the learning rate; 0 freezes it.")
+    ] = 0.0,
+    views: Annotated[int, typer.Option(min=1, help="Variants of each example.")] = 4,
+    precision: Annotated[str, typer.Option(help="no, bf16 or fp16.")] = "no",
+    validation: Annotated[
+        str | None, typer.Option(help="Labelled data for the temperature; else a tenth of --data.")
+    ] = None,
+    ood: options.Ood = None,
+    output: options.Output = Path("hydra-student"),
+    limit: options.Limit = None,
+    split: options.Split = None,
+    text_column: options.TextColumn = None,
+    label_column: options.LabelColumn = None,
+    labels: options.Labels = None,
+    class_names: options.ClassNames = None,
+    batch_size: options.BatchSize = 32,
+    skip_broken: options.SkipBroken = False,
+    device: options.Device = None,
+    seed: options.Seed = 0,
+    config: options.Config = None,
+    json: options.Json = False,
+) -> None:
+    """Teach each member of a fused model by a teacher of its own.
+
+    Answers and checkpoints are kept in OUTPUT/state: the same command goes on after a stop.
+    """
+    from ...training import distill, make_teachers
+    from ..loading import check_sources, load_model, load_set, load_sets
+
+    if bool(teachers) == bool(make):
+        raise Stop("Give teachers (--teachers, repeated), or have them made (--make branch).", 2)
+    check_sources(data, ood)
+    loaded = load_model(model, device=device, class_names=class_names)
+    host = loaded.host
+    shared: dict[str, Any] = {
+        "limit": limit,
+        "seed": seed,
+        "split": split,
+        "text_column": text_column,
+        "batch_size": batch_size,
+        "skip_broken": skip_broken,
+    }
+    named: dict[str, Any] = {"label_column": label_column, "labels": labels}
+    train = load_set(loaded, data, **named, **shared)
+    held = None if validation is None else load_set(loaded, validation, **named, **shared)
+    outliers = load_sets(loaded, ood, **shared)
+    output.mkdir(parents=True, exist_ok=True)
+    write_config(output)
+    if make:
+        say(f"Making {count} teachers ({make}) from {sizes(train, {})}", json=json)
+        given: list[Any] = list(
+            make_teachers(
+                host,
+                train,
+                count=count,
+                how=make,  # type: ignore[arg-type]
+                seed=seed,
+                folder=output / "state" / "teachers",
+                progress=not json,
+            )
+        )
+    else:
+        given = [_teacher(source, device) for source in teachers or ()]
+    say(f"Distilling {len(given)} teachers into {members} members", json=json)
+    ensemble = distill(
+        host,
+        given,
+        train,
+        members=members,
+        max_cost=max_cost,
+        validation=held,
+        outliers=outliers or "auto",
+        epochs=epochs,
+        learning_rate=learning_rate,
+        trunk_rate=trunk_rate,
+        views=views,
+        mixed_precision=precision,
+        seed=seed,
+        folder=output / "state",
+        progress=not json,
+    )
+    names = loaded.class_names or getattr(train, "class_names", None)
+    if names and ensemble.id2label is None:
+        ensemble.record["class_names"] = dict(enumerate(names))
+    save(ensemble, output, loaded)
+    if json:
+        print_json({"folder": str(output), "summary": str(ensemble), **ensemble.record})
+    else:
+        typer.echo(str(ensemble))
+    say(f"Written to {output}. Next: hydra-ensembles eval {output} --data TEST", json=json)
+
+
+def _teacher(source: str, device: str | None) -> Any:
+    """Return a path that is opened when its turn comes, or a model that has to be loaded now."""
+    from ..loading import load_model
+
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    return load_model(source, device=device).model
