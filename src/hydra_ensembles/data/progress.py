@@ -1,0 +1,169 @@
+"""Progress of long work: a bar where somebody looks, else a line every ten seconds with an ETA.
+
+On a terminal and in a notebook it is a bar. Elsewhere (a log file, a service, a pipe) it is a line
+through the logger `hydra_ensembles` at level INFO; where no logging is set up at all, the line goes
+to standard error. The first line comes a second after the start, however long a step takes; work
+that is done by then says nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("hydra_ensembles")
+FIRST, EVERY = 1.0, 10.0
+"""Seconds until the first line, and between lines."""
+
+_quiet = False
+
+
+def silence(quiet: bool = True) -> None:
+    """Switch all progress off (or on again), for the whole process: `--quiet`."""
+    global _quiet
+    _quiet = quiet
+
+
+def shows_bars() -> bool:
+    """Tell whether somebody looks: standard error is a terminal, or this is a notebook."""
+    shell = sys.modules.get("IPython")
+    here = shell.get_ipython() if shell is not None else None
+    return sys.stderr.isatty() or type(here).__name__ == "ZMQInteractiveShell"
+
+
+def announce(text: str, *, enabled: bool = True) -> None:
+    """Say a line about the work at hand, where progress is reported."""
+    if not _is_on(enabled):
+        return
+    if shows_bars():
+        from tqdm.auto import tqdm
+
+        tqdm.write(text, file=sys.stderr)
+    elif logger.hasHandlers():
+        logger.info("%s", text)
+    else:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+def duration(seconds: float) -> str:
+    """Write a time for people: `8 s`, `3 min`, `2 h 5 min`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+class Progress:
+    """Counts steps and reports them.
+
+    Args:
+        description: What is going on.
+        total: Number of steps; None when unknown.
+        enabled: Whether to report at all; never on other ranks than 0.
+        unit: What a step is.
+        done: Steps that were done before.
+    """
+
+    def __init__(
+        self,
+        description: str,
+        total: int | None = None,
+        *,
+        enabled: bool = True,
+        unit: str = "batch",
+        done: int = 0,
+    ) -> None:
+        self.description, self.total, self.unit = description, total, unit
+        self.done = self.before = done
+        self.figures = ""
+        self._start = time.monotonic()
+        self._bar: Any = None
+        self._ended = threading.Event()
+        self.enabled = _is_on(enabled)
+        if not self.enabled:
+            return
+        if shows_bars():
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(
+                desc=description, total=total, initial=done, leave=False, unit=unit, disable=False
+            )
+        else:
+            threading.Thread(target=self._report, daemon=True, name="progress").start()
+
+    def update(self, steps: int = 1) -> None:
+        """Count finished steps."""
+        self.done += steps
+        if self._bar is not None:
+            self._bar.update(steps)
+
+    def show(self, figures: str) -> None:
+        """Show figures beside the count, such as the loss."""
+        self.figures = figures
+        if self._bar is not None:
+            self._bar.set_postfix_str(figures, refresh=False)
+
+    def close(self) -> None:
+        """End the report."""
+        self._ended.set()
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        """Describe the state in a line: `heads: 3 of 12 batches, 25 %, about 40 s left`."""
+        count = f"{self.done} {self.unit}" if self.total is None else (
+            f"{self.done} of {self.total} {self.unit}"
+        )
+        parts = [f"{self.description}: {count}"]
+        if self.total:
+            parts.append(f"{100 * self.done // self.total} %")
+        new, passed = self.done - self.before, time.monotonic() - self._start
+        if self.total and new and self.done < self.total:
+            parts.append(f"about {duration(passed / new * (self.total - self.done))} left")
+        if self.figures:
+            parts.append(self.figures)
+        return ", ".join(parts)
+
+    def _report(self) -> None:
+        wait = FIRST
+        while not self._ended.wait(wait):
+            announce(str(self))
+            wait = EVERY
+
+
+def progress_bar(
+    data: Iterable[Any],
+    *,
+    description: str,
+    enabled: bool = True,
+    total: int | None = None,
+    unit: str = "batch",
+) -> Iterator[Any]:
+    """Iterate over data and report the progress."""
+    if total is None and hasattr(data, "__len__"):
+        try:
+            total = len(data)
+        except TypeError:  # an iterable data set has no length
+            total = None
+    with Progress(description, total, enabled=enabled, unit=unit) as progress:
+        for item in data:
+            yield item
+            progress.update()
+
+
+def _is_on(enabled: bool) -> bool:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return enabled and not _quiet and not (distributed and torch.distributed.get_rank() != 0)
