@@ -19,9 +19,11 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
     """Run a command that fails; return its exit code and its one line."""
     code = main([str(argument) for argument in arguments])
     lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1, lines
-    assert lines[0].startswith("hydra-ensembles: ") and "Traceback" not in lines[0]
-    return code, lines[0]
+    # a slow machine may show a sign of life before it
+    error = [line for line in lines if not line.endswith(" ...")]
+    assert len(error) == 1, lines
+    assert error[0].startswith("hydra-ensembles: ") and "Traceback" not in error[0]
+    return code, error[0]
 
 
 def started(*arguments: object, limit: int | None = None, first: str = "") -> subprocess.Popen[str]:
@@ -144,7 +146,7 @@ def test_a_full_disk(shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_disk_that_fills_up_keeps_what_was_searched(shelf: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ("build", shelf / "host", "--data", shelf / "digits", "-o", out)
-    process = started(*arguments, limit=20_000)  # the search fits, the weights do not
+    process = started(*arguments, "--quiet", limit=20_000)  # the search fits, the weights do not
     error = errors_of(process)
     assert process.returncode == 7 and len(error) == 1 and "make room" in error[0], error
     assert (out / "state" / "build.json").is_file() and not (out / "config.json").exists()
@@ -170,7 +172,8 @@ def test_ctrl_c(tmp_path: Path) -> None:
     process = started("demo", "-o", tmp_path, "--epochs", 2, first=INTERRUPTED)
     error = errors_of(process)
     assert process.returncode == 130
-    assert error[-1].endswith("Stopped. What was finished is kept; start again to go on.")
+    assert f"Finished steps are kept in {tmp_path}: run the same command again" in error[-1]
+    assert any("fine-tune member 0" in line and "left" in line for line in error), error
     assert not any("Traceback" in line for line in error)
     assert list(tmp_path.rglob("*.safetensors")) and (tmp_path / "config.yaml").is_file()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch import nn
 
 from .._records import model_fingerprint
 from ..costs.budget import Budget
+from ..data.progress import announce
+from ..data.running import call_model, check_inputs, evaluating, member_logits_of
 from ..errors import DataError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fusing import fuse
@@ -80,6 +84,7 @@ def build(
         scores[score]  # an unknown name fails now
     host = host_model(model)
     parts = Parts(calibration, validation, ood, seed)
+    classes, seconds = _try(host, parts.first_batch())
     settings: dict[str, Any] = {
         "method": way.name,
         "options": way.settings(),
@@ -89,7 +94,7 @@ def build(
         "calibrate": calibrate,
         "seed": seed,
         "model": model_fingerprint(host.model),
-        "data": parts.fingerprints(),
+        "data": parts.fingerprints(classes),
     }
     settings = json.loads(json.dumps(settings))
     state = SearchState(folder, settings, name="build.json")
@@ -97,7 +102,9 @@ def build(
     result = next((step for step in state.steps if "masks" in step), None)
     if result is None:
         budget = Budget.of(host, parts.first_batch(), max_cost)
-        result = way.find(Task(host, parts, members, budget, seed, state, store, progress))
+        task = Task(host, parts, members, budget, seed, state, store, progress, seconds)
+        with _telling_what_is_kept(folder, progress):
+            result = way.find(task)
         state.add(result)
     if store is not None:
         store.clear()
@@ -121,6 +128,30 @@ def build(
     }
     apply_decisions(ensemble, decisions)
     return ensemble
+
+
+def _try(host: HostModel, batch: Any) -> tuple[int, float]:
+    """Run the host on a batch; return its number of classes and the seconds that it took."""
+    check_inputs(batch, "the calibration data")
+    with evaluating(host.model):
+        start = time.perf_counter()
+        logits = member_logits_of(call_model(host.model, batch))
+        return logits.shape[-1], time.perf_counter() - start
+
+
+@contextmanager
+def _telling_what_is_kept(folder: Any, progress: bool) -> Iterator[None]:
+    """Say at Ctrl-C what a stopped build has kept, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        announce(
+            "Stopped. Nothing is kept: pass folder= to build() to go on after a stop."
+            if folder is None
+            else f"Stopped. Finished steps are kept in {folder}: the same call goes on from there.",
+            enabled=progress,
+        )
+        raise
 
 
 def replay(model: nn.Module | HostModel, record: Mapping[str, Any]) -> HydraEnsemble:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from ..costs.budget import Budget
 from ..criteria import HeadImportanceEntropy, score_heads
+from ..data.progress import announce, duration
 from ..data.splits import sample
 from ..heads.masks import HeadMask, HeadScores, Keep
 from ..hosts import HostModel
@@ -37,6 +38,7 @@ class Task:
         state: Finished steps of this build.
         store: Keeps tensors of a stopped build; None keeps none.
         progress: Whether to report progress.
+        batch_seconds: What the host took for one batch, measured.
     """
 
     host: HostModel
@@ -47,6 +49,15 @@ class Task:
     state: SearchState
     store: TensorStore | None
     progress: bool
+    batch_seconds: float = 0.0
+
+    def expect(self, batches: float, what: str) -> None:
+        """Say how long work will take that is worth so many batches through the whole host."""
+        length = duration(batches * self.batch_seconds)
+        announce(
+            f"{what}: about {length} (one batch takes {self.batch_seconds:.2g} s)",
+            enabled=self.progress,
+        )
 
 
 class Method(Protocol):
@@ -128,6 +139,7 @@ class Select:
             state=task.state,
             store=task.store,
             progress=task.progress,
+            expect=task.expect,
         )
 
 
@@ -150,11 +162,18 @@ class _OneByOne:
         """Find one member: its mask, the scores behind it, and what to remember."""
         raise NotImplementedError
 
+    def batches(self, task: Task, layers: Sequence[int]) -> float:
+        """Return what a member costs, in batches through the whole host; about."""
+        return 0.0
+
     def find(self, task: Task) -> dict[str, Any]:
         """Find every member; replace a mask that is taken by the next best."""
         option = task.budget.option(task.members, keep=self.keep)
         layers = range(option.branch_layer, len(task.host))
         known = task.state.find("member")
+        remaining = task.members - len(known)
+        if remaining and (batches := self.batches(task, layers)):
+            task.expect(remaining * batches, f"Scoring heads for {remaining} members")
         for index in range(len(known), task.members):
             found = self.member(task, index, layers, option.keep_per_layer)
             mask = HeadMask.full(task.host)
@@ -211,6 +230,12 @@ class Circuits(_OneByOne):
     condition: Condition = "knockout"
     cache_bytes: int = CACHE_BYTES
 
+    def batches(self, task: Task, layers: Sequence[int]) -> float:
+        """Count block runs: above a layer, once for each of its heads."""
+        depth = len(task.host)
+        runs = sum((task.host.head_counts[i] + 1) * (depth - i) for i in layers)
+        return runs / depth * sum(len(data) for data in task.parts.sets["select"].values())
+
     def member(self, task: Task, index: int, layers: Sequence[int], keep: Keep) -> Found:
         """Search the circuit of this member's objective."""
         goal = self.objectives[index % len(self.objectives)]
@@ -241,6 +266,10 @@ class Taylor(_OneByOne):
     def criterion(self, index: int) -> Any:
         """Return this member's criterion."""
         return "taylor"
+
+    def batches(self, task: Task, layers: Sequence[int]) -> float:
+        """Count half of the examples, forward and backward."""
+        return 3 * len(task.parts.data["select"]) / 2
 
     def member(self, task: Task, index: int, layers: Sequence[int], keep: Keep) -> Found:
         """Score the heads and keep the highest."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..data.batches import Batches, as_data, indexable
+from ..data.proxies import ProxyData
+from ..data.running import checked
 from ..data.splits import fingerprint, split
 from ..search.sets import outlier_sets
 
@@ -66,19 +68,28 @@ class Parts:
         """
         return ["stop", "temperature"] if self.validated else list(self.data)
 
-    def fingerprints(self) -> dict[str, str]:
-        """Return a hash of every data set that the result depends on, proxies included."""
-        found = {part: fingerprint(data) for part, data in self.data.items()}
+    def fingerprints(self, classes: int | None = None) -> dict[str, str]:
+        """Check every data set and return its hash; proxies included, the result depends on them.
+
+        Args:
+            classes: The host's number of classes, which labels must be within.
+        """
+        found = {}
+        for part, data in self.data.items():
+            validates = self.validated and part != "select"
+            name = "validation" if validates else "calibration"
+            found[part] = fingerprint(checked(data, name=name, classes=classes, labelled=True))
         for part, sets in self.sets.items():
             for name, data in sets.items():
-                if name != "id":
-                    found[f"{part}:{name}"] = _fingerprint(data)
+                if name == "id":
+                    continue
+                key = f"{part}:{name}"
+                if isinstance(data, ProxyData):
+                    found[key] = data.fingerprint()
+                else:
+                    found[key] = fingerprint(checked(data, name=name.removeprefix("ood/")))
         return found
 
     def examples(self) -> dict[str, int]:
         """Return the number of examples by part."""
         return {part: data.count for part, data in self.data.items()}
-
-
-def _fingerprint(data: Any) -> str:
-    return data.fingerprint() if hasattr(data, "fingerprint") else fingerprint(data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +37,12 @@ def select_members(
     state: SearchState,
     store: TensorStore | None,
     progress: bool,
+    expect: Callable[[float, str], None],
 ) -> dict[str, Any]:
-    """Search members by the ensemble's own figures; return plain data."""
+    """Search members by the ensemble's own figures; return plain data.
+
+    `expect` is told, before the search starts, how many batches through the whole host it is worth.
+    """
     layers = budget.branch_layers(members)
     both = {
         f"{part}:{name}": data for part, sets in parts.sets.items() for name, data in sets.items()
@@ -49,6 +53,7 @@ def select_members(
     size = _pool_size(host, prefix, masks)
     pool = make_pool(host, layers, size=size, tables=tables, seed=seed)
     work = prefix.batches * (layers[0] + len(pool) * len(layers))
+    expect(work / len(host), f"Searching {members} members among {len(pool)} masks")
     with ticker("members", work, enabled=progress) as tick:
         for layer in range(layers[0]):
             prefix.advance(torch.ones(host.head_counts[layer], dtype=torch.bool), tick=tick)

@@ -7,6 +7,8 @@ import importlib
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +18,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from .clicks import click_module
 from .exits import Stop, exit_code, one_line
+from .life import life
 
 COMMANDS = {
     "explain": "Say what can be pruned and fused in a model, and why not.",
@@ -32,7 +35,13 @@ COMMANDS = {
     "env": "Print the versions of everything that matters.",
 }
 
-STOPPED = "Stopped. What was finished is kept; start again to go on."
+KEPT = {
+    "build": "hydra-ensemble",
+    "circuit": "hydra-circuit",
+    "demo": "hydra-demo",
+    "sweep": "hydra-sweep",
+}
+"""Commands that go on where they stopped, and where they write by default."""
 
 
 class Commands(TyperGroup):
@@ -75,16 +84,17 @@ app = typer.Typer(
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Report no progress.")] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
-    """Accept what stands before a command; `--debug` is read by `main`, wherever it stands."""
+    """Accept what stands before a command; `main` reads `--debug` and `--quiet` anywhere."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code; the entry point exits with it."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
-    given = [argument for argument in given if argument != "--debug"]
+    debug, quiet = "--debug" in given, "--quiet" in given
+    given = [argument for argument in given if argument not in ("--debug", "--quiet")]
     if given[:1] == ["--version"]:
         typer.echo(__version__)
         return 0
@@ -92,14 +102,17 @@ def main(arguments: list[str] | None = None) -> int:
     problems = click_module("exceptions")
     if not sys.warnoptions:
         warnings.showwarning = _note
+    life.quiet = quiet
+    life.soon(f"hydra-ensembles {_command_of(given) or ''}: starting ...")
     try:
         defaults = _config_of(given, command)
-        code = int(command.main(given, standalone_mode=False, default_map=defaults) or 0)
-        return _say(STOPPED, 130) if code == 130 else code
+        with _silenced(quiet):
+            code = int(command.main(given, standalone_mode=False, default_map=defaults) or 0)
+        return _say(_stopped(given), 130) if code == 130 else code
     except (typer.Abort, KeyboardInterrupt):
-        return _say(STOPPED, 130)
+        return _say(_stopped(given), 130)
     except typer.Exit as error:  # some versions of typer turn Ctrl-C into this, some return 130
-        return _say(STOPPED, 130) if error.exit_code == 130 else error.exit_code
+        return _say(_stopped(given), 130) if error.exit_code == 130 else error.exit_code
     except problems.ClickException as error:
         error.show()
         return error.exit_code
@@ -114,6 +127,44 @@ def main(arguments: list[str] | None = None) -> int:
         if code == 1:
             text = f"{type(error).__name__}: {text} (unexpected; --debug shows where)"
         return _say(text, code)
+    finally:
+        life.cancel()
+
+
+@contextmanager
+def _silenced(quiet: bool) -> Iterator[None]:
+    """Switch progress off for a command; importing what reports it is left to the command."""
+    if not quiet:
+        yield
+        return
+    from ..data.progress import silence
+
+    silence()
+    try:
+        yield
+    finally:
+        silence(False)
+
+
+def _command_of(given: list[str]) -> str | None:
+    return next((argument for argument in given if argument in COMMANDS), None)
+
+
+def _stopped(given: list[str]) -> str:
+    """Say what an interrupted command has kept, and how to go on."""
+    name = _command_of(given)
+    if name not in KEPT:
+        return "Stopped. Nothing was kept to go on from: start the command again."
+    folder = KEPT[name]
+    for place, argument in enumerate(given):
+        if argument in ("-o", "--output") and place + 1 < len(given):
+            folder = given[place + 1]
+        elif argument.startswith("--output="):
+            folder = argument.partition("=")[2]
+    return (
+        f"Stopped. Finished steps are kept in {folder}: run the same command again to go on from "
+        "there, or delete the folder to start anew."
+    )
 
 
 def _note(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -122,6 +173,7 @@ def _note(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def _say(text: str, code: int) -> int:
+    life.cancel()
     typer.echo(f"hydra-ensembles: {text}", err=True)
     return code
 

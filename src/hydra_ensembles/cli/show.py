@@ -13,6 +13,7 @@ import typer
 
 from .._records import write_whole
 from .clicks import click_module
+from .life import life
 
 if TYPE_CHECKING:
     from ..evaluation import Results
@@ -25,7 +26,9 @@ FIGURES = (
 
 def say(text: str, *, json: bool = False) -> None:
     """Print a line for people: on standard error when standard output is for a machine."""
-    typer.echo(text, err=json)
+    life.cancel()
+    if not (json and life.quiet):
+        typer.echo(text, err=json)
 
 
 def sizes(known: Any, outliers: Mapping[str, Any]) -> str:
@@ -40,13 +43,17 @@ def sizes(known: Any, outliers: Mapping[str, Any]) -> str:
 
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """Show what is going on while it lasts, where somebody looks: on a terminal alone."""
-    shown = sys.stderr.isatty()
+    """Say what is going on while it lasts; into a log only when it takes longer than a second."""
+    shown = sys.stderr.isatty() and not life.quiet
     if shown:
+        life.cancel()
         typer.echo(f"{text} ...", err=True, nl=False)
+    else:
+        life.soon(f"{text} ...")
     try:
         yield
     finally:
+        life.cancel()
         if shown:
             typer.echo("\r\x1b[K", err=True, nl=False)
 

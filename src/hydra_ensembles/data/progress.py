@@ -77,7 +77,7 @@ class Progress:
         total: int | None = None,
         *,
         enabled: bool = True,
-        unit: str = "batch",
+        unit: str = "batches",
         done: int = 0,
     ) -> None:
         self.description, self.total, self.unit = description, total, unit
@@ -124,8 +124,10 @@ class Progress:
 
     def __str__(self) -> str:
         """Describe the state in a line: `heads: 3 of 12 batches, 25 %, about 40 s left`."""
-        count = f"{self.done} {self.unit}" if self.total is None else (
-            f"{self.done} of {self.total} {self.unit}"
+        count = (
+            f"{self.done} {self.unit}"
+            if self.total is None
+            else (f"{self.done} of {self.total} {self.unit}")
         )
         parts = [f"{self.description}: {count}"]
         if self.total:
@@ -150,7 +152,7 @@ def progress_bar(
     description: str,
     enabled: bool = True,
     total: int | None = None,
-    unit: str = "batch",
+    unit: str = "batches",
 ) -> Iterator[Any]:
     """Iterate over data and report the progress."""
     if total is None and hasattr(data, "__len__"):

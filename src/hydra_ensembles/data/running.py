@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import DataError, HydraError
 from ..uncertainty import Prediction, as_member_logits
 from .modes import evaluating as evaluating
+from .progress import progress_bar as progress_bar
 
 LABEL_KEYS = ("labels", "label")
 
@@ -132,16 +133,58 @@ def _promised(function: Callable[..., Any]) -> Any:
         return inspect.Signature.empty
 
 
-def progress_bar(
-    data: Iterable[Any], *, description: str, enabled: bool = True, total: int | None = None
-) -> Iterable[Any]:
-    """Wrap an iterable in a progress bar, shown on a terminal and on rank 0 alone."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not enabled or (distributed and torch.distributed.get_rank() != 0):
-        return data
-    from tqdm.auto import tqdm
+def check_inputs(batch: Any, where: str = "the batch") -> None:
+    """Raise when a batch holds no example, or NaN or infinite values where inputs should be.
 
-    return tqdm(data, desc=description, total=total, disable=None, leave=False)
+    Attention masks and biases may be infinite; labels are another check's.
+    """
+    args, kwargs, _ = split_batch(batch)
+    for name, value in [*(("inputs", arg) for arg in args), *kwargs.items()]:
+        if not isinstance(value, Tensor) or not value.ndim:
+            continue
+        if not value.numel():
+            raise DataError(
+                f"There is nothing to predict in {where}: {name} has shape {list(value.shape)}. "
+                "Give at least one example, and texts of at least one token."
+            )
+        if not value.is_floating_point() or "mask" in name or "bias" in name:
+            continue
+        if bool(value.detach().float().sum().isfinite()):  # then every value is
+            continue
+        finite = value.detach().isfinite().reshape(len(value), -1).all(1)
+        bad = (~finite).nonzero().flatten().tolist()
+        if bad:
+            kind = "NaN" if bool(value.isnan().any()) else "infinite values"
+            raise DataError(
+                f"The inputs hold {kind} for {len(bad)} of {len(value)} examples in {where} "
+                f"({name}; example {bad[0]} is the first). Mend or leave out these examples; check "
+                "how they were scaled."
+            )
+
+
+def checked(
+    data: Iterable[Any], *, name: str, classes: int | None = None, labelled: bool = False
+) -> Iterator[Any]:
+    """Yield the batches of data, each checked: finite inputs and, where asked for, labels.
+
+    Args:
+        data: an iterable of batches.
+        name: what errors call the data set.
+        classes: the number of classes that labels may name.
+        labelled: raise where labels are missing or are no class numbers.
+    """
+    for batch in data:
+        where = f"the {name} data"
+        check_inputs(batch, where)
+        if labelled:
+            labels = split_batch(batch)[2]
+            if labels is None:
+                raise DataError(
+                    f"There are no labels in {where}. Give batches as (inputs, labels) or as "
+                    "mappings with 'labels'."
+                )
+            check_labels(labels, where, classes=classes)
+        yield batch
 
 
 def require_reiterable(data: Iterable[Any], *, name: str = "data") -> None:
@@ -186,9 +229,12 @@ def iterate_logits(
         ):
             where = f"batch {index} of the data set {name!r}"
             try:
+                check_inputs(batch, where)
                 labels = None if ignore_labels else split_batch(batch)[2]
                 logits = member_logits(model, batch, device=device).detach().cpu()
             except DataError as error:
+                if where in str(error):
+                    raise
                 raise DataError(f"In {where}: {error}") from error
             except (HydraError, torch.OutOfMemoryError):
                 raise
@@ -283,19 +329,24 @@ def _check_logits(logits: Tensor, where: str) -> None:
 
 
 def _check_labels(labels: Tensor, logits: Tensor, where: str) -> Tensor:
+    if labels.ndim == 1 and len(labels) != len(logits):
+        raise DataError(f"{len(labels)} labels for {len(logits)} examples in {where}.")
+    return check_labels(labels, where, classes=logits.shape[-1])
+
+
+def check_labels(labels: Tensor, where: str, *, classes: int | None = None) -> Tensor:
+    """Return labels as whole numbers on the CPU; raise when they are not classes of the model."""
     labels = labels.detach().cpu()
     if labels.is_floating_point() or labels.ndim != 1:
         raise DataError(
             f"Labels of shape {list(labels.shape)} and type {labels.dtype} in {where}; expected "
             "one whole class number for each example. Multi-label and regression are refused."
         )
-    if len(labels) != len(logits):
-        raise DataError(f"{len(labels)} labels for {len(logits)} examples in {where}.")
     labels = labels.long()
-    outside = labels[(labels < 0) | (labels >= logits.shape[-1])]
+    outside = labels[labels < 0] if classes is None else labels[(labels < 0) | (labels >= classes)]
     if len(outside):
         raise DataError(
             f"Label {int(outside[0])} in {where} is out of range: the model has "
-            f"{logits.shape[-1]} classes, 0 to {logits.shape[-1] - 1}."
+            f"{classes} classes, 0 to {(classes or 0) - 1}."
         )
     return labels

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.modes import in_eval, twin
-from ..data.running import move, split_batch
+from ..data.running import check_inputs, move, split_batch
 from ..errors import HydraError, UnsupportedModelError
 from ..heads.masks import HeadMask
 from ..heads.plan import Plan
@@ -257,6 +257,7 @@ class HydraEnsemble(nn.Module):
     @torch.no_grad()
     def predict(self, batch: Any) -> Prediction:
         """Predict a batch: probabilities, label, uncertainty and what the members say."""
+        check_inputs(batch)
         model, summaries = in_eval(self), None
         if self.novelty is None:
             member_logits = model.member_logits(batch).float()

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._records import check_same_run, model_fingerprint
+from ..data.progress import Progress
 from ..data.running import call_model, member_logits_of, split_batch
 from ..errors import DataError, HydraError
 from .checkpoint import (
@@ -173,16 +174,17 @@ class Run:
         return 1.0
 
     def _run_epochs(self) -> None:
-        from tqdm.auto import tqdm
-
-        silent = None if self.progress and self.accelerator.is_main_process else True
-        bar = tqdm(total=self.steps, initial=self.step, disable=silent, unit="step")
-        bar.set_description(self.action)
-        with bar:
+        with Progress(
+            self.action,
+            self.steps,
+            enabled=self.progress and self.accelerator.is_main_process,
+            unit="steps",
+            done=self.step,
+        ) as bar:
             for epoch in range(self.step // self.steps_per_epoch, self.settings.epochs):
                 self._run_epoch(epoch, bar)
 
-    def _run_epoch(self, epoch: int, bar: Any) -> None:
+    def _run_epoch(self, epoch: int, bar: Progress) -> None:
         self.model.train()
         self.epoch = epoch
         done = self.step - epoch * self.steps_per_epoch
@@ -197,7 +199,7 @@ class Run:
             self.step += 1
             self.loss_sum += loss
             bar.update()
-            bar.set_postfix(loss=f"{loss:.3f}")
+            bar.show(f"loss {loss:.3f}")
             is_last = index + 1 == self.steps_per_epoch
             if is_last:
                 self._end_epoch(epoch)

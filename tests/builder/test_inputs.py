@@ -1,0 +1,68 @@
+"""Inputs that cannot be used are named before any search starts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hydra_ensembles import HeadMask, build, fuse
+from hydra_ensembles.data.running import collect_logits
+from hydra_ensembles.errors import DataError
+
+from ..criteria.tiny_hosts import HOSTS
+from .test_building import pictures, sentences
+
+
+def with_labels(labels):
+    images = torch.cat([x for x, _ in pictures(30)])
+    return [(images[:15], labels[:15]), (images[15:], labels[15:])]
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (torch.rand(30), "one whole class number"),
+        (torch.full((30,), 1000), "Label 1000 in the calibration data is out of range"),
+        (torch.full((30,), -100), "Label -100 in the calibration data is out of range"),
+        (torch.zeros(30, 3).long(), "one whole class number"),
+    ],
+)
+def test_labels_that_are_no_classes(labels, message):
+    with pytest.raises(DataError, match=message):
+        build(HOSTS["timm"][0](), with_labels(labels), progress=False)
+
+
+def test_missing_labels():
+    with pytest.raises(DataError, match="no labels in the calibration data"):
+        build(HOSTS["timm"][0](), [(x,) for x, _ in pictures(30)], progress=False)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_inputs_that_are_not_finite(value):
+    model = HOSTS["timm"][0]()
+    data = pictures(30)
+    ensemble = fuse(model, [HeadMask.full(model)])
+    data[1][0][3, 0, 0, 0] = value
+    kind = "NaN" if math.isnan(value) else "infinite"
+    with pytest.raises(DataError, match=rf"{kind}.* for 1 of 15 examples .*example 3 is the first"):
+        ensemble.predict(data[1])
+    with pytest.raises(DataError, match=kind):
+        collect_logits(ensemble, data)
+    with pytest.raises(DataError, match=f"{kind}.*calibration data"):
+        build(model, data, progress=False)
+    with pytest.raises(DataError, match=f"{kind}.*noise data"):
+        build(model, pictures(30), ood={"noise": [(x,) for x, _ in data]}, progress=False)
+
+
+def test_an_empty_batch_of_text():
+    model = HOSTS["bert"][0]()
+    ensemble = fuse(model, [HeadMask.full(model)])
+    batch = sentences(15)[0]
+    with pytest.raises(DataError, match="nothing to predict"):
+        ensemble.predict({key: value[:0] for key, value in batch.items()})
+    with pytest.raises(DataError, match="at least one token"):
+        ensemble.predict({"input_ids": torch.empty(2, 0, dtype=torch.long)})
+    with pytest.raises(DataError, match="empty"):
+        build(model, [{key: value[:0] for key, value in batch.items()}], progress=False)
