@@ -1,6 +1,6 @@
 """Draw 1,000 small calibration sets; compare NLL on the rest with and without a temperature.
 
-    python experiments/calibration_draws.py --data DATA --sst2 CHECKPOINTS/sst2/seed0 --cache CACHE
+    python experiments/calibration_draws.py --data DATA --sst2 HOSTS/sst2/seed0 --cache CACHE
 
 Logits: MiniLM fine-tuned on SST-2 (872 dev sentences), DeiT-tiny (1,000 ImageNet images), a small
 ViT on the digits (719). Sets of 5 to 200 examples (log-uniform), of three kinds: any examples
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import real_data
 import torch
+from lab import sets, tasks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -70,21 +70,15 @@ def _nll(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
 
 
 def _model_and_data(name: str, args: argparse.Namespace) -> tuple[Any, Any]:
-    root = real_data.data_root(args.data) if name != "digits" else Path()
+    root = sets.data_root(args.data) if name != "digits" else Path()
     if name == "imagenet":
-        import timm
-
-        overlay = {"file": str(root / "deit-tiny" / "model.safetensors")}
-        model = timm.create_model(
-            "deit_tiny_patch16_224", pretrained=True, pretrained_cfg_overlay=overlay
-        )
-        return model.eval(), real_data.imagenet(root, "test").batches()
+        return tasks.deit_tiny(root).eval(), sets.imagenet(root, "test").batches()
     if name == "sst2":
         import transformers
 
         model = transformers.AutoModelForSequenceClassification.from_pretrained(args.sst2)
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.sst2)
-        return model.eval(), real_data.sst2(root, "dev").by_length().batches(tokenizer)
+        return model.eval(), sets.sst2(root, "dev").batches(tokenizer)
     from hydra_ensembles import finetune
     from hydra_ensembles.data import digits
     from hydra_ensembles.hosts.tiny_vit import TinyViT
