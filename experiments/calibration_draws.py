@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.data.running import collect_logits
-from hydra_ensembles.uncertainty.calibration import LEAST, PRIOR, find_temperature
+from hydra_ensembles.uncertainty.calibration import GAUSS, LAPLACE, LEAST, find_temperature
 
 RESULTS = Path(__file__).parent / "results" / "calibration_draws.json"
 SOURCES = ("sst2", "imagenet", "digits")
@@ -149,18 +149,21 @@ def interval(rule_penalty: Tensor, gap: float) -> Rule:
     return find
 
 
-GAUSS = {scale: GRID**2 / (2 * scale**2) for scale in (0.15, 0.25, 0.5)}
+NORMAL = {scale: GRID**2 / (2 * scale**2) for scale in (0.15, 0.25, 0.5)}
 RULES: dict[str, Rule] = {
     "maximum likelihood": maximum_likelihood,
-    "Gauss 0.5": prior(GAUSS[0.5]),
-    "Gauss 0.25": prior(GAUSS[0.25]),
+    "Gauss 0.5": prior(NORMAL[0.5]),
+    "Gauss 0.25": prior(NORMAL[0.25]),
     "all right or < 10: 1": supported(maximum_likelihood, 10),
-    "all right or < 10: 1, Gauss 0.5": supported(prior(GAUSS[0.5]), 10),
-    "all right or < 10: 1, Gauss 0.25": supported(prior(GAUSS[0.25]), 10),
-    "all right or < 10: 1, Gauss 0.15": supported(prior(GAUSS[0.15]), 10),
+    "all right or < 10: 1, Gauss 0.5": supported(prior(NORMAL[0.5]), 10),
+    "all right or < 10: 1, Gauss 0.25": supported(prior(NORMAL[0.25]), 10),
+    "all right or < 10: 1, Gauss 0.15": supported(prior(NORMAL[0.15]), 10),
     "all right or < 10: 1, edge of the 95 % interval": supported(interval(0 * GRID, 1.92), 10),
-    "all right or < 20: 1, Gauss 0.25": supported(prior(GAUSS[0.25]), 20),
+    "all right or < 20: 1, Gauss 0.25": supported(prior(NORMAL[0.25]), 20),
     "all right or < 20: 1, Laplace 0.35": supported(prior(GRID.abs() / 0.35), 20),
+    "all right or < 20: 1, Laplace 0.35 and Gauss 0.5": supported(
+        prior(GRID.abs() / 0.35 + NORMAL[0.5]), 20
+    ),
 }
 
 
@@ -231,7 +234,7 @@ def main() -> None:
     result = judge(sources, draw(sources, args.count, args.seed), args.seed)
     record = {
         "command": "python experiments/calibration_draws.py --data DATA --sst2 MODEL --cache CACHE",
-        "rule": {"prior": PRIOR, "least": LEAST},
+        "rule": {"laplace": LAPLACE, "gauss": GAUSS, "least": LEAST},
         "sources": {
             name: {
                 "examples": len(source.labels),

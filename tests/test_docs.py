@@ -32,6 +32,17 @@ def test_the_menu_and_the_snippets_exist() -> None:
             assert (ROOT / snippet).is_file(), snippet
 
 
+def test_tutorials_hold_the_scripts_that_are_run() -> None:
+    make = load("docs/make_tutorials.py")
+    for name in make.TITLES:
+        text = (ROOT / "docs" / "tutorials" / f"{name}.md").read_text(encoding="utf-8")
+        assert text == make.page(name), "run: python docs/make_tutorials.py"
+        assert "--8<--" not in text and text.count("```python") > 1
+        code = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.S))
+        script = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+        assert set(script.partition('"""\n\n')[2].splitlines()) <= {*code.splitlines(), ""}
+
+
 def test_the_reference_names_what_exists() -> None:
     text = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     for path in re.findall(r"^::: (\S+)$", text, flags=re.M):

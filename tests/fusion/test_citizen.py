@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 from pathlib import Path
 
 import pytest
@@ -190,7 +191,7 @@ def test_trainer_trains_and_evaluates(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_pipeline_takes_it() -> None:
+def test_pipeline_takes_it(capfd: pytest.CaptureFixture[str]) -> None:
     from PIL import Image
     from transformers import ViTImageProcessor, pipeline
 
@@ -199,6 +200,7 @@ def test_pipeline_takes_it() -> None:
     ensemble = hydra.fuse(model, EARLY)
     processor = ViTImageProcessor(size={"height": 16, "width": 16})
     classify = pipeline("image-classification", model=ensemble, image_processor=processor)
+    assert "not supported" not in capfd.readouterr().err
     image = Image.effect_noise((16, 16), 80).convert("RGB")
     answer = classify(image, top_k=5)
     assert {entry["label"] for entry in answer} == set(model.config.id2label.values())
@@ -236,3 +238,17 @@ def test_str_says_what_was_built() -> None:
     assert "block 2: 2 + 2 + 1 of 4 heads, readout only" in text
     assert "x multiply-adds" in text
     assert "MiB" in text
+
+
+def test_it_can_be_pickled_and_saved_by_torch(tmp_path: Path) -> None:
+    ensemble = hydra.fuse(zoo.host("vit"), EARLY)
+    assert type(ensemble) is hydra.HydraEnsemble
+    ensemble.temperature = 1.5
+    again = pickle.loads(pickle.dumps(ensemble))
+    torch.save(ensemble, tmp_path / "whole.pt")
+    loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
+    batch = zoo.batch("vit")
+    expected = ensemble.predict(batch).probabilities
+    for other in (again, loaded):
+        assert type(other) is hydra.HydraEnsemble
+        assert torch.equal(other.predict(batch).probabilities, expected)

@@ -42,10 +42,10 @@ def test_many_examples_find_the_temperature(temperature):
 
 def test_without_a_prior_it_is_at_the_minimum_of_the_nll():
     z, labels = sampled(2.5, members=3, size=500)
-    best = fit_temperature(z, labels, prior=None)
+    best = fit_temperature(z, labels, prior=0)
     assert nll(z, labels, best) <= min(nll(z, labels, best * t) for t in (0.99, 1.01))
     # the prior moves it towards 1, by little
-    assert best * 0.97 < fit_temperature(z, labels) < best
+    assert best * 0.94 < fit_temperature(z, labels) < best
 
 
 @pytest.mark.parametrize("size", [5, 40, 200])
@@ -76,7 +76,7 @@ def test_it_does_not_rest_on_one_example():
     calm = find_temperature(z[1:], labels[1:]).temperature
     z[0, 0] = torch.tensor([30.0, 0.0, 0.0, 0.0])
     labels[0] = 1
-    assert fit_temperature(z, labels, prior=None) > 1.5 * calm
+    assert fit_temperature(z, labels, prior=0) > 1.5 * calm
     assert abs(math.log(fit_temperature(z, labels))) <= abs(math.log(calm)) + 0.05
 
 
@@ -94,7 +94,7 @@ def test_it_never_moves_further_than_the_likelihood(size, seed, sharp):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CalibrationWarning)
         cautious = math.log(fit_temperature(z, labels))
-        free = math.log(fit_temperature(z, labels, prior=None))
+        free = math.log(fit_temperature(z, labels, prior=0))
     assert cautious == 0 or (cautious * free > 0 and abs(cautious) <= abs(free) + 1e-3)
 
 

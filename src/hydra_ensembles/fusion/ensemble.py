@@ -20,6 +20,7 @@ from ..heads.masks import HeadMask
 from ..heads.plan import Plan
 from ..hosts import HostModel, device_of, host_model, main_output
 from ..hosts.examples import examples
+from ..hosts.huggingface import introduce_to_pipelines
 from ..hosts.probe import modules_after_blocks
 from ..hosts.task import gives_classes
 from ..registry import check_name
@@ -123,6 +124,7 @@ class HydraEnsemble(nn.Module):
         ensemble = cls(assembly, view, mode=mode)
         ensemble.switches = dict(switches)
         ensemble.train(assembly.model.training)
+        introduce_to_pipelines(assembly.model, cls)
         return ensemble
 
     @property

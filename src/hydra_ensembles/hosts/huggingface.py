@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from functools import cache
+from typing import Any
+
 from .family import Family, register_family
 
 register_family(
@@ -94,3 +98,22 @@ register_family(
         fusable=False,
     )
 )
+
+
+def introduce_to_pipelines(model: Any, kind: type) -> None:
+    """Let transformers' pipelines know a class that stands for one of their classifiers.
+
+    Otherwise they log that it is not supported, and then work. Says nothing to models of others.
+    """
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and isinstance(model, transformers.PreTrainedModel):
+        _introduce(kind)
+
+
+@cache
+def _introduce(kind: type) -> None:
+    import transformers
+
+    config = type(f"{kind.__name__}Config", (transformers.PretrainedConfig,), {})
+    for name in ("AutoModelForImageClassification", "AutoModelForSequenceClassification"):
+        getattr(transformers, name)._model_mapping.register(config, kind, exist_ok=True)

@@ -4,9 +4,9 @@ A temperature that only follows the likelihood goes to its bound when every exam
 sharper answer is better) and follows one confident error when examples are few. So the fit is
 cautious, by four rules:
 
-1. *A prior.* The sum of the NLL is joined with |log T| / PRIOR (Laplace's prior around T = 1): a
-   temperature leaves 1 only where the examples together ask for it, and once they are many the
-   prior says nothing.
+1. *A prior.* The sum of the NLL is joined with |log T| / LAPLACE + (log T)^2 / (2 GAUSS^2): a
+   temperature leaves 1 only where the examples together ask for it and goes far only where they
+   insist; once they are many the prior says nothing.
 2. *Never one example.* The fit is repeated without the example that pulls hardest away from 1; the
    answer nearer to 1 counts, and 1 itself where the two lie on different sides of it.
 3. *Support.* Fewer than LEAST examples, or none that is wrong, support no temperature: it is 1.
@@ -26,8 +26,8 @@ from torch import Tensor
 from ..errors import DataError
 from .scores import as_member_logits, log_mean_probability
 
-PRIOR = 0.35
-"""Scale of the prior on |log T|."""
+LAPLACE, GAUSS = 0.35, 0.5
+"""Scales of the prior on log T; chosen by `experiments/calibration_draws.py`."""
 LEAST = 20
 """Examples without which no temperature is fitted."""
 BOUNDS = (0.02, 50.0)
@@ -50,20 +50,20 @@ def fit_temperature(
     labels: Tensor,
     *,
     bounds: tuple[float, float] = BOUNDS,
-    prior: float | None = PRIOR,
+    prior: float = 1.0,
     least: int = LEAST,
 ) -> float:
     """Find one temperature for all members: low NLL of the mean probability, cautiously.
 
-    argmin_T sum_x -log mean_m softmax(z_m(x) / T)_y + |log T| / prior (Guo et al., 2017, with a
-    prior), without resting on one example; 1, with a `CalibrationWarning`, where the examples
-    support no temperature. Deterministic, no gradients, no starting point.
+    argmin_T sum_x -log mean_m softmax(z_m(x) / T)_y + prior(log T) (Guo et al., 2017, with a
+    prior; the formula is above), without resting on one example; 1, with a `CalibrationWarning`,
+    where the examples support no temperature. Deterministic, no gradients, no starting point.
 
     Args:
         member_logits: `[batch, member, class]`, held-out examples.
         labels: `[batch]`.
         bounds: the lowest and the highest temperature to consider.
-        prior: scale of |log T|; None for maximum likelihood without any caution.
+        prior: weight of the prior; 0 for maximum likelihood without any caution.
         least: number of examples without which the temperature stays at 1.
     """
     found = find_temperature(member_logits, labels, bounds=bounds, prior=prior, least=least)
@@ -77,7 +77,7 @@ def fit_member_temperatures(
     labels: Tensor,
     *,
     bounds: tuple[float, float] = BOUNDS,
-    prior: float | None = PRIOR,
+    prior: float = 1.0,
     least: int = LEAST,
 ) -> list[float]:
     """Find each member's own temperature.
@@ -97,7 +97,7 @@ def find_temperature(
     labels: Tensor,
     *,
     bounds: tuple[float, float] = BOUNDS,
-    prior: float | None = PRIOR,
+    prior: float = 1.0,
     least: int = LEAST,
 ) -> TemperatureFit:
     """Find what `fit_temperature` finds; return notes in place of warnings."""
@@ -110,7 +110,7 @@ def find_temperature(
     if not bool(logits.amax(-1).isfinite().all()):
         raise DataError("Cannot fit a temperature: the logits hold NaN or infinity.")
     target = labels.to(logits.device).long()
-    if prior is not None:
+    if prior:
         if len(logits) < least:
             return TemperatureFit(
                 1.0,
@@ -129,12 +129,12 @@ def find_temperature(
         return -logs.gather(-1, target[:, None])[:, 0].double()
 
     def loss(log_temperature: float) -> float:
-        held = 0.0 if prior is None else abs(log_temperature) / prior
-        return float(nll(log_temperature, logits, target).sum()) + held
+        held = abs(log_temperature) / LAPLACE + log_temperature**2 / (2 * GAUSS**2)
+        return float(nll(log_temperature, logits, target).sum()) + prior * held
 
     low, high = math.log(bounds[0]), math.log(bounds[1])
     best = _minimum(loss, low, high)
-    if prior is not None and best:
+    if prior and best:
         away = math.copysign(1e-3, best)
         pull = nll(best + away, logits, target) - nll(best - away, logits, target)
         hardest = torch.arange(len(logits), device=logits.device) != pull.argmin()
