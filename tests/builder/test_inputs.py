@@ -11,7 +11,7 @@ from hydra_ensembles import HeadMask, build, fuse
 from hydra_ensembles.data.running import collect_logits
 from hydra_ensembles.errors import DataError
 
-from ..criteria.tiny_hosts import HOSTS
+from ..zoo import sharp
 from .test_building import pictures, sentences
 
 
@@ -31,17 +31,17 @@ def with_labels(labels):
 )
 def test_labels_that_are_no_classes(labels, message):
     with pytest.raises(DataError, match=message):
-        build(HOSTS["timm"][0](), with_labels(labels), progress=False)
+        build(sharp("timm"), with_labels(labels), progress=False)
 
 
 def test_missing_labels():
     with pytest.raises(DataError, match="no labels in the calibration data"):
-        build(HOSTS["timm"][0](), [(x,) for x, _ in pictures(30)], progress=False)
+        build(sharp("timm"), [(x,) for x, _ in pictures(30)], progress=False)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_inputs_that_are_not_finite(value):
-    model = HOSTS["timm"][0]()
+    model = sharp("timm")
     data = pictures(30)
     ensemble = fuse(model, [HeadMask.full(model)])
     data[1][0][3, 0, 0, 0] = value
@@ -57,7 +57,7 @@ def test_inputs_that_are_not_finite(value):
 
 
 def test_an_empty_batch_of_text():
-    model = HOSTS["bert"][0]()
+    model = sharp("bert")
     ensemble = fuse(model, [HeadMask.full(model)])
     batch = sentences(15)[0]
     with pytest.raises(DataError, match="nothing to predict"):

@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -155,7 +155,7 @@ def progress_bar(
     unit: str = "batches",
 ) -> Iterator[Any]:
     """Iterate over data and report the progress."""
-    if total is None and hasattr(data, "__len__"):
+    if total is None and isinstance(data, Sized):
         try:
             total = len(data)
         except TypeError:  # an iterable data set has no length
