@@ -68,7 +68,7 @@ class PartCandidates(Candidates):
     """Candidates on data sets in parts `<part>:<name>`, joined by name."""
 
     def _arrange(self, outputs: Outputs) -> Outputs:
-        return Outputs(_join(outputs.logits), _join(outputs.labels))
+        return Outputs(joined(outputs.logits), joined(outputs.labels))
 
     def rows(self, part: str) -> dict[str, Tensor]:
         """Return the examples of a part, by data set."""
@@ -81,7 +81,8 @@ class PartCandidates(Candidates):
         return result
 
 
-def _join(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def joined(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Join data sets `<part>:<name>` by name, in the order of the parts."""
     found: dict[str, list[Tensor]] = {}
     for key, tensor in parts.items():
         found.setdefault(key.partition(":")[2], []).append(tensor)

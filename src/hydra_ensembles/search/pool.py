@@ -31,6 +31,7 @@ def make_pool(
     *,
     size: int = 400,
     tables: Mapping[str, HeadScores] | None = None,
+    stems: int | None = None,
     seed: int = 0,
 ) -> dict[HeadMask, str]:
     """Return candidate masks and where each comes from; the unpruned host is the first.
@@ -40,6 +41,8 @@ def make_pool(
         layers: Layers in which candidates differ; all heads are kept below.
         size: Number of candidates, at most.
         tables: Scores of heads by name (higher = keep): their top heads at several ratios.
+        stems: Candidates share this many choices of heads below the last layer. Whole blocks run
+            once per stem, so that few stems make a large pool cheap. None: no such limit.
         seed: Of the random ones.
     """
     full = HeadMask.full(host)
@@ -57,17 +60,53 @@ def make_pool(
         for keep in KEEP:
             kept = scores.top_k(keep)
             for first in range(len(layers)):  # pruned from the top down
-                some = layers[first:]
-                pool.setdefault(_with(full, some, [kept[layer] for layer in some]), name)
+                upper = layers[first:]
+                pool.setdefault(_with(full, upper, [kept[layer] for layer in upper]), name)
     lower = {layer: _few_rows(host, layer, pool, generator) for layer in layers[:-1]}
-    while len(pool) < size:
+    if stems is not None:
+        return _on_stems(pool, layers, lower, stems=stems, size=size, generator=generator)
+    while len(pool) < min(size, whole):
         rows = [_pick(lower[layer], generator) for layer in layers[:-1]]
         rows.append(_random_row(host.head_counts[layers[-1]], generator))
-        before = len(pool)
         pool.setdefault(_with(full, layers, rows), "random")
-        if len(pool) == before and len(pool) >= whole:
-            break
     return pool
+
+
+def _on_stems(
+    pool: Mapping[HeadMask, str],
+    layers: Sequence[int],
+    lower: Mapping[int, Sequence[Tensor]],
+    *,
+    stems: int,
+    size: int,
+    generator: torch.Generator,
+) -> dict[HeadMask, str]:
+    """Return a pool on few stems: those of the given masks first, then random ones."""
+    full = next(iter(pool))
+    found: dict[tuple[tuple[bool, ...], ...], HeadMask] = {}
+    for mask in [mask for mask in pool if mask is full or "random" not in pool[mask]]:
+        if len(found) < max(1, stems // 2):
+            found.setdefault(_stem(mask, layers), mask)
+    for _ in range(20 * stems):
+        if len(found) >= stems or not lower:
+            break
+        mask = _with(full, layers[:-1], [_pick(lower[layer], generator) for layer in layers[:-1]])
+        found.setdefault(_stem(mask, layers), mask)
+    result = {mask: name for mask, name in pool.items() if _stem(mask, layers) in found}
+    bases = list(found.values())
+    heads = full.shape[layers[-1]]
+    for _ in range(20 * size):
+        if len(result) >= size:
+            break
+        base = bases[int(torch.randint(len(bases), (), generator=generator))]
+        mask = base.with_layer(layers[-1], _random_row(heads, generator))
+        result.setdefault(mask, "random")
+    return result
+
+
+def _stem(mask: HeadMask, layers: Sequence[int]) -> tuple[tuple[bool, ...], ...]:
+    """Return a mask's heads below the last layer."""
+    return tuple(tuple(mask[layer].tolist()) for layer in layers[:-1])
 
 
 def _few_rows(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,9 +128,13 @@ class Prefix:
         """Number of batches whose states are kept."""
         return len(self._cache)
 
-    def states(self) -> Iterator[tuple[str, int, Tensor, Call]]:
+    def states(
+        self, sets: Collection[str] | None = None
+    ) -> Iterator[tuple[str, int, Tensor, Call]]:
         """Yield the states that enter the current layer; what is not kept is recomputed."""
         for name, batches in self.data.items():
+            if sets is not None and name not in sets:
+                continue
             sizes = self._sizes[name]
             if all((name, i) in self._cache for i in range(len(sizes))):
                 for index in range(len(sizes)):
@@ -182,6 +186,7 @@ class Prefix:
         tick: Tick | None = None,
         store: TensorStore | None = None,
         label: str = "",
+        sets: Collection[str] | None = None,
     ) -> Outputs:
         """Return the logits of the host under every mask; only rows from the current layer count.
 
@@ -191,11 +196,13 @@ class Prefix:
             tick: Called with the number of block runs that were done.
             store: Keeps the logits of every batch, so that a stopped search need not run it again.
             label: What the masks are called in the store.
+            sets: Names of the data sets to run; all by default.
         """
         above = [[row.float() for row in mask][self.layer :] for mask in masks]
-        found: dict[str, list[Tensor]] = {name: [] for name in self.data}
+        chosen = [name for name in self.data if sets is None or name in sets]
+        found: dict[str, list[Tensor]] = {name: [] for name in chosen}
         with evaluating(self.host.model):
-            for name, index, x, call in self.states():
+            for name, index, x, call in self.states(chosen):
                 key = f"{label}-{self._span(name, index)}"
                 known = None if store is None else store.get(key)
                 if known is None:
@@ -206,7 +213,8 @@ class Prefix:
                 elif tick is not None:
                     tick(len(masks) * (len(self.host) - self.layer))
                 found[name].append(known)
-        return Outputs({name: torch.cat(parts) for name, parts in found.items()}, self.labels)
+        labels = {name: self.labels[name] for name in chosen if name in self.labels}
+        return Outputs({name: torch.cat(parts) for name, parts in found.items()}, labels)
 
     def _span(self, name: str, index: int) -> str:
         """Name a batch by its data set and examples, whatever the size of batches is."""

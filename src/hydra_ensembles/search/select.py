@@ -156,6 +156,11 @@ class Selector:
             self._known[key] = self.objective.value(figures, self._hosts[held_out])
         return self._known[key]
 
+    def gains(self, have: tuple[int, ...], pool: Sequence[int]) -> list[float]:
+        """Return the objective of `have` plus each candidate of a pool."""
+        self._judge(have, pool)
+        return [self.gain((*have, new)) for new in pool]
+
     def forward(
         self, members: int, *, beam: int = 3, shortlist: int = 120
     ) -> list[tuple[int, ...]]:
