@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .builder import Circuits as Circuits
     from .builder import Hies as Hies
     from .builder import Random as Random
+    from .builder import Search as Search
     from .builder import Select as Select
     from .builder import Taylor as Taylor
     from .builder import build as build
@@ -75,6 +76,7 @@ _NAMES = {
     "PromptClassifier": "hosts",
     "Random": "builder",
     "Results": "evaluation",
+    "Search": "builder",
     "Select": "builder",
     "Taylor": "builder",
     "ZeroShotClassifier": "hosts",

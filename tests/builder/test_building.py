@@ -68,9 +68,9 @@ def test_every_method_gives_a_calibrated_ensemble_within_its_budget(method):
         assert torch.equal(old, new)
 
 
-def test_text_with_proxies_alone():
+def test_text_with_proxies_only():
     model = sharp("bert").train()
-    ensemble = build(model, sentences(), members=2, max_cost=1.3, progress=False)
+    ensemble = build(model, sentences(), method="search", members=2, max_cost=1.3, progress=False)
     assert model.training and not any(module.training for module in ensemble.modules())
     assert ensemble.record["examples"] == {"select": 36, "stop": 12, "temperature": 12}
     assert any("proxy" in name for name in ensemble.record["intervals"])
@@ -116,7 +116,7 @@ def count(*_):
     if calls == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
 model.head.register_forward_hook(count)
-build(model, pictures(), max_cost=1.5, folder=sys.argv[1], **QUICK)
+build(model, pictures(), method="search", max_cost=1.5, folder=sys.argv[1], **QUICK)
 """
 
 
@@ -124,7 +124,7 @@ build(model, pictures(), max_cost=1.5, folder=sys.argv[1], **QUICK)
 def test_a_killed_search_of_members_ends_the_same_and_a_changed_one_is_refused(tmp_path):
     model, data, calls = sharp("timm"), pictures(), []
     model.head.register_forward_hook(lambda *_: calls.append(1))
-    whole = build(model, data, max_cost=1.5, **QUICK)
+    whole = build(model, data, method="search", max_cost=1.5, **QUICK)
     moment = str(int(0.8 * len(calls)))
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), moment], cwd=Path(__file__).parents[2]

@@ -44,7 +44,7 @@ def test_selected_members_are_equal_only_where_the_budget_forces_it():
     model = sharp("timm")
     data = pictures(30)
     tight = build(
-        model, data, method=Select(rounds=0), members=5, max_cost=1.0, score="msp", progress=False
+        model, data, method="select", members=5, max_cost=1.0, score="msp", progress=False
     )
     distinct = len(set(tight.masks))
     assert tight.record["cost"] <= 1.0

@@ -1,7 +1,8 @@
 """`build`: from a pretrained model and data to a fused ensemble, in one line.
 
-`building.py` is the verb, `parts.py` its data, `methods.py` and `selecting.py` the ways to find
-members, `deciding.py` what is fitted on the finished ensemble: temperatures and the score.
+`building.py` is the verb, `parts.py` its data, `methods.py`, `selecting.py` and `searching.py` the
+ways to find members, `deciding.py` what is fitted on the finished ensemble: temperatures and
+the score.
 """
 
 from .building import build as build
@@ -10,5 +11,6 @@ from .methods import METHODS as METHODS
 from .methods import Circuits as Circuits
 from .methods import Hies as Hies
 from .methods import Random as Random
+from .methods import Search as Search
 from .methods import Select as Select
 from .methods import Taylor as Taylor

@@ -51,17 +51,19 @@ def build(
             examples. Split by itself (stratified, seeded): 60 % select, 20 % decide when to stop,
             20 % see neither. Temperatures are cross-fitted over all of it; their figures are those
             of the 40 % that did not select.
-        ood: Outliers: data, a dict of data by family, or `"auto"`. Proxies made of the calibration
-            data are always joined; `"auto"` (or None) means proxies only.
+        ood: Outliers: data, a dict of data by family, or `"auto"` (or None) for none. The methods
+            `search` and `circuit` join proxies that are made of the calibration data.
         validation: Labelled data that stops and fits temperatures in place of the split.
-        method: `"select"` (members by the ensemble's own figures), `"circuit"` (HeadMap with one
+        method: `"select"` (members by the ensemble's own figures, in a few passes over the data),
+            `"search"` (the same for many minutes, with proxies), `"circuit"` (HeadMap with one
             objective per member, as in the paper), `"taylor"`, `"hies"` or `"random"`; or a config
-            object with the method's own options: `Select(masks=600)`, `Circuits(keep=0.5)`,
-            `Taylor(keep=0.5)`, `Hies(alphas=(0.5,))`, `Random(keep=2)`.
+            object with the method's own options: `Select(masks=96)`, `Search(masks=600)`,
+            `Circuits(keep=0.5)`, `Taylor(keep=0.5)`, `Hies(alphas=(0.5,))`, `Random(keep=2)`.
         members: Number of members M. They differ; where that is impossible, the summary and
             `record["equal_members"]` say why.
         max_cost: Bound on counted multiply-adds relative to the plain model; None for none.
-        score: The uncertainty that `predict` reports, or `"auto"`: the best on validation data.
+        score: The uncertainty that `predict` reports, or `"auto"`: the best on held-out outliers,
+            `"msp"` without any.
         calibrate: Fit a temperature per member and one for the mean, where out of fold that lowers
             NLL; else they are 1 and the record says so.
         seed: Of splits, proxies, pools and bags.
@@ -83,7 +85,7 @@ def build(
     if score != "auto":
         scores[score]  # an unknown name fails now
     host = host_model(model)
-    parts = Parts(calibration, validation, ood, seed)
+    parts = Parts(calibration, validation, ood, seed, proxies=way.proxies)
     classes, seconds = _try(host, parts.first_batch())
     settings: dict[str, Any] = {
         "method": way.name,

@@ -66,7 +66,12 @@ def apply_decisions(ensemble: HydraEnsemble, decisions: dict[str, Any]) -> None:
 
 
 def _auto_score(ensemble: HydraEnsemble, parts: Parts, decisions: dict[str, Any]) -> dict[str, Any]:
-    """Pick the score with the best mean AUROC over families, on the stopping part."""
+    """Pick the score with the best mean AUROC over families, on the stopping part.
+
+    Without outliers it is MSP, which tells wrong answers from right ones well.
+    """
+    if set(parts.sets["stop"]) == {"id"}:
+        return {"score": "msp"}
     divide = torch.ones(ensemble.members)
     if decisions["member_temperatures"] is not None:
         divide = torch.tensor(decisions["member_temperatures"]) * decisions["temperature"]

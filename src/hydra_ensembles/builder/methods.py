@@ -19,6 +19,7 @@ from ..search.prefix import CACHE_BYTES
 from ..search.select import EnsembleObjective
 from ..search.state import SearchState, TensorStore
 from .parts import Parts
+from .searching import search_pool
 from .selecting import select_members
 
 METHODS: Registry[type[Method]] = Registry("method")
@@ -61,9 +62,15 @@ class Task:
 
 
 class Method(Protocol):
-    """A way to find members."""
+    """A way to find members.
+
+    Attributes:
+        name: In the registry.
+        proxies: Whether outliers are made of the calibration data for it.
+    """
 
     name: ClassVar[str]
+    proxies: ClassVar[bool]
 
     def settings(self) -> dict[str, Any]:
         """Return what the result depends on, as plain data."""
@@ -105,7 +112,54 @@ def method_with(name: str, **options: Any) -> Method:
 @METHODS.register("select")
 @dataclass(frozen=True)
 class Select:
-    """Choose members by the ensemble's own figures on validation data (the default).
+    """Choose members by the ensemble's own figures, by successive halving (the default).
+
+    Without outliers members are chosen for their likelihood, which is what they are for: novelty
+    finds outliers. Outliers that are given count as well.
+
+    Attributes:
+        objective: What an ensemble is rewarded for.
+        masks: Candidate masks at most.
+        stems: Choices of heads below the last layer that candidates share.
+        cache_bytes: Memory for hidden states.
+    """
+
+    name: ClassVar[str] = "select"
+    proxies: ClassVar[bool] = False
+    objective: EnsembleObjective = field(default_factory=EnsembleObjective)
+    masks: int = 96
+    stems: int = 8
+    cache_bytes: int = CACHE_BYTES
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the result depends on."""
+        return {"objective": asdict(self.objective), "masks": self.masks, "stems": self.stems}
+
+    def find(self, task: Task) -> dict[str, Any]:
+        """Select members."""
+        return select_members(
+            task.host,
+            task.parts,
+            task.budget,
+            members=task.members,
+            objective=self.objective,
+            masks=self.masks,
+            stems=self.stems,
+            cache_bytes=self.cache_bytes,
+            seed=task.seed,
+            state=task.state,
+            store=task.store,
+            progress=task.progress,
+            expect=task.expect,
+        )
+
+
+@METHODS.register("search")
+@dataclass(frozen=True)
+class Search:
+    """Search members for many minutes: a large pool on all data, evolved, for every family.
+
+    Proxies of outliers are joined to those that are given.
 
     Attributes:
         objective: What an ensemble is rewarded for.
@@ -114,7 +168,8 @@ class Select:
         cache_bytes: Memory for hidden states.
     """
 
-    name: ClassVar[str] = "select"
+    name: ClassVar[str] = "search"
+    proxies: ClassVar[bool] = True
     objective: EnsembleObjective = field(default_factory=EnsembleObjective)
     masks: int = 600
     rounds: int = 2
@@ -126,7 +181,7 @@ class Select:
 
     def find(self, task: Task) -> dict[str, Any]:
         """Search members."""
-        return select_members(
+        return search_pool(
             task.host,
             task.parts,
             task.budget,
@@ -152,6 +207,7 @@ class _OneByOne:
             as many as the budget allows, half at most.
     """
 
+    proxies: ClassVar[bool] = False
     keep: Keep | None = None
 
     def settings(self) -> dict[str, Any]:
@@ -226,6 +282,7 @@ class Circuits(_OneByOne):
     """
 
     name: ClassVar[str] = "circuit"
+    proxies: ClassVar[bool] = True
     objectives: tuple[str, ...] = ("id-loss", "ood-auroc", "average", "ece", "nll-shift")
     condition: Condition = "knockout"
     cache_bytes: int = CACHE_BYTES

@@ -19,8 +19,9 @@ class Parts:
     Args:
         calibration: Labelled in-distribution data; split into `select`, `stop` and `temperature`.
         validation: Labelled data for `stop` and `temperature`; all of `calibration` selects then.
-        ood: Outliers as `build` takes them; proxies are always joined.
+        ood: Outliers as `build` takes them.
         seed: Of splits and proxies.
+        proxies: Join outliers that are made of the calibration data.
 
     Attributes:
         data: In-distribution data by part.
@@ -28,7 +29,9 @@ class Parts:
         validated: Whether `validation` was given.
     """
 
-    def __init__(self, calibration: Any, validation: Any, ood: Any, seed: int) -> None:
+    def __init__(
+        self, calibration: Any, validation: Any, ood: Any, seed: int, *, proxies: bool
+    ) -> None:
         self.validated = validation is not None
         source = indexable(as_data(calibration))
         self.data: dict[str, Batches]
@@ -46,7 +49,7 @@ class Parts:
             for part, sets in self.sets.items():
                 sets[name] = halves[part]
         # proxies are made of each part by itself, so that no example both selects and decides
-        for part, sets in self.sets.items():
+        for part, sets in self.sets.items() if proxies else ():
             sets.update(outlier_sets(self.data[part], "auto", seed=seed))
 
     def first_batch(self) -> Any:

@@ -1,26 +1,32 @@
-"""Members by the ensemble's own figures: a pool of masks over a cached trunk, searched."""
+"""Selection in a minute: few stems over a cached trunk, most masks dropped on little data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..costs.budget import Budget
-from ..criteria import score_heads
-from ..heads.masks import HeadScores
+from ..data.splits import split
 from ..hosts import HostModel
 from ..search.candidates import PartCandidates
-from ..search.ensemble_search import Members, search_members
+from ..search.ensemble_search import search_members
+from ..search.halving import halve
 from ..search.pool import make_pool
 from ..search.prefix import Prefix
 from ..search.select import EnsembleObjective
 from ..search.state import SearchState, TensorStore
 from ..search.ticking import ticker
 from .parts import Parts
+from .searching import plain, score_tables
 
-POOL_BYTES = 2 * 2**30
+RUNGS = {"first": 0.1, "second": 0.3, "rest": 0.6}
+"""Shares of the selecting data: all masks meet the first, survivors the second and the rest."""
+
+FEWEST = 40
+"""Selecting examples below which all masks meet all data."""
 
 
 def select_members(
@@ -31,7 +37,7 @@ def select_members(
     members: int,
     objective: EnsembleObjective,
     masks: int,
-    rounds: int,
+    stems: int,
     cache_bytes: int,
     seed: int,
     state: SearchState,
@@ -39,83 +45,54 @@ def select_members(
     progress: bool,
     expect: Callable[[float, str], None],
 ) -> dict[str, Any]:
-    """Search members by the ensemble's own figures; return plain data.
+    """Select members by the ensemble's own figures; return plain data.
 
     `expect` is told, before the search starts, how many batches through the whole host it is worth.
     """
     layers = budget.branch_layers(members)
-    both = {
-        f"{part}:{name}": data for part, sets in parts.sets.items() for name, data in sets.items()
-    }
-    labelled = [name for name in both if name.endswith(":id")]
-    prefix = Prefix(host, both, cache_bytes=cache_bytes, labelled=labelled)
-    tables = _tables(host, parts, layers, state, progress)
-    size = _pool_size(host, prefix, masks)
-    pool = make_pool(host, layers, size=size, tables=tables, seed=seed)
-    work = prefix.batches * (layers[0] + len(pool) * len(layers))
-    expect(work / len(host), f"Searching {members} members among {len(pool)} masks")
+    known = parts.data["select"]
+    rungs = split(known, RUNGS, seed=seed) if known.count >= FEWEST else {"rest": known}
+    sets = {f"{rung}:id": data for rung, data in rungs.items()}
+    sets |= {f"rest:{name}": data for name, data in parts.sets["select"].items() if name != "id"}
+    sets |= {f"stop:{name}": data for name, data in parts.sets["stop"].items()}
+    labelled = [name for name in sets if name.endswith(":id")]
+    prefix = Prefix(host, sets, cache_bytes=cache_bytes, labelled=labelled)
+    tables = score_tables(host, next(iter(rungs.values())), layers, state, progress)
+    pool = make_pool(host, layers, size=masks, tables=tables, stems=stems, seed=seed)
+    work = prefix.batches * (layers[0] + (stems + len(pool) // 4) * len(layers))
+    expect(work / len(host), f"Selecting {members} members among {len(pool)} masks")
     with ticker("members", work, enabled=progress) as tick:
         for layer in range(layers[0]):
             prefix.advance(torch.ones(host.head_counts[layer], dtype=torch.bool), tick=tick)
-        candidates = PartCandidates(prefix, pool, tick=tick, store=store)
+        left = halve(
+            prefix,
+            pool,
+            [rung for rung in rungs if rung != "rest"],
+            objective=objective,
+            members=members,
+            state=state,
+            tick=tick,
+        )
+        candidates = PartCandidates(prefix, left, tick=tick, store=store)
         found = search_members(
             candidates,
             budget,
             members=members,
             layers=layers,
-            select=candidates.rows("select"),
+            select=_rows(candidates, list(rungs)),
             hold=candidates.rows("stop"),
             objective=objective,
-            rounds=rounds,
+            rounds=0,
             seed=seed,
             state=state,
         )
-    return _plain(found, len(candidates.masks), layers, budget)
+    return plain(found, len(pool), layers, budget)
 
 
-def _pool_size(host: HostModel, prefix: Prefix, masks: int) -> int:
-    """Return how many candidates' logits fit in memory, `masks` at most."""
-    classes = getattr(getattr(host.model, "config", None), "num_labels", None) or 1000
-    examples = sum(prefix.examples.values())
-    return int(min(masks, max(64, POOL_BYTES / (8 * examples * classes))))
-
-
-def _tables(
-    host: HostModel, parts: Parts, layers: Sequence[int], state: SearchState, progress: bool
-) -> dict[str, HeadScores]:
-    """Score heads by criteria, as seeds of the pool."""
-    if not state.find("tables"):
-        few = all(host.head_counts[layer] <= 3 for layer in layers)  # the pool holds all masks
-        found = (
-            {}
-            if few
-            else score_heads(
-                host, parts.data["select"], criterion=["taylor", "hies"], progress=progress
-            )
-        )
-        state.add({"tables": {name: table.tolist() for name, table in found.items()}})
-    return {name: HeadScores(rows) for name, rows in state.find("tables")[0].items()}
-
-
-def _plain(found: Members, pool: int, layers: Sequence[int], budget: Budget) -> dict[str, Any]:
-    chosen = found.selection
-    best = sorted(chosen.trail, key=lambda t: -t["held_out"])[:10]
-    result = {
-        "masks": [mask.tolist() for mask in found.masks],
-        "cost": found.cost,
-        "origins": list(found.origins),
-        "branch_layers": list(layers),
-        "pool": pool,
-        "rounds": found.rounds,
-        "gain": chosen.gain,
-        "held_out_gain": chosen.held_out,
-        "intervals": {name: list(pair) for name, pair in chosen.intervals.items()},
-        "tried": best,
-    }
-    distinct = len(set(found.masks))
-    if distinct < len(found.masks):
-        bound = "" if budget.max_cost is None else f" within max_cost={budget.max_cost}"
-        result["equal_members"] = (
-            f"no ensemble of {len(found.masks)} different masks out of {pool} was found{bound}"
-        )
-    return result
+def _rows(candidates: PartCandidates, parts: list[str]) -> dict[str, Tensor]:
+    """Return the examples of several parts, by data set."""
+    found: dict[str, list[Tensor]] = {}
+    for part in parts:
+        for name, rows in candidates.rows(part).items():
+            found.setdefault(name, []).append(rows)
+    return {name: torch.cat(rows) for name, rows in found.items()}
