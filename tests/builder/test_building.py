@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hydra_ensembles.builder import METHODS, Random, Select, build, replay
+from hydra_ensembles.builder import METHODS, Random, Search, build, replay
 from hydra_ensembles.costs.counting import relative_cost
 from hydra_ensembles.errors import DataError, FormatError, MaskError
 from hydra_ensembles.heads.masks import HeadMask
@@ -133,13 +133,14 @@ def test_a_killed_search_of_members_ends_the_same_and_a_changed_one_is_refused(t
     kept = sorted((tmp_path / "candidates").glob("*.safetensors"))
     steps = json.loads((tmp_path / "build.json").read_text())["steps"]
     assert kept and not any("masks" in step for step in steps)
-    arguments = {"max_cost": 1.5, "folder": tmp_path, **QUICK}
+    same = {"max_cost": 1.5, "folder": tmp_path, **QUICK}
+    arguments = {"method": "search", **same}
     with pytest.raises(FormatError, match="seed was 0, is 1"):
         build(model, data, seed=1, **arguments)
     with pytest.raises(FormatError, match="data was"):
         build(model, pictures(seed=1), **arguments)
     with pytest.raises(FormatError, match="options was"):
-        build(model, data, method=Select(objective=EnsembleObjective(ece=1.0)), **arguments)
+        build(model, data, method=Search(objective=EnsembleObjective(ece=1.0)), **same)
     other = sharp("timm")
     with torch.no_grad():
         other.head.bias.add_(1.0)

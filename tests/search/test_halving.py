@@ -17,12 +17,12 @@ from hydra_ensembles.search.state import SearchState
 from hydra_ensembles.uncertainty import log_mean_probability
 
 from ..builder.test_building import pictures
-from ..criteria.tiny_hosts import HOSTS
+from ..zoo import sharp
 
 
 @pytest.fixture
 def host():
-    return host_model(HOSTS["timm"][0]().eval())
+    return host_model(sharp("timm").eval())
 
 
 def climb(host, layers, seed=0):
