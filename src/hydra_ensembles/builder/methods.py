@@ -91,7 +91,7 @@ def as_method(method: str | Method) -> Method:
     if not hasattr(method, "find") or isinstance(method, type):
         raise TypeError(
             f"method={method!r}: expected one of {', '.join(METHODS)} or a config object such as "
-            "hydra.Select(masks=600)."
+            "hydra.Select(masks=96)."
         )
     return method
 
