@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -102,28 +102,48 @@ def member_logits_of(output: Any) -> Tensor:
     return as_member_logits(found)
 
 
+class Answers(NamedTuple):
+    """What a model says about one batch, on the CPU, with the batch's labels.
+
+    Attributes:
+        logits: Of the members, `[batch, member, class]`.
+        labels: `[batch]`, or None.
+        novelty, novelty_score: As in `Prediction`, `[batch]`; None when novelty is not fitted.
+    """
+
+    logits: Tensor
+    labels: Tensor | None
+    novelty: Tensor | None = None
+    novelty_score: Tensor | None = None
+
+
 def member_logits(model: Any, batch: Any, *, device: Any = None) -> Tensor:
     """Return a model's member logits on a batch, `[batch, member, class]`.
 
     `predict` is preferred when it answers with a `Prediction`: only there does an ensemble apply
     its temperatures.
     """
+    return member_logits_of(_answer(model, batch, device))
+
+
+def _answer(model: Any, batch: Any, device: Any) -> Any:
+    """Return the model's `Prediction` on a batch if it gives one, else its raw output."""
     predict = getattr(model, "predict", None)
     if not callable(predict):
-        return member_logits_of(call_model(model, batch, device=device))
+        return call_model(model, batch, device=device)
     promised = _promised(predict)
     args, kwargs, _ = split_batch(batch)
     inputs = move(kwargs or args[0], device_of(model) if device is None else device)
     if promised in (Prediction, "Prediction") or not callable(model):
-        return member_logits_of(predict(inputs))
+        return predict(inputs)
     if promised is inspect.Signature.empty:  # it says nothing, so see what it answers
         try:
             answer = predict(inputs)
         except (TypeError, AttributeError, KeyError):  # not a predict of batches: call instead
             answer = None
         if isinstance(answer, Prediction):
-            return answer.member_logits
-    return member_logits_of(call_model(model, batch, device=device))
+            return answer
+    return call_model(model, batch, device=device)
 
 
 def _promised(function: Callable[..., Any]) -> Any:
@@ -209,6 +229,34 @@ def iterate_logits(
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield `(member_logits [batch, member, class], labels [batch] or None)` on the CPU, checked.
 
+    See `iterate_answers` for the arguments.
+    """
+    for answers in iterate_answers(
+        model,
+        data,
+        name=name,
+        need_labels=need_labels,
+        ignore_labels=ignore_labels,
+        device=device,
+        progress=progress,
+        classes=classes,
+    ):
+        yield answers.logits, answers.labels
+
+
+def iterate_answers(
+    model: Any,
+    data: Iterable[Any],
+    *,
+    name: str = "data",
+    need_labels: bool = False,
+    ignore_labels: bool = False,
+    device: Any = None,
+    progress: bool = False,
+    classes: int | None = None,
+) -> Iterator[Answers]:
+    """Yield what a model says about every batch, checked.
+
     Args:
         model: see `member_logits`.
         data: an iterable of batches, read once.
@@ -231,7 +279,8 @@ def iterate_logits(
             try:
                 check_inputs(batch, where)
                 labels = None if ignore_labels else split_batch(batch)[2]
-                logits = member_logits(model, batch, device=device).detach().cpu()
+                answer = _answer(model, batch, device)
+                logits = member_logits_of(answer).detach().cpu()
             except DataError as error:
                 if where in str(error):
                     raise
@@ -268,12 +317,21 @@ def iterate_logits(
                     f"Some batches of the data set {name!r} have labels, some have none."
                 )
             examples += len(logits)
-            yield logits, None if labels is None else _check_labels(labels, logits, where)
+            if labels is not None:
+                labels = _check_labels(labels, logits, where)
+            yield Answers(logits, labels, *_novelty_of(answer))
     if not examples:
         raise DataError(
             f"The data set {name!r} is empty: it gave no examples. If it is a generator, it may "
             "have been used up before: pass a DataLoader or a list."
         )
+
+
+def _novelty_of(answer: Any) -> tuple[Tensor | None, Tensor | None]:
+    if not isinstance(answer, Prediction) or answer.novelty is None:
+        return None, None
+    assert answer.novelty_score is not None  # the two come together
+    return answer.novelty.cpu(), answer.novelty_score.cpu()
 
 
 def collect_logits(

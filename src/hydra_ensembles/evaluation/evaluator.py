@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.running import collect_logits, iterate_logits
+from ..data.running import Answers, collect_logits, iterate_answers
 from ..errors import DataError
 from ..uncertainty import fit_temperature, scale_logits, scores
 from .bootstrap import intervals, resampled_figures
-from .figures import OOD, POST, SHIFT, Columns, Examples, all_figures, columns_of, rank_columns
+from .figures import NOVELTY, OOD, POST, SHIFT, Columns, Examples, all_figures, columns_of, rank_columns
 from .results import Results
 
 
@@ -44,6 +44,7 @@ def evaluate(
         shifts: labelled data under shift (corruptions, other years) by name.
         score: name of the uncertainty that ranks errors and OOD examples, or several: the first is
             the main one, others add `ood/<set>/<score>/...`; `mcm` needs the model's `logit_scale`.
+            `novelty` needs `fit_novelty_`, and is added by itself where it is fitted.
         temperature: adds `post/...` figures after dividing logits by it: a number, or labelled
             held-out batches to fit it on (never the test data).
         bootstrap: number of draws for 95 % intervals over test examples; 0 for none.
@@ -61,7 +62,8 @@ def evaluate(
     """
     names = [score] if isinstance(score, str) else list(score)
     for each in names:
-        scores[each]  # an unknown name fails before hours of work, not after
+        if each != NOVELTY:
+            scores[each]  # an unknown name fails before hours of work, not after
     scale = logit_scale_of(model) if "mcm" in names else None
     sets = {"id": data, **_named(ood, OOD), **_named(shifts, SHIFT)}
     degrees = _temperature(model, temperature, device=device, progress=progress)
@@ -71,7 +73,7 @@ def evaluate(
     for key, batches in sets.items():
         parts: list[Columns] = []
         scaled: list[Columns] = []
-        for logits, labels in iterate_logits(
+        for answers in iterate_answers(
             model,
             batches,
             name=key,
@@ -81,13 +83,15 @@ def evaluate(
             progress=progress,
             classes=shape[1] if shape else None,
         ):
-            shape = shape or (logits.shape[1], logits.shape[2])
-            parts.append(columns_of(logits, labels, scores=names, logit_scale=scale))
+            shape = shape or (answers.logits.shape[1], answers.logits.shape[2])
+            names = _with_novelty(names, answers)
+            parts.append(columns_of(answers, scores=names, logit_scale=scale))
             if degrees is not None:
-                cooled = scale_logits(logits.double(), temperature=degrees)
+                cooled = scale_logits(answers.logits.double(), temperature=degrees)
                 # MCM reads cosines: what divides the logits divides their scale
                 by = None if scale is None else scale / degrees
-                scaled.append(columns_of(cooled, labels, scores=names, logit_scale=by))
+                after = answers._replace(logits=cooled)
+                scaled.append(columns_of(after, scores=names, logit_scale=by))
         examples[key] = _concatenate(parts)
         if scaled:
             examples[POST + key] = _concatenate(scaled)
@@ -105,6 +109,18 @@ def evaluate(
     return summarize(
         examples, name=name or type(model).__name__, settings=settings, progress=progress
     )
+
+
+def _with_novelty(names: list[str], answers: Answers) -> list[str]:
+    """Add novelty to the scores of a model that gives it; refuse it of one that does not."""
+    if answers.novelty is not None:
+        return names if NOVELTY in names else [*names, NOVELTY]
+    if NOVELTY in names:
+        raise DataError(
+            "The score 'novelty' asks what the model knows, but its predictions hold no novelty: "
+            "call ensemble.fit_novelty_(known) first."
+        )
+    return names
 
 
 def summarize(

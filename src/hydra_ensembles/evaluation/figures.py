@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..data.running import Answers
 from ..uncertainty import (
     disagreement,
     mean_probability,
@@ -43,23 +44,27 @@ Examples = dict[str, Columns]
 OOD = "ood/"
 SHIFT = "shift/"
 POST = "post/"
+NOVELTY = "novelty"
+ALARM = 0.05
+"""Share of known data that raises an alarm: novelty above 0.95."""
 
 
 def columns_of(
-    member_logits: Tensor,
-    labels: Tensor | None,
-    *,
-    scores: Sequence[str],
-    logit_scale: Tensor | None = None,
+    answers: Answers, *, scores: Sequence[str], logit_scale: Tensor | None = None
 ) -> Columns:
-    """Reduce member logits `[batch, member, class]` to the columns that figures are made of.
+    """Reduce a batch's answers to the columns that figures are made of.
 
     In float64: a confident model's scores differ by less than float32 can tell.
     """
-    logits = member_logits.double()
+    logits, labels = answers.logits.double(), answers.labels
     columns = {
-        f"score:{name}": score_logits(logits, name, logit_scale=logit_scale) for name in scores
+        f"score:{name}": score_logits(logits, name, logit_scale=logit_scale)
+        for name in scores
+        if name != NOVELTY
     }
+    if answers.novelty is not None and answers.novelty_score is not None:
+        columns[f"score:{NOVELTY}"] = answers.novelty_score.double()
+        columns["alarm"] = answers.novelty > 1 - ALARM
     if labels is None:
         return columns
     confidence, predicted = mean_probability(logits).max(-1)
@@ -117,6 +122,8 @@ def _figures(ranked: Examples, scores: Sequence[str]) -> dict[str, float]:
                 column = f"score:{score}"
                 for key, value in ood_figures(ranked["id"][column], columns[column]).items():
                     part[key if score == scores[0] else f"{score}/{key}"] = value
+            if "alarm" in columns:
+                part[f"{NOVELTY}/Caught_5"] = float(columns["alarm"].double().mean())
             by_kind[OOD].append(part)
             if "/" in name.removeprefix(OOD):  # a set of a group, as near/textures
                 by_kind.setdefault(name[: name.rindex("/") + 1], []).append(part)
@@ -154,6 +161,8 @@ def labelled_figures(columns: Columns, *, score: str) -> dict[str, float]:
             "fail/AUPR": aupr_of_counts(positives, negatives),
             "fail/FPR95": fpr_of_counts(positives, negatives),
         }
+    if "alarm" in columns:
+        figures[f"{NOVELTY}/Alarms_5"] = columns["alarm"].double().mean()
     figures["div/MI"] = columns["mutual_information"].mean()
     figures["div/Disagreement"] = columns["disagreement"].mean()
     figures["div/PairwiseKL"] = columns["pairwise_kl"].mean()

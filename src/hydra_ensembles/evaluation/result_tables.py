@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ..errors import DataError
 
-HIGHER_IS_BETTER = {"Acc", "AUROC", "AUPR", "Cov_5Risk"}
+HIGHER_IS_BETTER = {"Acc", "AUROC", "AUPR", "Cov_5Risk", "Caught_5"}
 LOWER_IS_BETTER = {
     *("NLL", "Brier", "ECE", "aECE", "FPR95", "FPR95_ID_positive", "AURC", "E-AURC", "AUGRC"),
 }
@@ -18,6 +18,8 @@ NOT_RATES = {"NLL", "Brier", "MI", "PairwiseKL"}
 HEADLINES = (
     *("cls/Acc", "cls/NLL", "cls/Brier", "cal/ECE", "cal/aECE"),
     *("ood/mean/AUROC", "ood/mean/AUPR", "ood/mean/FPR95", "sc/AURC", "fail/AUROC"),
+    *("ood/mean/novelty/AUROC", "ood/mean/novelty/FPR95", "ood/mean/novelty/Caught_5"),
+    "novelty/Alarms_5",
     *("shift/mean/cls/Acc", "shift/mean/cls/NLL", "shift/mean/cal/ECE", "div/Disagreement"),
 )
 

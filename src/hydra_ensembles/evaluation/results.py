@@ -31,7 +31,9 @@ class Results(Mapping[str, float]):
     further ones, `ood/mean/...` over sets (`ood/<group>/mean/...` over a group of them),
     `shift/<set>/cls/Acc ...`, `shift/mean/...`, and `post/...` for all of them after temperature
     scaling. FPR95 takes OOD as positive, FPR95_ID_positive the in-distribution examples. Rates are
-    fractions, not percent.
+    fractions, not percent. Where novelty is fitted it is a further score, `novelty/Alarms_5` is the
+    share of examples with novelty above 0.95 (5 % of data like the known ones), and
+    `ood/<set>/novelty/Caught_5` that share of outliers.
 
     Attributes:
         name: of the model.
