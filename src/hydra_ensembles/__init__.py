@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from .training import finetune_branch as finetune_branch
     from .training import make_teachers as make_teachers
     from .uncertainty import Abstention as Abstention
+    from .uncertainty import Drift as Drift
     from .uncertainty import Prediction as Prediction
     from .uncertainty import fit_abstention as fit_abstention
 
@@ -65,6 +66,7 @@ _NAMES = {
     "Abstention": "uncertainty",
     "Circuits": "builder",
     "Cost": "costs",
+    "Drift": "uncertainty",
     "EnsembleObjective": "search.select",
     "Family": "hosts",
     "HeadMask": "heads",

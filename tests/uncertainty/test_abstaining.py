@@ -106,3 +106,30 @@ def test_what_is_wrong_is_said() -> None:
         fit_abstention(torch.tensor([math.nan]), torch.tensor([True]))
     with pytest.raises(FormatError, match="no abstention rule"):
         Abstention.from_dict({"threshold": 1})
+
+
+def test_an_alarm_withholds_what_is_new_and_says_so() -> None:
+    generator = torch.Generator().manual_seed(0)
+    uncertainty = torch.rand(400, generator=generator)
+    errors = torch.rand(400, generator=generator) < uncertainty * 0.4
+    novelty = torch.rand(400, generator=generator)
+    for method in ("empirical", "conformal"):
+        rule = fit_abstention(
+            uncertainty, errors, risk=0.1, method=method, novelty=novelty, alarm=0.2
+        )
+        answered = ~rule.abstains(uncertainty, novelty)
+        assert not bool(answered[novelty > 0.8].any())
+        wrong = float((answered & errors).double().mean())
+        assert rule.answered_and_wrong == pytest.approx(wrong)
+        assert rule.coverage == pytest.approx(float(answered.double().mean()))
+        assert Abstention.from_dict(rule.to_dict()) == rule
+        assert "novelty <= 0.8" in str(rule)
+    sure, unsure = rule.threshold - 0.01, rule.threshold + 0.01
+    words = rule.reasons(
+        torch.tensor([sure, unsure, sure, unsure]), torch.tensor([0.1, 0.1, 0.9, 0.9])
+    )
+    assert words == ["", "too unsure", "too new", "too unsure and too new"]
+    with pytest.raises(DataError, match="no novelty"):
+        rule.abstains(uncertainty)
+    with pytest.raises(DataError, match="novelty of every held-out example"):
+        fit_abstention(uncertainty, errors, alarm=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from sklearn.covariance import ledoit_wolf as reference_ledoit_wolf
+from sklearn.covariance import oas as reference_oas
 from torch import Tensor
 
 from hydra_ensembles.errors import DataError
@@ -13,6 +14,7 @@ from hydra_ensembles.uncertainty.novelty.distances import (
     ClassDistance,
     GlobalDistance,
     ledoit_wolf,
+    oracle_approximating,
 )
 from hydra_ensembles.uncertainty.novelty.moments import Moments, unit
 from hydra_ensembles.uncertainty.novelty.tails import Ranks
@@ -83,6 +85,27 @@ def test_ridge_is_that_of_scikit_learn() -> None:
         assert float(ridge[tap]) == pytest.approx(level * share / (1 - share), rel=1e-6)
 
 
+def test_shrinkage_is_that_of_scikit_learn() -> None:
+    features, _ = known(25)
+    centred = unit(features.double()) - unit(features.double()).mean(0)
+    scatter = torch.einsum("nti,ntj->tij", centred, centred)
+    ridge = oracle_approximating(25, scatter)
+    for tap in range(TAPS):
+        _, share = reference_oas(centred[:, tap].numpy(), assume_centered=True)
+        level = float(scatter[tap].trace()) / 25 / WIDTH
+        assert float(ridge[tap]) == pytest.approx(level * share / (1 - share), rel=1e-6)
+
+
+def test_held_out_ranks_leave_the_example_out() -> None:
+    values = torch.tensor([[1.0], [2.0], [3.0], [7.0]])
+    ranks = Ranks.of(values)
+    found = ranks.held_out_surprise(values)[:, 0]
+    for i in range(4):
+        others = Ranks.of(values[torch.arange(4) != i])
+        expected = Ranks(others.values, ranks.scale).surprise(values[i : i + 1])[0, 0]
+        torch.testing.assert_close(found[i], expected)
+
+
 def test_held_out_distance_is_the_distance_without_the_example() -> None:
     features, _ = known(30)
     rows = unit(features.double())
@@ -112,7 +135,8 @@ def test_held_out_class_distance_is_the_distance_without_the_example() -> None:
     moments = moments_of(features, labels)
     distance = ClassDistance.of(moments, slice(None))
     held_out = distance.held_out(rows, labels)
-    ridge = ledoit_wolf(30, moments.mean(), moments.within_scatter())
+    classes = int((moments.class_counts > 0).sum())
+    ridge = oracle_approximating(30 - classes, moments.within_scatter())
     for i in (0, 7, 29):
         keep = torch.arange(30) != i
         for tap in range(TAPS):
@@ -191,7 +215,8 @@ def test_evidence_names_terms_and_neighbours() -> None:
     text = str(evidence)
     assert "file 7 (1.00)" in text and "novelty" in text
     assert novelty.terms == ("early", "late", "late, nearest class", "probability")
-    torch.testing.assert_close(evidence.surprise.sum(1), evidence.score)
+    torch.testing.assert_close(evidence.surprise @ novelty.weights, evidence.score)
+    assert float(novelty.weights.sum()) == pytest.approx(7.0)
 
 
 def test_too_few_and_broken_known_data_are_refused() -> None:

@@ -23,7 +23,7 @@ from ..heads.masks import HeadMask
 from ..hosts import HostModel, host_model
 from ..search.state import SearchState, TensorStore
 from ..uncertainty import scores
-from .deciding import apply_decisions, decide
+from .deciding import apply_decisions, decide, learn_known
 from .methods import Method, Task, as_method
 from .parts import Parts
 
@@ -39,6 +39,7 @@ def build(
     max_cost: float | None = 1.07,
     score: str = "auto",
     calibrate: bool = True,
+    novelty: bool = True,
     seed: int = 0,
     folder: str | os.PathLike[str] | None = None,
     progress: bool = True,
@@ -66,6 +67,8 @@ def build(
             `"msp"` without any.
         calibrate: Fit a temperature per member and one for the mean, where out of fold that lowers
             NLL; else they are 1 and the record says so.
+        novelty: Learn what is known from the calibration data, so that `predict` says how new an
+            input is (`fit_novelty_`).
         seed: Of splits, proxies, pools and bags.
         folder: Keep finished steps here (candidates' logits, up to 1 GB, until the search is done),
             so that a stopped build goes on and ends with the same members. Another model, other
@@ -129,6 +132,8 @@ def build(
         "decisions": decisions,
     }
     apply_decisions(ensemble, decisions)
+    if novelty:
+        ensemble.record["novelty"] = learn_known(ensemble, parts, progress=progress)
     return ensemble
 
 
@@ -157,7 +162,7 @@ def _telling_what_is_kept(folder: Any, progress: bool) -> Iterator[None]:
 
 
 def replay(model: nn.Module | HostModel, record: Mapping[str, Any]) -> HydraEnsemble:
-    """Make an ensemble again from what `build` recorded, without data."""
+    """Make an ensemble again from what `build` recorded, without data (so without novelty)."""
     try:
         masks = [HeadMask(rows) for rows in record["masks"]]
         decisions, expected = record["decisions"], record["settings"]["model"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..data.running import collect_logits
+from ..errors import DataError, UnsupportedModelError
 from ..evaluation.metrics_ood import ood_figures
 from ..fusion.ensemble import HydraEnsemble
 from ..uncertainty import score_logits
@@ -91,3 +93,13 @@ def _auto_score(ensemble: HydraEnsemble, parts: Parts, decisions: dict[str, Any]
         found[name] = sum(values) / len(values)
     best = max(names, key=lambda name: (round(found[name], 4), -names.index(name)))
     return {"score": best, "auroc_by_score": found}
+
+
+def learn_known(ensemble: HydraEnsemble, parts: Parts, *, progress: bool) -> str:
+    """Fit novelty on all calibration data; return what was done, or why it could not be."""
+    known = chain.from_iterable(parts.data.values())  # one pass is enough
+    try:
+        ensemble.fit_novelty_(known, progress=progress)
+    except (DataError, UnsupportedModelError) as error:
+        return f"not fitted: {error}"
+    return str(ensemble.novelty)

@@ -12,7 +12,17 @@ from ..data.running import Answers, collect_logits, iterate_answers
 from ..errors import DataError
 from ..uncertainty import fit_temperature, scale_logits, scores
 from .bootstrap import intervals, resampled_figures
-from .figures import NOVELTY, OOD, POST, SHIFT, Columns, Examples, all_figures, columns_of, rank_columns
+from .figures import (
+    NOVELTY,
+    OOD,
+    POST,
+    SHIFT,
+    Columns,
+    Examples,
+    all_figures,
+    columns_of,
+    rank_columns,
+)
 from .results import Results
 
 

@@ -14,8 +14,8 @@ from ..errors import DataError, HydraError, UnsupportedModelError
 from ..uncertainty.novelty import Evidence, Novelty, NoveltyFit
 from .taps import Collector, collecting, tap_names
 
-CLASS_TAPS = 4
-"""Taps, from the trunk's last, that measure distances to classes: early blocks know no classes."""
+CLASS_BLOCKS = 3
+"""The trunk's last blocks measure distances to classes: early blocks know no classes."""
 
 
 def logits_and_summaries(ensemble: Any, batch: Any) -> tuple[Tensor, Tensor]:
@@ -51,6 +51,7 @@ def fit_novelty(
     names = _names_of(known) if names is None else names
     blocks = len(ensemble.body.trunk)
     taps = tap_names(blocks, readout=_has_readout_token(ensemble.readout))
+    late = min(CLASS_BLOCKS, blocks) * len(taps) // blocks if blocks else 0
     fit: NoveltyFit | None = None
     model = in_eval(ensemble)
     bar = progress_bar(known, description="known data", enabled=progress)
@@ -66,7 +67,7 @@ def fit_novelty(
             ) from error
         classes = logits.shape[-1]
         if fit is None:
-            fit = NoveltyFit(taps, classes=classes, class_taps=min(CLASS_TAPS, len(taps)))
+            fit = NoveltyFit(taps, classes=classes, class_taps=late)
         fit.add_(summaries, logits, _checked(split_batch(batch)[2], classes, number))
     if fit is None:
         raise DataError("The known data is empty: it gave no batch.")

@@ -7,6 +7,7 @@ from .calibration import TemperatureFit as TemperatureFit
 from .calibration import find_temperature as find_temperature
 from .calibration import fit_member_temperatures as fit_member_temperatures
 from .calibration import fit_temperature as fit_temperature
+from .novelty import Drift as Drift
 from .novelty import Evidence as Evidence
 from .novelty import Novelty as Novelty
 from .novelty import NoveltyFit as NoveltyFit

@@ -71,7 +71,9 @@ class Abstention:
         """Say why each example is not answered: "too unsure", "too new", both, or nothing."""
         unsure, new = ~(uncertainty <= self.threshold), self._is_new(uncertainty, novelty)
         words = zip(unsure.tolist(), new.tolist(), strict=True)
-        return [" and ".join(w for w, yes in zip(REASONS, pair, strict=True) if yes) for pair in words]
+        return [
+            " and ".join(w for w, yes in zip(REASONS, pair, strict=True) if yes) for pair in words
+        ]
 
     def _is_new(self, uncertainty: Tensor, novelty: Tensor | None) -> Tensor:
         if self.alarm is None:

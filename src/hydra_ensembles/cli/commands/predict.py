@@ -45,6 +45,10 @@ def command(
     threshold: Annotated[
         float | None, typer.Option(help="Abstain above this uncertainty, in place of --risk.")
     ] = None,
+    alarm: Annotated[
+        float | None,
+        typer.Option(help="Abstain when newer than all but this share of known data, as 0.05."),
+    ] = None,
     probabilities: Annotated[
         bool, typer.Option("--probabilities", help="Add all classes' probabilities.")
     ] = False,
@@ -73,6 +77,8 @@ def command(
         raise Stop("--risk needs --held-out DATA: labelled examples to fit the threshold on.", 2)
     check_sources(held_out)
     loaded = load_model(model, device=device, dtype=dtype, class_names=class_names)
+    if alarm is not None:
+        _check_alarm(loaded, alarm)
     rule = None
     if risk is not None and held_out is not None:
         data = load_set(
@@ -86,7 +92,7 @@ def command(
             labels=labels,
             batch_size=batch_size,
         )
-        rule = fit_rule(loaded, data, risk, conformal)
+        rule = fit_rule(loaded, data, risk, conformal, alarm)
         say(str(rule), json=True)
         if rule.coverage == 0:
             say(
@@ -100,7 +106,7 @@ def command(
             output.parent.mkdir(parents=True, exist_ok=True)
             target = stack.enter_context(output.open("w", encoding="utf-8"))
         while batch := list(islice(lines, batch_size)):
-            for record in answers(loaded, batch, rule, threshold, probabilities):
+            for record in answers(loaded, batch, rule, threshold, alarm, probabilities):
                 total += 1
                 failed += "error" in record
                 target.write(json_module.dumps(record, ensure_ascii=False) + "\n")
@@ -115,14 +121,27 @@ def command(
         raise Stop("There was nothing to predict: no file, no line.", 3)
 
 
-def fit_rule(loaded: Loaded, data: Any, risk: float, conformal: bool) -> Abstention:
+def _check_alarm(loaded: Loaded, alarm: float) -> None:
+    if not 0 < alarm < 1:
+        raise Stop(f"--alarm {alarm}: expected a number between 0 and 1, such as 0.05.", 2)
+    if getattr(loaded.model, "novelty", None) is None:
+        raise Stop(
+            "--alarm needs a model that knows its data: build one with hydra build, or call "
+            "ensemble.fit_novelty_(known) and save it again.",
+            2,
+        )
+
+
+def fit_rule(
+    loaded: Loaded, data: Any, risk: float, conformal: bool, alarm: float | None = None
+) -> Abstention:
     """Fit the threshold on held-out data, by the model's own score."""
     import torch
 
     from ...data.running import split_batch
     from ...uncertainty.abstaining import fit_abstention
 
-    scores, errors = [], []
+    scores, errors, novelty = [], [], []
     name = "msp"
     for batch in data:
         truth = split_batch(batch)[2]
@@ -132,9 +151,16 @@ def fit_rule(loaded: Loaded, data: Any, risk: float, conformal: bool) -> Abstent
         name = answer.score
         scores.append(answer.uncertainty)
         errors.append(answer.label != truth)
+        novelty.append(answer.novelty)
     method = "conformal" if conformal else "empirical"
     return fit_abstention(
-        torch.cat(scores), torch.cat(errors), risk=risk, method=method, score=name
+        torch.cat(scores),
+        torch.cat(errors),
+        risk=risk,
+        method=method,
+        score=name,
+        novelty=None if alarm is None else torch.cat(novelty),
+        alarm=alarm,
     )
 
 
@@ -198,6 +224,7 @@ def answers(
     batch: list[dict[str, Any]],
     rule: Abstention | None,
     threshold: float | None,
+    alarm: float | None,
     probabilities: bool,
 ) -> Iterator[dict[str, Any]]:
     """Answer a batch of inputs in order; what cannot be read gets an error in its place."""
@@ -241,10 +268,27 @@ def answers(
             "uncertainty": float(answer.uncertainty),
             "score": answer.score,
         }
-        if rule is not None:
-            record["abstain"] = bool(rule.abstains(answer.uncertainty))
-        elif threshold is not None:
-            record["abstain"] = not float(answer.uncertainty) <= threshold
+        if answer.novelty is not None:
+            record["novelty"] = round(float(answer.novelty), 6)
+            record["novelty_score"] = float(answer.novelty_score)
+        reasons = _reasons(answer, rule, threshold, alarm)
+        if reasons is not None:
+            record["abstain"] = bool(reasons)
+            if reasons:
+                record["why"] = reasons
         if probabilities:
             record["probabilities"] = [round(p, 6) for p in answer.probabilities[0].tolist()]
         yield record
+
+
+def _reasons(
+    answer: Any, rule: Abstention | None, threshold: float | None, alarm: float | None
+) -> str | None:
+    """Say why an answer is withheld, nothing when it is given; None without any rule."""
+    if rule is not None:
+        return rule.reasons(answer.uncertainty, answer.novelty)[0]
+    if threshold is None and alarm is None:
+        return None
+    unsure = threshold is not None and not float(answer.uncertainty) <= threshold
+    new = alarm is not None and not float(answer.novelty) <= 1 - alarm
+    return " and ".join(["too unsure"] * unsure + ["too new"] * new)

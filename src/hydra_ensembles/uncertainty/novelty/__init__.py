@@ -4,3 +4,4 @@ from .detector import Evidence as Evidence
 from .detector import Novelty as Novelty
 from .detector import from_tensors as from_tensors
 from .fitting import NoveltyFit as NoveltyFit
+from .stream import Drift as Drift

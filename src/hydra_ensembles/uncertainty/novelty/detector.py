@@ -1,12 +1,15 @@
 """Novelty: is this input like anything known? Distances and one score, joined as p-values.
 
-    score(x)   = sum over terms of -log p_term(x)          Fisher's sum, taken as a score
-    novelty(x) = share of known data with a lower score     in [0, 1]
+    score(x)   = sum over terms of w_term * -log p_term(x)     Fisher's sum, taken as a score
+    novelty(x) = share of known data with a lower score         in [0, 1]
 
 The terms are the distances of `distances.py` at every tap and the generalized entropy of the mean
 probability (GEN, Liu et al., 2023). Each p-value is the term's rank among known examples, each of
-them held out (`tails.py`). The terms depend on each other, so the sum is not read off a chi-square
-table: it is ranked among the known examples' own sums.
+them held out (`tails.py`). Taps repeat each other, so the three kinds have fixed weights, shared by
+their taps: 4 for distances to all known data, 2 for distances to classes, 1 for the probability
+(chosen on textures, MNIST, TREC, out-of-scope validation questions and proxies). And as terms
+depend on each other, the sum is not read off a chi-square table: it is ranked among the known
+examples' own sums.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from .moments import unit
 from .tails import Ranks
 
 FORMAT_VERSION = 1
+WEIGHTS = {"distance": 4.0, "class": 2.0, "probability": 1.0}
+"""How much a kind of terms weighs in the sum; its taps share it."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -32,7 +37,7 @@ class Evidence:
 
     Attributes:
         terms: Names of the terms: taps, class distances, and the score of the probability.
-        surprise: -log p of every term, `[example, term]`.
+        surprise: -log p of every term, `[example, term]`; `score` is its weighted sum.
         neighbours: Positions of the nearest known examples, nearest first, `[example, neighbour]`.
         similarity: Their cosine similarity at the last tap.
         names: Names of known examples by position, when they were given.
@@ -112,6 +117,18 @@ class Novelty:
         named = self.taps[self.first_class_tap :] if self.classes is not None else ()
         return (*self.taps, *(f"{tap}, nearest class" for tap in named), "probability")
 
+    @property
+    def weights(self) -> Tensor:
+        """Weight of every term, `[term]`."""
+        taps = len(self.taps)
+        late = taps - self.first_class_tap if self.classes is not None else 0
+        each = [WEIGHTS["distance"] / taps] * taps + [WEIGHTS["class"] / max(late, 1)] * late
+        return torch.tensor([*each, WEIGHTS["probability"]], device=self.bank.device)
+
+    def total(self, surprise: Tensor) -> Tensor:
+        """Return the score of surprises `[example, term]`: their weighted sum, `[example]`."""
+        return surprise @ self.weights.to(surprise)
+
     def surprise(self, summaries: Tensor, member_logits: Tensor) -> Tensor:
         """Return -log p of every term, `[example, term]`.
 
@@ -133,7 +150,7 @@ class Novelty:
 
     def __call__(self, summaries: Tensor, member_logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return novelty in [0, 1] and the unbounded score, both `[example]`."""
-        score = self.surprise(summaries, member_logits).sum(1)
+        score = self.total(self.surprise(summaries, member_logits))
         return self.rank(score), score
 
     def rank(self, score: Tensor) -> Tensor:
@@ -144,7 +161,7 @@ class Novelty:
     def explain(self, summaries: Tensor, member_logits: Tensor, neighbours: int = 3) -> Evidence:
         """Return which terms and which known examples speak for novelty."""
         surprise = self.surprise(summaries, member_logits)
-        score = surprise.sum(1)
+        score = self.total(surprise)
         last = unit(summaries[:, -1].to(self.bank.dtype))
         similarity, order = (last @ self.bank.T).topk(min(neighbours, len(self.bank)))
         return Evidence(

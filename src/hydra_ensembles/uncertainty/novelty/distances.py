@@ -42,6 +42,24 @@ def ledoit_wolf(count: int, mean: Tensor, scatter: Tensor) -> Tensor:
     return level * share / (1 - share)
 
 
+def oracle_approximating(count: int, scatter: Tensor) -> Tensor:
+    """Return the ridge of oracle-approximating shrinkage per tap, `[tap]` (Chen et al., 2010).
+
+    For scatter around class means, whose fourth moments are not kept: it needs the scatter only.
+
+    Args:
+        count: Degrees of freedom, examples less classes.
+        scatter: Sum of outer products, `[tap, width, width]`.
+    """
+    width = scatter.shape[-1]
+    covariance = scatter / count
+    trace = covariance.diagonal(dim1=1, dim2=2).sum(1)
+    square = covariance.square().sum((1, 2))
+    below = (count + 1) * (square - trace**2 / width).clamp_min(1e-300)
+    share = ((square + trace**2) / below).clamp(1e-6, 1 - 1e-6)  # without the terms in 2 / width
+    return trace / width * share / (1 - share)
+
+
 def whiten(count: int, scatter: Tensor, ridge: Tensor) -> Tensor:
     """Return W with W W^T = (S / n + ridge I)^-1 per tap, `[tap, width, width]`, in float64."""
     values, vectors = torch.linalg.eigh(scatter / count)
@@ -96,11 +114,11 @@ class ClassDistance:
 
     @classmethod
     def of(cls, moments: Moments, taps: slice) -> ClassDistance:
-        """Fit to moments with class sums, with Ledoit and Wolf's ridge, on some taps."""
+        """Fit to moments with class sums, with oracle-approximating shrinkage, on some taps."""
         count = moments.count
         scatter = moments.within_scatter()[taps]
         present = moments.class_counts > 0
-        ridge = ledoit_wolf(count, moments.mean()[taps], scatter)
+        ridge = oracle_approximating(max(1, count - int(present.sum())), scatter)
         whitening = whiten(count, scatter, ridge)
         means = moments.class_means()[taps][:, present]
         return cls(means @ whitening, whitening, moments.class_counts[present])
@@ -123,7 +141,7 @@ class ClassDistance:
         """
         count = int(self.counts.sum())
         square, white = self._to_classes(features)
-        number = self.counts[classes]
+        number = self.counts[classes].to(white.dtype)
         share = number / (number - 1).clamp_min(1)  # k
         own_mean = self.means[:, classes]
         apart = white - own_mean

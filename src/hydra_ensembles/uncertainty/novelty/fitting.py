@@ -7,6 +7,7 @@ examples, which become the held-out values that new inputs are ranked among.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -101,22 +102,23 @@ class NoveltyFit:
             near = classes.held_out(features[:, late], own)
             terms.append(near - held_out[:, late])
         terms.append(torch.cat(self._scores)[:, None])
-        ranks = Ranks.of(torch.cat(terms, 1))
-        sums = Ranks.of(ranks.surprise(torch.cat(terms, 1)).sum(1, keepdim=True))
+        values = torch.cat(terms, 1)
+        ranks = Ranks.of(values)
         last = features[:BANK, -1]
-        fitted = Novelty(
+        unranked = Novelty(
             taps=self.taps,
             distance=distance,
             classes=classes,
             first_class_tap=self.first_class_tap,
             ranks=ranks,
-            sums=sums,
+            sums=Ranks.of(values[:, :1]),  # replaced below: they need the weights
             bank=last,
             bank_positions=torch.arange(len(last)),
             names=tuple(names)[: len(last)],
             examples=moments.count,
         )
-        return fitted.single()
+        score = unranked.total(ranks.held_out_surprise(values))
+        return replace(unranked, sums=Ranks.of(score[:, None])).single()
 
     def _enough(self, counts: Tensor) -> bool:
         present = counts[counts > 0]

@@ -44,6 +44,15 @@ class Ranks:
         less = torch.searchsorted(self.values, values.T.contiguous())
         return (self.values.shape[1] - less).T
 
+    def held_out_surprise(self, values: Tensor) -> Tensor:
+        """Return -log p of the held-out values themselves, each ranked among the others."""
+        count = self.values.shape[1]
+        rank = self.above(values).to(values.dtype) / count  # it counts itself, in place of the 1
+        others = self.values[:, -2] if count > 1 else self.values[:, -1]
+        alone = values == self.values[:, -1]
+        excess = torch.where(alone, values - others, 0.0) / self.scale
+        return excess.log1p() - rank.log()
+
     def surprise(self, values: Tensor) -> Tensor:
         """Return -log p of values `[example, term]`, unbounded and rising."""
         rank = (1.0 + self.above(values)) / (self.values.shape[1] + 1)
