@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from lab.methods import MASKS, methods
 from lab.page import COLUMNS, write_page
-from lab.recipes import RECIPES
+from lab.recipes import RECIPES, Drawn
 from lab.records import PAGES, Records
-from lab.tasks import TASKS
+from lab.sets import ImageSet
+from lab.tasks import TASKS, Cifar10
 from run import TABLES, read_table
 
 from hydra_ensembles.baselines import baselines
@@ -70,3 +72,20 @@ def test_records_survive_a_round_trip(tmp_path: Path) -> None:
     again = Records.read("x", tmp_path)
     assert again.rows == records.rows and again.differences == records.differences
     assert again.mean("a, b", "cls/NLL") is None
+
+
+def test_training_images_are_drawn_anew_each_epoch() -> None:
+    pixels = torch.arange(12, dtype=torch.uint8).view(12, 1, 1, 1).expand(12, 3, 8, 8)
+    images = ImageSet(pixels.contiguous(), torch.arange(12))
+    drawn = Drawn(Cifar10(None, None), images, batch_size=5, seed=0)
+    epochs = []
+    for epoch in range(2):
+        drawn.set_epoch(epoch)
+        batches = list(drawn)
+        assert len(batches) == len(drawn) == 3
+        assert batches[0][0].shape == (5, 3, 96, 96)
+        epochs.append(torch.cat([labels for _, labels in batches]))
+        assert sorted(epochs[-1].tolist()) == list(range(12))
+    assert not torch.equal(*epochs)
+    drawn.set_epoch(0)
+    assert torch.equal(torch.cat([labels for _, labels in drawn]), epochs[0])
