@@ -13,7 +13,6 @@ from tests.loose_files import load
 
 rooms = load("docs/draw_rooms.py")
 GRAPH: dict[str, set[str]] = rooms.graph()
-KNOWN_CYCLES: list[list[str]] = []
 
 
 def room_of(module: str) -> str:
@@ -30,7 +29,7 @@ def test_rooms_import_only_rooms_before_them(module: str) -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    assert rooms.cycles(GRAPH) == KNOWN_CYCLES
+    assert rooms.cycles(GRAPH) == []
 
 
 def test_a_cycle_would_be_found() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hydra_ensembles.builder import METHODS, Random, Search, build, replay
-from hydra_ensembles.costs.counting import relative_cost
+from hydra_ensembles.costs.counting import CostModel
 from hydra_ensembles.errors import DataError, FormatError, MaskError
 from hydra_ensembles.heads.masks import HeadMask
 from hydra_ensembles.search.select import EnsembleObjective
@@ -57,7 +57,7 @@ def test_every_method_gives_a_calibrated_ensemble_within_its_budget(method):
         progress=False,
     )
     assert ensemble.members == 3
-    assert ensemble.record["cost"] == pytest.approx(relative_cost(model, ensemble.masks, data[0]))
+    assert ensemble.record["cost"] == pytest.approx(CostModel(model, data[0]).ratio(ensemble.masks))
     assert ensemble.record["cost"] <= 1.6
     assert ensemble.temperature > 0 and len(ensemble.member_temperatures) == 3
     assert ensemble.score in ensemble.record["decisions"]["auroc_by_score"]

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
-from hydra_ensembles.costs.counting import CostModel, cost, relative_cost
+from hydra_ensembles.costs.counting import CostModel, cost
 from hydra_ensembles.errors import DataError
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, LATE, SWITCHES, TREE
@@ -47,7 +47,7 @@ def test_the_plan_alone_counts_what_the_ensemble_counts(name: str, switches: dic
     model, inputs = zoo.host(name), zoo.batch(name)
     ensemble = hydra.fuse(model, EARLY, **switches)
     whole = cost(ensemble, inputs).relative_to(cost(model, inputs)).multiply_adds
-    assert relative_cost(model, EARLY, inputs, **switches) == pytest.approx(whole, rel=1e-9)
+    assert CostModel(model, inputs).ratio(EARLY, **switches) == pytest.approx(whole, rel=1e-9)
 
 
 def test_parts_add_up_and_shared_things_count_once() -> None:
@@ -97,7 +97,7 @@ def test_the_papers_design_costs_what_the_method_page_says() -> None:
             parameter.uniform_(-0.05, 0.05, generator=draws)
     batch = torch.zeros(1, 3, 224, 224)
     third = [HeadMask([[h % 3 == m for h in range(12)]] * 12) for m in range(3)]
-    ratio = relative_cost(model, third, batch, readout_only=False)
+    ratio = CostModel(model, batch).ratio(third, readout_only=False)
     assert ratio == pytest.approx(2.27, abs=0.01)
     two = [HeadMask([[1] * 12] * 10 + [[h % 3 == m for h in range(12)]] * 2) for m in range(3)]
-    assert relative_cost(model, two, batch) == pytest.approx(1.04, abs=0.01)
+    assert CostModel(model, batch).ratio(two) == pytest.approx(1.04, abs=0.01)

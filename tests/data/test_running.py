@@ -214,9 +214,3 @@ def test_labels_of_another_task_can_be_ignored():
     batches = [(X, torch.full((10,), 99))]
     [(_, labels)] = list(inf.iterate_logits(Host(), batches, ignore_labels=True))
     assert labels is None
-
-
-def test_reiterable_is_required_where_needed():
-    inf.require_reiterable([1, 2])
-    with pytest.raises(DataError, match=r"'val' is a generator that can be read only once"):
-        inf.require_reiterable((i for i in range(3)), name="val")

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..training import finetune
 from .classifier_features import find_classifier, first_batch
-from .member_stack import Members
+from .member_stack import MemberStack
 from .task import Task, baselines
 
 
@@ -31,7 +31,7 @@ def deep_ensemble(host: nn.Module, task: Task, *, fresh_head: bool = True) -> nn
     path = find_classifier(host, first_batch(train)) if fresh_head else None
     starts = [_with_fresh_head(host, path, seed) for seed in task.seeds]
     trained = finetune(starts, train, seed=task.seeds, **task.training())
-    return Members([member.model for member in trained])
+    return MemberStack([member.model for member in trained])
 
 
 def _with_fresh_head(host: nn.Module, path: str | None, seed: int) -> nn.Module:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..training import finetune
-from .member_stack import Members
+from .member_stack import MemberStack
 from .surgery import attention_linears
 from .task import Task, baselines, missing
 
@@ -38,7 +38,7 @@ def lora_ensemble(host: nn.Module, task: Task, *, rank: int = 4, train: bool = T
             starts, data, seed=task.seeds, parameters=r"\.lora_[AB]\.", **task.training()
         )
         starts = [member.model for member in trained]
-    return Members(_sharing_backbone(starts))
+    return MemberStack(_sharing_backbone(starts))
 
 
 def _with_adapters(host: nn.Module, rank: int, seed: int) -> nn.Module:

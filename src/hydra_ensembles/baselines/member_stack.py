@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..data.batches import map_tensors
 from ..data.running import member_logits_of
 
 
-class Members(nn.Module):
+class MemberStack(nn.Module):
     """Run models one after another: logits `[batch, member, class]`."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -24,30 +25,32 @@ class Members(nn.Module):
 
 
 class Folded(nn.Module):
-    """Run a host on its batch repeated for each member, member by member.
+    """Run a host whose answer holds the members one after another: `[member * batch, class]`.
 
-    For hosts whose layers know that row m * batch + i belongs to member m (BatchEnsemble), or that
-    treat every row by itself (dropout).
+    For hosts whose layers know that row m * batch + i belongs to member m (BatchEnsemble), that
+    treat every row by itself (dropout), or that fold by themselves (Packed-Ensembles).
+
+    Args:
+        host: Answers with logits.
+        members: How many.
+        repeat: Whether the host is given its batch once per member.
     """
 
-    def __init__(self, host: nn.Module, members: int) -> None:
+    def __init__(self, host: nn.Module, members: int, *, repeat: bool = True) -> None:
         super().__init__()
         self.host = host
         self.members = members
+        self.repeat = repeat
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Answer with logits `[batch, member, class]`."""
-        folded = self.host(*self._repeat(args), **self._repeat(kwargs))
-        return member_logits_of(folded)[:, 0].unflatten(0, (self.members, -1)).transpose(0, 1)
+        if self.repeat:
+            args, kwargs = map_tensors(self._repeated, args), map_tensors(self._repeated, kwargs)
+        folded = member_logits_of(self.host(*args, **kwargs))[:, 0]
+        return folded.unflatten(0, (self.members, -1)).transpose(0, 1)
 
-    def _repeat(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.ndim:
-            return value.repeat(self.members, *[1] * (value.ndim - 1))
-        if isinstance(value, Mapping):
-            return {key: self._repeat(inner) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._repeat(inner) for inner in value)
-        return value
+    def _repeated(self, tensor: Tensor) -> Tensor:
+        return tensor.repeat(self.members, *[1] * (tensor.ndim - 1)) if tensor.ndim else tensor
 
 
 def carry_uncertainty(logits: Tensor, uncertainty: Tensor) -> Tensor:

@@ -8,28 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.running import member_logits_of
 from ..errors import UnsupportedModelError
 from ..hosts import host_model
 from ..hosts.probe import modules_after_blocks
 from ..training import finetune
 from .classifier_features import need_classifier
+from .member_stack import Folded
 from .surgery import block_linears, replace_
 from .task import Task, baselines, missing
-
-
-class Packed(nn.Module):
-    """A host that answers with its members one after another in the batch."""
-
-    def __init__(self, host: nn.Module, members: int) -> None:
-        super().__init__()
-        self.host = host
-        self.members = members
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Answer with logits `[batch, member, class]`."""
-        folded = member_logits_of(self.host(*args, **kwargs))[:, 0]
-        return folded.unflatten(0, (self.members, -1)).transpose(0, 1)
 
 
 class PackedProjections(nn.Module):
@@ -100,7 +86,7 @@ def packed_ensemble(host: nn.Module, task: Task) -> nn.Module:
             # `first`: only then does the layer norm every member by itself (0.13)
             new_norm = PackedLayerNorm(width, members, alpha=1, eps=norm.eps, first=True)
             replace_(model, path, new_norm)
-    packed = Packed(model, members)
+    packed = Folded(model, members, repeat=False)
     return finetune(packed, data, seed=task.seed, **task.training())[0].model
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..data.running import require_reiterable
+from ..data.batches import check_reiterable
 from ..errors import DataError, MissingDependencyError
 from ..registry import Registry
 
@@ -56,7 +56,7 @@ class Task:
                 f"The baseline {self.name!r} needs {kind} data, but {kind}=None. "
                 f"Pass {kind}=<{what}>."
             )
-        require_reiterable(data, name=kind)
+        check_reiterable(data, name=kind)
         return data
 
     @property

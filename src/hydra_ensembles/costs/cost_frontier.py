@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._records import check_same_run, model_fingerprint, read_record, to_record
-from ..data.running import collect_logits, progress_bar, require_reiterable
+from ..data.batches import check_reiterable
+from ..data.running import collect_logits, progress_bar
 from ..heads.gating import gate
 from ..heads.masks import HeadMask, HeadScores, keep_count
 from ..hosts import HostModel
@@ -208,7 +209,7 @@ def _negative_log_likelihood(
     host: HostModel, data: Iterable[Any]
 ) -> Callable[[Sequence[HeadMask]], float]:
     """Return the NLL of members' mean probability as a function of their masks, by gates."""
-    require_reiterable(data, name="validation")
+    check_reiterable(data, name="validation")
     logits: dict[HeadMask, Tensor] = {}
     labels: list[Tensor] = []
 

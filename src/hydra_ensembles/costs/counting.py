@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..data.batches import move
 from ..data.running import split_batch
 from ..errors import DataError
 from ..heads.masks import HeadMask
@@ -142,21 +143,6 @@ def cost(model: Any, batch: Any) -> Cost:
         layers=layers,
         batch=outside.batch,
         name=name,
-    )
-
-
-def relative_cost(
-    model: nn.Module | HostModel,
-    masks: Sequence[HeadMask],
-    batch: Any,
-    *,
-    share_trunk: bool = True,
-    share_branch: bool = True,
-    readout_only: bool = True,
-) -> float:
-    """Count the multiply-adds of `fuse(model, masks)` relative to the plain model, by the plan."""
-    return CostModel(model, batch).ratio(
-        masks, share_trunk=share_trunk, share_branch=share_branch, readout_only=readout_only
     )
 
 
@@ -383,6 +369,7 @@ def _outside(
         x = hidden[:, :tokens]
         return x.repeat(streams, 1, 1) if folds else hidden
 
+    _ = host.forms  # found by a pass through the host, which must not be counted below
     counted = 0
     element = next((p.element_size() for p in host.model.parameters()), 4)
     for model, where in ((_on_meta, "meta"), (_as_is, None)):
@@ -391,7 +378,7 @@ def _outside(
             twin = model(host)
             counter = FlopCounterMode(display=False)
             with torch.no_grad(), counter:
-                run_around(twin, (_to(args, where), _to(kwargs, where)), answer)
+                run_around(twin, (move(args, where), move(kwargs, where)), answer)
             counted = counter.get_total_flops() // 2
             break
         except Exception as error:  # code that looks at values cannot run on shapes: run it
@@ -428,13 +415,3 @@ def _on_meta(host: HostModel) -> HostModel:
 
 def _as_is(host: HostModel) -> HostModel:
     return host
-
-
-def _to(value: Any, where: str | None) -> Any:
-    if where is None:
-        return value
-    if isinstance(value, Tensor):
-        return value.to(where)
-    if isinstance(value, dict):
-        return {k: _to(v, where) for k, v in value.items()}
-    return type(value)(_to(v, where) for v in value) if isinstance(value, (tuple, list)) else value

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.running import collect_logits, progress_bar, require_reiterable
+from ..data.batches import check_reiterable
+from ..data.running import collect_logits, progress_bar
 from ..errors import HydraError
 from ..heads.gating import gate
 from ..heads.masks import HeadMask, HeadScores
@@ -78,7 +79,7 @@ def choose_alpha(
         progress: Show a bar on a terminal.
     """
     host = host_model(model)
-    require_reiterable(held_out, name="held_out")
+    check_reiterable(held_out, name="held_out")
     shares = torch.tensor(list(weights or ratios), dtype=torch.float64)
     if len(shares) != len(ratios) or not bool((shares >= 0).all()) or not float(shares.sum()) > 0:
         raise HydraError(

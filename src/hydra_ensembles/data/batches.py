@@ -1,4 +1,4 @@
-"""Batches and data: what every other room iterates over.
+"""Batches and data: what every other room iterates over, and the one toolkit for them.
 
 A *batch* is what the host takes: a mapping with an optional `labels`, `(inputs, labels)`, or the
 inputs alone. *Data* is any re-iterable of batches: a list, a `DataLoader`, or the `Batches` that
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ..errors import DataError
 
@@ -24,24 +25,72 @@ LABEL_KEYS = ("labels", "label")
 IMAGE_KEYS = ("pixel_values", "image", "images", "inputs", "x")
 
 
+def map_columns(function: Callable[[Any], Any], batch: Batch) -> Batch:
+    """Apply a function to every column of a batch; mappings become dicts.
+
+    A batch is a tree (torch's pytree) of mappings, tuples and lists whose leaves are columns:
+    tensors, lists of strings, or single values that go along.
+    """
+
+    def apply(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):  # a tokenizer's BatchEncoding is no dict
+            return {key: map_columns(function, value) for key, value in leaf.items()}
+        return function(leaf)
+
+    return pytree.tree_map(apply, batch, is_leaf=_is_column)
+
+
+def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
+    """Apply a function to every tensor of a batch; leave the rest alone."""
+    return map_columns(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def move(batch: Batch, device: torch.device | str | None) -> Batch:
+    """Move the tensors of a batch to a device; None leaves them where they are."""
+    return batch if device is None else map_tensors(lambda tensor: tensor.to(device), batch)
+
+
+def columns(batch: Batch) -> list[tuple[str, Any]]:
+    """Return every column of a batch with its path, such as `.input_ids` or `[0].pixel_values`."""
+    plain = map_columns(lambda leaf: leaf, batch)
+    leaves, _ = pytree.tree_flatten_with_path(plain, is_leaf=_is_column)
+    return [("".join(map(_step, path)), leaf) for path, leaf in leaves]
+
+
+def _step(key: Any) -> str:
+    return f"[{key.idx}]" if isinstance(key, pytree.SequenceKey) else f".{key.key}"
+
+
+def _is_column(value: Any) -> bool:
+    # a DataLoader's default collate gives [inputs, labels] as a list; a list of strings is one
+    # column
+    if isinstance(value, list):
+        return not value or not all(isinstance(v, (Tensor, Mapping, tuple, list)) for v in value)
+    return isinstance(value, Mapping) and not isinstance(value, dict)
+
+
 def batch_length(batch: Batch) -> int:
-    """Count the examples of a batch."""
-    if isinstance(batch, Mapping):
-        batch = next((value for value in batch.values() if hasattr(value, "__len__")), ())
-    elif isinstance(batch, tuple) or (isinstance(batch, list) and _holds_fields(batch)):
-        return batch_length(batch[0]) if batch else 0
-    return len(batch)
+    """Count the examples of a batch: the length of its first column that has one."""
+    sized = (leaf for _, leaf in columns(batch) if _is_sized(leaf))
+    return len(next(sized, ()))
 
 
-def take(batch: Batch, rows: Sequence[int] | slice) -> Batch:
-    """Take some rows of a batch; tensors, lists of strings and nestings of them keep their kind."""
-    if isinstance(batch, Tensor):
-        return batch[rows if isinstance(rows, slice) else torch.as_tensor(rows, dtype=torch.long)]
-    if isinstance(batch, Mapping):
-        return {key: take(value, rows) for key, value in batch.items()}
-    if isinstance(batch, tuple) or (isinstance(batch, list) and _holds_fields(batch)):
-        return tuple(take(value, rows) for value in batch)
-    return batch[rows] if isinstance(rows, slice) else [batch[row] for row in rows]
+def _is_sized(column: Any) -> bool:
+    return column.ndim > 0 if isinstance(column, Tensor) else hasattr(column, "__len__")
+
+
+def take(batch: Batch, rows: Sequence[int] | Tensor | slice) -> Batch:
+    """Take rows of a batch; tensors, lists of strings and nestings of them keep their kind."""
+
+    def rows_of(column: Any) -> Any:
+        if isinstance(column, Tensor):
+            index = rows if isinstance(rows, slice) else torch.as_tensor(rows, dtype=torch.long)
+            return column[index] if column.ndim else column
+        if not isinstance(column, (list, tuple)):
+            return column
+        return column[rows] if isinstance(rows, slice) else [column[int(row)] for row in rows]
+
+    return map_columns(rows_of, batch)
 
 
 def join(batches: Sequence[Batch]) -> Batch:
@@ -58,7 +107,7 @@ def join(batches: Sequence[Batch]) -> Batch:
             else join([b[key] for b in batches])
             for key in first
         }
-    if isinstance(first, tuple) or _holds_fields(first):
+    if isinstance(first, tuple) or not _is_column(first):
         return tuple(join(parts) for parts in zip(*batches, strict=True))
     return [item for batch in batches for item in batch]
 
@@ -114,7 +163,7 @@ class Batches:
     Args:
         load: makes one batch from a list of example numbers.
         indices: the example numbers, in order.
-        batch_size: examples a batch.
+        batch_size: examples per batch.
         labels: the label of every example that `load` knows (not only of `indices`), if there are
             any.
         info: what goes along (class names, the image transform); read as attributes by name.
@@ -193,7 +242,7 @@ def as_data(source: Any, *, batch_size: int = 32) -> Data:
         source: a `DataLoader` or a list of batches (returned as they are); a map-style dataset
             whose items are tensors, `(input, label)` or mappings; one batch: a tensor, a mapping
             of tensors or a tuple `(inputs, labels)`, which is cut into batches.
-        batch_size: examples a batch, where we make the batches.
+        batch_size: examples per batch, where we make the batches.
     """
     if isinstance(source, (Tensor, Mapping, tuple)):
         count = batch_length(source)
@@ -215,8 +264,8 @@ def as_data(source: Any, *, batch_size: int = 32) -> Data:
     return check_reiterable(source)
 
 
-def check_reiterable(data: Data) -> Data:
-    """Return the data if it can be read more than once, else raise."""
+def check_reiterable(data: Data, *, name: str = "data") -> Data:
+    """Return the data if it can be read more than once, else raise; `name` is for the error."""
     if not hasattr(data, "__iter__"):
         raise DataError(
             f"Found a {type(data).__name__} in place of data; expected a DataLoader, a list of "
@@ -224,8 +273,8 @@ def check_reiterable(data: Data) -> Data:
         )
     if iter(data) is data:
         raise DataError(
-            f"The data is a {type(data).__name__} that can be read only once, but more passes are "
-            "needed. Pass a DataLoader, or list(...) of it."
+            f"The data set {name!r} is a {type(data).__name__} that can be read only once, but "
+            "more passes are needed. Pass a DataLoader, or list(...) of it."
         )
     return data
 
@@ -272,12 +321,6 @@ def _as_slice(rows: Sequence[int]) -> Sequence[int] | slice:
     if rows and all(after == before + 1 for before, after in pairwise(rows)):
         return slice(rows[0], rows[-1] + 1)
     return rows
-
-
-def _holds_fields(batch: Sequence[Any]) -> bool:
-    # a DataLoader's default collate gives [inputs, labels] as a list; a list of strings is one
-    # column
-    return bool(batch) and all(isinstance(item, (Tensor, Mapping)) for item in batch)
 
 
 def _image_slot(batch: Batch) -> tuple[str | int | None, Tensor] | None:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from ..errors import DataError, HydraError
 from ..uncertainty import Prediction, as_member_logits
+from .batches import LABEL_KEYS, move
 from .modes import evaluating as evaluating
 from .progress import progress_bar as progress_bar
-
-LABEL_KEYS = ("labels", "label")
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
@@ -57,19 +56,6 @@ def device_of(model: Any) -> torch.device | None:
             for tensor in tensors:
                 return tensor.device
     return None
-
-
-def move(value: Any, device: torch.device | str | None) -> Any:
-    """Move the tensors in nested mappings, lists and tuples to a device; leave the rest alone."""
-    if device is None:
-        return value
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: move(inner, device) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(move(inner, device) for inner in value)
-    return value
 
 
 def call_model(model: Callable[..., Any], batch: Any, *, device: Any = None) -> Any:
@@ -205,15 +191,6 @@ def checked(
                 )
             check_labels(labels, where, classes=classes)
         yield batch
-
-
-def require_reiterable(data: Iterable[Any], *, name: str = "data") -> None:
-    """Raise when data can be read only once (a generator), where more passes are needed."""
-    if iter(data) is data:
-        raise DataError(
-            f"The data set {name!r} is a {type(data).__name__} that can be read only once, but "
-            "more passes are needed. Pass a DataLoader, or list(...) of it."
-        )
 
 
 def iterate_logits(

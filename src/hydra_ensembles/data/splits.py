@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .._records import tensor_bytes
 from ..errors import DataError
-from .batches import Batch, Batches, Data, indexable, labels_of
+from .batches import Batches, Data, indexable, labels_of
+from .batches import columns as columns_of
 
 
 def split(data: Data, fractions: Mapping[str, float], *, seed: int = 0) -> dict[str, Batches]:
@@ -74,7 +75,7 @@ def fingerprint(data: Data) -> str:
     lengths: dict[str, int] = {}
     for batch in data:
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        for name, value in _columns(batch):
+        for name, value in columns_of(batch):
             if isinstance(value, Tensor):
                 value = value.detach().cpu().contiguous()
                 sequence = mask is not None and value.shape == mask.shape
@@ -98,14 +99,6 @@ def fingerprint(data: Data) -> str:
     for name in sorted(columns):
         whole.update(f"{name} {lengths.get(name, 0)} {columns[name].hexdigest()}\n".encode())
     return whole.hexdigest()
-
-
-def _columns(batch: Batch, prefix: str = "") -> list[tuple[str, Any]]:
-    if isinstance(batch, Mapping):
-        return [pair for key, value in batch.items() for pair in _columns(value, f"{prefix}.{key}")]
-    if isinstance(batch, (tuple, list)) and batch and not isinstance(batch[0], str):
-        return [pair for i, value in enumerate(batch) for pair in _columns(value, f"{prefix}[{i}]")]
-    return [(prefix, batch)]
 
 
 def _class_numbers(source: Batches) -> Tensor:

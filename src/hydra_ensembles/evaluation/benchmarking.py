@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..data.running import device_of, evaluating, move, progress_bar, split_batch
+from ..data.batches import map_tensors, move
+from ..data.running import device_of, evaluating, progress_bar, split_batch
 from ..errors import DataError
 from .benchmark_results import BenchmarkResult, Timing
 from .peak_memory import PeakMemory
@@ -199,17 +200,11 @@ def _call(model: Callable[..., Any], batch: Any, size: int, dtype: torch.dtype |
     args, kwargs, _ = split_batch(batch)
     where = device_of(model)
 
-    def resize(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            value = value[torch.arange(size, device=value.device) % len(value)]
-            return value.to(dtype) if dtype is not None and value.is_floating_point() else value
-        if isinstance(value, Mapping):
-            return {key: resize(inner) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(resize(inner) for inner in value)
-        return value
+    def resize(tensor: Tensor) -> Tensor:
+        tensor = tensor[torch.arange(size, device=tensor.device) % len(tensor)]
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
-    args, kwargs = move(resize(args), where), move(resize(kwargs), where)
+    args, kwargs = (move(map_tensors(resize, part), where) for part in (args, kwargs))
     return lambda: model(*args, **kwargs)
 
 

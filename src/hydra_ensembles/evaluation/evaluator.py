@@ -116,7 +116,7 @@ def evaluate(
         "bootstrap": bootstrap,
         "seed": seed,
     }
-    return summarize(
+    return results_of(
         examples, name=name or type(model).__name__, settings=settings, progress=progress
     )
 
@@ -133,7 +133,7 @@ def _with_novelty(names: list[str], answers: Answers) -> list[str]:
     return names
 
 
-def summarize(
+def results_of(
     examples: Examples, *, name: str, settings: dict[str, Any], progress: bool = False
 ) -> Results:
     """Turn columns of examples into results: figures, notes on missing ones, intervals."""

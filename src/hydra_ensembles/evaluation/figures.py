@@ -120,7 +120,7 @@ def _figures(ranked: Examples, scores: Sequence[str]) -> dict[str, float]:
         if name.startswith(OOD):
             for score in scores:
                 column = f"score:{score}"
-                for key, value in ood_figures(ranked["id"][column], columns[column]).items():
+                for key, value in _ood_figures(ranked["id"][column], columns[column]).items():
                     part[key if score == scores[0] else f"{score}/{key}"] = value
             if "alarm" in columns:
                 part[f"{NOVELTY}/Caught_5"] = float(columns["alarm"].double().mean())
@@ -169,7 +169,7 @@ def labelled_figures(columns: Columns, *, score: str) -> dict[str, float]:
     return {key: float(value) for key, value in figures.items()}
 
 
-def ood_figures(id_ranks: Tensor, ood_ranks: Tensor) -> dict[str, float]:
+def _ood_figures(id_ranks: Tensor, ood_ranks: Tensor) -> dict[str, float]:
     """Return AUROC, AUPR and both FPR95 of one score's ranks, out-of-distribution positive."""
     ranks = torch.cat([id_ranks, ood_ranks])
     return figures_of_counts(*counts_by_rank(ranks, torch.arange(len(ranks)) >= len(id_ranks)))

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from .._records import check_same_run, model_fingerprint, read_record, to_record
 from ..criteria import Criterion, as_criterion, ranked, score_heads
 from ..criteria.losses import Loss
-from ..data.running import collect_logits, progress_bar, require_reiterable
+from ..data.batches import check_reiterable
+from ..data.running import collect_logits, progress_bar
 from ..data.splits import fingerprint, sample, split
 from ..errors import HydraError, UnsupportedModelError
 from ..heads.gating import gate, prune_heads_
@@ -92,7 +93,7 @@ def prune_sweep(
         parts = split(data, {"calibration": 0.25, "test": 0.75}, seed=seed)
         calibration, data = parts["calibration"], parts["test"]
     for name, source in {"data": data, "calibration": calibration, **(ood or {})}.items():
-        require_reiterable(source, name=name)
+        check_reiterable(source, name=name)
 
     measure = _Measure(host, data, ood or {}, ood_score, Path(resume) if resume else None)
     tables: dict[str, list[HeadScores]] = {criterion.label: [] for criterion in wanted}

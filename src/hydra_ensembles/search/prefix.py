@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.running import evaluating, require_reiterable, split_batch
+from ..data.batches import check_reiterable
+from ..data.running import evaluating, split_batch
 from ..errors import DataError
 from ..heads.masks import HeadMask
 from ..hosts import HostModel
@@ -85,7 +86,7 @@ class Prefix:
         """Pass over all data once: embed it, keep what fits."""
         with evaluating(self.host.model):
             for name, batches in self.data.items():
-                require_reiterable(batches, name=name)
+                check_reiterable(batches, name=name)
                 labels, sizes = [], []
                 for index, batch in enumerate(batches):
                     x, call = self.engine.enter(batch)

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.running import move, split_batch
+from ..data.batches import columns, map_tensors, move
+from ..data.running import split_batch
 from ..errors import UnsupportedModelError
 from ..heads.gating import gate
 from ..hosts import HostModel, device_of, main_output
@@ -92,17 +93,16 @@ def _no_cache(value: Any) -> Any:
 
 
 def _repeat(value: Any, times: int, batch: int) -> Any:
-    if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[0] == batch:
-        return value.repeat(times, *[1] * (value.dim() - 1))
-    if isinstance(value, tuple):
-        return tuple(_repeat(inner, times, batch) for inner in value)
-    return value
+    def repeat(tensor: Tensor) -> Tensor:
+        along = tensor.dim() >= 2 and tensor.shape[0] == batch
+        return tensor.repeat(times, *[1] * (tensor.dim() - 1)) if along else tensor
+
+    return map_tensors(repeat, value)
 
 
 def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(_bytes(inner) for inner in value) if isinstance(value, tuple) else 0
+    tensors = [leaf for _, leaf in columns(value) if isinstance(leaf, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class Engine:

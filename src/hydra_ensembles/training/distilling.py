@@ -21,6 +21,7 @@ from ..data.batches import (
     as_data,
     batch_length,
     check_reiterable,
+    columns,
     count,
     labels_of,
     take,
@@ -41,7 +42,7 @@ from .loop import StepInfo
 from .numbered import keys_of, numbered
 from .outliers import FIRST_NUMBER, Cycle
 from .settings import Settings
-from .stream import Stream, _leaves, _pool, _take, derive_seed, generator
+from .stream import Stream, _pool, derive_seed, generator
 from .teachers import Teacher, read_teachers
 from .trunk import CachedTrunk, untied
 from .views import Views
@@ -374,7 +375,7 @@ class Lessons:
     def made(self, part: str, view: int, batch: dict[str, Any]) -> Any:
         """Return the view of a numbered batch."""
         if (part, view) in self._pools:
-            return _take(self._pools[part, view], batch["samples"])
+            return take(self._pools[part, view], batch["samples"])
         if part == "outliers" and self.given is None:
             assert self._views is not None
             return self._views.destroyed(batch["batch"], batch["samples"], view)
@@ -413,7 +414,7 @@ class Lessons:
 
 
 def _bytes(batches: Sequence[Any]) -> int:
-    leaves = [leaf for batch in batches for _, leaf in _leaves(batch) if isinstance(leaf, Tensor)]
+    leaves = [leaf for batch in batches for _, leaf in columns(batch) if isinstance(leaf, Tensor)]
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ..data.batches import Batches, batch_length
+from ..data.batches import Batches, batch_length, columns
 from ..data.running import split_batch
 from ..errors import DataError
-from .stream import _is_seedable, _leaves, from_batches
+from .stream import _is_seedable, from_batches
 
 _KEYS = {"samples", "labels", "batch"}
 
@@ -66,7 +66,7 @@ def is_numbered(batch: Any) -> bool:
 
 def keys_of(batch: Any) -> list[tuple[Any, ...]]:
     """Name each sample by its number and its shapes, which padding may change."""
-    leaves = [leaf for _, leaf in _leaves(batch["batch"]) if isinstance(leaf, Tensor)]
+    leaves = [leaf for _, leaf in columns(batch["batch"]) if isinstance(leaf, Tensor)]
     shapes = tuple(leaf.shape[1:] for leaf in leaves)
     return [(number, shapes) for number in batch["samples"].tolist()]
 

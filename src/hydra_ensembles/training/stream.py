@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ..data.batches import Batches
+from ..data.batches import Batches, batch_length, columns, join, take
 from ..errors import DataError
 
 
@@ -81,8 +81,8 @@ class Stream:
         if self.pool is None:
             self._length = _count(data)
         else:
-            self.batch_size = max(_batch_size(batch) for batch in data)
-            self._length = -(-_batch_size(self.pool) // self.batch_size)
+            self.batch_size = max(batch_length(batch) for batch in data)
+            self._length = -(-batch_length(self.pool) // self.batch_size)
         if self._length == 0:
             raise DataError("The training data has no batches. Check the loader or the filter.")
 
@@ -111,9 +111,9 @@ class Stream:
         return samples
 
     def _pooled(self, epoch: int) -> Iterator[Any]:
-        order = self._sample_order(_batch_size(self.pool), epoch)
+        order = self._sample_order(batch_length(self.pool), epoch)
         for rows in order.split(self.batch_size):
-            yield _take(self.pool, rows)
+            yield take(self.pool, rows)
 
     def _reordered(self, epoch: int) -> Iterator[Any]:
         assert isinstance(self.data, Sequence)
@@ -123,9 +123,9 @@ class Stream:
         for position in order.tolist():
             batch = self.data[position]
             if self.bootstrap:
-                size = _batch_size(batch)
+                size = batch_length(batch)
                 draw = generator("bootstrap", self.seed, position)
-                batch = _take(batch, torch.randint(size, (size,), generator=draw))
+                batch = take(batch, torch.randint(size, (size,), generator=draw))
             yield batch
 
     def _reseeded(self, epoch: int) -> Iterable[Any]:
@@ -174,29 +174,11 @@ def _count(data: Iterable[Any]) -> int:
         return sum(1 for _ in data)
 
 
-def _leaves(batch: Any) -> list[tuple[str, Any]]:
-    """Return the (path, value) pairs of a batch of nested mappings and sequences."""
-    if isinstance(batch, Mapping):
-        items: Iterable[tuple[Any, Any]] = batch.items()
-    elif isinstance(batch, (list, tuple)):
-        items = enumerate(batch)
-    else:
-        return [("", batch)]
-    return [(f"/{key}{path}", leaf) for key, value in items for path, leaf in _leaves(value)]
-
-
-def _batch_size(batch: Any) -> int:
-    for _, leaf in _leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            return len(leaf)
-    raise DataError(f"A batch ({type(batch).__name__}) holds no tensor with a batch dimension.")
-
-
 def _pool(batches: Sequence[Any]) -> Any | None:
     """Return all samples as one batch, or None if the batches cannot be joined."""
     signatures = set()
     for batch in batches:
-        leaves = _leaves(batch)
+        leaves = columns(batch)
         if not all(isinstance(leaf, Tensor) and leaf.ndim for _, leaf in leaves):
             return None
         if len({len(leaf) for _, leaf in leaves}) != 1:
@@ -204,22 +186,4 @@ def _pool(batches: Sequence[Any]) -> Any | None:
         signatures.add(tuple((path, leaf.shape[1:], leaf.dtype) for path, leaf in leaves))
     if len(signatures) != 1:
         return None
-    return _join(batches)
-
-
-def _join(batches: Sequence[Any]) -> Any:
-    first = batches[0]
-    if isinstance(first, Mapping):
-        return {key: _join([batch[key] for batch in batches]) for key in first}
-    if isinstance(first, (list, tuple)):
-        return tuple(_join([batch[i] for batch in batches]) for i in range(len(first)))
-    return torch.cat(list(batches))
-
-
-def _take(batch: Any, rows: Tensor) -> Any:
-    """Return the given rows of every tensor of a batch."""
-    if isinstance(batch, Mapping):
-        return {key: _take(value, rows) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return tuple(_take(value, rows) for value in batch)
-    return batch[rows] if isinstance(batch, Tensor) else batch
+    return join(batches)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.batches import take
 from ..data.modes import in_eval
 from ..errors import HydraError
 from ..fusion.ensemble import HydraEnsemble
@@ -16,7 +17,6 @@ from ..fusion.structure import split_classifier_
 from ..hosts import host_model
 from ..hosts.probe import modules_after_blocks
 from .numbered import is_numbered, keys_of
-from .stream import _take
 
 
 def untied(ensemble: HydraEnsemble) -> HydraEnsemble:
@@ -110,7 +110,7 @@ class CachedTrunk(nn.Module):
         if len(missing) == len(rows):
             return self._compute(batch["batch"])
         if missing:
-            states = self._compute(_take(batch["batch"], torch.tensor(missing))).cpu()
+            states = self._compute(take(batch["batch"], torch.tensor(missing))).cpu()
             for place, row in zip(missing, states, strict=True):
                 rows[place] = row
         return torch.stack(rows).to(self.ensemble.device)  # type: ignore[arg-type]

@@ -77,13 +77,13 @@ def command(
     trained.save_pretrained(output / "trained")
 
     say("4/5 Evaluating on test digits and five kinds of outliers", json=json)
-    from ...baselines.member_stack import Members
+    from ...baselines.member_stack import MemberStack
 
     rivals = {
         "Hydra": ensemble,
         "Hydra, trained": trained,
         "single": single,
-        f"Deep Ensemble of {deep}": Members(models),
+        f"Deep Ensemble of {deep}": MemberStack(models),
     }
     batch = next(iter(data.test))
     costs = {name: cost_of(rivals[name], batch) or 0.0 for name in ("Hydra", "Hydra, trained")}
