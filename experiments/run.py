@@ -101,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 run_sweep(table, args)
             elif "rows" in table:
                 run(table, args)
-        write_page(table, args.out)
+        if "rows" not in table or Records.read(name, args.out).rows:  # no page of no figures
+            write_page(table, args.out)
 
 
 if __name__ == "__main__":
