@@ -2,11 +2,12 @@
 
     python benchmarks/build_resume.py [--kills 20] [--seed 0] [--only text images circuit]
 
-`text` and `images` are `build(method="select")` with proxies of its data, saved; `circuit` is a
-search of `find_effects` with several objectives. Hosts are small and random. For every moment the
-work starts anew in an empty folder, in a process of its own that is killed after a random part of
-the time that the whole takes; a second process, with another hash seed, goes on in the folder. All
-files that it writes must equal those of work that nobody stopped. Writes
+`text` and `images` are builds, by turns with the default method and with `Search`, which makes
+proxies of the data; `circuit` is `find_effects` with several objectives. Hosts are small, random.
+For every moment the work starts anew in an empty folder, in a process of its own that is killed
+after a random part of the time that the whole takes; a second process goes on in the folder. All
+files that it writes must equal those of work that nobody stopped. Every process makes its own
+tokenizer, whose vocabulary has another order each time. Writes
 `benchmarks/results/build-resume.json`.
 """
 
@@ -17,15 +18,24 @@ import hashlib
 import json
 import os
 import random
-import subprocess
+import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+from hydra_ensembles import Search, Select, build, find_effects
+from hydra_ensembles._records import write_whole
+from hydra_ensembles.data import text_data
+from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
+
 RESULTS = Path(__file__).parent / "results" / "build-resume.json"
-STARTED = "started"
 WORDS = [
     *("the", "a", "film", "story", "was", "very", "good", "bad", "dull", "bright", "and", "not"),
     *("電", "影", "良", "悪", "長", "短", "кино", "день", "ночь", "свет"),
@@ -34,12 +44,6 @@ WORDS = [
 
 def text_host() -> tuple[Any, Any]:
     """Return a random BERT and sentences for it."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
-
-    from hydra_ensembles.data import text_data
-
     vocabulary = {"[PAD]": 0, "[CLS]": 1, "[UNK]": 2}
     vocabulary.update({word: 3 + number for number, word in enumerate(WORDS)})
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -65,26 +69,16 @@ def text_host() -> tuple[Any, Any]:
 
 def image_host() -> tuple[Any, Any]:
     """Return a random vision transformer and noise for it."""
-    import torch
-
-    from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
-
     model = TinyViT(TinyViTConfig(layers=3, heads=4, width=32, mlp_width=48, classes=3), seed=0)
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(45, 1, 16, 16, generator=generator)
     return model.eval(), list(zip(images.split(15), (torch.arange(45) % 3).split(15), strict=True))
 
 
-def work(kind: str, folder: Path) -> None:
-    """Do the work in a process of its own; write its result to `folder / "result"`."""
-    import torch
-
-    from hydra_ensembles import Select, build, find_effects
-
-    torch.set_num_threads(1)
-    model, data = text_host() if kind == "text" else image_host()
+def work(kind: str, turn: int, folder: Path) -> None:
+    """Do the work; write its result to `folder / "result"`."""
     result = folder / "result"
-    print(STARTED, flush=True)
+    model, data = text_host() if kind == "text" else image_host()
     if kind == "circuit":
         found = find_effects(
             model, id=data, objective="average", keep=1, folder=folder / "state", progress=False
@@ -95,7 +89,7 @@ def work(kind: str, folder: Path) -> None:
     ensemble = build(
         model,
         data,
-        method=Select(masks=24, rounds=1),
+        method=Search(masks=24, rounds=1) if turn % 2 else Select(masks=24),
         members=2,
         max_cost=1.5,
         folder=folder / "state",
@@ -104,20 +98,25 @@ def work(kind: str, folder: Path) -> None:
     ensemble.save_pretrained(result)
 
 
-def start(kind: str, folder: Path, seed: int) -> subprocess.Popen[str]:
-    """Start the work; return when it has loaded what it needs."""
+def start(kind: str, turn: int, folder: Path) -> int:
+    """Start the work in a process of its own; return its number."""
     folder.mkdir(exist_ok=True)
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--work", kind, str(folder)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONHASHSEED": str(seed)},
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.strip() == STARTED:
-            return process
-    raise SystemExit(f"{kind} did not start")
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work(kind, turn, folder)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return child
+
+
+def ended(child: int) -> int:
+    """Wait for a process; return its exit code, negative when it was killed."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -138,36 +137,36 @@ def kept(folder: Path) -> int:
 def kill_and_resume(kind: str, kills: int, seed: int) -> dict[str, Any]:
     """Kill the work at random moments; resume each time."""
     moments = random.Random(f"{kind} {seed}")
+    parts: list[float] = []
+    left: list[int] = []
+    equal = missed = 0
     with tempfile.TemporaryDirectory() as scratch:
-        process = start(kind, Path(scratch) / "whole", seed)
-        begin = time.monotonic()
-        if process.wait():
-            raise SystemExit(f"{kind} failed")
-        length = time.monotonic() - begin
-        whole = digest(Path(scratch) / "whole")
-        parts: list[float] = []
-        left: list[int] = []
-        equal = missed = 0
+        whole, length = [], []
+        for turn in (0, 1):
+            begin = time.monotonic()
+            if ended(start(kind, turn, Path(scratch) / f"whole-{turn}")):
+                raise SystemExit(f"{kind} failed")
+            length.append(time.monotonic() - begin)
+            whole.append(digest(Path(scratch) / f"whole-{turn}"))
         while len(parts) < kills:
-            part = moments.random()
+            turn, part = len(parts) % 2, moments.random()
             folder = Path(scratch) / f"kill-{len(parts)}-{missed}"
-            process = start(kind, folder, moments.randrange(2**32))
-            time.sleep(part * length)
-            process.kill()
-            if process.wait() == 0:
+            child = start(kind, turn, folder)
+            time.sleep(part * length[turn])
+            os.kill(child, signal.SIGKILL)
+            if ended(child) == 0:
                 missed += 1  # it was done before
                 continue
             parts.append(round(part, 3))
             left.append(kept(folder))
-            resumed = start(kind, folder, moments.randrange(2**32))
-            equal += resumed.wait() == 0 and digest(folder) == whole
+            equal += ended(start(kind, turn, folder)) == 0 and digest(folder) == whole[turn]
             print(f"{kind}: {equal} of {len(parts)} equal", file=sys.stderr, flush=True)
     return {
         "work": kind,
         "killed at (part of the whole)": parts,
         "steps and tensors left": left,
         "ended before it was killed": missed,
-        "files": sorted(whole),
+        "files": sorted(whole[0]),
         "byte-equal": equal,
         "of": kills,
     }
@@ -180,14 +179,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", default=["text", "images", "circuit"])
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.work:
-        work(args.work[0], Path(args.work[1]))
-        return
+    torch.set_num_threads(1)  # forks of a threaded process may hang
     runs = [kill_and_resume(kind, args.kills, args.seed) for kind in args.only]
-    from hydra_ensembles._records import write_whole
-
     record = {
         "command": "python benchmarks/build_resume.py",
         "what": "work killed by SIGKILL at random moments, resumed, compared byte by byte",
