@@ -37,6 +37,6 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_picture(root / "noise" / f"{number:03}.png", image)
     host = TinyViT(CONFIG, seed=1).eval()
     ensemble = hydra.fuse(host, [hydra.HeadMask.full(host)])
-    ensemble.record["class_names"] = dict(enumerate("0123456789"))
+    ensemble.id2label = list("0123456789")
     ensemble.save_pretrained(root / "host")
     return root

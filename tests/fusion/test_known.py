@@ -14,6 +14,7 @@ import torch
 from hydra_ensembles import HeadMask, HydraEnsemble, fuse
 from hydra_ensembles.data.batches import join, take
 from hydra_ensembles.errors import DataError, FormatError, HydraError, UnsupportedModelError
+from hydra_ensembles.fusion.folder_format import signed
 from hydra_ensembles.fusion.known import logits_and_summaries
 from tests import zoo
 
@@ -193,7 +194,7 @@ def test_damaged_statistics_are_refused(tmp_path: Path) -> None:
     path.write_bytes(content)
     config = json.loads((tmp_path / "config.json").read_text())
     config["novelty"]["format_version"] = 99
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(signed(config)))
     with pytest.raises(FormatError, match="newer"):
         HydraEnsemble.from_pretrained(tmp_path)
 

@@ -12,6 +12,7 @@ import torch
 import hydra_ensembles as hydra
 from hydra_ensembles import HydraEnsemble
 from hydra_ensembles.errors import FormatError
+from hydra_ensembles.fusion.folder_format import signed
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, TREE, perturbed
 
@@ -82,7 +83,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 def edit(folder: Path, **changes: object) -> None:
     config = json.loads((folder / "config.json").read_text())
     config.update(changes)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(signed(config)))
 
 
 def test_truncated_weights(folder: Path) -> None:
@@ -113,7 +114,7 @@ def test_missing_and_foreign_files(folder: Path, tmp_path: Path) -> None:
 
 
 def test_newer_formats(folder: Path) -> None:
-    edit(folder, format_version=[1, 9], shiny="new")
+    edit(folder, format_version=[1, 99], shiny="new")
     with pytest.warns(UserWarning, match="shiny"):
         HydraEnsemble.from_pretrained(folder)
     edit(folder, format_version=[2, 0])

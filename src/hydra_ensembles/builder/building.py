@@ -19,6 +19,7 @@ from ..data.running import call_model, check_inputs, evaluating, member_logits_o
 from ..errors import DataError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fusing import fuse
+from ..fusion.inputs import remember_inputs
 from ..heads.masks import HeadMask
 from ..hosts import HostModel, host_model
 from ..search.state import SearchState, TensorStore
@@ -134,6 +135,7 @@ def build(
     apply_decisions(ensemble, decisions)
     if novelty:
         ensemble.record["novelty"] = learn_known(ensemble, parts, progress=progress)
+    remember_inputs(ensemble, calibration)
     return ensemble
 
 

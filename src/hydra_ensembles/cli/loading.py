@@ -207,65 +207,55 @@ def _is_ensemble(folder: Path) -> bool:
         return False
     try:
         return json.loads(path.read_text(encoding="utf-8")).get("format") == "hydra-ensembles"
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError, OSError):
         raise FormatError(f"{path} is damaged: it is not JSON. Copy the folder again.") from None
 
 
 def _ensemble(folder: str) -> Loaded:
-    from ..data import ImageTransform
     from ..fusion.ensemble import HydraEnsemble
+    from ..fusion.inputs import image_key
 
     import_tiny_vit()
     model = HydraEnsemble.from_pretrained(folder)
-    loaded = Loaded(model, folder)
-    labels = model.id2label or {
-        int(k): v for k, v in (model.record.get("class_names") or {}).items()
-    }
-    loaded.class_names = _told([labels[i] for i in range(len(labels))])
-    loaded.key = model.main_input_name if model.main_input_name == "pixel_values" else None
-    shape = getattr(model.host, "shape", None)
-    if type(model.host).__name__ == "TinyViT":
-        normal = (0.5,) * shape.channels  # type: ignore[union-attr]
-        loaded.transform = ImageTransform(
-            size=shape.image_size,  # type: ignore[union-attr]
-            crop=None,
-            interpolation="bilinear",
-            mean=normal,
-            std=normal,
-        )
-    elif model.config is not None:
-        source = folder if _has_processor(Path(folder)) else model.name_or_path or folder
-        _processors(loaded, source, text=hasattr(model.config, "vocab_size"))
-    else:
-        loaded.transform = _remembered_transform(model)
+    loaded = Loaded(model, folder, tokenizer=model.tokenizer, transform=model.transform)
+    loaded.class_names = _told(list((model.id2label or {}).values()))
+    loaded.key = image_key(model)
+    if loaded.tokenizer is None and loaded.transform is None:  # saved without
+        if model.config is not None:
+            text = hasattr(model.config, "vocab_size")
+            _processors(loaded, model.name_or_path or folder, text=text)
+        else:
+            loaded.transform = _by_host(model.host)
     return loaded
 
 
-def _remembered_transform(model: Any) -> Any:
-    """Return how an ensemble that `build` saved wants its images, or else as ImageNet's."""
+def _by_host(host: Any) -> Any:
+    """Return how a host that nobody has told about wants its images: by its shape."""
     from ..data import ImageTransform
 
-    saved: dict[str, Any] | None = model.record.get("image_transform")
-    if saved:  # JSON knows lists alone
-        values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()
-        }
-        return ImageTransform(**values)
+    shape = getattr(host, "shape", None)
+    if type(host).__name__ == "TinyViT" and shape is not None:
+        return tiny_vit_transform(shape)
     try:
-        return _timm_transform(model.host)
+        return _timm_transform(host)
     except DataError:
-        size = getattr(getattr(model.host, "patch_embed", None), "img_size", 224)
+        size = getattr(getattr(host, "patch_embed", None), "img_size", 224)
         return ImageTransform(size=size)
+
+
+def tiny_vit_transform(shape: Any) -> Any:
+    """Return how the demo's model wants its images."""
+    from ..data import ImageTransform
+
+    normal = (0.5,) * shape.channels
+    return ImageTransform(
+        size=shape.image_size, crop=None, interpolation="bilinear", mean=normal, std=normal
+    )
 
 
 def import_tiny_vit() -> None:
     """Make the family of the demo's model known."""
     from ..hosts import tiny_vit  # noqa: F401
-
-
-def _has_processor(folder: Path) -> bool:
-    files = ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
-    return any((folder / name).is_file() for name in files)
 
 
 def _timm(name: str) -> Loaded:

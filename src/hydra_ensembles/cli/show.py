@@ -95,8 +95,12 @@ def write_text(path: Path, text: str) -> None:
     write_whole(path, text)
 
 
-def write_config(folder: Path) -> dict[str, Any]:
-    """Write the resolved options of the running command beside its results; return them."""
+def write_config(folder: Path, *, begin: bool = False) -> dict[str, Any]:
+    """Write the resolved options of the running command beside its results; return them.
+
+    At the beginning of long work a file that is there stays: the work may yet be refused, and the
+    results in the folder are those of the options that made them.
+    """
     import yaml
 
     context = click_module("globals").get_current_context()
@@ -107,5 +111,6 @@ def write_config(folder: Path) -> dict[str, Any]:
     }
     values = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
     resolved = {"command": context.info_name, **values}
-    write_text(folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
+    if not (begin and (folder / "config.yaml").exists()):
+        write_text(folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
     return resolved

@@ -97,7 +97,7 @@ def _loader(
     key: str | None,
 ) -> Callable[[Sequence[int]], Batch]:
     def load(rows: Sequence[int]) -> Batch:
-        images = torch.stack([_read(files[row], transform) for row in rows])
+        images = torch.stack([read_image(files[row], transform) for row in rows])
         return image_batch(images, None if labels is None else labels[list(rows)], key)
 
     return load
@@ -110,7 +110,8 @@ def image_batch(images: Tensor, labels: Tensor | None, key: str | None) -> Batch
     return {key: images} if labels is None else {key: images, "labels": labels}
 
 
-def _read(file: Path, transform: Callable[[Any], Tensor]) -> Tensor:
+def read_image(file: Path, transform: Callable[[Any], Tensor]) -> Tensor:
+    """Read a picture and turn it into a tensor; raise a `DataError` that names a broken one."""
     from PIL import Image
 
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -34,6 +34,36 @@ class ImageTransform:
     interpolation: str = "bicubic"
     mean: Sequence[float] = IMAGENET_MEAN
     std: Sequence[float] = IMAGENET_STD
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that JSON can hold."""
+        size = self.size if isinstance(self.size, int) else list(self.size)
+        mean, std = [float(v) for v in self.mean], [float(v) for v in self.std]
+        return {**asdict(self), "size": size, "mean": mean, "std": std}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ImageTransform:
+        """Read what `to_dict` returned; raise for what no picture could be turned into."""
+        try:
+            values: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in data.items()
+            }
+            made = cls(**values)
+            sides = made.size if isinstance(made.size, tuple) else (made.size, made.size)
+            good = (
+                len(sides) == 2
+                and all(type(side) is int and 0 < side <= 2**14 for side in sides)
+                and (made.crop is None or 0 < float(made.crop) <= 8)
+                and len(made.mean) == len(made.std) in (1, 3)
+                and all(math.isfinite(v) for v in (*made.mean, *made.std))
+                and all(v > 0 for v in made.std)
+            )
+        except (TypeError, ValueError) as error:
+            raise DataError(f"This is no image transform: {error}.") from error
+        if not good:
+            raise DataError(f"This is no image transform: {dict(data)!r:.300}.")
+        _resampling(made.interpolation)
+        return made
 
     def __call__(self, picture: Any) -> Tensor:
         """Turn a PIL image into a tensor `[C, H, W]`."""

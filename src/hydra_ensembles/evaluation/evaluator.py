@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.running import Answers, collect_logits, iterate_answers
-from ..errors import DataError
+from ..errors import DataError, HydraError
 from ..uncertainty import fit_temperature, scale_logits, scores
 from .bootstrap import intervals, resampled_figures
 from .figures import (
@@ -70,6 +70,7 @@ def evaluate(
         DataError: naming the data set, for NaN logits, labels out of range or missing, empty data,
             inputs that the model refuses, and classes that differ between sets.
     """
+    _refuse_processes()
     names = [score] if isinstance(score, str) else list(score)
     for each in names:
         if each != NOVELTY:
@@ -131,6 +132,20 @@ def _with_novelty(names: list[str], answers: Answers) -> list[str]:
             "call ensemble.fit_novelty_(known) first."
         )
     return names
+
+
+def _refuse_processes() -> None:
+    """Raise where several processes run: each may see a part, and a figure of a part is wrong."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    processes = torch.distributed.get_world_size()
+    if processes > 1:
+        raise HydraError(
+            f"evaluate() runs in one process, but torch.distributed has {processes}: a rank that "
+            "sees its share of the data would report figures of that share. Evaluate the whole "
+            "data in a process of its own, or before init_process_group() or after "
+            "destroy_process_group()."
+        )
 
 
 def results_of(

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ..data.modes import in_eval, twin
 from ..data.running import check_inputs, move, split_batch
-from ..errors import HydraError, UnsupportedModelError
+from ..data.transforms import ImageTransform, image_transform
+from ..errors import DataError, HydraError, UnsupportedModelError
 from ..heads.masks import HeadMask
 from ..heads.plan import Plan
 from ..hosts import HostModel, device_of, host_model, main_output
@@ -25,19 +26,23 @@ from ..hosts.probe import modules_after_blocks
 from ..hosts.task import gives_classes
 from ..registry import check_name
 from ..uncertainty import (
+    Abstention,
     Evidence,
     Novelty,
     Prediction,
     checked_temperature,
+    fit_abstention,
     log_mean_probability,
     predict_from_logits,
     scale_logits,
 )
 from .assemble import Assembly
 from .cast import cast_full, cast_member
+from .inputs import Preparation, is_raw, prepare
 from .known import fit_novelty, logits_and_summaries, why_novel
 from .layers import FusedBlock
-from .saving import load, save
+from .loading import check_answers, load
+from .saving import save
 from .summary import summarize
 
 Mode = Literal["fused", "loop"]
@@ -84,6 +89,8 @@ class HydraEnsemble(nn.Module):
         mode: `"fused"`, or `"loop"` to run members one by one.
         temperature, member_temperatures: Divide the members' logits (None: not calibrated).
         score: The uncertainty that `predict` reports.
+        abstention: When to abstain (see `fit_abstention_`); None before it is fitted.
+        transform, tokenizer: How `predict` turns pictures, paths and texts into inputs.
         novelty: Statistics of known data; None before `fit_novelty_`.
         record: What was done to make it (plain data, saved along).
     """
@@ -101,12 +108,15 @@ class HydraEnsemble(nn.Module):
         self.temperature = None
         self.member_temperatures = None
         self.score = "msp"
+        self.abstention: Abstention | None = None
         self.novelty: Novelty | None = None
         self.record: dict[str, Any] = {}
         self.switches: dict[str, Any] = {}
         self._assembly = assembly
         self._view = host
         self._cast: tuple[tuple[Any, ...], list[nn.Module]] | None = None
+        self._names: dict[int, str] | None = None
+        self._preparation = Preparation()
         self._gives_classes: bool | None = None
         shown = _shown(HydraEnsemble.forward, type(self.host))
         self.forward = types.MethodType(shown, self)  # type: ignore[method-assign]
@@ -221,9 +231,46 @@ class HydraEnsemble(nn.Module):
 
     @property
     def id2label(self) -> dict[int, str] | None:
-        """Class names by index, where the host knows them."""
+        """Class names by number: those that were set, or the host's; None when neither knows."""
+        if self._names is not None:
+            return dict(self._names)
         labels = getattr(self.config, "id2label", None) or getattr(self.host, "id2label", None)
         return None if labels is None else {int(k): str(v) for k, v in labels.items()}
+
+    @id2label.setter
+    def id2label(self, names: Mapping[int, str] | Sequence[str] | None) -> None:
+        if names is not None:
+            pairs = names.items() if isinstance(names, Mapping) else enumerate(names)
+            named = {int(number): str(name) for number, name in pairs}
+            if not named or set(named) != set(range(len(named))):
+                raise ValueError(
+                    f"Class names for {sorted(named)[:5]} ...: expected one for every class from 0."
+                )
+            names = dict(sorted(named.items()))
+            if hasattr(self.config, "id2label"):  # pipelines read it there
+                self.config.id2label = dict(names)
+                self.config.label2id = {name: number for number, name in names.items()}
+        self._names = names
+
+    # --- what prepares its inputs ----------------------------------------------------------------
+
+    @property
+    def transform(self) -> Any:
+        """Turns a PIL image into a tensor `[C, H, W]`; None when nobody has told."""
+        return self._preparation.find_transform(self.host)
+
+    @transform.setter
+    def transform(self, source: Any) -> None:
+        self._preparation.transform = None if source is None else image_transform(source)
+
+    @property
+    def tokenizer(self) -> Any:
+        """Turns texts into inputs; None when nobody has told."""
+        return self._preparation.find_tokenizer()
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._preparation.tokenizer = tokenizer
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
         """Trade time for memory in the trunk, where the host can."""
@@ -258,7 +305,13 @@ class HydraEnsemble(nn.Module):
 
     @torch.no_grad()
     def predict(self, batch: Any) -> Prediction:
-        """Predict a batch: probabilities, label, uncertainty and what the members say."""
+        """Predict a batch: probabilities, label, uncertainty and what the members say.
+
+        Args:
+            batch: What the host takes; or pictures (PIL), paths of pictures or texts, one or a
+                list of them, by the ensemble's `transform` or `tokenizer`.
+        """
+        batch = prepare(self, batch) if is_raw(batch) else batch
         check_inputs(batch)
         model, summaries = in_eval(self), None
         if self.novelty is None:
@@ -309,11 +362,47 @@ class HydraEnsemble(nn.Module):
 
     def fused_logits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """Return the members' raw logits of the fused form, whatever the mode is."""
-        mode, self.mode = self.mode, "fused"
-        try:
-            return self._run(args, kwargs)[0]
-        finally:
-            self.mode = mode
+        fused = twin(self)  # its mode is its own
+        fused.mode = "fused"
+        return fused._run(args, kwargs)[0]
+
+    def fit_abstention_(
+        self,
+        data: Any,
+        *,
+        risk: float = 0.05,
+        method: str = "empirical",
+        alarm: float | None = None,
+    ) -> HydraEnsemble:
+        """Choose when to abstain, in place; `abstention` is saved with the ensemble.
+
+        `ensemble.abstention.abstains(answer.uncertainty, answer.novelty)` then says which answers
+        to withhold.
+
+        Args:
+            data: Held-out labelled data that neither trained the model nor chose its heads.
+            risk, method, alarm: See `hydra_ensembles.uncertainty.fit_abstention`.
+        """
+        answers, errors = [], []
+        for number, batch in enumerate(data):
+            labels = split_batch(batch)[2]
+            if labels is None:
+                raise DataError(f"Batch {number} has no labels, which a threshold is fitted on.")
+            answers.append(self.predict(batch).cpu())
+            errors.append(answers[-1].label != labels.cpu())
+        if not errors:
+            raise DataError("The held-out data is empty: it gave no batch.")
+        novelty = [answer.novelty for answer in answers if answer.novelty is not None]
+        self.abstention = fit_abstention(
+            torch.cat([answer.uncertainty for answer in answers]),
+            torch.cat(errors),
+            risk=risk,
+            method=method,
+            score=self.score,
+            novelty=torch.cat(novelty) if novelty and alarm is not None else None,
+            alarm=alarm,
+        )
+        return self
 
     def _scaled(self, member_logits: Tensor) -> Tensor:
         if self.temperature is None and self.member_temperatures is None:
@@ -431,8 +520,15 @@ class HydraEnsemble(nn.Module):
         state_dict: Any = None,
         safe_serialization: bool = True,
     ) -> None:
-        """Write `config.json`, `model.safetensors` and a model card into a folder."""
-        save(self, folder, tokenizer=tokenizer, image_processor=image_processor)
+        """Write `config.json`, `model.safetensors` and a model card into a folder.
+
+        The ensemble's own transform and tokenizer are saved along; those given here replace them.
+        """
+        if tokenizer is not None:
+            self.tokenizer = tokenizer
+        if image_processor is not None:
+            self.transform = image_processor
+        save(self, folder)
 
     @classmethod
     def from_pretrained(
@@ -451,7 +547,14 @@ class HydraEnsemble(nn.Module):
         ensemble.member_temperatures = config["member_temperatures"]
         ensemble.score = config["score"]
         ensemble.record = config["record"]
-        ensemble.novelty = config.get("novelty")
+        ensemble.novelty = config["novelty"]
+        ensemble.id2label = config["labels"]
+        if config["abstention"] is not None:
+            ensemble.abstention = Abstention.from_dict(config["abstention"])
+        ensemble._preparation = Preparation(config["folder"], config["files"])
+        if config["image_transform"] is not None:
+            ensemble.transform = ImageTransform.from_dict(config["image_transform"])
+        check_answers(ensemble, name_or_folder)
         return ensemble
 
     # --- telling -----------------------------------------------------------------------------

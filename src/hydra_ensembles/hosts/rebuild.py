@@ -158,6 +158,33 @@ def rebuild_host(description: dict[str, Any]) -> nn.Module:
     )
 
 
+_DEPTHS = frozenset({"num_hidden_layers", "n_layers", "n_layer", "num_layers", "depth", "layers"})
+
+
+def check_sizes(description: Any, *, layers: int, largest: int, key: str = "host") -> None:
+    """Raise for a description with sizes that its weights cannot have, before it is built.
+
+    Args:
+        description: What `describe_host` returned, or a part of it.
+        layers: Layers that the ensemble has; a tower beside it may have some hundred.
+        largest: The largest dimension of any of its tensors.
+        key: Where the part stands.
+    """
+    if isinstance(description, dict):
+        for name, value in description.items():
+            check_sizes(value, layers=layers, largest=largest, key=str(name))
+    elif isinstance(description, list):
+        for value in description:
+            check_sizes(value, layers=layers, largest=largest, key=key)
+    elif isinstance(description, (int, float)) and not isinstance(description, bool):
+        bound = max(layers, 512) if key in _DEPTHS else max(largest, 2**16)
+        if not abs(description) <= bound:  # NaN too
+            raise FormatError(
+                f"The folder describes a host with {key} = {description:.6g}, which its weights "
+                f"do not have (at most {bound}). Save or download it again."
+            )
+
+
 def _module(path: str, extra: str) -> Any:
     try:
         return importlib.import_module(path)

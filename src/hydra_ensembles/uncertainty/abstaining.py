@@ -94,9 +94,22 @@ class Abstention:
     def from_dict(cls, data: Mapping[str, Any]) -> Abstention:
         """Read what `to_dict` returned."""
         try:
-            return cls(**{**data, "threshold": float(data["threshold"])})
+            rule = cls(**{**data, "threshold": float(data["threshold"])})
+            numbers = (rule.risk, rule.coverage, rule.selective_risk, rule.answered_and_wrong)
+            good = (
+                all(type(n) in (int, float) and 0 <= n <= 1 for n in numbers)
+                and not math.isnan(rule.threshold)
+                and rule.method in METHODS
+                and isinstance(rule.score, str)
+                and type(rule.examples) is int
+                and rule.examples > 0
+                and (rule.alarm is None or 0 < float(rule.alarm) < 1)
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"This is no abstention rule: {error!r}.") from error
+        if not good:
+            raise FormatError(f"This is no abstention rule: {dict(data)!r:.300}.")
+        return rule
 
     def __str__(self) -> str:
         promise = (

@@ -31,6 +31,15 @@ def command(
     score: Annotated[
         str, typer.Option(help="Uncertainty to report: msp, entropy, energy ... or auto.")
     ] = "auto",
+    held_out: Annotated[
+        str | None,
+        typer.Option(help="Labelled data that a rule to abstain is fitted on and saved with it."),
+    ] = None,
+    risk: Annotated[float, typer.Option(help="Of that rule: the share that may be wrong.")] = 0.05,
+    conformal: Annotated[
+        bool,
+        typer.Option("--conformal", help="Finite-sample guarantee: P(answered and wrong) <= risk."),
+    ] = False,
     output: options.Output = Path("hydra-ensemble"),
     reading: Reading = READING,
     config: options.Config = None,
@@ -42,16 +51,18 @@ def command(
     """
     from ...builder import build
     from ...builder.methods import method_with
-    from ..loading import check_sources
+    from ..answering import fit_rule
+    from ..loading import Loaded, check_sources
 
     check_sources(data, ood)
+    check_sources(held_out)
     way = method_with(method, keep=keep)
     loaded = reading.load_model(model)
     host = loaded.host
     calibration = reading.load_known(loaded, data)
     outliers = reading.load_outliers(loaded, ood)
     output.mkdir(parents=True, exist_ok=True)
-    write_config(output)
+    write_config(output, begin=True)
     say(f"Building {members} members ({method}) from {sizes(calibration, outliers)}", json=json)
     ensemble = build(
         host,
@@ -66,9 +77,16 @@ def command(
         progress=not json,
     )
     names = loaded.class_names or getattr(calibration, "class_names", None)
-    if names and ensemble.id2label is None:
-        ensemble.record["class_names"] = dict(enumerate(names))
+    if names:
+        ensemble.id2label = list(names)
+    if held_out is not None:
+        rule = fit_rule(
+            Loaded(ensemble, model), reading.load_known(loaded, held_out), risk, conformal
+        )
+        ensemble.abstention = rule
+        say(str(rule), json=json)
     save(ensemble, output, loaded)
+    write_config(output)
     if json:
         print_json({"folder": str(output), "summary": str(ensemble), **ensemble.record})
     else:
@@ -78,11 +96,7 @@ def command(
 
 def save(ensemble: Any, folder: Path, loaded: Any) -> None:
     """Save an ensemble with what prepares its inputs, so that the folder is all one needs."""
-    from dataclasses import asdict
-
-    from ...data import ImageTransform
-
-    processor = getattr(loaded.transform, "processor", None)
-    if isinstance(loaded.transform, ImageTransform):
-        ensemble.record["image_transform"] = asdict(loaded.transform)
-    ensemble.save_pretrained(folder, tokenizer=loaded.tokenizer, image_processor=processor)
+    if loaded.transform is not None:
+        ensemble.transform = loaded.transform
+    ensemble.tokenizer = loaded.tokenizer
+    ensemble.save_pretrained(folder)

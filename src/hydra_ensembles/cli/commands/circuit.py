@@ -51,7 +51,7 @@ def command(
     known = reading.load_known(loaded, data)
     outliers = reading.load_outliers(loaded, ood)
     output.mkdir(parents=True, exist_ok=True)
-    write_config(output)
+    write_config(output, begin=True)
     say(f"Searching heads for {objective} with {sizes(known, outliers)}", json=json)
     found = find_effects(
         host,
@@ -65,6 +65,7 @@ def command(
         progress=not json,
     )
     write_text(output / "circuit.json", found.to_json())
+    write_config(output)
     found.mask.to_json(output / "mask.json")
     if json:
         print_json(json_module.loads(found.to_json()))

@@ -38,7 +38,7 @@ def command(
     from ...fusion.fusing import fuse
     from ...heads.masks import HeadMask
     from ..gather import cost_of, extreme_examples
-    from ..loading import Loaded
+    from ..loading import Loaded, tiny_vit_transform
     from .report import make_report
 
     torch.set_num_threads(1)  # the model is too small to gain from more, and busy machines lose
@@ -64,16 +64,17 @@ def command(
         folder=output / "state",
         progress=not json,
     )
-    ensemble.record["class_names"] = names
+    ensemble.id2label = names
+    ensemble.transform = tiny_vit_transform(single.shape)
     ensemble.save_pretrained(output / "ensemble")
     host = fuse(single, [HeadMask.full(single)])
-    host.record["class_names"] = names
+    host.id2label, host.transform = names, ensemble.transform
     host.save_pretrained(output / "single")
     say(str(ensemble), json=json)
 
     say("3/5 Teaching its branch to be unsure about outliers made of the digits", json=json)
     trained = _teach(ensemble, data, output, seed=seed, quiet=json)
-    trained.record["class_names"] = names
+    trained.id2label, trained.transform = names, ensemble.transform
     trained.save_pretrained(output / "trained")
 
     say("4/5 Evaluating on test digits and five kinds of outliers", json=json)

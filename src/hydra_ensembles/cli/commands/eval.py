@@ -35,7 +35,8 @@ def command(
         float, typer.Option(min=0, help="Largest change of a pixel by attacks, in 255ths.")
     ] = 8.0,
     score: Annotated[
-        str | None, typer.Option(help="Uncertainty for all models; by default msp.")
+        str | None,
+        typer.Option(help="Uncertainty for all models; by default each ensemble's own, else msp."),
     ] = None,
     bootstrap: Annotated[int, typer.Option(min=0, help="Draws for 95 % intervals; 0: none.")] = 0,
     output: options.Output = Path("hydra-results"),
@@ -58,7 +59,7 @@ def command(
 
     check_sources(data, ood)
     output.mkdir(parents=True, exist_ok=True)
-    resolved = write_config(output)
+    resolved = write_config(output, begin=True)
     results: list[Results] = []
     costs: dict[str, float] = {}
     facts: dict[str, Any] = {}
@@ -77,12 +78,13 @@ def command(
                 **_corrupted(known, corruption, severity, reading.seed),
                 **_attacked(loaded.model, known, attack, epsilon, reading.seed),
             },
-            score=score or "msp",
+            score=score or score_of(loaded.model),
             bootstrap=bootstrap,
             progress=not json,
             name=name,
             seed=reading.seed,
         )
+        write_config(output)
         found.save(output / f"results-{_file_name(name)}.json")
         results.append(found)
         ratio = cost_of(loaded.model, next(iter(known)))
@@ -126,6 +128,13 @@ def _attacked(
         for part in names or ()
         for name in part.split(",")
     }
+
+
+def score_of(model: Any) -> str:
+    """Return the score that `predict` reports for a model."""
+    from ...fusion.ensemble import HydraEnsemble
+
+    return model.score if isinstance(model, HydraEnsemble) else "msp"
 
 
 def _file_name(name: str) -> str:

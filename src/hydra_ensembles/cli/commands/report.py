@@ -98,7 +98,7 @@ def make_report(
     masks: Sequence[HeadMask] = ()
     summary, branch = "", None
     if folder is not None:
-        from ...fusion.saving import read_config
+        from ...fusion.folder_format import read_config
 
         saved = read_config(folder)
         masks = [HeadMask(rows) for rows in saved["masks"]]

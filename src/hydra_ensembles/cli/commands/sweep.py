@@ -41,7 +41,7 @@ def command(
     known = reading.load_known(loaded, data)
     outliers = reading.load_outliers(loaded, ood)
     output.mkdir(parents=True, exist_ok=True)
-    write_config(output)
+    write_config(output, begin=True)
     runs = len(criterion) * len(ratio) * draws
     say(f"Pruning {runs} times, each measured on {sizes(known, outliers)}", json=json)
     found = prune_sweep(
@@ -58,6 +58,7 @@ def command(
         progress=not json,
     )
     text = found.to_json(output / "sweep.json")
+    write_config(output)
     if json:
         print_json(json_module.loads(text))
     else:

@@ -1,0 +1,189 @@
+"""Answer records in batches: each gets its answer or its error, in order."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DataError
+from .records import Record
+
+if TYPE_CHECKING:
+    from ..uncertainty import Abstention, Prediction
+    from .loading import Loaded
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How records are answered.
+
+    Attributes:
+        loaded: The model and what prepares its inputs.
+        rule: When to abstain, or None.
+        threshold: Without a rule: abstain above this uncertainty, or None.
+        alarm: Without a rule: abstain when the novelty is above 1 - alarm, or None.
+        probabilities: Add all classes' probabilities.
+    """
+
+    loaded: Loaded
+    rule: Abstention | None = None
+    threshold: float | None = None
+    alarm: float | None = None
+    probabilities: bool = False
+
+    def __call__(self, batch: Sequence[Record]) -> Iterator[dict[str, Any]]:
+        """Yield one answer for every record."""
+        inputs = [self._input(record) for record in batch]
+        good = [i for i, value in enumerate(inputs) if value is not None]
+        answers = dict(zip(good, self._predict([inputs[i] for i in good]), strict=True))
+        for i, record in enumerate(batch):
+            answer = answers.get(i) or record.error or "there is no input"
+            if isinstance(answer, str):
+                yield {**record.echo, "error": answer, "abstain": True}
+            else:
+                yield {**record.echo, **self._told(answer)}
+
+    def _input(self, record: Record) -> Any:
+        """Return a text or a decoded picture; None when there is none, and say why."""
+        if record.error is not None or record.value is None:
+            return None
+        if self.loaded.tokenizer is not None:
+            return record.value
+        try:
+            return self._picture(record.value)
+        except Exception as error:  # whatever one file does to its decoder, the others go on
+            record.error = str(error).split(". Replace")[0] or type(error).__name__
+            return None
+
+    def _picture(self, name: str) -> Any:
+        from ..data.folders import read_image
+
+        path = Path(name)
+        if not path.is_file():  # a pipe or a device would never end
+            raise DataError(f"There is no file {name:.200}")
+        if self.loaded.transform is None:
+            raise DataError(f"{self.loaded.name} does not say how it wants its images")
+        return read_image(path, self.loaded.transform)
+
+    def _predict(self, inputs: list[Any]) -> list[Prediction | str]:
+        """Predict inputs together; when that fails, one by one, with an error where it does."""
+        if not inputs:
+            return []
+        try:
+            return list(self._run(inputs))
+        except Exception as error:
+            if len(inputs) == 1:
+                return [f"the model failed ({type(error).__name__}: {str(error)[:200]})"]
+            return [answer for one in inputs for answer in self._predict([one])]
+
+    def _run(self, inputs: list[Any]) -> Prediction:
+        import torch
+
+        from ..data.folders import image_batch
+        from ..fusion.inputs import token_limit
+
+        if self.loaded.tokenizer is None:
+            return predict_batch(
+                self.loaded, image_batch(torch.stack(inputs), None, self.loaded.key)
+            )
+        limit = token_limit(getattr(self.loaded.model, "config", None), self.loaded.tokenizer)
+        encoded = self.loaded.tokenizer(
+            inputs, padding=True, truncation=True, max_length=limit, return_tensors="pt"
+        )
+        return predict_batch(self.loaded, dict(encoded))
+
+    def _told(self, answer: Prediction) -> dict[str, Any]:
+        """Return the fields of an answer; one that is no number is an error."""
+        number, unsure = int(answer.label), float(answer.uncertainty)
+        probability = float(answer.confidence)
+        if not (math.isfinite(unsure) and math.isfinite(probability)):
+            return {"error": f"the model's answer is no number ({unsure})", "abstain": True}
+        told: dict[str, Any] = {
+            "label": self.loaded.class_name(number),
+            "class": number,
+            "probability": round(probability, 6),
+            "uncertainty": unsure,
+            "score": answer.score,
+        }
+        if answer.novelty is not None and answer.novelty_score is not None:
+            told["novelty"] = round(float(answer.novelty), 6)
+            told["novelty_score"] = float(answer.novelty_score)
+        reasons = self._reasons(answer)
+        if reasons is not None:
+            told["abstain"] = bool(reasons)
+            if reasons:
+                told["why"] = reasons
+        if self.probabilities:
+            told["probabilities"] = [round(p, 6) for p in answer.probabilities[0].tolist()]
+        return told
+
+    def _reasons(self, answer: Prediction) -> str | None:
+        """Say why an answer is withheld, nothing when it is given; None without any rule."""
+        if self.rule is not None:
+            return self.rule.reasons(answer.uncertainty, answer.novelty)[0]
+        if self.threshold is None and self.alarm is None:
+            return None
+        unsure = self.threshold is not None and not float(answer.uncertainty) <= self.threshold
+        new = False
+        if self.alarm is not None and answer.novelty is not None:
+            new = not float(answer.novelty) <= 1 - self.alarm
+        return " and ".join(["too unsure"] * unsure + ["too new"] * new)
+
+
+def predict_batch(loaded: Loaded, batch: Any) -> Prediction:
+    """Predict a batch with any model, an ensemble by its own score and temperatures."""
+    from ..data.running import evaluating, member_logits
+    from ..fusion.ensemble import HydraEnsemble
+    from ..uncertainty import predict_from_logits
+
+    if isinstance(loaded.model, HydraEnsemble):
+        return loaded.model.predict(batch).cpu()
+    with evaluating(loaded.model):
+        return predict_from_logits(member_logits(loaded.model, batch).float()).cpu()
+
+
+def fit_rule(
+    loaded: Loaded, data: Any, risk: float, conformal: bool, alarm: float | None = None
+) -> Abstention:
+    """Fit when to abstain on held-out data, by the model's own score and its novelty."""
+    import torch
+
+    from ..data.running import split_batch
+    from ..uncertainty import fit_abstention
+
+    scores, errors, novelty, name = [], [], [], "msp"
+    for batch in data:
+        truth = split_batch(batch)[2]
+        if truth is None:
+            raise DataError("The held-out data has no labels, which a threshold is fitted on.")
+        answer = predict_batch(loaded, batch)
+        name = answer.score
+        scores.append(answer.uncertainty)
+        errors.append(answer.label != truth)
+        novelty.append(answer.novelty)
+    return fit_abstention(
+        torch.cat(scores),
+        torch.cat(errors),
+        risk=risk,
+        method="conformal" if conformal else "empirical",
+        score=name,
+        novelty=None if alarm is None else torch.cat(novelty),  # type: ignore[arg-type]
+        alarm=alarm,
+    )
+
+
+def line_of(answer: dict[str, Any], *, encoding: str | None = "utf-8") -> str:
+    """Return an answer as one line of JSON in an encoding, whatever came back with it."""
+    try:
+        text = json.dumps(answer, ensure_ascii=False, allow_nan=False)
+        text.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(answer)
+    except (ValueError, RecursionError) as error:
+        kept = {key: answer[key] for key in ("line",) if key in answer}
+        text = json.dumps({**kept, "error": f"cannot be given back: {error}", "abstain": True})
+    return text + "\n"

@@ -1,0 +1,115 @@
+"""Say how a host is built again, check that it is, and give it the structure of an ensemble."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.running import evaluating
+from ..errors import FormatError
+from ..heads.masks import HeadMask
+from ..heads.plan import Plan
+from ..hosts import HostModel, families, host_model
+from ..hosts.examples import examples
+from ..hosts.probe import Readout, end_of_text
+from ..hosts.rebuild import describe_host, rebuild_host
+from .assemble import Assembly
+from .structure import build_body_, split_classifier_
+
+
+def checked_description(ensemble: Any) -> dict[str, Any]:
+    """Describe the host; if it cannot be built again from that, say that it is the user's own."""
+    description = ensemble._assembly.description
+    if description["library"] == "custom":
+        return description
+    try:
+        rebuilt = json.loads(json.dumps(description, default=plain_data))
+        config = {
+            "masks": [mask.tolist() for mask in ensemble.masks],
+            "plan": ensemble.plan.to_dict(),
+            "copies": ensemble.copies,
+            "family": ensemble.body.family.name,
+            "blocks_path": ensemble._view.blocks_path,
+            "readout": {
+                "tokens": ensemble.readout.tokens,
+                "folds": ensemble.readout.folds,
+                "why": "",
+                "end_of_text": ensemble.readout.positions is not None,
+            },
+            "merged": [],
+        }
+        twin, view = structure(rebuild_host(rebuilt), config)
+        ours, theirs = ensemble.host.state_dict(), twin.model.state_dict()
+        fits = ours.keys() == theirs.keys() and all(
+            ours[name].shape == theirs[name].shape for name in ours
+        )
+        fits = fits and _answers_alike(ensemble, twin, view)
+    except Exception:  # an unusual host: it must be given when loading
+        fits = False
+    return description if fits else {"library": "custom", "class": description["class"]}
+
+
+@torch.no_grad()
+def _answers_alike(ensemble: Any, twin: Assembly, view: HostModel) -> bool:
+    """Check that a rebuilt host with the same weights answers the same, on an example.
+
+    A setting that has no weights (how tokens are pooled, say) shows nowhere else.
+    """
+    inputs = examples(ensemble.host)[-1:]
+    if not inputs:
+        return True
+    device, dtype = ensemble.device, ensemble.dtype
+    other = type(ensemble).around(twin, view, mode="fused", switches={})
+    fill_(other.host.to(device, dtype), ensemble.host.state_dict())
+    with evaluating(ensemble), evaluating(other):
+        a, b = (e.fused_logits(*inputs[0]) for e in (ensemble, other))
+    return a.shape == b.shape and bool(torch.allclose(a, b, atol=1e-4, rtol=1e-4))
+
+
+def fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into a model, each in its own precision: parts of a model may differ in it."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.dtype != tensors[name].dtype:
+            tensor.data = tensor.data.to(tensors[name].dtype)
+    model.load_state_dict(tensors)
+
+
+def structure(skeleton: nn.Module, config: dict[str, Any]) -> tuple[Assembly, HostModel]:
+    """Give a plain host the structure that a config describes."""
+    known = config["family"] in families
+    family = families[config["family"]] if known else None
+    view = host_model(skeleton, family=family)
+    readout = config["readout"]
+    positions = end_of_text(skeleton) if readout["end_of_text"] else None
+    view.__dict__["readout"] = Readout(
+        readout["tokens"], readout["folds"], readout["why"], positions
+    )
+    masks = [HeadMask(rows) for rows in config["masks"]]
+    if masks[0].shape != view.head_counts:
+        raise FormatError(
+            f"The folder was saved for {len(masks[0])} layers of {masks[0].shape} heads but "
+            f"{view.name} has {view.head_counts}. Pass the host that it was made from."
+        )
+    plan = Plan.from_dict(config["plan"], masks)
+    description = describe_host(skeleton)
+    body, moulds = build_body_(view, plan, config["copies"])
+    split_classifier_(view.model, config["copies"])
+    merged = tuple(config["merged"])
+    return Assembly(
+        view.model, body, plan, moulds, dict(config["copies"]), merged, description
+    ), view
+
+
+def plain_data(value: Any) -> Any:
+    """Turn what JSON does not know into plain data."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return str(value)

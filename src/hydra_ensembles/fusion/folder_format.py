@@ -1,0 +1,430 @@
+"""The format of an ensemble's folder: its files, its config's digest, and what every field may be.
+
+Everything is checked before a module is built: a field that is wrong is refused here by its name,
+not found out later by a crash or by a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .._records import sha256_of
+from ..data.transforms import ImageTransform
+from ..errors import FormatError, HydraError
+from ..heads.masks import HeadMask
+from ..heads.plan import Plan
+from ..uncertainty import Abstention, checked_temperature, scores
+
+FORMAT = "hydra-ensembles"
+FORMAT_VERSION = (1, 1)
+CONFIG, WEIGHTS, CARD, NOVELTY = (
+    "config.json",
+    "model.safetensors",
+    "README.md",
+    "novelty.safetensors",
+)
+DIGEST = "config_sha256"
+MOST_BYTES = 256 * 2**20
+"""A larger config is not read: real ones have some kilobytes."""
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+_PARTS = r"norm1|norm2|query_norm|key_norm|output_bias|after_attention\.\d+|after_mlp\.\d+"
+
+
+def digest_of(config: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a config's content, whatever its spacing; its own digest left out."""
+    rest = {key: value for key, value in config.items() if key != DIGEST}
+    return sha256_of(json.dumps(rest, sort_keys=True, ensure_ascii=True).encode())
+
+
+def sha256_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file, read piece by piece."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def signed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config as it is read back from JSON, with its digest."""
+    plain = json.loads(json.dumps(config))
+    return {**plain, DIGEST: digest_of(plain)}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read and check the config of a saved ensemble."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise FormatError(
+            f"No {CONFIG} in {folder}: expected a folder written by save_pretrained()."
+        )
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"{path.stat().st_size} bytes are too many for a config")
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is damaged ({error}). Save or download it again.") from None
+    except OSError as error:
+        raise FormatError(f"Cannot read {path}: {error}.") from error
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        kind = config.get("model_type") if isinstance(config, dict) else type(config).__name__
+        raise FormatError(
+            f"{path} is not the config of a Hydra ensemble (found {kind or 'another format'!r}). "
+            "A host model is loaded with its own library and fused with hydra_ensembles.fuse()."
+        )
+    _check_version(config, path)
+    missing = FIELDS.keys() - config.keys()
+    if missing:
+        raise FormatError(f"{path} lacks {', '.join(sorted(missing))}. Save or download it again.")
+    if digest_of(config) != config[DIGEST]:
+        raise FormatError(
+            f"{path} was changed after it was saved: its content does not have the digest that it "
+            "names. Copy or download it again; to change a setting, load the original, set it in "
+            "Python and call save_pretrained()."
+        )
+    unknown = config.keys() - FIELDS.keys()
+    if unknown:
+        warnings.warn(
+            f"{path} has keys that this version does not know and leaves alone: "
+            f"{', '.join(sorted(unknown))}.",
+            stacklevel=4,
+        )
+    check_fields(config, str(path))
+    return config
+
+
+def check_fields(config: Mapping[str, Any], where: str) -> None:
+    """Raise for the first field whose value cannot be, by itself or beside the others."""
+    for name, check in FIELDS.items():
+        try:
+            problem = check(config[name])
+        except (
+            HydraError,
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            OverflowError,
+        ) as error:
+            problem = str(error) or type(error).__name__
+        if problem:
+            raise FormatError(
+                f"{where}: {name} is wrong ({problem}). Save or download the folder again."
+            )
+    problem = _plan_problem(config) or _copies_problem(config) or _members_problem(config)
+    if problem:
+        raise FormatError(f"{where}: {problem}. Save or download the folder again.")
+
+
+def _check_version(config: Mapping[str, Any], path: Path) -> None:
+    found: Any = config.get("format_version")
+    good = isinstance(found, list) and len(found) == 2 and all(_is_count(n) for n in found)
+    if not good:
+        raise FormatError(f"{path} has the format version {found!r:.60}; expected two numbers.")
+    if found[0] > FORMAT_VERSION[0]:
+        raise FormatError(
+            f"{path} has format {found[0]}.{found[1]}, newer than {FORMAT_VERSION[0]}."
+            f"{FORMAT_VERSION[1]} which this library reads. Upgrade hydra-ensembles."
+        )
+    if tuple(found) < FORMAT_VERSION:
+        raise FormatError(
+            f"{path} has format {found[0]}.{found[1]}, from before a release of this library. "
+            "Build or fuse the ensemble again."
+        )
+
+
+# --- fields by themselves: each returns what is wrong, or None -----------------------------------
+
+Check = Callable[[Any], "str | None"]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_count(v) for v in value)
+
+
+def _of(kind: type | tuple[type, ...], words: str) -> Check:
+    def check(value: Any) -> str | None:
+        return None if isinstance(value, kind) else f"{value!r:.60} is not {words}"
+
+    return check
+
+
+def _one_of(*allowed: Any) -> Check:
+    def check(value: Any) -> str | None:
+        if any(value == a and type(value) is type(a) for a in allowed):
+            return None
+        return f"{value!r:.60} is none of {', '.join(map(str, allowed))}"
+
+    return check
+
+
+def _maybe(check: Check) -> Check:
+    return lambda value: None if value is None else check(value)
+
+
+def _temperature(value: Any) -> str | None:
+    if not isinstance(value, (int, float)):
+        return f"{value!r:.60} is not a number"
+    checked_temperature(value)
+    return None
+
+
+def _temperatures(value: Any) -> str | None:
+    if not isinstance(value, list):
+        return f"{value!r:.60} is not a list"
+    return next((problem for v in value if (problem := _temperature(v))), None)
+
+
+def _score(value: Any) -> str | None:
+    if not isinstance(value, str):
+        return f"{value!r:.60} is not a name"
+    scores[value]
+    return None
+
+
+def _sha256(value: Any) -> str | None:
+    good = isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value)
+    return None if good else f"{value!r:.60} is not a SHA-256"
+
+
+def _files(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return f"{value!r:.60} is not a table of files"
+    for name, digest in value.items():
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?", name):
+            return f"{name!r:.60} is not the name of a file in the folder"
+        if problem := _sha256(digest):
+            return problem
+    return None
+
+
+def _labels(value: Any) -> str | None:
+    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
+        return f"{value!r:.60} is not a table of names"
+    if set(value) != {str(number) for number in range(len(value))} or not value:
+        return f"its keys are not the classes 0 to {len(value) - 1}"
+    return None
+
+
+def _strings(value: Any) -> str | None:
+    good = isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
+    return None if good else f"{value!r:.60} is not a table of names"
+
+
+def _list_of_strings(value: Any) -> str | None:
+    good = isinstance(value, list) and all(isinstance(v, str) for v in value)
+    return None if good else f"{value!r:.60} is not a list of names"
+
+
+def _host(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return f"{value!r:.60} is not a description"
+    for key in ("library", "class"):
+        if not isinstance(value.get(key), str):
+            return f"its {key} is {value.get(key)!r:.60}"
+    return None
+
+
+def _readout(value: Any) -> str | None:
+    if not isinstance(value, dict) or value.keys() != {"tokens", "folds", "why", "end_of_text"}:
+        return f"{value!r:.60} is not a readout"
+    tokens = value["tokens"]
+    if tokens is not None and not (_is_count(tokens) and 0 < tokens <= 64):
+        return f"{tokens!r:.60} is not a number of tokens"
+    kinds = (("folds", bool), ("end_of_text", bool), ("why", str))
+    return next(
+        (f"{key} is {value[key]!r:.60}" for key, k in kinds if type(value[key]) is not k), None
+    )
+
+
+def _switches(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return f"{value!r:.60} is not a table of switches"
+    for key, switch in value.items():
+        if not isinstance(switch, (bool, str)):
+            return f"{key} is {switch!r:.60}"
+    return None
+
+
+def _masks(value: Any) -> str | None:
+    if not isinstance(value, list) or not value:
+        return f"{value!r:.60} is not a list of masks"
+    for mask in value:
+        if not isinstance(mask, list) or not mask or not all(isinstance(row, list) for row in mask):
+            return f"{mask!r:.60} is not a mask"
+        if not all(type(v) is int and v in (0, 1) for row in mask for v in row):
+            return "a mask holds something else than 0 and 1"
+        if [len(row) for row in mask] != [len(row) for row in value[0]]:
+            return "masks differ in their numbers of heads"
+    return None
+
+
+def _plan(value: Any) -> str | None:
+    if not isinstance(value, dict) or not _is_count(value.get("trunk")):
+        return f"{value!r:.60} is not a plan"
+    lists = [value.get("ends"), value.get("streams")]
+    heads, layers = value.get("trunk_heads"), value.get("layers")
+    if not isinstance(heads, list) or not isinstance(layers, list):
+        return "it lacks trunk_heads or layers"
+    if not all(_are_counts(each) for each in [*lists, *heads]):
+        return "ends, streams or trunk_heads are no lists of numbers"
+    for layer in layers:
+        if not isinstance(layer, dict) or not _is_count(layer.get("layer")):
+            return f"{layer!r:.60} is not a layer"
+        rows = layer.get("heads")
+        if not isinstance(rows, list) or not rows or not all(_are_counts(row) for row in rows):
+            return f"heads of layer {layer['layer']} are no lists of numbers"
+        if not all(_are_counts(layer.get(key)) for key in ("parents", "members")):
+            return f"parents or members of layer {layer['layer']} are no lists of numbers"
+        if not all(type(layer.get(key)) is bool for key in ("shared", "readout_only")):
+            return f"shared or readout_only of layer {layer['layer']} is no yes or no"
+    return None
+
+
+def _copies(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return f"{value!r:.60} is not a table"
+    for name, count in value.items():
+        if not _is_count(count) or not count:
+            return f"{name} has {count!r:.60} copies"
+        if not re.fullmatch(rf"\d+\.({_PARTS})|classifier\.[\w.]+", name):
+            return f"{name!r:.60} is no part of a block or classifier"
+    return None
+
+
+def _abstention(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return f"{value!r:.60} is not a rule"
+    Abstention.from_dict(value)
+    return None
+
+
+def _transform(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return f"{value!r:.60} is not a transform"
+    ImageTransform.from_dict(value)
+    return None
+
+
+_name = _of(str, "a name")
+_table = _of(dict, "a table")
+
+FIELDS: dict[str, Check] = {
+    "format": _name,
+    "format_version": _of(list, "two numbers"),
+    "libraries": _strings,
+    "host": _host,
+    "family": _name,
+    "blocks_path": _name,
+    "masks": _masks,
+    "plan": _plan,
+    "copies": _copies,
+    "readout": _readout,
+    "merged": _list_of_strings,
+    "switches": _switches,
+    "mode": _one_of("fused", "loop"),
+    "temperature": _maybe(_temperature),
+    "member_temperatures": _maybe(_temperatures),
+    "score": _score,
+    "labels": _maybe(_labels),
+    "abstention": _maybe(_abstention),
+    "image_transform": _maybe(_transform),
+    "dtype": _one_of(*DTYPES),
+    "aliases": _strings,
+    "sha256": _sha256,
+    "files": _files,
+    "record": _table,
+    "novelty": _maybe(_table),
+    DIGEST: _sha256,
+}
+
+
+# --- fields beside each other --------------------------------------------------------------------
+
+
+def _plan_problem(config: Mapping[str, Any]) -> str | None:
+    """Say where the plan contradicts itself or the masks; follow every member through it."""
+    masks = [HeadMask(rows) for rows in config["masks"]]
+    plan = Plan.from_dict(config["plan"], masks)
+    depth, members = len(masks[0]), len(masks)
+    if plan.depth != depth or len(plan.trunk_heads) != plan.trunk:
+        return f"the plan has {plan.depth} layers, the masks have {depth}"
+    for layer, trunk in enumerate(plan.trunk_heads):
+        if any(list(trunk) != mask.indices(layer) for mask in masks):
+            return f"the plan's trunk keeps other heads in layer {layer} than the masks"
+    streams = 1
+    for place, layer_plan in enumerate(plan.layers, start=plan.trunk):
+        name = f"layer {place} of the plan"
+        parents, heads, firsts = layer_plan.parents, layer_plan.heads, layer_plan.members
+        if layer_plan.layer != place:
+            return f"{name} says that it is layer {layer_plan.layer}"
+        if not len(parents) == len(heads) == len(firsts) or set(parents) != set(range(streams)):
+            return f"{name} does not take the {streams} streams of the layer before"
+        if any(len(set(row)) != len(row) for row in heads):
+            return f"{name} has a stream with the same head twice"
+        distinct = {head for row in heads for head in row}
+        if distinct != set(range(len(distinct))):
+            return f"{name} numbers its distinct heads with gaps"
+        if any(first >= members for first in firsts):
+            return f"{name} names a member beyond the {members}"
+        if layer_plan.readout_only and place != depth - 1:
+            return f"{name} is not the last, but runs for the readout only"
+        streams = len(parents)
+    reads = config["readout"]["tokens"] is not None or config["readout"]["end_of_text"]
+    if plan.layers and plan.layers[-1].readout_only and not reads:
+        return "the plan's last layer runs for the readout only, but all tokens are read"
+    if any(end >= streams for end in plan.ends) or set(plan.streams) != set(range(len(plan.ends))):
+        return "the plan's ends and streams name streams that are not there"
+    if len(plan.streams) != members:
+        return f"the plan has {len(plan.streams)} members, but there are {members} masks"
+    for member, mask in enumerate(masks):
+        stream = plan.ends[plan.streams[member]]
+        for layer_plan in reversed(plan.layers):
+            if len(layer_plan.heads[stream]) != mask.kept[layer_plan.layer]:
+                return (
+                    f"member {member} has {mask.kept[layer_plan.layer]} heads in layer "
+                    f"{layer_plan.layer} by its mask, {len(layer_plan.heads[stream])} by the plan"
+                )
+            stream = layer_plan.parents[stream]
+    return None
+
+
+def _copies_problem(config: Mapping[str, Any]) -> str | None:
+    plan = Plan.from_dict(config["plan"], [HeadMask(rows) for rows in config["masks"]])
+    layers = {layer.layer: layer for layer in plan.layers}
+    for name, count in config["copies"].items():
+        place = name.partition(".")[0]
+        if place == "classifier":
+            allowed = {1, len(plan.ends)}
+        elif int(place) in layers:
+            allowed = {1, layers[int(place)].streams, layers[int(place)].inputs}
+        else:
+            return f"copies name layer {place}, which is not branched"
+        if count not in allowed:
+            return f"copies of {name} are {count}, expected one of {sorted(allowed)}"
+    return None
+
+
+def _members_problem(config: Mapping[str, Any]) -> str | None:
+    each, members = config["member_temperatures"], len(config["masks"])
+    if each is not None and len(each) != members:
+        return f"there are {len(each)} member_temperatures for {members} members"
+    if (config["novelty"] is None) != (NOVELTY not in config["files"]):
+        return f"novelty and the file {NOVELTY} belong together, and one is missing"
+    rule = config["abstention"]
+    if rule is not None and rule["score"] != config["score"]:
+        return f"the abstention rule is about {rule['score']!r}, the score is {config['score']!r}"
+    if rule is not None and rule.get("alarm") is not None and config["novelty"] is None:
+        return "the abstention rule has an alarm, but there are no statistics of known data"
+    return None

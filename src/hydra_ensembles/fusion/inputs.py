@@ -1,0 +1,151 @@
+"""Pictures, paths and texts as inputs, by the transform or tokenizer that an ensemble keeps.
+
+They belong to the ensemble: set in Python or taken from the data that built it, saved with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data.folders import image_batch, read_image
+from ..data.transforms import ImageTransform, ProcessorTransform, image_transform
+from ..errors import DataError, FormatError, MissingDependencyError
+
+
+class Preparation:
+    """How an ensemble wants its inputs; what lies in its folder is read when it is first needed.
+
+    Args:
+        folder: Where a tokenizer or an image processor was saved, with their files' names.
+    """
+
+    def __init__(self, folder: Path | None = None, files: Sequence[str] = ()) -> None:
+        self.transform: Callable[[Any], Tensor] | None = None
+        self.tokenizer: Any = None
+        self._folder, self._files = folder, tuple(files)
+
+    def find_transform(self, host: Any) -> Callable[[Any], Tensor] | None:
+        """Return the transform: the one that was set, the saved one, or what the host tells."""
+        if self.transform is None and "preprocessor_config.json" in self._files:
+            processor = self._saved("AutoImageProcessor")
+            self.transform = image_transform(processor)
+        if self.transform is None and self._folder is None:
+            try:
+                return image_transform(host)  # a timm or open_clip model knows
+            except DataError:
+                return None
+        return self.transform
+
+    def find_tokenizer(self) -> Any:
+        """Return the tokenizer that was set or saved, or None."""
+        if self.tokenizer is None and "tokenizer_config.json" in self._files:
+            self.tokenizer = self._saved("AutoTokenizer")
+        return self.tokenizer
+
+    def _saved(self, kind: str) -> Any:
+        try:
+            import transformers
+        except ImportError as error:
+            raise MissingDependencyError(
+                "The inputs of this ensemble are prepared by transformers: pip install "
+                "'hydra-ensembles[transformers]'."
+            ) from error
+        try:
+            return getattr(transformers, kind).from_pretrained(self._folder, local_files_only=True)
+        except Exception as error:  # the library refuses its own file, in its own words
+            raise FormatError(
+                f"Cannot load the {kind.removeprefix('Auto').lower()} in {self._folder}: "
+                f"{str(error)[:200]}. Set it in Python, or save the ensemble again."
+            ) from error
+
+
+def remember_inputs(ensemble: Any, data: Any) -> None:
+    """Let an ensemble keep the transform, tokenizer and class names of the data that built it."""
+    transform, tokenizer = getattr(data, "transform", None), getattr(data, "tokenizer", None)
+    if isinstance(transform, (ImageTransform, ProcessorTransform)):
+        ensemble.transform = transform
+    if hasattr(tokenizer, "save_pretrained"):
+        ensemble.tokenizer = tokenizer
+    names = getattr(data, "class_names", None)
+    if names and _made_up(ensemble.id2label):
+        ensemble.id2label = dict(enumerate(map(str, names)))
+
+
+def _made_up(names: Mapping[int, str] | None) -> bool:
+    """Tell whether class names are missing, or those that transformers makes up."""
+    return not names or all(name.startswith("LABEL_") for name in names.values())
+
+
+def is_raw(batch: Any) -> bool:
+    """Tell whether a batch is pictures, paths or texts, one or a list of them."""
+    if isinstance(batch, (list, tuple)) and batch:
+        return all(_is_one(item) for item in batch)
+    return _is_one(batch)
+
+
+def _is_one(item: Any) -> bool:
+    return isinstance(item, (str, os.PathLike)) or _is_picture(item)
+
+
+def _is_picture(item: Any) -> bool:
+    return hasattr(item, "convert") and hasattr(item, "getbands")  # PIL's, without importing it
+
+
+def prepare(ensemble: Any, raw: Any) -> Any:
+    """Make a batch of pictures, paths or texts by the ensemble's own transform or tokenizer."""
+    items = list(raw) if isinstance(raw, (list, tuple)) else [raw]
+    if ensemble.tokenizer is not None:
+        return _tokenized(ensemble, items)
+    transform = ensemble.transform
+    if transform is None:
+        what = "a picture" if _is_picture(items[0]) else repr(items[0])[:60]
+        raise DataError(
+            f"Cannot turn {what} into inputs: this ensemble was saved without a transform or "
+            "tokenizer. Set ensemble.transform = hydra_ensembles.data.image_transform(processor), "
+            "or ensemble.tokenizer; or give it a batch of tensors."
+        )
+    images = [
+        transform(item) if _is_picture(item) else read_image(Path(item), transform)
+        for item in items
+    ]
+    return image_batch(torch.stack(images), None, image_key(ensemble))
+
+
+def image_key(ensemble: Any) -> str | None:
+    """Return the host's name for images, or None when it takes them by place."""
+    name = ensemble.main_input_name
+    return name if name == "pixel_values" else None
+
+
+def _tokenized(ensemble: Any, items: list[Any]) -> dict[str, Tensor]:
+    for item in items:
+        if not isinstance(item, str):
+            raise DataError(
+                f"Found a {type(item).__name__} where a text was expected: "
+                f"{type(ensemble.host).__name__} reads strings."
+            )
+    limit = token_limit(ensemble.config, ensemble.tokenizer)
+    encoded = ensemble.tokenizer(
+        items, padding=True, truncation=True, max_length=limit, return_tensors="pt"
+    )
+    return dict(encoded)
+
+
+def token_limit(config: Any, tokenizer: Any) -> int | None:
+    """Return how many tokens a host and its tokenizer take at most, or None when neither says."""
+    limits = []
+    most = getattr(tokenizer, "model_max_length", None)
+    if isinstance(most, int) and most < 10**6:  # larger means: not told
+        limits.append(most)
+    places = getattr(config, "max_position_embeddings", None)
+    if isinstance(places, int):
+        # RoBERTa and its kin count positions from the padding id on
+        kin = any(n in getattr(config, "model_type", "") for n in ("roberta", "camembert"))
+        limits.append(places - (int(getattr(config, "pad_token_id", 1) or 0) + 1 if kin else 0))
+    return min(limits, default=None)

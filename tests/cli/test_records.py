@@ -1,0 +1,176 @@
+"""One bad record never kills `predict`: each gets its answer or its error, in order, soon."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hydra_ensembles as hydra
+from hydra_ensembles.cli.answering import Answering, line_of
+from hydra_ensembles.cli.loading import load_model
+from hydra_ensembles.cli.records import MOST_BYTES, Record, batches, read_records, records_of_lines
+from tests import zoo
+from tests.fusion.test_fusion import EARLY
+from tests.fusion.test_inputs import words
+
+pytestmark = pytest.mark.filterwarnings("ignore:Model config")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved ensemble that reads texts."""
+    folder = tmp_path_factory.mktemp("texts")
+    ensemble = hydra.fuse(zoo.host("bert"), EARLY)
+    ensemble.tokenizer = words(folder)
+    ensemble.id2label = ["a", "b", "c", "d", "e"]
+    ensemble.save_pretrained(folder / "saved")
+    return folder / "saved"
+
+
+def answered(loaded: Any, lines: bytes, **options: Any) -> list[dict[str, Any]]:
+    text = loaded.tokenizer is not None
+    records = records_of_lines(io.BytesIO(lines), text=text)
+    answers = Answering(loaded, **options)
+    return [json.loads(line_of(a)) for batch in batches(records, 4) for a in answers(batch)]
+
+
+NESTED = b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+BAD = {
+    b'{"text": 5}': "'text' is a number",
+    b'{"text": null}': "'text' is null",
+    b'{"text": ["a"]}': "'text' is a list",
+    b'{"text": true}': "'text' is true or false",
+    b'{"text": {"a": 1}}': "'text' is an object",
+    b'{"text": "\\ud800"}': "not valid Unicode",
+    b'{"txt": "good"}': "expected a JSON object with 'text'",
+    b'{"text": "good"': "expected a JSON object",
+    b"\xff\xfe good film": "not UTF-8",
+    NESTED: "expected a JSON object",
+    b'{"text": "good", "n": NaN}': "NaN is no number",
+    b'{"text": "good", "n": 1e999}': "cannot be given back",
+    b"g" * (MOST_BYTES + 5): f"longer than {MOST_BYTES} bytes",
+    b'{"text": "good", "n": ' + b"9" * 5000 + b"}": "expected a JSON object",
+}
+
+
+def test_every_bad_line_gets_its_error_and_the_others_their_answers(texts: Path) -> None:
+    loaded = load_model(str(texts))
+    lines: list[bytes] = []
+    for bad in BAD:
+        lines += [bad, b"a good film"]
+    found = answered(loaded, b"\n".join(lines))
+    assert len(found) == len(lines)
+    good = answered(loaded, b"a good film")[0]
+    for answer, problem in zip(found[::2], BAD.values(), strict=True):
+        assert problem in answer["error"] and answer["abstain"] is True
+    for answer in found[1::2]:
+        assert answer["label"] == good["label"] and answer["text"] == "a good film"
+        assert answer["uncertainty"] == pytest.approx(good["uncertainty"], rel=1e-4)
+
+
+def test_an_inputs_own_keys_do_not_pass_as_the_answers(texts: Path) -> None:
+    given = {"text": "bad film", "id": 7, "abstain": False, "label": "z", "error": "no", "score": 1}
+    (answer,) = answered(load_model(str(texts)), json.dumps(given).encode(), threshold=-1e9)
+    assert answer["id"] == 7 and answer["abstain"] is True and answer["label"] in "abcde"
+    assert answer["score"] == "msp" and "error" not in answer
+    (refused,) = answered(load_model(str(texts)), b'{"text": 1, "label": "z", "id": 8}')
+    assert "label" not in refused and refused["id"] == 8 and refused["line"] == 1
+
+
+def test_pictures_that_are_none(shelf: Path, tmp_path: Path) -> None:
+    loaded = load_model(str(shelf / "host"))
+    picture = next((shelf / "noise").iterdir())
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(picture.read_bytes()[:60])
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # opening it would wait for ever
+    names: list[Any] = [5, None, str(tmp_path / "none.png"), str(broken), str(pipe), str(tmp_path)]
+    names += ["a\0b", "n" * 5000, "/dev/zero", str(Path(__file__))]
+    lines = [json.dumps({"file": name}) for name in [*names, str(picture)]]
+    found = answered(loaded, "\n".join(lines).encode())
+    assert ["error" in answer for answer in found] == [True] * len(names) + [False]
+
+
+def test_one_input_that_the_model_cannot_take_leaves_its_batch_alone(texts: Path) -> None:
+    loaded = load_model(str(texts))
+    right = loaded.tokenizer
+
+    class Picky:  # a tokenizer that refuses one text, as some do
+        model_max_length = 512
+
+        def __call__(self, given: list[str], **options: Any) -> Any:
+            if "refuse" in given:
+                raise ValueError("cannot be tokenized")
+            return right(given, **options)
+
+    loaded.tokenizer = Picky()
+    found = answered(loaded, b"good\nrefuse\nbad")
+    assert ["error" in answer for answer in found] == [False, True, False]
+    assert "cannot be tokenized" in found[1]["error"]
+
+
+def test_an_answer_that_is_no_number_is_an_error(texts: Path) -> None:
+    loaded = load_model(str(texts))
+    with torch.no_grad():
+        loaded.model.host.classifier.bias[0] = float("nan")
+    (answer,) = answered(loaded, b"good")
+    assert "error" in answer and answer["abstain"]
+
+
+def test_files_of_texts_row_by_row(texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n{"text": 5}\nbad\n\xff\n')
+    (tmp_path / "b.csv").write_text("text,label\ngood,1\nbad,0\n")
+    (tmp_path / "c.txt").write_text('{"just a brace\n')
+    (tmp_path / "d.csv").write_text("other\n1\n")
+    files = [str(tmp_path / n) for n in ("a.jsonl", "none.csv", "b.csv", "c.txt", "d.csv")]
+    found = list(read_records(files, text=True, column=None))
+    shown = [record.value or record.error or "" for record in found]
+    assert shown[0] == "good" and "a number" in shown[1] and shown[2] == "bad"
+    assert "not UTF-8" in shown[3] and "none.csv" in shown[4]
+    assert shown[5:8] == ["good", "bad", '{"just a brace'] and "no text column" in shown[8]
+
+
+def test_a_batch_goes_on_when_nothing_comes() -> None:
+    def slow() -> Iterator[Record]:
+        for number in range(5):
+            if number == 3:
+                time.sleep(0.5)
+            yield Record(str(number))
+
+    sizes = [[record.value for record in batch] for batch in batches(slow(), 32, idle=0.1)]
+    assert sizes == [["0", "1", "2"], ["3", "4"]]
+    assert [len(b) for b in batches((Record(str(i)) for i in range(5)), 2, idle=5)] == [2, 2, 1]
+
+    def fails() -> Iterator[Record]:
+        yield Record("0")
+        raise OSError("the pipe broke")
+
+    with pytest.raises(OSError, match="the pipe broke"):
+        list(batches(fails(), 2))
+
+
+def test_an_answer_comes_before_the_next_line(texts: Path) -> None:
+    """The reader of a pipe sees an answer while the writer still thinks."""
+    run = "from hydra_ensembles.cli.main import run; run()"
+    command = [sys.executable, "-c", run, "predict", str(texts)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for line in (b"a good film\n", b'{"text": 5}\n', b"bad\n"):
+            process.stdin.write(line)
+            process.stdin.flush()
+            answer = json.loads(process.stdout.readline())  # waits for ever where 32 are awaited
+            assert "label" in answer or "error" in answer
+        process.stdin.close()
+        assert process.wait(60) == 3

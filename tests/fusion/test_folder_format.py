@@ -1,0 +1,198 @@
+"""Every field of a folder is checked before anything is built; what was saved is what is loaded."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hydra_ensembles as hydra
+from hydra_ensembles import HydraEnsemble
+from hydra_ensembles.errors import FormatError
+from hydra_ensembles.fusion.folder_format import DIGEST, FIELDS, read_config, signed
+from tests import zoo
+from tests.fusion.test_fusion import EARLY, TREE
+
+pytestmark = pytest.mark.filterwarnings("ignore:Model config")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    ensemble = hydra.fuse(zoo.host("vit"), TREE)
+    ensemble.temperature, ensemble.member_temperatures = 1.5, [1.2] * ensemble.members
+    ensemble.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any], *, sign: bool = True) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(signed(config) if sign else config))
+
+
+def test_a_config_that_was_changed_by_hand_is_refused(folder: Path) -> None:
+    rewrite(folder, lambda c: c.update(temperature=2.0), sign=False)
+    with pytest.raises(FormatError, match="changed after it was saved"):
+        HydraEnsemble.from_pretrained(folder)
+    rewrite(folder, lambda c: c.pop(DIGEST), sign=False)
+    with pytest.raises(FormatError, match=f"lacks {DIGEST}"):
+        HydraEnsemble.from_pretrained(folder)
+
+
+def test_spacing_does_not_matter(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text())))
+    HydraEnsemble.from_pretrained(folder)
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "temperature is wrong": lambda c: c.update(temperature=-1.0),
+    "temperature is wrong ('1.0": lambda c: c.update(temperature="1.0"),
+    "temperature is wrong (Temperature nan": lambda c: c.update(temperature=float("nan")),
+    "2 member_temperatures for 4": lambda c: c.update(member_temperatures=[1.0, 2.0]),
+    "score is wrong (Unknown score": lambda c: c.update(score="mps"),
+    "mode is wrong": lambda c: c.update(mode="both"),
+    "labels is wrong": lambda c: c["labels"].pop("0"),
+    "names 4 classes, but the model tells 5": lambda c: c["labels"].pop("4"),
+    "masks is wrong": lambda c: c["masks"][0][0].__setitem__(0, 2),
+    "masks differ": lambda c: c["masks"][1].pop(),
+    "trunk keeps other heads": lambda c: [m[0].__setitem__(0, 0) for m in c["masks"]],
+    "by its mask": lambda c: c["masks"][2].__setitem__(2, [1, 1, 1, 1]),
+    "does not take the": lambda c: c["plan"]["layers"][1]["parents"].__setitem__(0, 7),
+    "same head twice": lambda c: c["plan"]["layers"][1]["heads"][0].__setitem__(0, 1),
+    "streams that are not there": lambda c: c["plan"]["streams"].__setitem__(0, 9),
+    "names a member beyond": lambda c: c["plan"]["layers"][0]["members"].__setitem__(0, 9),
+    "copies of 1.norm2 are 5": lambda c: c["copies"].update({"1.norm2": 5}),
+    "copies is wrong": lambda c: c["copies"].update({"1.nothing": 2}),
+    "readout is wrong": lambda c: c["readout"].update(tokens=-1),
+    "all tokens are read": lambda c: c["readout"].update(tokens=None),
+    "float16": lambda c: c.update(dtype="float16"),
+    "dtype is wrong": lambda c: c.update(dtype="int8"),
+    "says that the tensor": lambda c: c.update(aliases={"a": "b"}),
+    "not the name of a file": lambda c: c.update(files={"../../secret": "0" * 64}),
+    "blocks at 'elsewhere'": lambda c: c.update(blocks_path="elsewhere"),
+    "family 'bert'": lambda c: c.update(family="bert"),
+    "num_hidden_layers = 3000": lambda c: c["host"]["config"].update(num_hidden_layers=3000),
+    "hidden_size = 1e+09": lambda c: c["host"]["config"].update(hidden_size=10**9),
+    "Cannot build the host": lambda c: c["host"]["config"].update(hidden_act="gleu"),
+    "does not fit the host": lambda c: c["host"]["config"].update(intermediate_size=60_000),
+    "abstention is wrong": lambda c: c.update(abstention={"threshold": 0.1}),
+    "image_transform is wrong": lambda c: c.update(image_transform={"size": -5}),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_field_is_refused_by_its_name(folder: Path, words: str) -> None:
+    rewrite(folder, WRONG[words])
+    with pytest.raises(FormatError) as refused:
+        HydraEnsemble.from_pretrained(folder)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("value", [[], {}, -3, "x", [[{"a": None}]], 1e400, None])
+def test_no_value_of_a_field_gives_a_raw_error(folder: Path, name: str, value: Any) -> None:
+    rewrite(folder, lambda c: c.update({name: value}), sign=name != DIGEST)
+    try:
+        loaded = HydraEnsemble.from_pretrained(folder)
+    except FormatError:
+        return
+    loaded.predict(zoo.batch("vit"))
+
+
+def test_an_absurd_size_costs_no_memory(folder: Path) -> None:
+    """The host is compared on the meta device: 60,000 wide, its MLPs alone would take gigabytes."""
+    import resource
+
+    rewrite(folder, lambda c: c["host"]["config"].update(intermediate_size=60_000))
+    rewrite(folder, lambda c: c["host"]["config"].update(hidden_size=60_000))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(FormatError, match="does not fit the host"):
+        HydraEnsemble.from_pretrained(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kilobytes
+
+
+def test_every_file_is_under_a_checksum(tmp_path: Path) -> None:
+    from transformers import ViTImageProcessor
+
+    ensemble = hydra.fuse(zoo.host("vit"), EARLY)
+    ensemble.transform = ViTImageProcessor(size={"height": 16, "width": 16})
+    ensemble.save_pretrained(tmp_path)
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(path.read_text().replace("0.5", "0.1"))
+    with pytest.raises(FormatError, match=r"preprocessor_config\.json is not the file"):
+        HydraEnsemble.from_pretrained(tmp_path)
+    path.unlink()
+    with pytest.raises(FormatError, match=r"no preprocessor_config\.json"):
+        HydraEnsemble.from_pretrained(tmp_path)
+
+
+def test_a_failed_save_leaves_the_folder_as_it_was(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    ensemble = HydraEnsemble.from_pretrained(folder)
+    other = copy.deepcopy(ensemble)
+    with torch.no_grad():
+        next(other.parameters()).add_(1)
+    other.abstention = hydra.uncertainty.Abstention(0.1, 0.05, "empirical", "energy", 9, 1, 0, 0)
+    with pytest.raises(FormatError, match="the abstention rule is about 'energy'"):
+        other.save_pretrained(folder)
+    other.abstention = None
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        other.save_pretrained(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_an_end_between_two_renames_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = HydraEnsemble.from_pretrained(folder)
+    with torch.no_grad():
+        next(other.parameters()).add_(1)
+    rename, done = os.replace, []
+
+    def die_after_the_first(source: Any, target: Any) -> None:
+        if done:
+            raise KeyboardInterrupt
+        done.append(rename(source, target))
+
+    monkeypatch.setattr(os, "replace", die_after_the_first)
+    with pytest.raises(KeyboardInterrupt):
+        other.save_pretrained(folder)
+    with pytest.raises(FormatError, match="saving was interrupted"):
+        HydraEnsemble.from_pretrained(folder)
+
+
+def test_a_part_in_another_precision_comes_back(tmp_path: Path) -> None:
+    ensemble = hydra.fuse(zoo.host("vit"), EARLY).to(torch.bfloat16)
+    ensemble.host.vit.layernorm.float()
+    ensemble.save_pretrained(tmp_path)
+    loaded = HydraEnsemble.from_pretrained(tmp_path)
+    assert loaded.host.vit.layernorm.weight.dtype == torch.float32
+    assert loaded.dtype == torch.bfloat16
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here")
+    with pytest.raises(FormatError, match="is a file"):
+        hydra.fuse(zoo.host("vit"), EARLY).save_pretrained(tmp_path / "file")
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(FormatError, match="damaged"):
+        read_config(tmp_path)
