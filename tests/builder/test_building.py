@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -184,3 +185,32 @@ def test_random_members_keep_what_is_asked_in_branched_layers_only():
     ensemble = build(model, pictures(), method=Random(keep=1), max_cost=None, progress=False)
     assert all(mask.kept[-1] == 1 for mask in ensemble.masks)
     assert len(HeadMask.full(model)) == len(ensemble.masks[0])
+
+
+class Interrupted(Random):
+    """A method that is stopped by Ctrl-C once its first member is kept."""
+
+    name = "interrupted"
+
+    def member(self, task, index, layers, keep):
+        if index:
+            raise KeyboardInterrupt
+        return super().member(task, index, layers, keep)
+
+
+def test_it_says_how_long_it_takes_and_what_it_keeps(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "hydra_ensembles")
+    model, data = sharp("timm"), pictures(30)
+    build(model, data, method="taylor", members=2, max_cost=None, score="msp")
+    assert any(
+        line.startswith("Scoring heads for 2 members: about") and "one batch takes" in line
+        for line in caplog.messages
+    ), caplog.messages
+    caplog.clear()
+    with pytest.raises(KeyboardInterrupt):
+        build(model, data, method=Interrupted(), max_cost=None, folder=tmp_path)
+    assert f"Finished steps are kept in {tmp_path}: the same call goes on" in caplog.text
+    assert "member" in (tmp_path / "build.json").read_text()
+    with pytest.raises(KeyboardInterrupt):
+        build(model, data, method=Interrupted(), max_cost=None)
+    assert "Nothing is kept: pass folder=" in caplog.text

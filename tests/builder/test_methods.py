@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hydra_ensembles import HeadMask, HeadScores, Random, Select
+from hydra_ensembles import HeadMask, HeadScores, Random, Search, Select
 from hydra_ensembles.builder import METHODS, build
 from hydra_ensembles.builder.methods import as_method, method_with
+from hydra_ensembles.costs.budget import Budget
 from hydra_ensembles.search.distinct import count_masks, next_best
 
 from ..zoo import sharp
@@ -40,17 +41,16 @@ def test_equal_members_are_told_where_masks_run_out(method):
     assert f"{members} members, {heads[0]} distinct: only {heads[0]} masks keep 1" in first
 
 
-def test_selected_members_are_equal_only_where_the_budget_forces_it():
-    model = sharp("timm")
-    data = pictures(30)
-    tight = build(
-        model, data, method="select", members=5, max_cost=1.0, score="msp", progress=False
+@pytest.mark.parametrize("way", [Select(), Search(masks=40, rounds=0)])
+def test_selected_members_are_equal_only_where_the_budget_forces_it(way, monkeypatch):
+    # a budget that has room for two streams only
+    monkeypatch.setattr(Budget, "allows", lambda self, masks: len(set(masks)) <= 2)
+    ensemble = build(
+        sharp("timm"), pictures(30), method=way, members=3, max_cost=1.6, progress=False
     )
-    distinct = len(set(tight.masks))
-    assert tight.record["cost"] <= 1.0
-    if distinct < 5:
-        assert "max_cost=1.0" in tight.record["equal_members"]
-        assert f"5 members, {distinct} distinct: no ensemble of 5" in str(tight)
+    assert len(set(ensemble.masks)) == 2
+    assert "max_cost=1.6" in ensemble.record["equal_members"]
+    assert "3 members, 2 distinct: no ensemble of 3 different masks" in str(ensemble)
 
 
 def test_the_next_best_gives_up_least():

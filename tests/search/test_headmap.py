@@ -311,7 +311,8 @@ def test_killed_at_random_moments_it_ends_bit_equal(tmp_path):
     import sys
     from pathlib import Path
 
-    script = Path(__file__).parents[2] / "benchmarks" / "circuit_resume.py"
-    command = [sys.executable, str(script), "--out", str(tmp_path / "out.json")]
+    script = Path(__file__).parents[2] / "benchmarks" / "build_resume.py"
+    options = ["--only", "circuit", "--kills", "10", "--out", str(tmp_path / "out.json")]
+    command = [sys.executable, str(script), *options]
     result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0 and '"bit-equal": 10' in result.stdout, result.stderr
+    assert result.returncode == 0 and '"byte-equal": 10' in result.stdout, result.stderr

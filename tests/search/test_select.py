@@ -70,6 +70,21 @@ def test_greedy_with_refinement_finds_the_best_pair():
     assert selector.gain(selector.refine(found)) == pytest.approx(selector.gain(best))
 
 
+def test_members_differ_unless_the_budget_forces_them_to_be_equal():
+    # candidate 3 is so good that selection with replacement would take it three times
+    out = outputs(6)
+    truth = torch.nn.functional.one_hot(out.labels["id"], 4)
+    out.logits["id"][:, 3] = 3.0 * truth + torch.randn(200, 4, generator=torch.manual_seed(0)) / 3
+    free = Selector(Table(out))
+    assert free.gain((3, 3, 3)) > free.gain(free.forward(3)[0])
+    assert all(len(set(found)) == 3 for found in free.forward(3, beam=4))
+    tight = Selector(Table(out), fits=lambda members: len(set(members)) <= 2)
+    found = tight.forward(3, beam=4)
+    assert found and all(len(set(ensemble)) == 2 for ensemble in found)
+    chosen = free.choose([(3, 3, 3), (1, 2, 4)])
+    assert chosen.members == (1, 2, 4)
+
+
 def test_the_objective_asks_for_mean_worst_and_likelihood():
     table = Table(outputs())
     host = table.figures([0], scores=("msp",))
