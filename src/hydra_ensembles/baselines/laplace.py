@@ -59,7 +59,7 @@ def laplace(
     laplace-torch fits the last layer to its inputs, which is the same approximation and works for
     any host. The factors of `kron` and the logits' variances are computed here in closed form, with
     the library's result and without its passes and Jacobians, which do not fit a thousand classes:
-    classes^2 numbers are kept, and as many multiply-adds done an example.
+    classes^2 numbers are kept, and as many multiply-adds done per example.
 
     Args:
         host: A trained classifier that ends in a linear layer.

@@ -39,7 +39,7 @@ def packed_ensemble(host: nn.Module, task: Task) -> nn.Module:
     groups (Laurent et al., 2023, "Packed-Ensembles for Efficient Uncertainty Estimation").
 
     **It cannot start from pretrained weights**: dense matrices have no such groups, so blocks,
-    norms and classifier are drawn anew and trained from scratch on `train`; the embedding alone is
+    norms and classifier are drawn anew and trained from scratch on `train`; only the embedding is
     the host's. The published width factor alpha is the host's own width here: for alpha = 2, pass a
     host that is twice as wide (its weights do not matter).
 

@@ -31,8 +31,8 @@ class RelativeCost:
 def relative_cost(model: nn.Module, host: nn.Module, batch: Any) -> RelativeCost:
     """Count a rival and its host on one batch by running both.
 
-    `hydra_ensembles.counting` counts from shapes, for hosts and ensembles alone; this one counts
-    anything that runs, and agrees with it where both apply.
+    `hydra_ensembles.cost` counts from shapes and knows hosts and ensembles only. This one counts
+    anything that runs; where both apply, they agree.
     """
     return RelativeCost(
         _multiply_adds(model, batch) / _multiply_adds(host, batch),

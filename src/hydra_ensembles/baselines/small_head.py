@@ -43,11 +43,11 @@ def fit_binary(
 
     Args:
         head: Called on the rows of `inputs`, answers with logits `[batch]`.
-        inputs: Tensors with one row an example.
+        inputs: Tensors with one row per example.
         targets: 1 for positive, 0 for negative examples, `[example]`.
         positive_weight: What multiplies the loss of positive examples.
         steps: Of AdamW, its rate falling along a cosine.
-        batch_size: Examples a step, drawn with replacement.
+        batch_size: Examples per step, drawn with replacement.
         learning_rate: At the start.
         weight_decay: Decoupled.
         seed: Of the draws and of dropout; the caller's generators are untouched.

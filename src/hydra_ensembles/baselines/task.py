@@ -17,7 +17,7 @@ from ..registry import Registry
 Baseline = Callable[..., nn.Module]
 
 baselines: Registry[Baseline] = Registry("baseline")
-"""Rivals by name: functions `(host, task, *, own options) -> module` that leave the host alone."""
+"""Rivals by name: functions `(host, task, *, options) -> module` that do not change the host."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Task:
 
     @property
     def seeds(self) -> list[int]:
-        """One seed a member."""
+        """One seed per member."""
         return [self.seed + member for member in range(self.members)]
 
     def training(self) -> dict[str, Any]:

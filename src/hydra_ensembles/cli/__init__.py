@@ -1,1 +1,1 @@
-"""The command line: parse, call, print; one file a command. Heavy imports wait for the command."""
+"""The command line: parse, call, print; one file per command. Heavy imports wait for it."""

@@ -1,4 +1,4 @@
-"""Class names: what folders are called against what a model's classes are called."""
+"""Match the names of folders with the names of a model's classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import DataError
 
 
 def class_count(model: Any) -> int | None:
-    """Return how many classes a model tells apart, or None when it does not say."""
+    """Return the number of a model's classes, or None if it is not known."""
     for place in (model, getattr(model, "host", None), getattr(model, "config", None)):
         for key in ("num_classes", "num_labels"):
             found = getattr(place, key, None)

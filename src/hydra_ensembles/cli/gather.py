@@ -1,4 +1,4 @@
-"""What a report shows beside figures: examples with their picture or text, and counted cost."""
+"""What a report shows besides figures: examples (pictures or texts) and the counted cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of heads that fit a terminal: a row for each layer, a column for each head."""
+"""Tables of heads for a terminal: one row per layer, one column per head."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ PATIENCE = 5.0
 
 @contextmanager
 def hub_access() -> Iterator[bool]:
-    """Yield whether the hub can be reached; where it cannot, downloads look in the cache alone.
+    """Yield whether the hub can be reached; where it cannot, downloads look in the cache only.
 
     The hub's client would retry every file for half a minute and log every try.
     """

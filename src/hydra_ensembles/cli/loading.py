@@ -29,7 +29,7 @@ class Loaded:
         tokenizer: How it wants its texts, or None.
         class_names: By class number, or None when it has not told.
         folder_names: What folders of its classes are called in its data set, by class number.
-        key: The name of its image input; None takes images alone.
+        key: The name of its image input; None if the model takes just the images.
         untrained: Names of weights that its checkpoint did not hold: they are random.
     """
 
@@ -125,7 +125,7 @@ def load_set(loaded: Loaded, source: str, *, outliers: bool = False, **options: 
     if outliers and options.get("text_column") and folder.is_file():
         from ..data.table_files import read_table
 
-        if options["text_column"] not in read_table(folder):  # it may be of the labelled data alone
+        if options["text_column"] not in read_table(folder):  # it may be the labelled data's
             options["text_column"] = None
     if not is_saved_dataset(folder):
         _check_kind(loaded, folder)
@@ -189,7 +189,7 @@ def load_sets(loaded: Loaded, sources: Sequence[str] | None, **options: Any) -> 
 
 
 def read_names(given: str | None) -> list[str] | None:
-    """Read class names from a file with one a line, or from `a,b,c`."""
+    """Read class names from a file with one per line, or from `a,b,c`."""
     if given is None:
         return None
     path = Path(given).expanduser()

@@ -31,7 +31,7 @@ COMMANDS = {
     "sweep": "Prune by each criterion to each ratio; measure what is left.",
     "predict": "Predict files or standard input to JSON lines; abstain at a risk.",
     "report": "Write one HTML page from saved results.",
-    "demo": "The whole way on embedded digits, in a few minutes.",
+    "demo": "Every step on embedded digits, in a few minutes.",
     "env": "Print the versions of everything that matters.",
 }
 

@@ -1,4 +1,4 @@
-"""timm models by name: `timm:NAME`, with weights of one's own as `timm:NAME@FILE`."""
+"""timm models by name: `timm:NAME`, or `timm:NAME@FILE` with your own weights."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Budget:
 
     @classmethod
     def of(cls, model: Host, batch: Any, max_cost: float | None) -> Budget:
-        """Look at a host and the shape of a batch."""
+        """Make the budget of a host for the shape of a batch."""
         return cls(counter_of(model, batch), max_cost)
 
     @property
@@ -245,7 +245,7 @@ def budgeted_masks(
 def masks_for(
     option: Option, scores: HeadScores | Sequence[HeadScores], *, members: int
 ) -> list[HeadMask]:
-    """Choose the heads of an option by one score table for all members, or by one for each."""
+    """Choose the heads of an option by one score table for all members, or one per member."""
     tables = [scores] if isinstance(scores, HeadScores) else list(scores)
     if len(tables) == 1 and members > 1:
         return deal(tables[0], option.keep_per_layer, members=members)
@@ -281,7 +281,7 @@ def option_cost(
     *,
     untied: bool = False,
 ) -> float:
-    """Count M members that part at a layer, with the costliest choice of so many heads."""
+    """Count M members that branch at a layer, for the costliest choice of that many heads."""
     shape = model.host.head_counts
     each = tuple(range(members))
 
@@ -307,7 +307,7 @@ def option_cost(
 
 
 def counter_of(model: Host, batch: Any) -> CostModel:
-    """Return the counter of a host on a shape of batch, as it is when it is one."""
+    """Return the host's `CostModel`, built for the batch's shape if needed."""
     return model if isinstance(model, CostModel) else CostModel(model, batch)
 
 
@@ -324,7 +324,7 @@ def _counts(counter: CostModel, layers: Sequence[int], keep: int) -> tuple[int, 
 def _earliest(
     counter: CostModel, counts: Sequence[int], members: int, max_cost: float
 ) -> int | None:
-    """Return the lowest layer from which members that keep so many heads fit; None for none."""
+    """Return the lowest branch layer at which members with that many heads fit, or None."""
     found = None
     for layer in reversed(range(len(counter.host))):
         if option_cost(counter, layer, counts, members) > max_cost + SLACK:
@@ -387,6 +387,6 @@ def fill(
 
 
 def _one_more(counts: tuple[int, ...], layers: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Give one block one more head: those with fewest first, of these the last."""
+    """Add one head to the block with the fewest heads (ties: the last block)."""
     for layer in sorted(layers, key=lambda i: (counts[i], -i)):
         yield (*counts[:layer], counts[layer] + 1, *counts[layer + 1 :])

@@ -65,7 +65,7 @@ class Frontier:
 
     @property
     def chosen(self) -> Point | None:
-        """The best point within the budget, the cheaper of two equals; None when none is."""
+        """The best point within the budget (ties: the cheaper one); None if there is none."""
         within = [point for point in self.points if point.cost <= self.max_cost]
         return min(within, key=lambda point: (point.objective, point.cost), default=None)
 
@@ -138,7 +138,7 @@ def frontier(
     path: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Frontier:
-    """Draw the whole curve of cost against a validation objective, the budget's choice marked.
+    """Measure the curve of cost against a validation objective, and mark the budget's choice.
 
     Args:
         model: The host model.

@@ -1,8 +1,8 @@
-"""Counted cost: multiply-adds, parameters, bytes and activations, from the plan, without a run.
+"""Counted cost: multiply-adds, parameters, bytes and activations, from shapes and the plan.
 
 A multiply-add is one product and one sum, half of what flop counters report. What stands around
 the blocks (patch embedding, pooler, classifier) is counted by letting the host's own code run on
-shapes alone. Norms, activations and softmax are not counted: no counter counts them.
+shapes only. Norms, activations and softmax are not counted: no counter counts them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Cost:
     name: str = ""
 
     def relative_to(self, other: Cost) -> CostRatio:
-        """Divide by another cost (the host's, say)."""
+        """Divide by another cost, such as the host's."""
         return CostRatio(
             self.multiply_adds / other.multiply_adds,
             self.parameters / other.parameters,
@@ -111,7 +111,7 @@ class CostRatio:
 
 
 def cost(model: Any, batch: Any) -> Cost:
-    """Count what a host model or an ensemble costs on a batch; nothing is run but shapes.
+    """Count what a host model or an ensemble costs on a batch; only shapes are run.
 
     Args:
         model: A host model (pruned or not) or a `HydraEnsemble`.
@@ -147,7 +147,7 @@ def cost(model: Any, batch: Any) -> Cost:
 
 
 class CostModel:
-    """Counts many plans of one host on one shape of batch: geometry is looked up once."""
+    """Count many plans of one host on one batch shape; the geometry is looked up once."""
 
     def __init__(self, model: nn.Module | HostModel, batch: Any) -> None:
         self.host = host_model(model)
@@ -176,7 +176,7 @@ class CostModel:
 
     @property
     def reads_few_tokens(self) -> bool:
-        """Whether the last block can run for the readout tokens alone."""
+        """Whether the last block can run for the readout tokens only."""
         readout = self.host.readout
         return readout.tokens is not None or readout.positions is not None
 
@@ -324,7 +324,7 @@ def _fused_blocks(body: Any, outside: _Outside) -> list[LayerCost]:
 
 
 class _OneBlock:
-    """The little of a HostModel that counting one block needs."""
+    """The part of a HostModel that counting one block needs."""
 
     def __init__(self, block: Any, width: int) -> None:
         self.blocks = [block]
@@ -358,7 +358,7 @@ def _loop_cost(ensemble: Any, batch: Any) -> Cost:
 def _outside(
     host: HostModel, batch: Any, *, streams: int = 1, readout: Readout | None = None
 ) -> _Outside:
-    """Count what the host runs around its blocks, on shapes alone."""
+    """Count what the host runs around its blocks, on shapes only."""
     args, kwargs, _ = split_batch(batch)
     seen: list[tuple[int, ...]] = []
     folds = readout is None or readout.folds

@@ -1,4 +1,4 @@
-"""The weight of importance against entropy in HIES, chosen on held-out data."""
+"""Choose the weight of importance against entropy in HIES on held-out data."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
 
 @dataclass(frozen=True)
 class AlphaChoice:
-    """An alpha and what it was chosen by.
+    """The chosen alpha and the figures that chose it.
 
     Attributes:
         alpha: The best, ties to the higher (more importance).
-        areas: Weighted area under quality over pruning ratios, for each alpha.
-        quality: Quality for each alpha, at each ratio.
+        areas: Weighted area under quality over pruning ratios, per alpha.
+        quality: Quality at each ratio, per alpha.
         ratios: The pruning ratios.
     """
 
@@ -64,8 +64,8 @@ def choose_alpha(
     """Choose HIES's alpha by the weighted area under quality over pruning ratios.
 
     area(alpha) = sum_r w_r quality(model pruned to ratio r by HIES(alpha)), sum_r w_r = 1. The
-    paper names the weighted area and not the weights; ours grow with the ratio, w_r ~ r, since
-    near 0 every order of heads gives about the same quality. Equal masks are evaluated once.
+    paper does not give the weights; ours grow with the ratio, w_r ~ r, since near 0 every order of
+    heads gives about the same quality. Equal masks are evaluated once.
 
     Args:
         model: The host model.
@@ -74,8 +74,8 @@ def choose_alpha(
         held_out: Labelled data that did not make the tables.
         alphas: Candidates.
         ratios: Shares of all heads that are pruned.
-        weights: One weight a ratio; in proportion to the ratio by default.
-        quality: Logits `[example, class]` and labels to a number, higher = better.
+        weights: One weight per ratio; proportional to the ratio by default.
+        quality: A function of logits `[example, class]` and labels; higher is better.
         progress: Show a bar on a terminal.
     """
     host = host_model(model)

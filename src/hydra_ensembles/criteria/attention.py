@@ -87,7 +87,7 @@ def _some(mask: Tensor, rows: slice) -> Tensor:
 
 
 def later_keys(rows: slice, keys: int, device: torch.device) -> Tensor:
-    """Tell which keys come after each of some rows, bool [rows, keys]."""
+    """Tell which keys come after each of the given rows, bool [rows, keys]."""
     places = torch.arange(rows.start, rows.stop, device=device)
     return torch.arange(keys, device=device) > places[:, None]
 

@@ -121,7 +121,8 @@ def _lse_attention(
         mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
     if query.device.type == "cpu":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return flash(query, key, key, 0.0, causal, attn_mask=mask, scale=scale)[:2]
+        mixed, total, *_ = flash(query, key, key, 0.0, causal, attn_mask=mask, scale=scale)
+        return mixed, total
     if mask is not None:  # this kernel wants a mask for every head, in padded memory
         raise NotImplementedError
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention

@@ -1,12 +1,12 @@
-"""What a criterion is: a formula that turns what was seen of a head into one number.
+"""What a criterion is: a formula that turns what is known of a head into one number.
 
 **Higher = keep**, except for criteria that say `lower_is_kept = True` (attention entropy is
 reported as it is defined); `ranked` turns any criterion's scores into *higher = keep*.
 
-Four kinds, by what they look at. Everything else (one pass over the data, gates, attention,
-averaging in float64) is shared, so a criterion is its formula:
+There are four kinds, by what they look at. Everything else (one pass over the data, gates,
+attention, averaging in float64) is shared:
 
-- `WeightScore`: the model alone.
+- `WeightScore`: the weights only.
 - `GateGradient`: gradients of each sample's loss in the gates of the heads.
 - `AttentionScore`: queries and keys of each layer, as its softmax sees them.
 - `CombinedScore`: the tables of other criteria.
@@ -52,15 +52,15 @@ class Criterion(ABC):  # noqa: B024  (abstract through its four kinds)
 
 
 class WeightScore(Criterion):
-    """A score of the weights alone; no data is read."""
+    """A score of the weights only; no data is read."""
 
     @abstractmethod
     def score(self, host: HostModel) -> list[Tensor]:
-        """Return one tensor `[heads]` a layer."""
+        """Return one tensor `[heads]` per layer."""
 
 
 class GateGradient(Criterion):
-    """A mean over samples of something made of dL(x)/dg_h at g = 1."""
+    """A mean over samples of a function of dL(x)/dg_h at g = 1."""
 
     @abstractmethod
     def accumulate(self, gradients: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class GateGradient(Criterion):
 
 
 class AttentionScore(Criterion):
-    """A mean over samples of something made of a layer's attention."""
+    """A mean over samples of a function of a layer's attention."""
 
     @abstractmethod
     def values(self, view: AttentionView) -> Tensor:
@@ -77,7 +77,7 @@ class AttentionScore(Criterion):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a `CombinedScore` may need beside its parts' tables."""
+    """What a `CombinedScore` may need besides the tables of its parts."""
 
     host: HostModel
     held_out: Iterable[Any] | None = None
@@ -85,7 +85,7 @@ class Setting:
 
 
 class CombinedScore(Criterion):
-    """A score made of other criteria's tables, which are gathered in the same pass."""
+    """A score computed from the tables of other criteria, which share one pass over the data."""
 
     @property
     @abstractmethod
@@ -94,7 +94,7 @@ class CombinedScore(Criterion):
 
     @abstractmethod
     def combine(self, tables: Sequence[HeadScores], setting: Setting) -> HeadScores:
-        """Make the score of the parts' tables, in the order of `parts`."""
+        """Compute the score from the tables of `parts`, in their order."""
 
 
 criteria: Registry[Callable[..., Criterion]] = Registry("criterion")

@@ -14,9 +14,8 @@ from .base import GateGradient, criteria
 class Fisher(GateGradient):
     """Mean squared per-sample gradient of the loss in a head's gate: E_x (dL(x)/dg_h)^2 at g = 1.
 
-    The diagonal of the empirical Fisher information in the gates, which stands for the Hessian of
-    the
-    loss: half of it is the second-order change of the loss when the head goes.
+    This is the diagonal of the empirical Fisher information in the gates, an approximation of the
+    Hessian of the loss: half of it is the second-order change of the loss when the head goes.
     """
 
     def accumulate(self, gradients: Tensor) -> Tensor:

@@ -20,11 +20,11 @@ _SHANNON = AttentionEntropy()
 class HeadImportanceEntropy(CombinedScore):
     """alpha * minmax(HIS) + (1 - alpha) * (1 - minmax(AE)), min-max over all heads of the model.
 
-    Made to be ranked over all layers together (`scores.top_k(keep, scope="model")`), in one shot;
-    32 calibration examples are enough.
+    Rank it over all layers together (`scores.top_k(keep, scope="model")`), in one shot; 32
+    calibration examples are enough.
 
     Args:
-        alpha: 1 is head importance alone, 0 is low entropy alone; `"auto"` takes the best on the
+        alpha: 1 means head importance only, 0 low entropy only; `"auto"` takes the best on the
             held-out data (see `choose_alpha`).
         entropy: Which attention entropy.
         alphas, ratios: What `"auto"` tries: candidates, at these pruning ratios.

@@ -1,4 +1,4 @@
-"""Random scores: the floor that every criterion has to beat."""
+"""Random scores: the baseline that every criterion has to beat."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .base import WeightScore, criteria
 @criteria.register("random")
 @dataclass(frozen=True)
 class RandomOrder(WeightScore):
-    """Seeded uniform numbers in [0, 1), without looking at anything.
+    """Seeded uniform numbers in [0, 1); neither weights nor data are read.
 
     Args:
         seed: Of the draw; equal seeds give equal scores on any device.

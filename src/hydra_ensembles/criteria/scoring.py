@@ -57,7 +57,7 @@ def score_heads(
     held_out: Iterable[Any] | None = None,
     progress: bool = True,
 ) -> HeadScores | dict[str, HeadScores]:
-    """Score the attention heads of a model: which matter?
+    """Score how much each attention head of a model matters.
 
     The model runs in eval mode on its own backend and is left as it was. Scores are means over
     samples, in float64, the same for every batch size; padding does not count. Gradients of each
@@ -67,17 +67,16 @@ def score_heads(
     Args:
         model: A host model.
         data: Calibration batches (dict, `BatchEncoding` or `(inputs, labels)`), read once; 32
-            examples are often enough. None will do for criteria that look at the weights alone.
+            examples are often enough. None is enough for criteria that look at the weights only.
         criterion: A registered name (`random`, `magnitude`, `taylor`, `his`, `entropy`, `hies`,
             `fisher`), a `Criterion` with options, or a list of them.
-        loss: Logits and labels to one loss for each sample `[batch]`; cross-entropy by default
-            (language
-            models: the mean over the next tokens).
-        held_out: Labelled data for criteria that choose something, as `hies` with `alpha="auto"`.
+        loss: A function of logits and labels to one loss per sample `[batch]`; by default
+            cross-entropy (for language models, its mean over the next tokens).
+        held_out: Labelled data for criteria that tune themselves, such as `hies(alpha="auto")`.
         progress: Show a bar on a terminal.
 
     Returns:
-        `HeadScores`; for a list a dict of them by label.
+        `HeadScores`; for a list of criteria, a dict of them by label.
 
     Example:
         >>> scores = score_heads(model, calibration, criterion="hies")
@@ -111,7 +110,7 @@ def gather(
     loss: Loss | None = None,
     progress: bool = True,
 ) -> dict[Criterion, HeadScores]:
-    """Return the tables of all simple criteria among these and their parts, from one pass."""
+    """Return the tables of all simple criteria and of parts of combined ones, from one pass."""
     host = host_model(model)
     simple = list(dict.fromkeys(part for criterion in asked for part in _simple(criterion)))
     tables: dict[Criterion, HeadScores] = {}
@@ -144,7 +143,7 @@ def _simple(criterion: Criterion) -> list[Criterion]:
 
 
 class _Mean:
-    """Sums and counts of each head, in float64."""
+    """Sums and counts per head, in float64."""
 
     def __init__(self, host: HostModel) -> None:
         self.total = [torch.zeros(n, dtype=torch.float64) for n in host.head_counts]
@@ -155,7 +154,7 @@ class _Mean:
         self.count[layer] += count
 
     def table(self, name: str) -> HeadScores:
-        """Return the means; a head that nothing was counted for is an error."""
+        """Return the means; raise for a head without any sample."""
         for layer, count in enumerate(self.count):
             if len(count) and not bool((count > 0).all()):
                 raise DataError(
@@ -172,7 +171,7 @@ def _read(
     loss: Loss | None,
     progress: bool,
 ) -> None:
-    """Add up what every criterion reads, in one pass."""
+    """Add up what the criteria need, in one pass."""
     by_gate = {c: m for c, m in sums.items() if isinstance(c, GateGradient)}
     by_attention = {c: m for c, m in sums.items() if isinstance(c, AttentionScore)}
 
@@ -220,7 +219,7 @@ def gate_gradients(
     loss: Loss | None = None,
     watch: Watch | None = None,
 ) -> list[Tensor]:
-    """Return dL(x)/dg_h at g = 1 for each sample and head: one tensor `[batch, heads]` a layer.
+    """Return dL(x)/dg_h at g = 1 for each sample and head: one tensor `[batch, heads]` per layer.
 
     Every sample has gates of its own, so one backward pass of the summed loss gives them all.
     """

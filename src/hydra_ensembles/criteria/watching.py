@@ -1,4 +1,4 @@
-"""How attention is seen while a host runs: `watch_attention`.
+"""`watch_attention`: observe a host's attention while it runs.
 
 The host computes with its own backend, unchanged; we look at what goes in. Three ways, by
 structure:
@@ -176,7 +176,7 @@ def _wrapper(
                 key,
                 mask=seen,
                 scale=float(options.get("scaling") or query.shape[-1] ** -0.5),
-                # eager hides by its mask alone, as does every backend that is given a full one
+                # eager hides by its mask only, as does every backend that is given a full one
                 causal=causal and name != "eager" and not hides_all,
             )
         return function(module, query, key, value, mask, **options)
@@ -227,7 +227,7 @@ class _FunctionWatch(TorchFunctionMode):
         self.site: AttentionSite | None = None
 
     def follow(self, site: AttentionSite) -> list[Any]:
-        """Know when a site's module runs."""
+        """Note when the module of a site runs."""
 
         def enter(*_: Any) -> None:
             self.site = site

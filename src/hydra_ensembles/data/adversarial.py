@@ -25,7 +25,7 @@ EPSILON = 8 / 255
 
 
 class PixelModel(nn.Module):
-    """A host seen as pixels in [0, 1] to logits `[batch, class]`, whatever its batches are."""
+    """Wrap a host as a function of pixels in [0, 1] to logits `[batch, class]`."""
 
     def __init__(
         self, model: Callable[..., Any], mean: Channels | None, std: Channels | None

@@ -1,7 +1,7 @@
 """Batches and data: what every other room iterates over, and the one toolkit for them.
 
 A *batch* is what the host takes: a mapping with an optional `labels`, `(inputs, labels)`, or the
-inputs alone. *Data* is any re-iterable of batches: a list, a `DataLoader`, or the `Batches` that
+inputs only. *Data* is any re-iterable of batches: a list, a `DataLoader`, or the `Batches` that
 our loaders give, which can also be subset without reading what is left out.
 """
 

@@ -1,4 +1,4 @@
-"""The embedded demo set: scikit-learn's digits, with outliers that are drawn on the spot."""
+"""The embedded demo set: scikit-learn's digits, and outliers that are drawn by code."""
 
 from __future__ import annotations
 
@@ -66,17 +66,16 @@ def digits(
 ) -> Demo:
     """Load the 1,797 handwritten digits of scikit-learn, enlarged, with drawn outliers.
 
-    The outliers: `letters` (drawn with the digits' own pen), `rotated` (2, 3, 4, 5, 7 of the test
-        part
-    on their side), `inverted` (white paper turned black), `textures` (stripes, checks, rings),
-    `noise`.
+    The outliers are `letters` (drawn with the digits' pen), `rotated` (2, 3, 4, 5 and 7 of the test
+    part on their side), `inverted` (white paper turned black), `textures` (stripes, checks, rings)
+    and `noise`.
 
     Args:
         size: height and width of the images; the originals have 8 x 8 pixels.
         channels: 1, or 3 for hosts that want colour.
-        batch_size: examples a batch.
+        batch_size: examples per batch.
         key: the host's name for images; None gives `(images, labels)`.
-        outlier_count: outliers a set, at most (there are fewer rotated and inverted digits).
+        outlier_count: outliers per set, at most (there are fewer rotated and inverted digits).
         seed: of the split and of every drawing.
     """
     from sklearn.datasets import load_digits

@@ -1,4 +1,4 @@
-"""Image folders: a subfolder a class, a flat folder with a table of labels, or just pictures."""
+"""Image folders: one subfolder per class, or flat, with a table of labels or without labels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def image_folder(
             outliers.
         file_column, label_column: columns of that file; by default the usual names.
         class_names: names in the order of the host's classes; by default those found, sorted.
-        batch_size: pictures a batch.
+        batch_size: pictures per batch.
         key: the host's name for images (a batch is a mapping); None gives `(images, labels)`.
         skip_broken: check every picture first and leave broken ones out with one warning; by
             default the first broken one raises an error that names it.

@@ -52,7 +52,7 @@ def hub_dataset(
         labels: False leaves them out, as for outliers.
         class_names: names in the order of the host's classes; by default those of the dataset.
         max_length: tokens at most; by default the tokenizer's limit.
-        batch_size: examples a batch.
+        batch_size: examples per batch.
         key: the host's name for images; None gives `(images, labels)`.
     """
     dataset = _open(name, split, config, revision)

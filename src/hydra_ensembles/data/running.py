@@ -1,7 +1,7 @@
 """Run any classifier over any data: batches in, member logits `[batch, member, class]` out.
 
 A *batch* is what the host takes: a mapping with an optional `labels`, `(inputs, labels)`, or the
-inputs alone. *Data* is an iterable of batches. A *model* is anything that is called on a batch and
+inputs only. *Data* is an iterable of batches. A *model* is anything that is called on a batch and
 answers with a tensor, an object or mapping with `logits`, or has `predict(batch) -> Prediction`.
 """
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ..errors import DataError, HydraError
 from ..uncertainty import Prediction, as_member_logits
-from .batches import LABEL_KEYS, move
+from .batches import LABEL_KEYS
+from .batches import move as move
 from .modes import evaluating as evaluating
 from .progress import progress_bar as progress_bar
 

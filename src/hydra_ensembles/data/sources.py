@@ -1,4 +1,4 @@
-"""One door for all data: a folder of images, a text file, or a Hugging Face dataset."""
+"""Load data from a folder of images, a text file or a Hugging Face dataset."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load_data(
     key: str | None = "pixel_values",
     skip_broken: bool = False,
 ) -> Batches:
-    """Read data of any kind we know, told by what `source` is.
+    """Load data; what `source` is decides how it is read.
 
     Args:
         source: a folder of images; a `.csv`, `.tsv`, `.jsonl`, `.json` or `.txt` file of texts; a
@@ -41,8 +41,8 @@ def load_data(
         tokenizer: needed for text.
         transform: how the host wants its images, see `image_transform`.
         split, text_column, pair_column, image_column, label_column, labels, class_names,
-        max_length, batch_size,
-            key, skip_broken: see `image_folder`, `text_file` and `hub_dataset`.
+            max_length, batch_size, key, skip_broken: see `image_folder`, `text_file` and
+            `hub_dataset`.
     """
     path = Path(source).expanduser()
     if path.is_dir() and not is_saved_dataset(path):

@@ -102,7 +102,7 @@ def fingerprint(data: Data) -> str:
 
 
 def _class_numbers(source: Batches) -> Tensor:
-    """Return one number a class for every example; zeros when there is nothing to stratify by."""
+    """Return the class number of every example; zeros if there is nothing to stratify by."""
     labels = source.labels
     if labels is None:
         first = next(iter(source.subset([0])))

@@ -44,7 +44,7 @@ def text_file(
         class_names: names in the order of the host's classes; by default those found, sorted.
         columns, delimiter, quoted: see `read_table`.
         max_length: tokens at most; by default the tokenizer's limit.
-        batch_size: texts a batch.
+        batch_size: texts per batch.
     """
     table = read_table(file, columns=columns, delimiter=delimiter, quoted=quoted)
     where = str(file)

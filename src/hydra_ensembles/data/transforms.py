@@ -26,7 +26,7 @@ class ImageTransform:
         crop: share of the resized picture that the centre crop keeps (timm's `crop_pct`); None
             squeezes the whole picture into the size instead.
         interpolation: `bicubic`, `bilinear`, `nearest` or `lanczos`.
-        mean, std: one a channel; their length (1 or 3) decides between grey and colour.
+        mean, std: one per channel; their length (1 or 3) decides between grey and colour.
     """
 
     size: int | tuple[int, int] = 224

@@ -1,4 +1,4 @@
-"""Fair tables: metrics, `evaluate`, its `Results`, intervals and paired comparisons."""
+"""Metrics, `evaluate` and its `Results`, intervals, paired comparisons and tables."""
 
 from .bootstrap import Comparison as Comparison
 from .bootstrap import compare as compare

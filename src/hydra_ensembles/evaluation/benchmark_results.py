@@ -21,7 +21,7 @@ class Timing:
     Attributes:
         name: The model's.
         batch_size: Samples in a call.
-        seconds: A call's seconds, one number a round.
+        seconds: Seconds per call, one number per round.
         multiply_adds: Counted, for this batch.
         weight_bytes: Bytes of the weights in memory.
         activation_bytes: Peak of what a call adds to them.
@@ -48,7 +48,7 @@ class Timing:
 
     @property
     def throughput(self) -> float:
-        """Samples a second, at the median."""
+        """Samples per second, at the median."""
         return self.batch_size / self.latency
 
     @property
@@ -99,7 +99,7 @@ class BenchmarkResult:
         return self[name, batch_size].multiply_adds / max(1, base)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one plain record for every model and batch size."""
+        """Return one plain record per model and batch size."""
         return [
             {
                 "name": t.name,
@@ -118,7 +118,7 @@ class BenchmarkResult:
         ]
 
     def table(self) -> str:
-        """Return a table in Markdown, aligned, so that it reads in a terminal too."""
+        """Return an aligned Markdown table, which also reads well in a terminal."""
         head = ("model", "batch", "x single [95 %]", "counted", "ms", "± IQR/2", "samples/s", "MiB")
         head = (*head[:2], f"x {self.names[0]} [95 %]", *head[3:])
         body = [
@@ -169,7 +169,7 @@ def paired_ratio(seconds: Sequence[float], base: Sequence[float], *, seed: int =
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align rows (the first is the head): names to the left, figures to the right."""
+    """Align the rows of a table (the first is the head): names left, figures right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
 
     def line(row: Sequence[str]) -> str:

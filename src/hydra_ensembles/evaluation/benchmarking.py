@@ -126,7 +126,7 @@ def _interleaved(
     seed: int,
     description: str | None,
 ) -> dict[str, list[float]]:
-    """Return seconds a call, by model and round."""
+    """Return the seconds per call, by model and round."""
     repeats = {}
     for name, call in calls.items():
         once = _time(call, 1, synchronize)
@@ -171,7 +171,7 @@ def _count(call: Call) -> int:
 
 
 def _peak(model: Any, call: Call) -> tuple[int, int]:
-    """Return the bytes of the weights, and the peak of what one call adds to them."""
+    """Return the bytes of the weights and the peak that one call adds to them."""
     device = device_of(model)
     weights = _weight_bytes(model)
     if device is not None and device.type == "cuda":

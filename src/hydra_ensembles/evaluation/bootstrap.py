@@ -1,7 +1,7 @@
 """How sure we are of a figure: percentile intervals and paired differences over test examples.
 
-Examples of each set are drawn with replacement (Efron, 1979). The draws depend on the seed and the
-set's name alone, so two models evaluated on the same data are resampled alike, which is what makes
+Examples of each set are drawn with replacement (Efron, 1979). The draws depend only on the seed and
+the set's name, so two models evaluated on the same data are resampled alike, which is what makes
 their difference paired.
 
 Figures that a finite sample biases (ECE above all) are biased once more in each draw, so their

@@ -1,4 +1,4 @@
-"""Evaluate any classifier: right, calibrated, aware of what it does not know, robust to shifts."""
+"""Evaluate any classifier: accuracy, calibration, OOD detection, abstention, shifts."""
 
 from __future__ import annotations
 

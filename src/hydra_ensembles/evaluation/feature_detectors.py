@@ -1,4 +1,4 @@
-"""OOD scores on features, for those who ask: KNN and Mahalanobis, through pytorch-ood.
+"""OOD scores on features: KNN and Mahalanobis, through pytorch-ood.
 
 They need features and training data at test time, which logits do not; both see what a linear
 classifier throws away. Scores are higher when further from the training data.
@@ -38,13 +38,13 @@ def _pytorch_ood() -> Any:
 
 @detectors.register("knn")
 def knn(examples: int) -> Detector:
-    """Make the distance to the 50th nearest unit-length feature (Sun et al., 2022)."""
+    """Return a detector by the distance to the 50th nearest feature (Sun et al., 2022)."""
     return _pytorch_ood().KNN(None, k=min(50, examples))
 
 
 @detectors.register("mahalanobis")
 def mahalanobis(examples: int) -> Detector:
-    """Make the distance to the nearest class mean under one covariance (Lee et al., 2018)."""
+    """Return a detector by the distance to the nearest class mean (Lee et al., 2018)."""
     return _pytorch_ood().Mahalanobis(None)
 
 

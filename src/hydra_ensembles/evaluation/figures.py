@@ -1,7 +1,7 @@
-"""From logits to columns (one value for each example), from columns to figures.
+"""From logits to columns (one value per example), and from columns to figures.
 
 Everything reported is a function of a few columns, so data streams through in one pass, memory
-grows with examples alone, and resampling (bootstrap.py) needs no model.
+grows only with the examples, and resampling (bootstrap.py) needs no model.
 """
 
 from __future__ import annotations

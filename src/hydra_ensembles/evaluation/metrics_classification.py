@@ -1,4 +1,4 @@
-"""Right or wrong, how likely, how calibrated: accuracy, NLL, Brier, ECE and adaptive ECE.
+"""Likelihood and calibration: NLL, Brier, ECE and adaptive ECE.
 
 All are about the mean probability of member logits `[batch, member, class]` (or `[batch, class]`)
 and labels `[batch]`. Sums are in float64.

@@ -1,4 +1,4 @@
-"""What is gained by answering only when sure: risk-coverage curves and their areas.
+"""Selective classification: risk-coverage curves and their areas.
 
 Examples are answered from the least to the most uncertain. **Tied examples share their errors**:
 each counts as the mean of its tie, which is the expectation over all orders, so that the order of

@@ -21,7 +21,7 @@ class PeakMemory(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = self.alive = 0
         self._known: set[int] = set()
 

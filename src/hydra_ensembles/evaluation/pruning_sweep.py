@@ -1,4 +1,4 @@
-"""`prune_sweep`: what a model is worth as more and more of its heads go, for each criterion."""
+"""`prune_sweep`: quality of a model as more and more heads are pruned, by criterion."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def prune_sweep(
     Every calibration draw gives its own scores (one pass for all criteria) and masks; criteria
     with a `seed` get another one in each draw. Equal masks are measured once. Heads are removed
     physically where that is possible, which is the faster way to the same figures, and gated
-    elsewhere; nothing is fine-tuned, and the model itself is left alone.
+    elsewhere; nothing is fine-tuned, and the model itself is not changed.
 
     Args:
         model: The host model.
@@ -143,7 +143,7 @@ def _mean(tables: list[HeadScores], name: str) -> HeadScores:
 
 @contextmanager
 def pruned(host: HostModel, mask: HeadMask) -> Iterator[nn.Module]:
-    """Give a model without some heads for a while: a cut copy, or the host behind closed gates."""
+    """Yield a model without the pruned heads: a cut copy, or the gated host."""
     try:
         cut = prune_heads_(copy.deepcopy(host.model), mask)
     except UnsupportedModelError:  # a parameter across heads, or queries that share keys
@@ -154,7 +154,7 @@ def pruned(host: HostModel, mask: HeadMask) -> Iterator[nn.Module]:
 
 
 class _Measure:
-    """Scores heads and measures masks on the same data, each once, and keeps them in a file."""
+    """Score heads and measure masks on the same data, each once, and keep both in a file."""
 
     def __init__(
         self,

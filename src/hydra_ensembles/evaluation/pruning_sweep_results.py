@@ -1,4 +1,4 @@
-"""What a pruning sweep found: a plain record that prints, saves and answers with intervals."""
+"""The record of a pruning sweep: it prints, saves and answers with intervals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def regime(ratio: float, *, boundary: float = REGIME_BOUNDARY) -> str:
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One criterion, ratio and calibration draw, and the mask that they gave."""
+    """The mask of one criterion, ratio and calibration draw."""
 
     criterion: str
     ratio: float
@@ -44,7 +44,7 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one mask did: its figures, and for each example whether it was right and unchanged."""
+    """Figures of one mask, and whether each example was right and unchanged."""
 
     figures: dict[str, float]
     right: str
@@ -210,7 +210,7 @@ class PruneSweep:
 
 
 def mask_key(mask: HeadMask) -> str:
-    """Write a mask as one digit a head, layers parted by a dot: `101.111`."""
+    """Write a mask as one digit per head, with a dot between layers: `101.111`."""
     return ".".join("".join(str(int(kept)) for kept in row) for row in mask.tolist())
 
 

@@ -117,7 +117,7 @@ def compare_table(
     chosen = select_keys(results, keys)
     if form == "csv":
         return _csv(results, chosen)
-    bold = (lambda text: f"**{text}**") if form == "markdown" else (lambda t: rf"\textbf{{{t}}}")
+    bold = "**{}**" if form == "markdown" else r"\textbf{{{}}}"
     escape = _plain if form == "markdown" else _latex_escape
     up, down = ("↑", "↓") if form == "markdown" else (r"$\uparrow$", r"$\downarrow$")
     head = ["" if rows == "models" else "figure"]
@@ -129,7 +129,7 @@ def compare_table(
             value = result.get(key)
             text = shown(key, value)
             if value is not None and best and len(results) > 1 and is_best(key, value, results):
-                text = bold(text)
+                text = bold.format(text)
             span = result.interval(key) if intervals else None
             if span is not None:
                 text += f" [{shown(key, span[0])}, {shown(key, span[1])}]"

@@ -89,11 +89,11 @@ class Results(Mapping[str, float]):
         return self.intervals.get(self._resolve(key))
 
     def to_markdown(self) -> str:
-        """Return all figures as a Markdown table, a row each."""
+        """Return all figures as a Markdown table, one row per figure."""
         return compare_table([self], keys="all", rows="figures")
 
     def to_latex(self) -> str:
-        """Return all figures as a LaTeX table (booktabs), a row each."""
+        """Return all figures as a LaTeX table (booktabs), one row per figure."""
         return compare_table([self], keys="all", rows="figures", form="latex")
 
     def to_csv(self) -> str:
@@ -175,7 +175,7 @@ class Results(Mapping[str, float]):
         if sha256_of(content) != entry.get("sha256"):
             raise FormatError(
                 f"{beside.name} does not belong to {path.name}: its SHA-256 differs. Save the "
-                "results again, or remove the file to read the figures alone."
+                "results again, or remove the file to read the figures only."
             )
         from safetensors.torch import load
 
@@ -186,5 +186,5 @@ class Results(Mapping[str, float]):
 
 
 def _to_plain(value: float) -> float | str:
-    """Return a number that JSON can hold; infinity and NaN as words that float() reads back."""
+    """Return a number for JSON; infinity and NaN become words that float() reads back."""
     return value if abs(value) < float("inf") else str(value)

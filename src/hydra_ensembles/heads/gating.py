@@ -29,7 +29,7 @@ def gate(model: nn.Module | HostModel, gates: Gates) -> Iterator[None]:
 
     Args:
         model: A host model.
-        gates: A `HeadMask` (kept = 1, pruned = 0), or one tensor a layer (None = all ones):
+        gates: A `HeadMask` (kept = 1, pruned = 0), or one tensor per layer (None = all ones):
             `[heads]`, or `[batch, heads]` for gates of each sample; they may require gradients.
     """
     host = host_model(model)
@@ -70,7 +70,7 @@ def _hook(site: AttentionSite, row: Tensor) -> Any:
 def prune_heads_(model: nn.Module, mask: HeadMask) -> nn.Module:
     """Remove heads from a model physically, in place, whole layers included.
 
-    Rows of W_Q, W_K, W_V and columns of W_O go; a layer without heads adds its output bias alone.
+    Rows of W_Q, W_K, W_V and columns of W_O go; a layer without heads adds only its output bias.
     What was kept is recorded on the model (`hydra_head_mask`), so that `fuse` can take it.
 
     Args:

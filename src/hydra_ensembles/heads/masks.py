@@ -83,7 +83,7 @@ class HeadMask(HeadTable):
 
     @property
     def total_kept(self) -> int:
-        """Number of heads kept in all."""
+        """Total number of kept heads."""
         return sum(self.kept)
 
     def indices(self, layer: int) -> list[int]:
@@ -247,7 +247,7 @@ class HeadScores(HeadTable):
         if isinstance(other, (int, float)):
             return self.map(lambda row: op(row, other))
         if not isinstance(other, HeadScores):
-            return NotImplemented
+            return NotImplemented  # type: ignore[no-any-return]
         if self.shape != other.shape:
             raise MaskError(
                 f"Scores of different shapes: {describe_shape(self.shape)} and "
@@ -322,11 +322,12 @@ def keep_count(keep: float | int, heads: int) -> int:
 
 
 def keep_counts(keep: Keep, heads: Sequence[int]) -> tuple[int, ...]:
-    """Turn `keep` (one value or a list by layer) into a number of heads for each layer."""
+    """Turn `keep` (one value, or a list by layer) into the number of heads per layer."""
     if isinstance(keep, (int, float)):
         return tuple(keep_count(keep, n) for n in heads)
     if len(keep) != len(heads):
         raise MaskError(
-            f"keep lists {len(keep)} layers but the model has {len(heads)}: give one value a layer."
+            f"keep lists {len(keep)} layers but the model has {len(heads)}: give one value per "
+            "layer."
         )
     return tuple(keep_count(k, n) for k, n in zip(keep, heads, strict=True))

@@ -39,7 +39,7 @@ class LayerPlan:
         members: For every stream, the first member that runs in it.
         heads: For every stream, its distinct heads (see `LayerSignature`).
         shared: Whether siblings project and attend the union of their heads once.
-        readout_only: Whether queries, output projection and MLP run for the readout tokens alone.
+        readout_only: Whether queries, output projection and MLP run for the readout tokens only.
     """
 
     layer: int
@@ -90,7 +90,7 @@ class Plan:
         trunk_heads: For every trunk block, the original heads that it keeps.
         layers: The branched blocks above it.
         ends: For every stream of the classifier, the stream of the last block that it reads;
-            streams part here when members differ in their classifiers alone.
+            streams part here when members differ in their classifiers only.
         streams: For every member, the classifier's stream in which it ends.
     """
 
@@ -175,11 +175,11 @@ def make_plan(
     Args:
         masks: One mask a member.
         signatures: `[member][layer]`, for members whose weights differ; by default members are one
-            unchanged model and differ by their masks alone.
+            unchanged model and differ by their masks only.
         classifiers: One identity a member of what stands after the blocks; equal by default.
         share_trunk: Run members as one stream as long as they agree.
         share_branch: Let siblings that read one input project and attend their heads once.
-        readout_only: Run the last block for the readout tokens alone.
+        readout_only: Run the last block for the readout tokens only.
         branch_layer: Let the trunk end before this block even where members agree in it.
     """
     masks = tuple(masks)

@@ -18,7 +18,7 @@ Rows = Sequence[Any] | Tensor
 
 
 class HeadTable:
-    """Rows of per-head values, one row a layer, rows of any length."""
+    """Values per head: one row per layer, rows of any length."""
 
     _dtype: torch.dtype
 

@@ -21,7 +21,7 @@ COUNTED = "counted multiply-adds"
 def plot_benchmark(result: BenchmarkResult, *, ax: Any = None, title: str | None = None) -> Any:
     """Show every model's latency relative to the first, with its interval, beside what is counted.
 
-    One row a model; one colour a batch size; a black bar where the counted multiply-adds are.
+    One row per model, one colour per batch size; a black bar marks the counted multiply-adds.
     """
     names, sizes = result.names, result.batch_sizes
     ax = axes(ax, (7.0, 1.4 + 0.42 * len(names)))

@@ -58,7 +58,7 @@ def page_axes(size: tuple[float, float] = (4.6, 3.4)) -> Iterator[Any]:
 
 
 def to_svg(ax: Any, label: str, *, name: str) -> Markup:
-    """Return the figure of some axes as an `<svg>` element, without title and legend.
+    """Return the figure of the axes as an `<svg>` element, without title and legend.
 
     Args:
         ax: From `page_axes`.

@@ -35,7 +35,7 @@ def plot_prune_sweep(
     boundary: float = 0.2,
     ax: Any = None,
 ) -> Any:
-    """Draw a figure against the pruning ratio, one line a criterion, with 95 % intervals.
+    """Draw a figure against the pruning ratio, one line per criterion, with 95 % intervals.
 
     Args:
         sweep: What `prune_sweep` returned.
@@ -96,7 +96,7 @@ def plot_alpha(
     ratios: Sequence[float] | None = None,
     ax: Any = None,
 ) -> Any:
-    """Draw a figure against HIES's alpha, one line a pruning ratio.
+    """Draw a figure against HIES's alpha, one line per pruning ratio.
 
     Args:
         sweep: What `prune_sweep` returned.

@@ -1,4 +1,4 @@
-"""What selection reads of candidates: computed once, so that judging an ensemble is a few sums."""
+"""What selection reads from candidates, computed once: judging an ensemble is then a few sums."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Column:
 
 
 class Table:
-    """Candidates' probabilities, energies and true-class probabilities.
+    """Probabilities, energies and true-class probabilities of all candidates.
 
     Args:
         outputs: Logits of all candidates on `"id"` and `"ood/..."`.
@@ -177,7 +177,7 @@ class Table:
     def grown(
         self, have: Sequence[int], pool: Sequence[int], *, scores: Sequence[str] = ("msp",)
     ) -> list[Figures]:
-        """Judge `have` plus each candidate of a pool, all at once; for MSP and energy alone."""
+        """Judge `have` plus each candidate of a pool, all at once; for MSP and energy only."""
         found: list[Figures] = []
         for start in range(0, len(pool), 64):
             found += self._grown(list(have), list(pool[start : start + 64]), scores)

@@ -1,4 +1,4 @@
-"""Members that differ: the next best mask where a search gives one that is taken."""
+"""Members that differ: the next best mask where a search returns one that is taken."""
 
 from __future__ import annotations
 

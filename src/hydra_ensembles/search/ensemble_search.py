@@ -1,4 +1,4 @@
-"""Search of members: a pool, selected by the figures of the ensemble, evolved and stopped."""
+"""Search for members: select from a pool by the ensemble's figures, mutate, and stop."""
 
 from __future__ import annotations
 

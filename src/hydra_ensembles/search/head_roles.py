@@ -1,7 +1,7 @@
 """What each head does: its effect on accuracy, calibration and OOD detection, under several edits.
 
 A head's output A_h is replaced by zero, by its mean over the data, or by that of another example
-(activation patching); either each head alone, or with what a search fixed below it.
+(activation patching); either each head by itself, or with what a search fixed below it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HeadMap:
         return self.effects[figure]
 
     def significant(self, figure: str, *, errors: float = 2.0) -> HeadMask:
-        """Return the heads whose effect is more than some standard errors from zero."""
+        """Return the heads whose effect is clearly different from zero, in standard errors."""
         table = self.effects[figure]
         assert table.standard_error is not None
         return HeadMask(
@@ -58,7 +58,7 @@ class HeadMap:
         )
 
     def __str__(self) -> str:
-        given = "each head alone" if self.below is None else "under a mask below"
+        given = "each head by itself" if self.below is None else "under a mask below"
         lines = [f"HeadMap by {self.edit}-ablation, {given}; positive = the head helps"]
         for name, table in self.effects.items():
             clear = self.significant(name).total_kept

@@ -37,7 +37,7 @@ CONDITIONS = ("knockout", "none", "keep")
 
 @dataclass(frozen=True)
 class Circuit:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         mask: The circuit: heads to keep.
@@ -55,7 +55,7 @@ class Circuit:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def margins(self) -> list[float | None]:
-        """Return, by layer, how many standard errors part the last head in from the first out."""
+        """Return, by layer, the standard errors between the last kept and first pruned head."""
         found: list[float | None] = []
         assert self.effects.standard_error is not None
         for mask, row, error in zip(
@@ -161,7 +161,7 @@ def find_effects(
     cache_bytes: int = CACHE_BYTES,
     progress: bool = True,
 ) -> Circuit:
-    """Search a circuit and return each head's harm beside it.
+    """Search for a circuit and return it with the harm of removing each head.
 
     Args:
         model: A host model; left as it was.
@@ -178,7 +178,7 @@ def find_effects(
             counted multiply-adds relative to the plain one (`Budget.heads`).
         condition: What is fixed below a layer: `"knockout"` (the published search: heads already
             selected stay zeroed), `"keep"` (heads not selected are zeroed: the circuit as it will
-            be used), `"none"` (nothing: each head alone).
+            be used), `"none"` (nothing: each head by itself).
         layers: Layers to search; the others keep all heads. All by default.
         score: The uncertainty by which `ood-auroc` ranks.
         folder: Where to keep the state, so that a stopped search goes on; None keeps none.

@@ -30,7 +30,7 @@ Parts = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Objective:
-    """A number to make small.
+    """An objective; **lower is better**.
 
     Attributes:
         name: What to call it.

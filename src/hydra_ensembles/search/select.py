@@ -25,7 +25,7 @@ Fits = Callable[[Sequence[int]], bool]
 
 @dataclass(frozen=True)
 class EnsembleObjective:
-    """What an ensemble is selected for: gains over the host in percent (higher is better).
+    """The objective of selection: gains over the host in percent; **higher is better**.
 
     The gain on family f is the share of the host's missing AUROC that is closed,
     g_f = 100 (A_f - H_f) / (1 - H_f), averaged over `scores`: families that the host finds easy
@@ -82,7 +82,7 @@ class EnsembleObjective:
 
 @dataclass(frozen=True)
 class Selection:
-    """An ensemble that was chosen.
+    """The chosen ensemble.
 
     Attributes:
         members: Candidates, by index.
@@ -149,7 +149,7 @@ class Selector:
         return self.parts[held_out].figures(members, scores=o.scores, detail=detail)
 
     def gain(self, members: Sequence[int], *, held_out: bool = False) -> float:
-        """Return the objective of an ensemble, remembered."""
+        """Return the objective of an ensemble (cached)."""
         key = (held_out, tuple(sorted(members)))
         if key not in self._known:
             figures = self._figures(key[1], held_out)
@@ -200,7 +200,7 @@ class Selector:
             self._known[key] = o.value(figures, self._hosts[False])
 
     def refine(self, start: Sequence[int]) -> tuple[int, ...]:
-        """Exchange single members as long as the selecting part improves."""
+        """Exchange single members while the objective on the selecting part improves."""
         pool = range(self.candidates)
         best = tuple(sorted(start))
         while True:
@@ -217,7 +217,7 @@ class Selector:
             best = top
 
     def choose(self, finalists: Sequence[Sequence[int]]) -> Selection:
-        """Let the held-out part choose, among those of most different members."""
+        """Choose by the held-out part among the ensembles with the most distinct members."""
         unique = sorted({tuple(sorted(f)) for f in finalists})
         trail = [
             {

@@ -23,7 +23,7 @@ def outlier_sets(
 
     Args:
         id: In-distribution data.
-        ood: Data, a dict of data by family, `"auto"` (proxies alone) or None.
+        ood: Data, a dict of data by family, `"auto"` (proxies only) or None.
         proxies: Join proxies to given families too: all kinds that fit, or those named.
     """
     found: dict[str, Any] = {}

@@ -66,12 +66,12 @@ class SearchState:
         write_whole(self.path, text.encode())
 
     def find(self, key: str) -> list[Any]:
-        """Return what finished steps hold under a key, in their order."""
+        """Return the values of finished steps under a key, in order."""
         return [step[key] for step in self.steps if key in step]
 
 
 class TensorStore:
-    """Tensors by name in a folder: what a search has computed and a JSON file is too small for.
+    """Tensors by name in a folder, for results of a search that are too large for JSON.
 
     Args:
         folder: Made when the first tensor is kept. Whoever opens it checks, with a `SearchState`

@@ -1,8 +1,8 @@
-"""One batch on its way up: candidate masks as streams that share everything below where they part.
+"""One batch through the blocks: candidate masks are streams that share all layers before they part.
 
 Streams are folded into the batch, stream-major: x is [streams * batch, tokens, width]. At a layer
 the attention of a stream is computed once for all its candidates: zeroing head h only leaves out
-W_O's h-block times A_h. The last block runs for the tokens that the classifier reads alone.
+W_O's h-block times A_h. The last block runs only for the tokens that the classifier reads.
 """
 
 from __future__ import annotations

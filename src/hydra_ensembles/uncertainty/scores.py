@@ -105,7 +105,8 @@ def log_mean_probability(member_logits: Tensor) -> Tensor:
 
 def entropy_of(probabilities: Tensor) -> Tensor:
     """Return the Shannon entropy in nats over the last axis; 0 log 0 is 0."""
-    return torch.special.entr(probabilities).sum(-1)
+    terms: Tensor = torch.special.entr(probabilities)
+    return terms.sum(-1)
 
 
 @scores.register("msp")

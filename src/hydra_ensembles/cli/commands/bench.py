@@ -19,8 +19,8 @@ def command(
     models: Annotated[
         list[str],
         typer.Argument(
-            help="As MODEL or NAME=MODEL; ratios are to the first. A saved ensemble "
-            "alone is compared with its members one by one."
+            help="As MODEL or NAME=MODEL; ratios are to the first. A single saved "
+            "ensemble is compared with its members one by one."
         ),
     ],
     batch_sizes: Annotated[list[int], typer.Option("--batch", help="May be repeated.")] = BATCHES,
@@ -56,7 +56,7 @@ def command(
     first = next(iter(found.values()))
     if len(found) == 1:
         if not isinstance(first, HydraEnsemble):
-            raise Stop("One model alone has nothing to be compared with: give two or more.", 2)
+            raise Stop("There is nothing to compare one model with: give two or more.", 2)
         one_by_one = copy.deepcopy(first)
         one_by_one.mode = "loop"
         found = {"members one by one": one_by_one, **found}

@@ -1,4 +1,4 @@
-"""`demo`: the whole way on embedded data, in a few minutes, without network or downloads."""
+"""`demo`: every step on embedded data, in a few minutes, without downloads."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def make_report(
 
 
 def _lead(results: Sequence[Results], costs: Mapping[str, float]) -> str:
-    """Say the outcome in a line a model, in figures alone."""
+    """Say the outcome in figures, one line per model."""
     from ...evaluation.result_tables import shown
 
     def figures(result: Results) -> str:

@@ -1,4 +1,4 @@
-"""`sweep`: what is left of a model as heads go, for each criterion."""
+"""`sweep`: quality of a model as heads are pruned, by criterion."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def corrupt(
         images: floats in [0, 1] on any device.
         name: a registered corruption, see `COMMON`.
         severity: 1 to 5.
-        generator: a CPU generator; one seed an example is drawn from it, so that the result does
+        generator: a CPU generator; one seed per example is drawn from it, so that the result does
             not depend on the batch size. By default a fresh one with seed 0.
     """
     generator = generator or torch.Generator().manual_seed(0)
@@ -66,7 +66,7 @@ def corrupt(
 
 
 def corrupt_with(images: Tensor, name: str, severity: int, seeds: Tensor) -> Tensor:
-    """Corrupt images `[B, C, H, W]` in [0, 1] with one seed an example."""
+    """Corrupt images `[B, C, H, W]` in [0, 1] with one seed per example."""
     function = corruptions[name]
     if severity not in range(1, 6):
         raise DataError(f"The severity is {severity}; expected 1 to 5.")
@@ -99,7 +99,7 @@ def corrupted(
         name: a registered corruption of images, or of text (`typos`, `drop_words`, ...).
         severity: 1 to 5.
         seed: of the draw; the same for any batch size.
-        mean, std: what the images were normalised with, a number or one a channel. By default
+        mean, std: what the images were normalised with, a number or one per channel. By default
             those of the data's own transform if it has one, else the images must lie in [0, 1].
     """
     if name in text_corruptions and name not in corruptions:

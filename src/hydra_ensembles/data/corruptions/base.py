@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Draws:
-    """Random numbers for a batch, one seed an example: equal for every batch size and device."""
+    """Random numbers for a batch, one seed per example: equal for every batch size and device."""
 
     def __init__(self, seeds: Tensor, device: torch.device | str = "cpu") -> None:
         self.seeds, self.device = seeds, device

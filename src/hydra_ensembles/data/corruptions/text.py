@@ -38,7 +38,7 @@ _NEAR = _neighbours()
 def corrupt_texts(
     texts: Sequence[str], name: str, *, severity: int = 3, seed: int = 0
 ) -> list[str]:
-    """Corrupt strings with a registered text corruption, one seed an example.
+    """Corrupt strings with a registered text corruption, one seed per example.
 
     Args:
         texts: the strings.

@@ -1,4 +1,4 @@
-"""OOD proxies: outliers made from in-distribution data alone, for searches that have no others.
+"""OOD proxies: outliers made from in-distribution data, for searches that have no others.
 
 One proxy stands for a family of outliers at best, so take several: a search fits the family it
 sees. Every proxy is re-iterable, equal at every pass and for every batch size, and has no labels.
@@ -45,7 +45,7 @@ def make_proxies(
     std: Any = None,
     tokenizer: Any = None,
 ) -> dict[str, Data]:
-    """Make outliers of in-distribution data; return one data set a kind.
+    """Make outliers of in-distribution data; return one data set per kind.
 
     Args:
         data: batches of images, or of token ids (`input_ids`, `attention_mask`).

@@ -63,7 +63,8 @@ def oracle_approximating(count: int, scatter: Tensor) -> Tensor:
 def whiten(count: int, scatter: Tensor, ridge: Tensor) -> Tensor:
     """Return W with W W^T = (S / n + ridge I)^-1 per tap, `[tap, width, width]`, in float64."""
     values, vectors = torch.linalg.eigh(scatter / count)
-    return vectors / (values.clamp_min(0) + ridge[:, None]).sqrt()[:, None, :]
+    whitening: Tensor = vectors / (values.clamp_min(0) + ridge[:, None]).sqrt()[:, None, :]
+    return whitening
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from ...errors import DataError
 
 def unit(features: Tensor) -> Tensor:
     """Return features `[..., width]` at length 1 (a zero vector stays)."""
-    return features / features.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+    lengths: Tensor = features.norm(dim=-1, keepdim=True)
+    return features / lengths.clamp_min(1e-12)
 
 
 @dataclass
