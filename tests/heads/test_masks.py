@@ -75,7 +75,7 @@ def test_keep_is_a_fraction_a_number_or_a_list() -> None:
     for wrong in (1.5, -1, 4, True, "half"):
         with pytest.raises(MaskError):
             keep_count(wrong, 3)  # type: ignore[arg-type]
-    with pytest.raises(MaskError, match="one value a layer"):
+    with pytest.raises(MaskError, match="one value per layer"):
         scores.top_k([1])
     with pytest.raises(UnknownNameError, match="scope"):
         scores.top_k(1, scope="all")
