@@ -50,12 +50,13 @@ def test_explain_tells_the_structure(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_causal_models_can_be_gated_but_not_fused(name: str) -> None:
+def test_causal_models_run_their_own_blocks(name: str) -> None:
     found = hydra.explain(zoo.host(name))
     assert found.supported
-    assert not found.fusable
+    assert found.fusable
     assert found.causal
-    assert "not fused" in str(found)
+    assert found.engine == "host"
+    assert "runs the host's own blocks; three members in the last block cost 1." in str(found)
 
 
 class Attention(nn.Module):

@@ -24,6 +24,7 @@ from ..heads.plan import LayerPlan, Plan, make_plan
 from ..hosts import Block, HostModel, host_model
 from ..hosts.calling import run_around
 from ..hosts.probe import Readout
+from .measured import HostedGeometry, formula_fits, hosted_geometry, measure, widest
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,8 @@ def cost(model: Any, batch: Any) -> Cost:
     body = getattr(model, "body", None)
     if body is None:
         host = host_model(model)
+        if not formula_fits(host):
+            return _measured_cost(host.model, host.model, host.blocks_path, host.name, batch)
         outside = _outside(host, batch)
         blocks = [_plain_block(host, layer, outside) for layer in range(len(host))]
         module, name = host.model, host.name
@@ -127,6 +130,9 @@ def cost(model: Any, batch: Any) -> Cost:
         host = model._view
         if model.mode == "loop":
             return _loop_cost(model, batch)
+        if model.engine == "host":
+            name = f"HydraEnsemble x {model.members}"
+            return _measured_cost(model, model.host, host.blocks_path, name, batch)
         outside = _outside(host, batch, streams=len(body.plan.ends), readout=body.readout)
         blocks = _fused_blocks(body, outside)
         module, name = model.host, f"HydraEnsemble x {model.members}"
@@ -146,13 +152,49 @@ def cost(model: Any, batch: Any) -> Cost:
     )
 
 
+def _measured_cost(model: Any, root: nn.Module, path: str, name: str, batch: Any) -> Cost:
+    """Count the cost of a model while the host's own blocks run."""
+    found = measure(model, root, path, batch)
+    size, tokens, width = found.shape
+    element = next((p.element_size() for p in root.parameters()), 4)
+    rows = size * tokens * element
+    layers = []
+    for index, module in enumerate(root.get_submodule(path).children()):
+        streams = len(getattr(module, "streams", (module,)))
+        parameters = sum(p.numel() for p in module.parameters())
+        held = rows * (width * (1 + streams) + 2 * widest(module))
+        layers.append(LayerCost(f"block {index}", found.blocks[index], parameters, held))
+    parameters = sum(p.numel() for p in root.parameters())
+    stored = {t.data_ptr() or id(t): t for t in root.state_dict(keep_vars=True).values()}.values()
+    rest = LayerCost(
+        "around",
+        found.total - sum(found.blocks),
+        parameters - sum(layer.parameters for layer in layers),
+        2 * rows * width,
+    )
+    return Cost(
+        multiply_adds=found.total,
+        parameters=parameters,
+        bytes_on_disk=sum(t.numel() * t.element_size() for t in stored),
+        activation_bytes=max(layer.activation_bytes for layer in (rest, *layers)),
+        layers=(rest, *layers),
+        batch=size,
+        name=name,
+    )
+
+
 class CostModel:
     """Count many plans of one host on one batch shape; the geometry is looked up once."""
 
     def __init__(self, model: nn.Module | HostModel, batch: Any) -> None:
         self.host = host_model(model)
         self.outside = _outside(self.host, batch)
-        self.geometry = [_Geometry.of(self.host, layer) for layer in range(len(self.host))]
+        self.hosted = self.host.why_not_fused() is not None
+        self.geometry: Sequence[_Geometry | HostedGeometry] = (
+            hosted_geometry(self.host, batch)
+            if self.hosted
+            else [_Geometry.of(self.host, layer) for layer in range(len(self.host))]
+        )
         plain = [g.plain(self.outside) for g in self.geometry]
         self.plain = self.outside.multiply_adds + sum(plain)
         self.heads_after = _head_multiply_adds(self.host, batch, self.outside)
@@ -178,7 +220,8 @@ class CostModel:
     def reads_few_tokens(self) -> bool:
         """Whether the last block can run for the readout tokens only."""
         readout = self.host.readout
-        return readout.tokens is not None or readout.positions is not None
+        few = readout.tokens is not None or readout.positions is not None
+        return few and not self.hosted
 
     def ratio_of(self, plan: Plan) -> float:
         """Return counted multiply-adds of a plan divided by those of the plain host."""
@@ -361,6 +404,7 @@ def _outside(
     """Count what the host runs around its blocks, on shapes only."""
     args, kwargs, _ = split_batch(batch)
     seen: list[tuple[int, ...]] = []
+    assert host.forms is not None  # looked up before anything is counted
     folds = readout is None or readout.folds
 
     def answer(hidden: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ from ..hosts.rebuild import describe_host
 from ..hosts.sites import HeadWeights
 from ..registry import check_name
 from .body import Body
+from .hosted import HostedBody
+from .hosting import choose_cuts, host_blocks_, hosted_plan
 from .layers import FusedBlock, PerStream
 from .merge import average_, identities, mean
 from .structure import build_body_, split_classifier_
@@ -31,12 +33,13 @@ class Assembly:
     """What `assemble` made: the host with its body, the plan, and what was averaged."""
 
     model: nn.Module
-    body: Body
+    body: Body | HostedBody
     plan: Plan
     moulds: tuple[nn.Module, ...]
     copies: dict[str, int]
     merged: tuple[str, ...]
     description: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def assemble(
@@ -48,15 +51,16 @@ def assemble(
     readout_only: bool,
     average: str,
     branch_layer: int | None = None,
+    engine: str = "fused",
+    folds: bool = True,
 ) -> tuple[Assembly, Iterator[Reference]]:
-    """Fuse members into one model (see `fuse`); return it and the members to compare it with."""
+    """Fuse members into one model (see `fuse`); return it and the members to compare it with.
+
+    Args:
+        engine: `"fused"`, our own arithmetic, or `"host"`, the host's own blocks.
+        folds: Whether the host engine folds streams into the batch.
+    """
     masks, hosts = _masks_of(list(members), masks)
-    reason = hosts[0].why_not_fusable()
-    if reason is not None:
-        raise UnsupportedModelError(
-            f"{hosts[0].name} cannot be fused: {reason}. gate(), prune_heads_() and score_heads() "
-            "may still work: explain(model) says which."
-        )
     readout = hosts[0].readout
     description = describe_host(hosts[0].model)
     base = host_model(copy.deepcopy(hosts[0].model), family=hosts[0].family)
@@ -64,8 +68,23 @@ def assemble(
     merged = _merge_(base, hosts, average)
     if average == "all":
         hosts = _with_averaged_rest(base, hosts)
-    layers = [_LayerParts(hosts, masks, layer) for layer in range(len(base))]
     classifier, classifier_ids = _differing_classifiers(hosts)
+    if engine == "host":
+        plan = hosted_plan(
+            masks,
+            hosts,
+            base,
+            classifier_ids,
+            share_trunk=share_trunk,
+            branch_layer=branch_layer,
+        )
+        cuts = choose_cuts(plan, hosts)
+        hosted, moulds = host_blocks_(base, plan, cuts, hosts=hosts, folds=folds)
+        copies = _split_classifiers_(base, plan, hosts, classifier)
+        settings = {"engine": "host", "folds": folds, "cuts": cuts}
+        assembly = Assembly(base.model, hosted, plan, moulds, copies, merged, description, settings)
+        return assembly, _references(hosts, masks, average)
+    layers = [_LayerParts(hosts, masks, layer) for layer in range(len(base))]
     plan = make_plan(
         masks,
         [[parts.signature(m) for parts in layers] for m in range(len(hosts))],
@@ -78,23 +97,30 @@ def assemble(
     copies = {}
     for layer_plan in plan.layers:
         copies.update(layers[layer_plan.layer].copies(layer_plan, base.family.norm))
-    ends = _representatives(plan)
-    if classifier:
-        copies.update({f"classifier.{path}": len(ends) for path in classifier})
     body, moulds = build_body_(base, plan, copies)
     for block, layer_plan in zip(body.branch, plan.layers, strict=True):
         assert isinstance(block, FusedBlock)
         layers[layer_plan.layer].fill_(block, layer_plan, base.family.norm)
+    copies.update(_split_classifiers_(base, plan, hosts, classifier))
+    assembly = Assembly(base.model, body, plan, moulds, copies, merged, description)
+    return assembly, _references(hosts, masks, average)
+
+
+def _split_classifiers_(
+    base: HostModel, plan: Plan, hosts: list[HostModel], paths: list[str]
+) -> dict[str, int]:
+    """Give modules after the blocks in which members differ one copy per stream, in place."""
+    ends = _representatives(plan)
+    copies = {f"classifier.{path}": len(ends) for path in paths}
     split_classifier_(base.model, copies)
-    for path in classifier:
+    for path in paths:
         split = base.model.get_submodule(path)
         assert isinstance(split, PerStream)
         for module, member in zip(split.each, ends, strict=True):
             module.load_state_dict(hosts[member].model.get_submodule(path).state_dict())
     if hasattr(base.model, "hydra_head_mask"):
         del base.model.hydra_head_mask
-    assembly = Assembly(base.model, body, plan, moulds, copies, merged, description)
-    return assembly, _references(hosts, masks, average)
+    return copies
 
 
 def _references(hosts: list[HostModel], masks: list[HeadMask], average: str) -> Iterator[Reference]:
@@ -219,7 +245,8 @@ def _with_averaged_rest(base: HostModel, hosts: list[HostModel]) -> list[HostMod
                     [other.module.get_submodule(path) for other in others],
                 )
             for name in ("norm1", "norm2"):
-                average_(getattr(block, name), [getattr(other, name) for other in others])
+                if getattr(block, name) is not None:
+                    average_(getattr(block, name), [getattr(other, name) for other in others])
             bias = block.attention.output_bias
             if bias is not None:
                 values = [other.attention.output_bias for other in others]
@@ -230,7 +257,8 @@ def _with_averaged_rest(base: HostModel, hosts: list[HostModel]) -> list[HostMod
         result.append(twin)
     for block, twin_block in zip(base.blocks, result[0].blocks, strict=True):
         for name in ("norm1", "norm2"):
-            getattr(block, name).load_state_dict(getattr(twin_block, name).state_dict())
+            if getattr(block, name) is not None:
+                getattr(block, name).load_state_dict(getattr(twin_block, name).state_dict())
     return result
 
 

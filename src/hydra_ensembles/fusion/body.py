@@ -70,6 +70,11 @@ class Body(nn.Module):
         self.causal = causal
         self.names = tuple(names)  # what the host's blocks call their positional arguments
 
+    @property
+    def folds(self) -> bool:
+        """Whether one pass of the host reads all streams out."""
+        return self.readout.folds
+
     @contextmanager
     def told(
         self,

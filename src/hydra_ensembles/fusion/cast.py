@@ -15,6 +15,7 @@ from ..hosts.family import Family
 from ..hosts.host import HostModel
 from ..hosts.sites import AttentionSite
 from .body import Body
+from .hosted import HostedBody
 from .layers import FusedBlock, PerStream
 
 
@@ -26,7 +27,11 @@ def share_parameters(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def cast_member(
-    model: nn.Module, body: Body, moulds: Sequence[nn.Module], host: HostModel, member: int
+    model: nn.Module,
+    body: Body | HostedBody,
+    moulds: Sequence[nn.Module],
+    host: HostModel,
+    member: int,
 ) -> nn.Module:
     """Cast one member as a plain host model that shares every parameter it can.
 
@@ -38,16 +43,15 @@ def cast_member(
         member: Which one.
     """
     plan = body.plan
-    stream = plan.ends[plan.streams[member]]
-    streams = []  # the member's stream after every branched block, from the last one down
-    for layer in reversed(plan.layers):
-        streams.append(stream)
-        stream = layer.parents[stream]
-    streams.reverse()
-    blocks = [share_parameters(block) for block in body.trunk]
-    for fused, mould, layer, s in zip(body.branch, moulds, plan.layers, streams, strict=True):
-        assert isinstance(fused, FusedBlock)
-        blocks.append(_cast_block(fused, mould, host.family, layer, s))
+    places = [plan.stream_of(layer, member) for layer in range(plan.depth)]
+    if isinstance(body, HostedBody):
+        blocks = [body.stream(layer, place) for layer, place in enumerate(places)]
+    else:
+        blocks = [share_parameters(block) for block in body.trunk]
+        for fused, mould, layer in zip(body.branch, moulds, plan.layers, strict=True):
+            assert isinstance(fused, FusedBlock)
+            stream = places[layer.layer]
+            blocks.append(_cast_block(fused, mould, host.family, layer, stream))
     result = _with_blocks(model, body, host, blocks)
     for path, module in list(result.named_modules()):
         if isinstance(module, PerStream) and path:
@@ -55,7 +59,9 @@ def cast_member(
             if owner.startswith(host.blocks_path):
                 continue
             setattr(result.get_submodule(owner), leaf, module.each[plan.streams[member]])
-    result.hydra_head_mask = plan.masks[member]  # type: ignore[assignment]
+    counts = [Block.of(i, block, host.family).attention.num_heads for i, block in enumerate(blocks)]
+    if tuple(counts) == plan.masks[member].kept:  # none is gated off
+        result.hydra_head_mask = plan.masks[member]  # type: ignore[assignment]
     return twin(result).train(model.training)  # a mode of its own, also in the shared parts
 
 
@@ -108,11 +114,12 @@ def _cast_block(
 
 
 def _with_blocks(
-    model: nn.Module, body: Body, host: HostModel, blocks: Sequence[nn.Module]
+    model: nn.Module, body: Body | HostedBody, host: HostModel, blocks: Sequence[nn.Module]
 ) -> nn.Module:
     """Copy the host's structure around other blocks; parameters stay the same tensors."""
     memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    memo[id(body)] = nn.Identity()
+    for standing in model.get_submodule(host.blocks_path).children():
+        memo[id(standing)] = nn.Identity()
     result = copy.deepcopy(model, memo)
     parent, _, name = host.blocks_path.rpartition(".")
     sequential = isinstance(result.get_submodule(host.blocks_path), nn.Sequential)
@@ -122,12 +129,15 @@ def _with_blocks(
 
 
 def cast_full(
-    model: nn.Module, body: Body, moulds: Sequence[nn.Module], host: HostModel
+    model: nn.Module, body: Body | HostedBody, moulds: Sequence[nn.Module], host: HostModel
 ) -> nn.Module:
     """Return the host with all its original heads, blocks without storage: for counting."""
     blocks = []
     shape = body.plan.masks[0].shape
     for layer in range(body.plan.depth):
+        if isinstance(body, HostedBody):
+            blocks.append(copy.deepcopy(moulds[layer]))
+            continue
         if layer < body.plan.trunk:
             module = copy.deepcopy(body.trunk[layer]).to("meta")
         else:

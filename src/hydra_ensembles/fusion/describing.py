@@ -18,6 +18,7 @@ from ..hosts.examples import examples
 from ..hosts.probe import Readout, end_of_text
 from ..hosts.rebuild import describe_host, rebuild_host
 from .assemble import Assembly
+from .hosting import distinct, host_blocks_, tie_
 from .structure import build_body_, split_classifier_
 
 
@@ -41,6 +42,8 @@ def checked_description(ensemble: Any) -> dict[str, Any]:
                 "end_of_text": ensemble.readout.positions is not None,
             },
             "merged": [],
+            "switches": ensemble.switches,
+            "aliases": distinct(ensemble.host.state_dict())[1],
         }
         twin, view = structure(rebuild_host(rebuilt), config)
         ours, theirs = ensemble.host.state_dict(), twin.model.state_dict()
@@ -96,7 +99,13 @@ def structure(skeleton: nn.Module, config: dict[str, Any]) -> tuple[Assembly, Ho
         )
     plan = Plan.from_dict(config["plan"], masks)
     description = describe_host(skeleton)
-    body, moulds = build_body_(view, plan, config["copies"])
+    settings = config["switches"]
+    body: Any
+    if settings.get("engine") == "host":
+        body, moulds = host_blocks_(view, plan, settings["cuts"], folds=settings["folds"])
+        tie_(view.model, view.blocks_path, config["aliases"])
+    else:
+        body, moulds = build_body_(view, plan, config["copies"])
     split_classifier_(view.model, config["copies"])
     merged = tuple(config["merged"])
     return Assembly(

@@ -20,6 +20,7 @@ from ..errors import DataError, HydraError, UnsupportedModelError
 from ..heads.masks import HeadMask
 from ..heads.plan import Plan
 from ..hosts import HostModel, device_of, host_model, main_output
+from ..hosts.calling import Form
 from ..hosts.examples import examples
 from ..hosts.huggingface import introduce_to_pipelines
 from ..hosts.probe import modules_after_blocks
@@ -38,9 +39,10 @@ from ..uncertainty import (
 )
 from .assemble import Assembly
 from .cast import cast_full, cast_member
+from .hosted import HostedBody, body_of
 from .inputs import Preparation, is_raw, prepare
 from .known import fit_novelty, logits_and_summaries, why_novel
-from .layers import FusedBlock
+from .layers import FusedBlock, PerStream
 from .loading import check_answers, load
 from .saving import save
 from .summary import summarize
@@ -131,6 +133,7 @@ class HydraEnsemble(nn.Module):
         view.model = assembly.model
         view.blocks = []  # they are in the body now
         view.__dict__["readout"] = assembly.body.readout
+        view.__dict__["forms"] = [Form()]  # of the body
         ensemble = cls(assembly, view, mode=mode)
         ensemble.switches = dict(switches)
         ensemble.train(assembly.model.training)
@@ -140,7 +143,12 @@ class HydraEnsemble(nn.Module):
     @property
     def body(self) -> Any:
         """The fused blocks."""
-        return self.host.get_submodule(self._view.blocks_path)[0]  # type: ignore[index]
+        return body_of(self.host.get_submodule(self._view.blocks_path))
+
+    @property
+    def engine(self) -> str:
+        """What runs the blocks: `"fused"`, our own arithmetic, or `"host"`, the host's own code."""
+        return "host" if isinstance(self.body, HostedBody) else "fused"
 
     @property
     def plan(self) -> Plan:
@@ -426,7 +434,7 @@ class HydraEnsemble(nn.Module):
             outputs = [member(*args, **kwargs) for member in self._members()]
             self._gives_classes = gives_classes(self.host, outputs[0])
             return torch.stack([main_output(o) for o in outputs], 1), outputs[0]
-        if self.readout.folds:
+        if self.body.folds:
             output = self.host(*args, **kwargs)
             folded = main_output(output)
         else:
@@ -441,6 +449,9 @@ class HydraEnsemble(nn.Module):
     def _replay(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """Let a host that looks at its inputs again read out every stream by itself."""
         body, positions = self.body, None
+        if isinstance(body, HostedBody):
+            outputs = body.each(lambda: self.host(*args, **kwargs))
+            return torch.cat([main_output(o) for o in outputs]), outputs[0]
         if self.readout.positions is not None:
             positions = self.readout.positions(self._named(args, kwargs))
         streams: list[Tensor] = []
@@ -488,11 +499,10 @@ class HydraEnsemble(nn.Module):
 
         The merged MLPs and the embeddings stay shared. Returns the ensemble.
         """
-        for block in self.body.branch:
-            assert isinstance(block, FusedBlock)
-            block.untie_()
         body = self.body
-        layers = tuple(block.bank.plan for block in body.branch)
+        for block in body.branch:
+            block.untie_()
+        layers = tuple(block.plan for block in body.branch)
         body.plan = Plan(**{**body.plan.__dict__, "layers": layers})
         self.copies.update(_copies_of(body))
         return self
@@ -501,7 +511,7 @@ class HydraEnsemble(nn.Module):
         """Stop gradients in everything before the branch, in place; returns the ensemble."""
         for parameter in self.host.parameters():
             parameter.requires_grad_(False)
-        trainable = [*self.body.branch.parameters()]
+        trainable = [p for block in self.body.branch for p in block.parameters()]
         # A member is probed: its host's code runs on a batch that is not folded.
         for path in modules_after_blocks(host_model(self.member(0), family=self.body.family)):
             trainable += list(self.host.get_submodule(path).parameters())
@@ -562,7 +572,7 @@ class HydraEnsemble(nn.Module):
     def parameter_bytes(self) -> dict[str, int]:
         """Return the bytes of the parameters and of the packed copies kept for speed."""
         stored = sum(p.numel() * p.element_size() for p in self.parameters())
-        packed = sum(block.bank.packed_bytes() for block in self.body.branch)
+        packed = sum(block.packed_bytes() for block in self.body.branch)
         return {"parameters": stored, "packed": packed, "memory": stored + packed}
 
     def __str__(self) -> str:
@@ -575,10 +585,12 @@ class HydraEnsemble(nn.Module):
 
 def _copies_of(body: Any) -> dict[str, int]:
     """Count the copies of every part of the branched blocks."""
-    copies = {}
+    copies: dict[str, int] = {}
     for block in body.branch:
-        layer = block.bank.plan.layer
-        parts = {"norm1": block.norm1, "norm2": block.norm2}
+        if not isinstance(block, FusedBlock):
+            continue
+        layer = block.plan.layer
+        parts: dict[str, PerStream | None] = {"norm1": block.norm1, "norm2": block.norm2}
         parts.update({"query_norm": block.query_norm, "key_norm": block.key_norm})
         for name, part in parts.items():
             if part is not None:

@@ -252,8 +252,12 @@ def _switches(value: Any) -> str | None:
     if not isinstance(value, dict):
         return f"{value!r:.60} is not a table of switches"
     for key, switch in value.items():
-        if not isinstance(switch, (bool, str)):
+        if not isinstance(switch, (bool, str)) and key != "cuts":
             return f"{key} is {switch!r:.60}"
+    if value.get("engine", "fused") not in ("fused", "host"):
+        return f"engine is {value['engine']!r:.60}"
+    if value.get("engine") == "host" and type(value.get("folds")) is not bool:
+        return f"folds is {value.get('folds')!r:.60}"
     return None
 
 
@@ -358,6 +362,7 @@ def _plan_problem(config: Mapping[str, Any]) -> str | None:
     masks = [HeadMask(rows) for rows in config["masks"]]
     plan = Plan.from_dict(config["plan"], masks)
     depth, members = len(masks[0]), len(masks)
+    hosted = config["switches"].get("engine") == "host"
     if plan.depth != depth or len(plan.trunk_heads) != plan.trunk:
         return f"the plan has {plan.depth} layers, the masks have {depth}"
     for layer, trunk in enumerate(plan.trunk_heads):
@@ -374,7 +379,7 @@ def _plan_problem(config: Mapping[str, Any]) -> str | None:
         if any(len(set(row)) != len(row) for row in heads):
             return f"{name} has a stream with the same head twice"
         distinct = {head for row in heads for head in row}
-        if distinct != set(range(len(distinct))):
+        if not hosted and distinct != set(range(len(distinct))):
             return f"{name} numbers its distinct heads with gaps"
         if any(first >= members for first in firsts):
             return f"{name} names a member beyond the {members}"
@@ -397,6 +402,25 @@ def _plan_problem(config: Mapping[str, Any]) -> str | None:
                     f"{layer_plan.layer} by its mask, {len(layer_plan.heads[stream])} by the plan"
                 )
             stream = layer_plan.parents[stream]
+    return _cuts_problem(config["switches"].get("cuts"), plan) if hosted else None
+
+
+def _cuts_problem(cuts: Any, plan: Plan) -> str | None:
+    """Say where the cuts of the host's own blocks do not fit the plan."""
+    kept = [[heads] for heads in plan.trunk_heads] + [list(layer.heads) for layer in plan.layers]
+    if not isinstance(cuts, list) or len(cuts) != len(kept):
+        return "the cuts of the host's blocks are not one for each layer"
+    for layer, (row, streams) in enumerate(zip(cuts, kept, strict=True)):
+        if not isinstance(row, list) or len(row) != len(streams):
+            return f"the cuts of layer {layer} are not one for each stream"
+        for cut, heads in zip(row, streams, strict=True):
+            there, on = (cut.get(k) if isinstance(cut, dict) else None for k in ("there", "on"))
+            lists = isinstance(there, list) and isinstance(on, list)
+            if not lists or any(type(head) is not int for head in (*there, *on)):  # type: ignore[misc]
+                return f"a cut of layer {layer} is {cut!r:.60}"
+            assert isinstance(there, list) and isinstance(on, list)
+            if there != sorted(set(there)) or not set(on) <= set(there) or len(on) != len(heads):
+                return f"a cut of layer {layer} keeps {on!r:.60} of {there!r:.60}"
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ..data.running import move, split_batch
-from ..errors import DataError, HydraError, UnsupportedModelError
+from ..errors import DataError, HydraError, UnsupportedModelError, VerificationError
 from ..heads.masks import HeadMask
 from ..hosts import Family, HostModel, device_of, host_model
 from ..hosts.calling import Inputs
@@ -17,6 +17,8 @@ from ..hosts.task import other_task
 from .assemble import assemble
 from .ensemble import HydraEnsemble, Mode
 from .verifying import check_against
+
+Engine = Literal["auto", "fused", "host"]
 
 
 def fuse(
@@ -31,6 +33,7 @@ def fuse(
     family: Family | None = None,
     branch_layer: int | None = None,
     batch: Any = None,
+    engine: Engine = "auto",
 ) -> HydraEnsemble:
     """Fuse M pruned members into one model, and check it against them.
 
@@ -50,14 +53,20 @@ def fuse(
         batch: One of your batches. The fused model must answer on it as its members do one by one,
             run by the host library's own code with gates. By default a small example is made,
             where we know what the model takes.
+        engine: `"fused"`, our own arithmetic of attention and MLP, the quickest; `"host"`, which
+            runs the host's own blocks once per stream and is exact for any block whose heads meet
+            in a linear output projection; `"auto"` takes the first where it is proven equal on the
+            arguments that the host hands its blocks, else the second. `explain` says which.
 
     Returns:
         The ensemble. None of the switches changes its output.
 
     Raises:
         UnsupportedModelError: When the model cannot be fused; the message says why.
-        VerificationError: When the fused model and its members differ.
+        VerificationError: When the fused model and its members differ, by the engine asked for.
     """
+    if engine not in ("auto", "fused", "host"):
+        raise ValueError(f'Unknown engine {engine!r}: expected "auto", "fused" or "host".')
     if isinstance(model_or_members, nn.Module):
         models = [model_or_members]
     else:
@@ -74,19 +83,58 @@ def fuse(
         "average": average,
     }
     inputs = _inputs_for(hosts[0], batch)
-    assembly, references = assemble(
-        hosts,
-        masks,
-        share_trunk=share_trunk,
-        share_branch=share_branch,
-        readout_only=readout_only,
-        average=average,
-        branch_layer=branch_layer,
-    )
-    ensemble = HydraEnsemble.around(assembly, hosts[0], mode=mode, switches=switches)
-    if inputs is not None:
-        check_against(ensemble, references, inputs)
-    return ensemble
+    failure: HydraError | None = None
+    for name, folds in _ways(hosts[0], engine):
+        assembly, references = assemble(
+            hosts,
+            masks,
+            share_trunk=share_trunk,
+            share_branch=share_branch,
+            readout_only=readout_only,
+            average=average,
+            branch_layer=branch_layer,
+            engine=name,
+            folds=folds,
+        )
+        settings = {**switches, **assembly.settings}
+        ensemble = HydraEnsemble.around(assembly, hosts[0], mode=mode, switches=settings)
+        try:
+            if inputs is not None:
+                check_against(ensemble, references, inputs)
+        except HydraError as error:
+            failure = error
+        except Exception as error:  # the host's code does not take this way: try the next
+            failure = VerificationError(
+                f"{hosts[0].name} cannot run its members by the {name} engine "
+                f"({type(error).__name__}: {error})."
+            )
+        else:
+            return ensemble
+    assert failure is not None
+    raise failure
+
+
+def _ways(host: HostModel, engine: Engine) -> list[tuple[str, bool]]:
+    """List the ways in which a host's members can run: the engine, and whether streams fold."""
+    arithmetic, hosted = host.why_not_fused(), host.why_not_hosted()
+    ways = []
+    if engine != "host" and arithmetic is None:
+        ways.append(("fused", True))
+    if engine != "fused" and hosted is None:
+        ways += [("host", True)] * host.readout.folds + [("host", False)]
+    if not ways:
+        reason = (
+            arithmetic
+            if engine == "fused"
+            else hosted
+            if engine == "host" or arithmetic is None
+            else f"{arithmetic}; and its own blocks cannot run: {hosted}"
+        )
+        raise UnsupportedModelError(
+            f"{host.name} cannot be fused: {reason}. gate(), prune_heads_() and score_heads() may "
+            "still work: explain(model) says which."
+        )
+    return ways
 
 
 def _inputs_for(host: HostModel, batch: Any) -> Inputs | None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..heads.plan import LayerPlan
 from ..hosts.calling import rows_of_mask, take_rows
 from .bank import HeadBank, Packed
 
@@ -304,6 +305,15 @@ class FusedBlock(nn.Module):
             if bias is None
             else torch.baddbmm(bias[:, None], rows, columns)
         )
+
+    @property
+    def plan(self) -> LayerPlan:
+        """Which streams run in this block."""
+        return self.bank.plan
+
+    def packed_bytes(self) -> int:
+        """Bytes of the packed copies beside the bank itself."""
+        return self.bank.packed_bytes()
 
     def untie_(self) -> None:
         """Give every stream its own heads, norms and output bias; the merged MLP stays shared."""

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..data.transforms import ImageTransform, ProcessorTransform
 from ..errors import FormatError
-from .body import Body
 from .describing import checked_description, plain_data
 from .folder_format import (
     CARD,
@@ -33,6 +32,7 @@ from .folder_format import (
     sha256_of_file,
     signed,
 )
+from .hosting import distinct
 
 
 def save(ensemble: Any, folder: Any) -> None:
@@ -53,7 +53,7 @@ def save(ensemble: Any, folder: Any) -> None:
     shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed
     try:
         beside.mkdir()
-        tensors, aliases = _distinct(ensemble.host.state_dict())
+        tensors, aliases = distinct(ensemble.host.state_dict())
         save_file(tensors, beside / WEIGHTS, metadata={"format": "pt"})
         _save_preparation(ensemble, beside)
         if ensemble.novelty is not None:
@@ -102,7 +102,7 @@ def _to_disk(path: Path) -> None:
 
 
 def _config(ensemble: Any, aliases: dict[str, str], sha256: str) -> dict[str, Any]:
-    body: Body = ensemble.body
+    body = ensemble.body
     rule, transform = ensemble.abstention, ensemble.transform
     return {
         "format": FORMAT,
@@ -139,21 +139,6 @@ def _config(ensemble: Any, aliases: dict[str, str], sha256: str) -> dict[str, An
 
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-
-
-def _distinct(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Keep each tensor once; name the others as aliases."""
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    seen: dict[tuple[Any, ...], str] = {}
-    for name, tensor in state.items():
-        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        if tensor.numel() and key in seen:
-            aliases[name] = seen[key]
-        else:
-            seen[key] = name
-            tensors[name] = tensor.detach().cpu().contiguous().clone()
-    return tensors, aliases
 
 
 def versions() -> dict[str, str]:

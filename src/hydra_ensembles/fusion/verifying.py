@@ -14,9 +14,8 @@ from ..data.running import call_model
 from ..errors import VerificationError
 from ..heads.gating import gate
 from ..heads.masks import HeadMask
-from ..hosts import HostModel, host_model, main_output
+from ..hosts import Family, HostModel, host_model, main_output
 from ..hosts.calling import Inputs, states_of
-from .body import Body
 
 TOLERANCES = {
     torch.float64: 1e-9,
@@ -135,16 +134,12 @@ def verify(
 
 def _first_parting(ensemble: Any, model: nn.Module, member: int, batch: Any, allowed: float) -> str:
     """Say at which layer a member's states in the fused model leave the member's own."""
-    body: Body = ensemble.body
+    body = ensemble.body
     fused = _fused_states(ensemble, body, batch)
-    own = _own_states(model, batch)
-    plan = body.plan
-    stream = plan.ends[plan.streams[member]]
-    streams = []
-    for layer in reversed(plan.layers):
-        streams.append(stream)
-        stream = layer.parents[stream]
-    places = [0] * plan.trunk + streams[::-1]
+    own = _own_states(model, body.family, batch)
+    if not fused:
+        return "in one of the host's own blocks"
+    places = [body.plan.stream_of(layer, member) for layer in range(body.plan.depth)]
     for depth, (ours, theirs, place) in enumerate(zip(fused, own, places, strict=False)):
         part = ours.chunk(ours.shape[0] // theirs.shape[0])[place]
         if part.shape[1] != theirs.shape[1]:  # readout tokens only
@@ -157,20 +152,23 @@ def _first_parting(ensemble: Any, model: nn.Module, member: int, batch: Any, all
     return "after the last layer, in the readout or the classifier"
 
 
-def _fused_states(ensemble: Any, body: Body, batch: Any) -> list[Tensor]:
+def _fused_states(ensemble: Any, body: Any, batch: Any) -> list[Tensor]:
     states: list[Tensor] = []
     with body.told(states=states):
         ensemble.member_logits(batch)
     return states
 
 
-def _own_states(model: nn.Module, batch: Any) -> list[Tensor]:
+def _own_states(model: nn.Module, family: Family, batch: Any) -> list[Tensor]:
     states: list[Tensor] = []
 
     def note(module: nn.Module, inputs: Any, output: Any) -> None:
         states.append(states_of(output)[0])
 
-    handles = [block.module.register_forward_hook(note) for block in host_model(model).blocks]
+    handles = [
+        block.module.register_forward_hook(note)
+        for block in host_model(model, family=family).blocks
+    ]
     try:
         call_model(model, batch)
     finally:

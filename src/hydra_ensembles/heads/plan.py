@@ -111,6 +111,19 @@ class Plan:
         """Number of blocks."""
         return self.trunk + len(self.layers)
 
+    def stream_at(self, layer: int, last: int) -> int:
+        """Return the stream that runs a block and ends as stream `last` of the last block."""
+        stream = last
+        for plan in reversed(self.layers):
+            if plan.layer == layer:
+                return stream
+            stream = plan.parents[stream]
+        return 0
+
+    def stream_of(self, layer: int, member: int) -> int:
+        """Return the stream in which a member runs a block."""
+        return self.stream_at(layer, self.ends[self.streams[member]])
+
     def branch_text(self) -> list[str]:
         """Describe the branched blocks, one phrase each."""
         phrases = []

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +56,10 @@ class Host(Protocol):
     @property
     def forms(self) -> list[Form]:
         """The form of each block's answer."""
+
+    @property
+    def seen(self) -> tuple[list[BlockCall], Inputs] | None:
+        """A forward pass that was captured: the blocks' calls, and the host's inputs."""
 
     def replace_blocks_(self, blocks: Sequence[nn.Module]) -> None:
         """Put other modules in the place of the blocks."""
@@ -138,6 +143,7 @@ class BlockCall:
         keyword: The name under which the states were handed over; None for the first position.
         args, kwargs: All other arguments.
         form: The form of its answer.
+        output: The states that left it, where they were captured.
     """
 
     hidden: Tensor
@@ -145,13 +151,23 @@ class BlockCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     form: Form = Form()
+    output: Tensor | None = None
 
-    def run(self, module: nn.Module, hidden: Tensor | None = None) -> Tensor:
+    @property
+    def given(self) -> Any:
+        """All arguments beside the states."""
+        return (self.args, self.kwargs)
+
+    def call(self, module: nn.Module, hidden: Tensor | None = None) -> Any:
         """Call a module as the host called the block, on these or other states."""
         x = self.hidden if hidden is None else hidden
         if self.keyword is None:
-            return states_of(module(x, *self.args, **self.kwargs))[0]
-        return states_of(module(*self.args, **{self.keyword: x}, **self.kwargs))[0]
+            return module(x, *self.args, **self.kwargs)
+        return module(*self.args, **{self.keyword: x}, **self.kwargs)
+
+    def run(self, module: nn.Module, hidden: Tensor | None = None) -> Tensor:
+        """Call a module and return its states."""
+        return states_of(self.call(module, hidden))[0]
 
 
 def take_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BlockCall:
@@ -199,11 +215,9 @@ def capture_calls(host: Host, inputs: Inputs) -> list[BlockCall]:
     def note(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             call = take_call(args, kwargs)
-            form = states_of(output)[1]
+            states, form = states_of(output)
             rest = tuple(without_cache_of(value) for value in form.rest)
-            calls[layer].append(
-                BlockCall(call.hidden, call.keyword, call.args, call.kwargs, Form(form.kind, rest))
-            )
+            calls[layer].append(replace(call, form=Form(form.kind, rest), output=states))
 
         return hook
 
@@ -250,6 +264,15 @@ def capture_calls(host: Host, inputs: Inputs) -> list[BlockCall]:
                 "heads cannot be switched off there."
             )
     return [found[0] for found in calls]
+
+
+def why_not_chained(calls: Sequence[BlockCall]) -> str | None:
+    """Say where the host changes states between its blocks, or None where it hands them on."""
+    for layer, (below, above) in enumerate(pairwise(calls)):
+        out = below.output
+        if out is not above.hidden and (out is None or not torch.equal(out, above.hidden)):
+            return f"the host changes the states between its blocks {layer} and {layer + 1}"
+    return None
 
 
 def without_cache_of(value: Any) -> Any:

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..errors import UnsupportedModelError
+from ..errors import HydraError
 from .family import Family
 from .host import HostModel, describe_shape, host_model
 from .task import other_task
+from .weighing import three_members
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Explanation:
     causal: bool = False
     removable: bool = False
     fusable: bool = False
+    engine: str = ""
+    engine_why: str = ""
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -43,6 +46,7 @@ class Explanation:
             f"{self.head_dim}, model width {self.width}",
             f"  norms     {self.norm}-norm{', causal attention' if self.causal else ''}",
             f"  readout   {self.readout} ({self.readout_why})",
+            *([f"  engine    {self.engine}: {self.engine_why}"] if self.engine else []),
             "  shared    embeddings, MLPs (averaged), and every part in which members agree",
         ]
         if self.reason:
@@ -51,11 +55,18 @@ class Explanation:
 
 
 def explain(model: nn.Module | HostModel, *, family: Family | None = None) -> Explanation:
-    """Say what can be pruned in a model, which tokens are read, and what cannot be done and why."""
+    """Say what can be pruned in a model, which engine fuses it, and what cannot be done and why."""
+    name = model.name if isinstance(model, HostModel) else type(model).__name__
     try:
-        host = host_model(model, family=family)
-    except UnsupportedModelError as error:
-        return Explanation(name=type(model).__name__, supported=False, reason=str(error))
+        return _explain(host_model(model, family=family))
+    except HydraError as error:
+        return Explanation(name=name, supported=False, reason=str(error))
+    except Exception as error:  # a host that we cannot even look at is one that we do not support
+        reason = f"its parts could not be read ({type(error).__name__}: {error})"
+        return Explanation(name=name, supported=False, reason=reason)
+
+
+def _explain(host: HostModel) -> Explanation:
     site = host.sites[0]
     removable, fusable = host.why_not_removable(), host.why_not_fusable()
     task = other_task(host.model)
@@ -69,8 +80,9 @@ def explain(model: nn.Module | HostModel, *, family: Family | None = None) -> Ex
     if site.kv_heads != site.num_heads:
         notes.append(
             f"grouped queries: {site.num_heads} heads on {site.kv_heads} key heads; only whole "
-            "groups can be removed"
+            "groups can be removed, heads within one are gated off"
         )
+    engine, engine_why = ("", "") if fusable is not None else _engine(host)
     return Explanation(
         name=host.name,
         supported=True,
@@ -86,5 +98,17 @@ def explain(model: nn.Module | HostModel, *, family: Family | None = None) -> Ex
         causal=site.causal,
         removable=removable is None,
         fusable=fusable is None,
+        engine=engine,
+        engine_why=engine_why,
         notes=notes,
     )
+
+
+def _engine(host: HostModel) -> tuple[str, str]:
+    """Name the engine that a host's members get, and say why in words."""
+    reason = host.why_not_fused()
+    if reason is None:
+        return "fused", "our own arithmetic equals the host's blocks, as the host calls them"
+    price = three_members(host)
+    cost = "" if price is None else f"; three members in the last block cost {price:.2f} x"
+    return "host", f"{reason}: runs the host's own blocks{cost}"

@@ -6,15 +6,18 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..data.modes import in_eval
 from ..errors import UnsupportedModelError
 from .block import Block
-from .calling import BlockCall, Form, Inputs, capture_calls
+from .calling import BlockCall, Form, Inputs, capture_calls, main_output, stand_ins
+from .cutting import why_not_cut
 from .examples import examples
 from .family import Family, families, first_path
-from .probe import Readout, find_readout, why_not_computed
-from .sites import AttentionSite
+from .probe import Readout, find_readout, largest_difference, structure_of, why_not_computed
+from .sites import AttentionSite, linear_weight
 
 _IMAGE_TOWERS = ("image_tower", "vision_model", "visual", "vision_tower")
 
@@ -36,6 +39,9 @@ class HostModel:
         self._passes: list[list[BlockCall]] | None = None
         self._why_no_pass: str | None = None
         self._arithmetic: tuple[str | None] | None = None
+        self._removable: tuple[str | None] | None = None
+        self._hosted: tuple[str | None] | None = None
+        self._seen: Inputs | None = None
 
     @property
     def blocks_list(self) -> nn.Module:
@@ -70,13 +76,22 @@ class HostModel:
     @property
     def width(self) -> int:
         """Model width d."""
-        return self.sites[0].weights().query.shape[-1]
+        return linear_weight(self.sites[0].output).shape[0]
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def why_not_removable(self) -> str | None:
-        """Say why heads cannot be removed physically, or None."""
+        """Say why heads cannot be removed physically, or None.
+
+        Where the host could be run, a block without half of its heads is compared with one whose
+        heads are gated off.
+        """
+        if self._removable is None:
+            self._removable = (self._why_not_removable(),)
+        return self._removable[0]
+
+    def _why_not_removable(self) -> str | None:
         for block in self.blocks:
             site = block.attention
             reason = site.why_not_removable()
@@ -93,6 +108,17 @@ class HostModel:
                     f"layer {site.layer} has values by head that are not cut along "
                     f"({', '.join(by_head)}: a relative-position bias, say)"
                 )
+        checked: set[Any] = set()
+        for block, call in zip(self.blocks, [*self.passes(), []][0], strict=False):
+            group = max(1, block.attention.num_heads // max(1, block.attention.kv_heads))
+            half = range(0, max(1, block.attention.num_heads // group // 2) * group)
+            key = structure_of(block.module)
+            if key in checked or len(half) == block.attention.num_heads:
+                continue
+            reason = why_not_cut(block, half, call)
+            if reason is not None:
+                return f"layer {block.index}: {reason}"
+            checked.add(key)
         return None
 
     # --- how the host calls its blocks -----------------------------------------------------------
@@ -103,10 +129,11 @@ class HostModel:
         Example inputs are made where we know how; `observe` adds a real batch.
         """
         if self._passes is None:
-            self._passes = []
+            self._passes, self._seen = [], None
             for inputs in examples(self.model)[-2:]:  # of texts the padded one is the last
                 try:
                     self._passes.append(capture_calls(self, inputs))
+                    self._seen = inputs
                 except Exception as error:  # the example does not suit this host
                     self._why_no_pass = f"{type(error).__name__}: {error}"
                     if isinstance(error, UnsupportedModelError):
@@ -116,7 +143,8 @@ class HostModel:
     def observe(self, inputs: Inputs) -> list[BlockCall]:
         """Run the host on real inputs; remember and return what it handed to its blocks."""
         calls = capture_calls(self, inputs)
-        self._passes, self._arithmetic = [*self.passes()[-1:], calls], None
+        self._passes, self._seen = [*self.passes()[-1:], calls], inputs
+        self._arithmetic = self._removable = self._hosted = None
         self.__dict__.pop("forms", None)
         return calls
 
@@ -128,6 +156,12 @@ class HostModel:
         return self._why_no_pass or (
             "we do not know what inputs the model takes: pass batch=, one of your batches"
         )
+
+    @property
+    def seen(self) -> tuple[list[BlockCall], Inputs] | None:
+        """A forward pass that was captured: the blocks' calls, and the host's inputs."""
+        passes = self.passes()
+        return None if not passes or self._seen is None else (passes[-1], self._seen)
 
     @cached_property
     def forms(self) -> list[Form]:
@@ -148,10 +182,7 @@ class HostModel:
         if reason is not None:
             return reason
         if not self.family.fusable:
-            return (
-                f"{self.family.name} models can be gated and scored, but not fused "
-                "(rotary or causal decoding is not computed by the fused blocks)"
-            )
+            return f"our own arithmetic does not compute the blocks of {self.family.name} models"
         for block in self.blocks:
             if block.attention.kv_heads != block.attention.num_heads:
                 return f"layer {block.index} has grouped queries"
@@ -163,8 +194,36 @@ class HostModel:
         return why_not_computed(self.blocks, self.passes())
 
     def why_not_fusable(self) -> str | None:
-        """Say why members cannot be fused, or None."""
-        return self.why_not_fused()
+        """Say why members cannot be fused, or None: by our arithmetic or by the host's own blocks.
+
+        The host's own blocks need a forward pass in which their arguments are seen.
+        """
+        return None if self.why_not_fused() is None else self.why_not_hosted()
+
+    def why_not_hosted(self) -> str | None:
+        """Say why the host's own blocks cannot run as streams, or None.
+
+        The host must be seen to run, and to answer from the last block's states alone: members
+        share the blocks below, which do not run again.
+        """
+        if self._hosted is None:
+            reason = self.why_no_pass
+            if reason is None and not self._answers_from_last():
+                reason = "the host answers from more than the states of its last block"
+            self._hosted = (reason,)
+        return self._hosted[0]
+
+    @torch.no_grad()
+    def _answers_from_last(self) -> bool:
+        last = self.passes()[-1][-1].output
+        assert self._seen is not None and last is not None
+        try:
+            with stand_ins(self, lambda call: last):
+                again = main_output(self.model(*self._seen[0], **self._seen[1]))
+            whole = main_output(in_eval(self.model)(*self._seen[0], **self._seen[1]))
+        except Exception:  # its loop needs what only a real block returns
+            return False
+        return largest_difference(again.float(), whole.float()) < 1e-3
 
     @cached_property
     def readout(self) -> Readout:

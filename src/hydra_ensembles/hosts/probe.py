@@ -67,6 +67,9 @@ def why_not_computed(blocks: Sequence[Block], passes: Sequence[Sequence[BlockCal
         passes: What the host handed to each block in some forward passes; without any, blocks run
             on random states by themselves.
     """
+    for found in passes:
+        if any(not _same(found[0].given, call.given) for call in found[1:]):
+            return "its blocks are handed other arguments layer by layer (windows or masks)"
     checked: set[Any] = set()
     for block in blocks:
         calls = [calls[block.index] for calls in passes]
@@ -180,6 +183,21 @@ def structure_of(module: nn.Module) -> Any:
         shapes = {name: tuple(p.shape) for name, p in inner.named_parameters(recurse=False)}
         parts.append((path, type(inner), str(sorted(plain.items())), str(shapes)))
     return tuple(parts)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Tell whether two arguments are equal, tensors by their values."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and bool(torch.equal(a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
 
 
 def _shape_of(value: Any) -> Any:

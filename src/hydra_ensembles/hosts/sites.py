@@ -229,6 +229,10 @@ class AttentionSite:
             raise UnsupportedModelError(
                 f"Heads of layer {self.layer} cannot be removed: {reason}. Use gate() instead."
             )
+        self.cut_(heads)
+
+    def cut_(self, heads: list[int]) -> None:
+        """Remove every head but these, in place, whether or not the attention's code allows it."""
         kv_heads = self._kept_groups(heads)
         rows, columns = self._rows(heads), self._rows(heads)
         if self.packed is not None:

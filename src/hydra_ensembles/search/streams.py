@@ -8,20 +8,35 @@ W_O's h-block times A_h. The last block runs only for the tokens that the classi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.batches import columns, map_tensors, move
+from ..data.batches import columns, move
 from ..data.running import split_batch
 from ..errors import UnsupportedModelError
 from ..heads.gating import gate
 from ..hosts import HostModel, device_of, main_output
 from ..hosts.block import Block
 from ..hosts.block_math import run
+from ..hosts.calling import (
+    BlockCall,
+    Inputs,
+    capture_calls,
+    full_length,
+    parameter_names,
+    repeat_for_streams,
+    rows_of_mask,
+    run_around,
+    stand_ins,
+    take_rows,
+    understand,
+    why_not_chained,
+)
 from ..hosts.sites import HeadWeights
 
 Branch = tuple[int, Tensor]
@@ -54,50 +69,28 @@ class Call:
 
     Attributes:
         batch: Number of examples.
-        args, kwargs: The arguments of every block beside the hidden states.
+        layers: What each block is handed, where they must run by the host's own code.
+        mask: The attention's mask, where our own arithmetic runs [batch or 1, 1, queries, keys].
+        causal: Whether that attention is causal.
         inputs: The host's own inputs, kept only where its readout looks at them again.
         positions: Readout positions of the examples [batch], or None.
     """
 
     batch: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    layers: tuple[BlockCall, ...] = ()
+    mask: Tensor | None = None
+    causal: bool = False
+    inputs: Inputs | None = None
     positions: Tensor | None = None
     length: int = 0
-    _masks: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-
-    def expanded(self, streams: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the blocks' arguments for several streams."""
-        if streams == 1:
-            return self.args, self.kwargs
-        if streams not in self._masks:
-            self._masks.clear()
-            self._masks[streams] = (
-                tuple(_repeat(value, streams, self.batch) for value in self.args),
-                {k: _repeat(value, streams, self.batch) for k, value in self.kwargs.items()},
-            )
-        return self._masks[streams]
 
     def bytes(self) -> int:
         """Count the bytes of its tensors."""
-        held = [*self.args, *self.kwargs.values(), self.positions]
+        held: list[Any] = [self.mask, self.positions]
         if self.inputs is not None:
             held += [*self.inputs[0], *self.inputs[1].values()]
-        return sum(_bytes(value) for value in held)
-
-
-def _no_cache(value: Any) -> Any:
-    """Drop a decoder's key-value cache: it would grow each time that a block is run."""
-    return None if hasattr(value, "get_seq_length") else value
-
-
-def _repeat(value: Any, times: int, batch: int) -> Any:
-    def repeat(tensor: Tensor) -> Tensor:
-        along = tensor.dim() >= 2 and tensor.shape[0] == batch
-        return tensor.repeat(times, *[1] * (tensor.dim() - 1)) if along else tensor
-
-    return map_tensors(repeat, value)
+        shared = {id(v): v for call in self.layers for v in (*call.args, *call.kwargs.values())}
+        return sum(_bytes(value) for value in [*held, *shared.values()])
 
 
 def _bytes(value: Any) -> int:
@@ -117,50 +110,54 @@ class Engine:
     def __init__(self, host: HostModel, *, streams: int = 16) -> None:
         self.host = host
         self.streams = streams
-        self.own = host.why_not_fusable() is None
+        self.own = host.why_not_fused() is None
         self.device = device_of(host.model)
-        self._example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._example: Inputs | None = None
 
     def enter(self, batch: Any) -> tuple[Tensor, Call]:
         """Run what stands before the blocks; return the hidden states and the blocks' arguments."""
         args, kwargs, _ = split_batch(batch)
-        args, kwargs = move(args, self.device), move(kwargs, self.device)
-        seen: list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]] = []
-
-        def note(hidden: Tensor, *more: Any, **options: Any) -> Tensor:
-            seen.append((hidden, more, options))
-            return hidden
-
-        self._around(args, kwargs, note)
-        hidden, more, options = seen[0]
+        inputs = move(args, self.device), move(kwargs, self.device)
+        hidden, call = self._own_call(inputs) if self.own else self._host_call(inputs)
         readout = self.host.readout
         if readout.folds and self._example is None:
-            first = {k: v[:1] if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-            self._example = (tuple(v[:1] for v in args), first)
-        named = {**dict(zip(_names(self.host.model), args, strict=False)), **kwargs}
-        call = Call(
-            batch=len(hidden),
-            args=tuple(_no_cache(value) for value in more),
-            kwargs={name: _no_cache(value) for name, value in options.items()},
-            inputs=None if readout.folds else (args, kwargs),
-            positions=None if readout.positions is None else readout.positions(named),
-            length=hidden.shape[1],
-        )
+            first = {k: v[:1] if isinstance(v, Tensor) else v for k, v in inputs[1].items()}
+            self._example = (tuple(v[:1] for v in inputs[0]), first)
+        named = {**dict(zip(_names(self.host.model), inputs[0], strict=False)), **inputs[1]}
+        call.inputs = None if readout.folds else inputs
+        call.positions = None if readout.positions is None else readout.positions(named)
         return hidden, call
 
-    def _around(
-        self, args: Sequence[Any], kwargs: dict[str, Any], answer: Callable[..., Tensor]
-    ) -> Any:
-        """Run the host's own embeddings and head around `answer`, which stands for its blocks."""
-        host = self.host
-        path, _, name = host.blocks_path.rpartition(".")
-        parent = host.model.get_submodule(path)
-        original = getattr(parent, name)
-        host.replace_blocks_([_Stub(answer, next(original.parameters()).dtype)])
-        try:
-            return host.model(*args, **kwargs)
-        finally:
-            setattr(parent, name, original)
+    def _own_call(self, inputs: Inputs) -> tuple[Tensor, Call]:
+        """Enter blocks that our own arithmetic runs: all of them have the same arguments."""
+        seen: list[BlockCall] = []
+
+        def note(call: BlockCall) -> Tensor:
+            seen.append(call)
+            return call.hidden
+
+        with stand_ins(self.host, note):
+            self.host.model(*inputs[0], **inputs[1])
+        (found,) = seen
+        names = parameter_names(self.host.blocks[-1].module)[1:]
+        read = understand(names, found.args, found.kwargs, found.hidden)
+        causal = self.host.sites[-1].causal if read.causal is None else read.causal
+        x = found.hidden
+        return x, Call(len(x), mask=read.mask, causal=causal, length=x.shape[1])
+
+    def _host_call(self, inputs: Inputs) -> tuple[Tensor, Call]:
+        """Enter blocks that the host's own code runs, each with its own arguments."""
+        calls = capture_calls(self.host, inputs)
+        reason = why_not_chained(calls)
+        if reason is not None:
+            raise UnsupportedModelError(
+                f"{self.host.name} cannot be searched block by block: {reason}. Choose heads by "
+                "score_heads() instead."
+            )
+        x = calls[0].hidden
+        # states are not kept: a search holds its own
+        layers = tuple(replace(call, hidden=x[:0], output=None) for call in calls)
+        return x, Call(len(x), layers=layers, length=x.shape[1])
 
     def step(
         self,
@@ -177,7 +174,7 @@ class Engine:
             if replacement is not None:
                 raise UnsupportedModelError(
                     f"{self.host.name}: only zero-ablation is possible here, because its blocks "
-                    f"cannot be taken apart ({self.host.why_not_fusable()})."
+                    f"cannot be taken apart ({self.host.why_not_fused()})."
                 )
             return self._host_step(layer, x, call, parents, gates)
         block = self.host.blocks[layer]
@@ -199,7 +196,7 @@ class Engine:
         block = self.host.blocks[layer]
         site = block.attention
         rows = self._rows(call) if layer == len(self.host) - 1 else None
-        args, kwargs = call.expanded(len(x) // call.batch)
+        streams = len(x) // call.batch
         y = block.norm1(x) if block.family.norm == "pre" else x  # type: ignore[misc]
         weights = site.weights()
 
@@ -211,59 +208,60 @@ class Engine:
         query_norm, key_norm = site.head_norms
         queries = y if rows is None else rows(y)
         q = project(queries, weights.query, weights.query_bias, query_norm)
-        causal = bool(kwargs.get("is_causal", site.causal))
-        mask = _mask(args, kwargs, y)
+        mask = repeat_for_streams(call.mask, streams, call.batch)
         if rows is not None:
-            mask = _rows_of_mask(mask, causal, call, len(x), y.shape[1], queries.shape[1], x.device)
+            positions = None if call.positions is None else call.positions.repeat(streams)
+            mask = rows_of_mask(
+                mask,
+                causal=call.causal,
+                keys=y.shape[1],
+                queries=queries.shape[1],
+                positions=positions,
+                device=x.device,
+            )
         if rows is not None and key_norm is None and 4 * q.shape[1] * q.shape[2] <= y.shape[2]:
             return _few_queries(q, y, weights, mask, site.scale)
         k = project(y, weights.key, weights.key_bias, key_norm)
         v = project(y, weights.value, weights.value_bias, None)
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=site.scale
+            q, k, v, attn_mask=mask, is_causal=call.causal and mask is None, scale=site.scale
         )
         return out.transpose(1, 2)
 
     def _rows(self, call: Call) -> Callable[[Tensor], Tensor] | None:
         """Return what takes the tokens that the classifier reads, or None for all."""
-        readout = self.host.readout
-        if call.positions is not None:
-            positions = call.positions
-            return lambda x: x[
-                torch.arange(len(x), device=x.device), positions.repeat(len(x) // call.batch)
-            ][:, None]
-        if readout.tokens is not None:
-            return lambda x: x[:, : readout.tokens]
-        return None
+        return take_rows(self.host.readout.tokens, call.positions)
 
     def _host_step(
         self, layer: int, x: Tensor, call: Call, parents: list[int], gates: Tensor
     ) -> Tensor:
-        index = torch.tensor(parents, device=x.device)
-        x = x.unflatten(0, (-1, call.batch))[index].flatten(0, 1)
-        args, kwargs = call.expanded(len(parents))
-        rows: list[Tensor | None] = [None] * len(self.host)
-        if not bool((gates == 1).all()):
-            rows[layer] = gates.repeat_interleave(call.batch, 0)
-        with gate(self.host, rows):
-            out = self.host.blocks[layer].module(x, *args, **kwargs)
-        return out[0] if isinstance(out, tuple) else out
+        """Run the host's own block for every branch, with the arguments that the host hands it."""
+        streams = x.unflatten(0, (-1, call.batch))
+        block = self.host.blocks[layer].module
+        outputs = []
+        for parent, row in zip(parents, gates, strict=True):
+            rows: list[Tensor | None] = [None] * len(self.host)
+            rows[layer] = None if bool((row == 1).all()) else row
+            with gate(self.host, rows):
+                outputs.append(call.layers[layer].run(block, streams[parent]))
+        return torch.cat(outputs)
 
     def read(self, x: Tensor, call: Call) -> Tensor:
         """Let the host's own head read the streams: logits [batch, streams, class]."""
         if self.host.readout.folds:
             assert self._example is not None
-            args, kwargs = self._example
-            output = main_output(self._around(args, kwargs, lambda *_, **__: x))
+            output = main_output(run_around(self.host, self._example, lambda _: x))
             return output.unflatten(0, (-1, call.batch)).transpose(0, 1)
         assert call.inputs is not None
-        args, kwargs = call.inputs
         found = []
         for stream in x.unflatten(0, (-1, call.batch)):
-            whole = _full_length(stream, call)
-            output = self._around(args, kwargs, lambda *_, w=whole, **__: w)
-            found.append(main_output(output))
+            whole = full_length(stream, call.positions, call.length)
+            found.append(main_output(run_around(self.host, call.inputs, partial(_first, whole))))
         return torch.stack(found, 1)
+
+
+def _first(states: Tensor, _: Tensor) -> Tensor:
+    return states
 
 
 def _few_queries(
@@ -327,68 +325,7 @@ def _finish(block: Block, residual: Tensor, attended: Tensor) -> Tensor:
     return norm2(x + run(mlp, x)).view(shape)
 
 
-def _mask(args: Sequence[Any], kwargs: dict[str, Any], x: Tensor) -> Tensor | None:
-    """Find the attention mask among a block's arguments and bring it to four dimensions."""
-    mask = kwargs.get("attention_mask", kwargs.get("attn_mask"))
-    if mask is None and args and isinstance(args[0], Tensor):
-        mask = args[0]
-    if mask is None:
-        return None
-    if mask.dim() == 2:
-        mask = mask[None, None] if mask.is_floating_point() else mask[:, None, None].bool()
-    return mask.to(x.dtype) if mask.is_floating_point() else mask
-
-
-def _rows_of_mask(
-    mask: Tensor | None,
-    causal: bool,
-    call: Call,
-    folded: int,
-    keys: int,
-    queries: int,
-    device: torch.device,
-) -> Tensor | None:
-    """Cut a mask to the query rows that are read."""
-    positions = None if call.positions is None else call.positions.repeat(folded // call.batch)
-    if mask is None:
-        if not causal:
-            return None
-        place = torch.arange(keys, device=device)
-        rows = place[None, :queries] if positions is None else positions[:, None]
-        return (place <= rows[:, :, None])[:, None]
-    if mask.shape[2] == 1:
-        return mask
-    if positions is None:
-        return mask[:, :, :queries]
-    every = torch.arange(folded, device=device)
-    return mask.expand(folded, -1, -1, -1)[every, :, positions][:, :, None]
-
-
-def _full_length(stream: Tensor, call: Call) -> Tensor:
-    """Put readout rows back at their places, for a host that looks for them itself."""
-    if call.positions is None or stream.shape[1] == call.length:
-        return stream
-    whole = stream.new_zeros(len(stream), call.length, stream.shape[2])
-    whole[torch.arange(len(stream), device=stream.device), call.positions] = stream[:, 0]
-    return whole
-
-
 def _names(model: nn.Module) -> list[str]:
     import inspect
 
     return list(inspect.signature(type(model).forward).parameters)[1:]
-
-
-class _Stub(nn.Module):
-    """Stands in for all blocks of a host and returns what it is told."""
-
-    def __init__(self, answer: Callable[..., Tensor], dtype: torch.dtype) -> None:
-        super().__init__()
-        self.answer, self.dtype = answer, dtype
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.answer(hidden, *args, **kwargs)
-
-    def get_weight_dtype(self) -> torch.dtype:
-        """Answer open_clip, which asks its first block."""
-        return self.dtype

@@ -1,0 +1,132 @@
+"""Cost by counting while the host's own code runs: for blocks that no formula of ours describes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..data.modes import in_eval
+from ..data.running import move, split_batch
+from ..errors import DataError
+from ..heads.plan import LayerPlan
+from ..hosts import HostModel, device_of
+from ..hosts.calling import Inputs, capture_calls, take_call
+from ..hosts.weighing import BlockWeight, weigh_blocks
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Multiply-adds of one run, whole and by block, and the states that entered the blocks."""
+
+    total: int
+    blocks: tuple[int, ...]
+    shape: tuple[int, int, int]
+
+
+def formula_fits(host: HostModel) -> bool:
+    """Tell whether attention, norms and MLP are all that a host's blocks hold."""
+    return host.family.fusable and all(
+        block.norm1 is not None
+        and block.norm2 is not None
+        and block.mlp_names
+        and block.attention.kv_heads == block.attention.num_heads
+        and not block.unknown_parameters()
+        for block in host.blocks
+    )
+
+
+def inputs_of(model: nn.Module, batch: Any) -> Inputs:
+    """Return a batch as a model's arguments, on its device."""
+    args, kwargs, _ = split_batch(batch)
+    return move(args, device_of(model)), move(kwargs, device_of(model))
+
+
+def measure(model: Any, root: nn.Module, blocks: str, batch: Any) -> Measured:
+    """Count a run of a model: on shapes alone where its code allows that, else for real.
+
+    Args:
+        model: A host, or an ensemble, which runs all its members.
+        root: The host that is called.
+        blocks: The path of its blocks.
+        batch: A batch in the host's form.
+    """
+    args, kwargs = inputs_of(root, batch)
+    failure: Exception | None = None
+    for where in ("meta", None):
+        try:
+            twin = model if where is None else _without_storage(model)
+            inner = twin.host if hasattr(twin, "host") else twin
+            given = (args, kwargs) if where is None else move((args, kwargs), where)
+            return _measure(twin, inner, blocks, given)
+        except Exception as error:  # code that looks at values cannot run on shapes: run it
+            failure = error
+    raise DataError(
+        f"{type(root).__name__} cannot be run on this batch ({type(failure).__name__}: {failure}). "
+        "Pass a batch in the form that the model takes."
+    ) from failure
+
+
+def _measure(model: Any, root: nn.Module, path: str, inputs: Inputs) -> Measured:
+    shapes: list[tuple[int, ...]] = []
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        shapes.append(tuple(take_call(args, kwargs).hidden.shape))
+
+    places = list(root.get_submodule(path).children())
+    handle = places[0].register_forward_pre_hook(note, with_kwargs=True)
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), counter:
+            if hasattr(model, "fused_logits"):
+                model.fused_logits(*inputs)
+            else:
+                model(*inputs[0], **inputs[1])
+    finally:
+        handle.remove()
+    counts = counter.get_flop_counts()
+    prefix = f"{type(root).__name__}.{path}"
+    blocks = tuple(sum(counts.get(f"{prefix}.{i}", {}).values()) // 2 for i in range(len(places)))
+    batch, tokens, width = shapes[0]
+    return Measured(counter.get_total_flops() // 2, blocks, (batch, tokens, width))
+
+
+def _without_storage(model: Any) -> Any:
+    """Copy a model with tensors that have shapes but no storage, in eval mode."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.to("meta")
+    return in_eval(copy.deepcopy(model, memo))
+
+
+def widest(block: nn.Module) -> int:
+    """Return the widest layer of a block."""
+    return max((max(p.shape[-2:]) for p in block.parameters() if p.dim() >= 2), default=0)
+
+
+@dataclass(frozen=True)
+class HostedGeometry:
+    """What one of the host's own blocks costs, by the heads that it keeps."""
+
+    weight: BlockWeight
+
+    def plain(self, outside: Any, heads: int | None = None) -> int:
+        """Multiply-adds of a block of one stream."""
+        weight = self.weight
+        return weight.whole if heads is None else weight.with_heads(range(heads))
+
+    def fused(self, plan: LayerPlan, outside: Any, readout: Any) -> int:
+        """Multiply-adds of all streams."""
+        return sum(self.weight.with_heads(heads) for heads in plan.heads)
+
+
+def hosted_geometry(host: HostModel, batch: Any) -> list[HostedGeometry]:
+    """Weigh the blocks of a host on a batch."""
+    calls = capture_calls(host, inputs_of(host.model, batch))
+    return [HostedGeometry(weight) for weight in weigh_blocks(host, calls)]

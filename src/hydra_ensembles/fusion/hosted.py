@@ -1,0 +1,261 @@
+"""The host engine: every stream runs the host's own block, in the place where the host calls it.
+
+The host's loop over its blocks stays as it is and hands every block its own arguments (masks by
+layer type, rotary positions, shared biases). Streams run folded into the batch where the host's
+other code allows it; otherwise the host runs once per stream, and what streams share is remembered.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..heads.plan import LayerPlan, Plan
+from ..hosts.block import Block
+from ..hosts.calling import Form, states_of, take_call
+from ..hosts.family import Family
+from ..hosts.probe import Readout
+from .layers import _select, streams_of
+
+
+@dataclass
+class Hosting:
+    """What all blocks of a hosted ensemble share.
+
+    Attributes:
+        plan: Which streams run where.
+        readout: Which tokens the classifier reads.
+        family: Where the parts of a block are.
+        folds: Whether streams run folded into the batch, in one pass of the host.
+    """
+
+    plan: Plan
+    readout: Readout
+    family: Family
+    folds: bool
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass of the host is told (see `HostedBody.told`).
+
+    Attributes:
+        end: The classifier's stream that runs; None for all, folded.
+        memory: Outputs of blocks by (layer, stream): states, or None where the input will do.
+        trunk_states: The trunk's output, known already.
+        states: Takes the output of every block.
+        at_branch: Called with the trunk's output.
+    """
+
+    hosting: Hosting
+    end: int | None = None
+    memory: dict[tuple[int, int], tuple[Tensor | None, Form]] = field(default_factory=dict)
+    trunk_states: Tensor | None = None
+    states: list[Tensor] | None = None
+    at_branch: Callable[[Tensor], None] | None = None
+
+
+# Of the context, not of the module: other threads run the same module at the same time.
+_pass: ContextVar[Pass | None] = ContextVar("hydra_hosted_pass", default=None)
+
+
+class HostedBlock(nn.Module):
+    """One of the host's blocks for all streams that run it; it shows the block's attributes."""
+
+    def __init__(self, streams: Sequence[nn.Module], layer: LayerPlan, hosting: Hosting) -> None:
+        super().__init__()
+        self.streams = nn.ModuleList(streams)
+        self.plan = layer
+        self.hosting = hosting
+        self.form: Form | None = None  # of the block's answer, once it was seen
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            if name.startswith("__") or not modules.get("streams"):
+                raise
+            return getattr(modules["streams"][0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the streams of this pass, each by the host's own block with the host's arguments."""
+        told = self._told()
+        call = take_call(args, kwargs)
+        plan, layer = self.hosting.plan, self.plan.layer
+        x = call.hidden
+        if layer < plan.trunk and told.trunk_states is not None and self._can_skip():
+            assert self.form is not None
+            return self.form.fill(told.trunk_states if layer == plan.trunk - 1 else x)
+        if layer == plan.trunk and told.at_branch is not None:
+            told.at_branch(x)
+        if told.end is not None:
+            return self._run_one(call, told)
+        inputs = streams_of(x, self.plan.inputs)
+        outputs = [
+            states_of(call.call(block, inputs[parent]))
+            for block, parent in zip(self.streams, self.plan.parents, strict=True)
+        ]
+        form = self._seen(outputs[0][1])
+        states = torch.cat([states for states, _ in outputs]) if len(outputs) > 1 else outputs[0][0]
+        if told.states is not None:
+            told.states.append(states)
+        if layer == plan.depth - 1 and plan.ends != tuple(range(len(outputs))):
+            states = _select(states, plan.ends, len(outputs))
+        return form.fill(states)
+
+    def _run_one(self, call: Any, told: Pass) -> Any:
+        """Run the stream on which the pass's end depends; remember it for the other ends."""
+        plan, layer = self.hosting.plan, self.plan.layer
+        assert told.end is not None
+        stream = plan.stream_at(layer, plan.ends[told.end])
+        known = told.memory.get((layer, stream))
+        if known is None:
+            states, form = states_of(call.call(self.streams[stream]))
+            self._seen(form)
+            # Of the trunk only the last output is read again.
+            kept = None if layer < plan.trunk - 1 else states
+            told.memory[layer, stream] = (kept, form)
+            return form.fill(states)
+        remembered, form = known
+        return form.fill(call.hidden if remembered is None else remembered)
+
+    def _seen(self, form: Form) -> Form:
+        if self.form is None and not torch.compiler.is_compiling():
+            self.form = form
+        return form
+
+    def _can_skip(self) -> bool:
+        return self.form is not None and not self.form.hands_on
+
+    def _told(self) -> Pass:
+        told = _pass.get()
+        return Pass(self.hosting) if told is None or told.hosting is not self.hosting else told
+
+    def untie_(self) -> None:
+        """Give every stream its own attention and norms; the rest stays shared."""
+        taken: set[int] = set()
+        for block in self.streams:
+            for module in _own_parts(block, self.plan.layer, self.hosting.family):
+                for name, parameter in list(module.named_parameters(recurse=False)):
+                    if id(parameter) in taken:
+                        copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                        setattr(module, name, copied)
+            taken |= {id(p) for p in block.parameters()}
+
+    def packed_bytes(self) -> int:
+        """Bytes of copies kept for speed: none."""
+        return 0
+
+
+def _own_parts(block: nn.Module, layer: int, family: Family) -> list[nn.Module]:
+    """Return the modules that members may own: the attention's, and every norm and scale."""
+    view = Block.of(layer, block, family)
+    mlp = {id(m) for path in view.mlp_names for m in block.get_submodule(path).modules()}
+    attention = [*view.attention.module.modules(), *view.attention.output.modules()]
+    attention = [module for module in attention if id(module) not in mlp]
+    norms = [
+        module
+        for module in block.modules()
+        if id(module) not in mlp
+        and not any(True for _ in module.children())
+        and all(p.dim() <= 1 for p in module.parameters())
+    ]
+    return list({id(module): module for module in [*attention, *norms]}.values())
+
+
+class HostedBody:
+    """All hosted blocks of an ensemble, as the body of a fused one."""
+
+    def __init__(self, layers: Sequence[HostedBlock]) -> None:
+        self.layers = list(layers)
+        self.hosting: Hosting = layers[0].hosting
+
+    @property
+    def plan(self) -> Plan:
+        """Which streams run where."""
+        return self.hosting.plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self.hosting.plan = plan
+
+    @property
+    def readout(self) -> Readout:
+        """Which tokens the classifier reads."""
+        return self.hosting.readout
+
+    @property
+    def folds(self) -> bool:
+        """Whether one pass of the host runs all streams."""
+        return self.hosting.folds
+
+    @property
+    def family(self) -> Family:
+        """Where the parts of a block are."""
+        return self.hosting.family
+
+    @property
+    def trunk(self) -> list[HostedBlock]:
+        """The blocks that run once for all members."""
+        return self.layers[: self.plan.trunk]
+
+    @property
+    def branch(self) -> list[HostedBlock]:
+        """The blocks above them."""
+        return self.layers[self.plan.trunk :]
+
+    @contextmanager
+    def told(
+        self,
+        *,
+        end: int | None = None,
+        memory: dict[tuple[int, int], tuple[Tensor | None, Form]] | None = None,
+        trunk_states: Tensor | None = None,
+        states: list[Tensor] | None = None,
+        at_branch: Callable[[Tensor], None] | None = None,
+    ) -> Iterator[None]:
+        """Tell the passes inside what the host cannot hand over (see `Pass`)."""
+        now = _pass.get()
+        now = Pass(self.hosting) if now is None or now.hosting is not self.hosting else now
+        told = replace(
+            now,
+            end=end,
+            memory=now.memory if memory is None else memory,
+            trunk_states=now.trunk_states if trunk_states is None else trunk_states,
+            states=now.states if states is None else states,
+            at_branch=now.at_branch if at_branch is None else at_branch,
+        )
+        token = _pass.set(told)
+        try:
+            yield
+        finally:
+            _pass.reset(token)
+
+    def each(self, run: Callable[[], Any]) -> list[Any]:
+        """Run the host once for every stream of the classifier; shared blocks run once."""
+        memory: dict[tuple[int, int], tuple[Tensor | None, Form]] = {}
+        outputs = []
+        for end in range(len(self.plan.ends)):
+            with self.told(end=end, memory=memory):
+                outputs.append(run())
+        return outputs
+
+    def stream(self, layer: int, stream: int) -> nn.Module:
+        """Return the host's block that a stream runs in a layer, its parameters shared."""
+        block = self.layers[layer].streams[stream]
+        memo = {id(t): t for t in (*block.parameters(), *block.buffers())}
+        return copy.deepcopy(block, memo)
+
+
+def body_of(blocks: nn.Module) -> Any:
+    """Return the body that stands in a host's list of blocks."""
+    modules = list(blocks.children())
+    return HostedBody(modules) if isinstance(modules[0], HostedBlock) else modules[0]  # type: ignore[arg-type]

@@ -1,0 +1,210 @@
+"""Make a hosted ensemble: the host's own blocks, cut or gated, one copy for every stream."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..heads.masks import HeadMask
+from ..heads.plan import LayerPlan, LayerSignature, Plan, make_plan
+from ..hosts import Block, HostModel
+from ..hosts.cutting import Cut, best_cut
+from .cast import share_parameters
+from .hosted import HostedBlock, HostedBody, Hosting
+from .merge import identities
+
+Cuts = list[list[dict[str, list[int]]]]
+"""`[layer][stream]`: heads that are there and heads that are on, by their place in the block."""
+
+
+def hosted_plan(
+    masks: Sequence[HeadMask],
+    hosts: Sequence[HostModel],
+    merged: HostModel,
+    classifiers: Sequence[Any] | None,
+    *,
+    share_trunk: bool,
+    branch_layer: int | None,
+) -> Plan:
+    """Plan the streams: members part where their heads or any other weights differ."""
+    depth = len(masks[0])
+    contents = [_contents(hosts, merged, layer) for layer in range(depth)]
+    signatures = [
+        [
+            LayerSignature(tuple(mask.indices(layer)), 0, contents[layer][member])
+            for layer in range(depth)
+        ]
+        for member, mask in enumerate(masks)
+    ]
+    return make_plan(
+        masks,
+        signatures,
+        classifiers,
+        share_trunk=share_trunk,
+        share_branch=False,
+        readout_only=False,
+        branch_layer=branch_layer,
+    )
+
+
+def _contents(hosts: Sequence[HostModel], merged: HostModel, layer: int) -> list[int]:
+    """Number members by what their block holds beside the parts that are averaged."""
+    if len({id(host.model) for host in hosts}) == 1:
+        return [0] * len(hosts)
+    return identities([[_with_merged(host, merged, layer)] for host in hosts])
+
+
+def _with_merged(host: HostModel, merged: HostModel, layer: int) -> nn.Module:
+    """Return a member's block with the averaged MLP; its own parameters are shared, not copied."""
+    block, base = host.blocks[layer], merged.blocks[layer]
+    module = share_parameters(block.module)
+    for path in block.mlp_names:
+        owner, _, leaf = path.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, base.module.get_submodule(path))
+    return module
+
+
+def all_layers(plan: Plan) -> list[LayerPlan]:
+    """Return a plan for every block: one stream in the trunk."""
+    trunk = [
+        LayerPlan(layer, (0,), (0,), (plan.trunk_heads[layer],), shared=False)
+        for layer in range(plan.trunk)
+    ]
+    return [*trunk, *plan.layers]
+
+
+def choose_cuts(plan: Plan, hosts: Sequence[HostModel]) -> Cuts:
+    """Choose for every stream which heads go physically and which are gated off."""
+    calls = hosts[0].passes()[-1]
+    result: Cuts = []
+    known: dict[Any, Cut] = {}
+    for layer in all_layers(plan):
+        row = []
+        for member, heads in zip(layer.members, layer.heads, strict=True):
+            host = hosts[member]
+            block = host.blocks[layer.layer]
+            places = _places(host, layer.layer, heads)
+            key = (layer.layer, id(block.module), tuple(places))
+            if key not in known:
+                call = calls[layer.layer] if host is hosts[0] or _alike(host, hosts[0]) else None
+                known[key] = best_cut(block, places, call)
+            row.append({"there": list(known[key].there), "on": list(known[key].on)})
+        result.append(row)
+    return result
+
+
+def _alike(host: HostModel, other: HostModel) -> bool:
+    return type(host.model) is type(other.model)
+
+
+def _places(host: HostModel, layer: int, heads: Sequence[int]) -> list[int]:
+    """Return the places of original heads among those that a pruned host still has."""
+    if host.original_mask is None:
+        return list(heads)
+    there = host.original_mask.indices(layer)
+    return [there.index(head) for head in heads]
+
+
+def host_blocks_(
+    base: HostModel,
+    plan: Plan,
+    cuts: Cuts,
+    *,
+    hosts: Sequence[HostModel] | None = None,
+    folds: bool,
+) -> tuple[HostedBody, tuple[nn.Module, ...]]:
+    """Put hosted blocks in the place of a host's blocks, in place.
+
+    Args:
+        base: The host; its MLPs are averaged already.
+        plan: Which streams run where.
+        cuts: What is left of each stream's heads.
+        hosts: The members, where they were fine-tuned; by default all are `base`.
+        folds: Whether streams run folded into the batch.
+
+    Returns:
+        The body, and all blocks with all heads, without storage (for counting).
+    """
+    moulds = tuple(copy.deepcopy(block.module).to("meta") for block in base.blocks)
+    hosting = Hosting(plan, base.readout, base.family, folds)
+    layers = []
+    for layer, row in zip(all_layers(plan), cuts, strict=True):
+        streams: list[nn.Module] = []
+        for member, cut in zip(layer.members, row, strict=True):
+            if hosts is None or hosts[member].model is hosts[0].model:
+                module = share_parameters(base.blocks[layer.layer].module)
+            else:
+                module = copy.deepcopy(_with_merged(hosts[member], base, layer.layer))
+            block = Block.of(layer.layer, module, base.family)
+            Cut(tuple(cut["there"]), tuple(cut["on"])).apply_(block)
+            share_equal_(module, streams or [base.blocks[layer.layer].module])
+            streams.append(module)
+        layers.append(HostedBlock(streams, layer, hosting))
+    base.replace_blocks_(layers)
+    return HostedBody(layers), moulds
+
+
+@torch.no_grad()
+def share_equal_(module: nn.Module, others: Sequence[nn.Module]) -> None:
+    """Let a module use the parameters of others, in place, wherever they hold the same values."""
+    for path, part in module.named_modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                continue
+            for other in others:
+                theirs = _parameter(other, path, name)
+                same_shape = theirs is not None and theirs.shape == parameter.shape
+                if same_shape and theirs is not parameter and torch.equal(theirs, parameter):  # type: ignore[arg-type]
+                    setattr(part, name, theirs)
+                    break
+
+
+def _parameter(module: nn.Module, path: str, name: str) -> nn.Parameter | None:
+    try:
+        found = getattr(module.get_submodule(path), name)
+    except AttributeError:
+        return None
+    return found if isinstance(found, nn.Parameter) else None
+
+
+def tie_(model: nn.Module, inside: str, aliases: Mapping[str, str]) -> None:
+    """Let parameters of hosted blocks be one where they were one when saved, apart where not.
+
+    Args:
+        model: A host with hosted blocks.
+        inside: The path of its blocks.
+        aliases: Name of each tensor that is another's, and the other's name.
+    """
+    for name in list(model.state_dict()):
+        if not name.startswith(inside + "."):
+            continue
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        parameter = getattr(module, leaf, None)
+        if not isinstance(parameter, nn.Parameter):
+            continue
+        if aliases.get(name, "").startswith(inside + "."):
+            other, _, other_leaf = aliases[name].rpartition(".")
+            setattr(module, leaf, getattr(model.get_submodule(other), other_leaf))
+        else:
+            own = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            setattr(module, leaf, own)
+
+
+def distinct(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Keep each tensor once; name the others as aliases."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.items():
+        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if tensor.numel() and key in seen:
+            aliases[name] = seen[key]
+        else:
+            seen[key] = name
+            tensors[name] = tensor.detach().cpu().contiguous().clone()
+    return tensors, aliases

@@ -1,0 +1,125 @@
+"""Heads of one block removed physically where its code allows it, gated off where it does not.
+
+Whether a cut is right is not guessed: a block with random weights is cut and compared with the same
+block whose heads are gated off, called as the host calls it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .block import Block
+from .calling import BlockCall, Form, states_of
+from .multihead import open_attention_, opened
+from .probe import largest_difference, random_states, randomized
+from .sites import AttentionSite
+
+_TOLERANCE = 2e-4
+
+
+class HeadGate:
+    """A hook at the input of an output projection: the heads that are off give zero there."""
+
+    def __init__(self, row: Tensor, head_dim: int) -> None:
+        self.row, self.head_dim = row, head_dim
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = inputs[0]
+        row = self.row.to(device=x.device, dtype=x.dtype)[:, None]
+        by_head = x.unflatten(-1, (len(row), self.head_dim))
+        return ((by_head * row).flatten(-2), *inputs[1:])
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is left of a block's heads.
+
+    Attributes:
+        there: Heads that stay physically, by their place in the block.
+        on: Those of them that are not gated off.
+    """
+
+    there: tuple[int, ...]
+    on: tuple[int, ...]
+
+    def apply_(self, block: Block) -> None:
+        """Cut and gate a block, in place."""
+        site = block.attention
+        if len(self.there) != site.num_heads:
+            site.cut_(list(self.there))
+        if self.there != self.on:
+            row = torch.tensor([float(head in self.on) for head in self.there])
+            gate_(site, row)
+
+
+def gate_(site: AttentionSite, row: Tensor) -> Any:
+    """Gate heads off at the input of the output projection, in place; return the hook's handle."""
+    if isinstance(site.packed, nn.MultiheadAttention):
+        open_attention_(site.packed)
+    return site.output.register_forward_pre_hook(HeadGate(row, site.head_dim))
+
+
+def best_cut(block: Block, heads: Sequence[int], call: BlockCall | None) -> Cut:
+    """Choose the cut that leaves these heads: physical where that is proven right, else gates.
+
+    With grouped queries only groups without any kept head are removed; within a group heads are
+    gated off.
+    """
+    site = block.attention
+    everything = tuple(range(site.num_heads))
+    on = tuple(heads)
+    if on == everything or call is None:
+        return Cut(everything, on)
+    group = max(1, site.num_heads // max(1, site.kv_heads))
+    groups = {head // group for head in on}
+    there = tuple(head for head in everything if head // group in groups)
+    if there == everything:
+        return Cut(everything, on)
+    return Cut(there, on) if why_not_cut(block, there, call) is None else Cut(everything, on)
+
+
+def why_not_cut(block: Block, there: Sequence[int], call: BlockCall) -> str | None:
+    """Say why all heads but these cannot be removed physically, or None when that is proven right.
+
+    Everything that the block returns is compared, not only its states.
+    """
+    reason = block.attention.why_not_removable()
+    if reason is not None:
+        return reason
+    whole = Block.of(block.index, randomized(block.module), block.family)
+    less = Block.of(block.index, copy.deepcopy(whole.module), block.family)
+    everything = tuple(range(whole.attention.num_heads))
+    call = random_states(call)
+    try:
+        Cut(tuple(there), tuple(there)).apply_(less)
+        Cut(everything, tuple(there)).apply_(whole)
+        with torch.no_grad(), opened([whole.attention.module, less.attention.module]):
+            expected, expected_form = states_of(call.call(whole.module))
+            actual, form = states_of(call.call(less.module))
+    except Exception as error:  # its code counts on all heads
+        return f"its code needs all heads ({type(error).__name__}: {_first_line(error)})"
+    difference = largest_difference(actual, expected)
+    if not difference <= _TOLERANCE:
+        return f"without some heads its block computes something else (off by {difference:.2g})"
+    if not _same_rest(form, expected_form):
+        return "its block hands something by heads to the blocks above"
+    return None
+
+
+def _same_rest(a: Form, b: Form) -> bool:
+    if len(a.rest) != len(b.rest):
+        return False
+    return all(
+        not isinstance(x, Tensor) or (isinstance(y, Tensor) and largest_difference(x, y) < 1e-3)
+        for x, y in zip(a.rest, b.rest, strict=True)
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:120]
