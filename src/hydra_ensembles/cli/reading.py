@@ -59,10 +59,13 @@ READING = Reading()
 """The default of a command's parameter `reading`; `reads_data` fills in what was given."""
 
 
-def reads_data(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def reads_data(
+    *, leave_out: Sequence[str] = (), **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options of `Reading` in place of its parameter `reading`.
 
     Args:
+        leave_out: Options that mean nothing to the command.
         defaults: Where the command's defaults differ from those of `Reading`.
     """
     hints = get_type_hints(Reading, include_extras=True)
@@ -74,6 +77,7 @@ def reads_data(**defaults: Any) -> Callable[[Callable[..., None]], Callable[...,
             annotation=hints[field.name],
         )
         for field in fields(Reading)
+        if field.name not in leave_out
     ]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

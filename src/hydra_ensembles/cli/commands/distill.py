@@ -9,6 +9,7 @@ import typer
 
 from .. import options
 from ..exits import Stop
+from ..reading import READING, Reading, reads_data
 from ..show import print_json, say, sizes, write_config
 from .build import save
 
@@ -19,6 +20,7 @@ TEACHERS_HELP = (
 )
 
 
+@reads_data(leave_out=["dtype"])
 def command(
     model: options.Model,
     data: options.Data,
@@ -46,16 +48,7 @@ def command(
     ] = None,
     ood: options.Ood = None,
     output: options.Output = Path("hydra-student"),
-    limit: options.Limit = None,
-    split: options.Split = None,
-    text_column: options.TextColumn = None,
-    label_column: options.LabelColumn = None,
-    labels: options.Labels = None,
-    class_names: options.ClassNames = None,
-    batch_size: options.BatchSize = 32,
-    skip_broken: options.SkipBroken = False,
-    device: options.Device = None,
-    seed: options.Seed = 0,
+    reading: Reading = READING,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:
@@ -64,25 +57,16 @@ def command(
     Answers and checkpoints are kept in OUTPUT/state: the same command goes on after a stop.
     """
     from ...training import distill, make_teachers
-    from ..loading import check_sources, load_model, load_set, load_sets
+    from ..loading import check_sources
 
     if bool(teachers) == bool(make):
         raise Stop("Give teachers (--teachers, repeated), or have them made (--make branch).", 2)
     check_sources(data, ood)
-    loaded = load_model(model, device=device, class_names=class_names)
+    loaded = reading.load_model(model)
     host = loaded.host
-    shared: dict[str, Any] = {
-        "limit": limit,
-        "seed": seed,
-        "split": split,
-        "text_column": text_column,
-        "batch_size": batch_size,
-        "skip_broken": skip_broken,
-    }
-    named: dict[str, Any] = {"label_column": label_column, "labels": labels}
-    train = load_set(loaded, data, **named, **shared)
-    held = None if validation is None else load_set(loaded, validation, **named, **shared)
-    outliers = load_sets(loaded, ood, **shared)
+    train = reading.load_known(loaded, data)
+    held = None if validation is None else reading.load_known(loaded, validation)
+    outliers = reading.load_outliers(loaded, ood)
     output.mkdir(parents=True, exist_ok=True)
     write_config(output)
     if make:
@@ -93,13 +77,13 @@ def command(
                 train,
                 count=count,
                 how=make,  # type: ignore[arg-type]
-                seed=seed,
+                seed=reading.seed,
                 folder=output / "state" / "teachers",
                 progress=not json,
             )
         )
     else:
-        given = [_teacher(source, device) for source in teachers or ()]
+        given = [_teacher(source, reading.device) for source in teachers or ()]
     say(f"Distilling {len(given)} teachers into {members} members", json=json)
     ensemble = distill(
         host,
@@ -114,7 +98,7 @@ def command(
         trunk_rate=trunk_rate,
         views=views,
         mixed_precision=precision,
-        seed=seed,
+        seed=reading.seed,
         folder=output / "state",
         progress=not json,
     )

@@ -11,9 +11,11 @@ import typer
 
 from .. import options
 from ..exits import Stop
+from ..reading import READING, Reading, reads_data
 from ..show import say
 
 
+@reads_data(leave_out=["skip_broken"])
 def command(
     model: options.Model,
     files: Annotated[
@@ -47,46 +49,27 @@ def command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="JSONL file; standard output by default.")
     ] = None,
-    limit: options.Limit = None,
-    split: options.Split = None,
-    text_column: options.TextColumn = None,
-    label_column: options.LabelColumn = None,
-    labels: options.Labels = None,
-    class_names: options.ClassNames = None,
-    batch_size: options.BatchSize = 32,
-    device: options.Device = None,
-    dtype: options.Dtype = "float32",
-    seed: options.Seed = 0,
+    reading: Reading = READING,
     config: options.Config = None,
 ) -> None:
-    """Predict files or standard input, one JSON object a line, as they come.
+    """Predict files or standard input, one JSON object per line, as they come.
 
     Every input gets its line, in order. What cannot be answered says why under "error" and
     abstains; the exit code is then 3. An ensemble that was saved with a rule abstains by it.
     """
     from ..answering import Answering, fit_rule, line_of
-    from ..loading import check_sources, load_model, load_set
+    from ..loading import check_sources
     from ..records import batches, read_records
 
     if risk is not None and held_out is None:
         raise Stop("--risk needs --held-out DATA: labelled examples to fit the threshold on.", 2)
     check_sources(held_out)
-    loaded = load_model(model, device=device, dtype=dtype, class_names=class_names)
+    loaded = reading.load_model(model)
     if alarm is not None:
         _check_alarm(loaded, alarm)
     rule = None
     if risk is not None and held_out is not None:
-        data = load_set(
-            loaded,
-            held_out,
-            limit=limit,
-            seed=seed,
-            split=split,
-            text_column=text_column,
-            label_column=label_column,
-            labels=labels,
-            batch_size=batch_size,
-        )
+        data = reading.load_known(loaded, held_out)
         rule = fit_rule(loaded, data, risk, conformal, alarm)
     elif threshold is None and alarm is None:
         rule = getattr(loaded.model, "abstention", None)
@@ -98,14 +81,14 @@ def command(
             )
     answers = Answering(loaded, rule, threshold, alarm, probabilities)
     text = loaded.tokenizer is not None
-    records = read_records(files or ["-"], text=text, column=text_column)
+    records = read_records(files or ["-"], text=text, column=reading.text_column)
     failed = total = 0
     with ExitStack() as stack:
         target = sys.stdout
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
             target = stack.enter_context(output.open("w", encoding="utf-8"))
-        for batch in batches(records, batch_size):
+        for batch in batches(records, reading.batch_size):
             for answer in answers(batch):
                 total += 1
                 failed += "error" in answer
