@@ -162,6 +162,7 @@ def test_a_distilled_row_resumes_and_has_novelty(place: Path) -> None:
     assert found.sets["test"]["novelty"].shape == (60,)
     assert (store.place("distilled", 0) / "work" / "answers").is_dir()
     assert found.cost <= 1.07
+    assert "ood/far/mean/novelty/AUROC" in Records.read("tiny", place / "out").rows["distilled", 0]
 
 
 def test_other_options_are_not_read_from_the_cache(place: Path) -> None:
