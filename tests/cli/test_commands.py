@@ -174,6 +174,10 @@ def test_predict_streams_files_and_abstains_at_a_risk(
         assert max(line["probabilities"]) == pytest.approx(line["probability"], abs=2e-6)
     assert run("predict", ensemble, shelf / "noise", "--threshold", -1e9) == 0
     assert all(json.loads(line)["abstain"] for line in capsys.readouterr().out.splitlines())
+    assert run("predict", ensemble, shelf / "noise", "--alarm", 0.1) == 0
+    for line in map(json.loads, capsys.readouterr().out.splitlines()):
+        assert line["abstain"] == (line["novelty"] > 0.9) == ("too new" in line.get("why", ""))
+    assert run("predict", shelf / "host", shelf / "noise", "--alarm", 0.1) == 2
 
 
 def test_predict_reads_standard_input(

@@ -16,6 +16,7 @@ from hydra_ensembles.data.batches import join, take
 from hydra_ensembles.errors import DataError, FormatError, HydraError, UnsupportedModelError
 from hydra_ensembles.fusion.folder_format import signed
 from hydra_ensembles.fusion.known import logits_and_summaries
+from hydra_ensembles.fusion.taps import Collector
 from tests import zoo
 
 
@@ -108,6 +109,15 @@ def test_the_trunk_runs_once() -> None:
     ensemble.body.trunk[0].register_forward_hook(lambda *_: runs.append(1))
     ensemble.predict(zoo.batch("vit"))
     assert len(runs) == 1
+
+
+def test_no_hidden_states_are_kept() -> None:
+    hidden = torch.randn(2, 50, 8)
+    for positions in (None, torch.tensor([3, 4])):
+        collector = Collector(positions=positions)
+        collector.take(0, hidden)
+        kept = collector._rows[0]
+        assert all(row.untyped_storage().nbytes() == 2 * 8 * 4 for row in kept)
 
 
 def test_one_member_is_enough() -> None:

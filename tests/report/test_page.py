@@ -145,6 +145,21 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+def test_alarms_per_set_and_the_newest_examples(tmp_path: Path) -> None:
+    results = three_results()
+    without = write_report(tmp_path / "without.html", results).read_text(encoding="utf-8")
+    assert "Like anything known?" not in without
+    for number, columns in enumerate(results[0].examples.values()):
+        count = len(next(iter(columns.values())))
+        columns["score:novelty"] = torch.arange(count) / 10 + 1000 * number
+        columns["alarm"] = torch.arange(count) % 4 == 0
+    text = write_report(tmp_path / "with.html", results).read_text(encoding="utf-8")
+    assert "Like anything known?" in text and "<td>25.0</td>" in text
+    last = [name for name in results[0].examples if not name.startswith("post/")][-1]
+    first = text.split("Newest first")[1].split(" #")[0].split("\n")[-1]
+    assert unescape(first) == last
+
+
 def test_figures_alone_are_enough(tmp_path: Path) -> None:
     bare = Results(name="bare", figures={"cls/Acc": 0.9, "cls/NLL": 0.3})
     text = write_report(tmp_path / "bare.html", [bare]).read_text()

@@ -31,7 +31,7 @@ def cost_of(model: Any, batch: Any) -> float | None:
 def extreme_examples(
     loaded: Loaded, results: Results, known: Any, outliers: dict[str, Any], *, each: int = EACH
 ) -> list[Example]:
-    """Return the most and least certain test examples and the outliers that look most familiar."""
+    """Return the most and least certain and the newest test examples, and familiar outliers."""
     column = f"score:{results.scores[0]}"
     order = results.examples["id"][column].argsort(stable=True).tolist()
     found = _describe(loaded, known, order[:each], "Most certain", "test")
@@ -40,6 +40,9 @@ def extreme_examples(
     scores = results.examples["id"][column]
     sure = wrong[scores[wrong].argsort(stable=True)][:each].tolist()
     found += _describe(loaded, known, sure, "Wrong, and most certain of it", "test")
+    if "score:novelty" in results.examples["id"]:
+        newest = results.examples["id"]["score:novelty"].argsort(descending=True, stable=True)
+        found += _describe(loaded, known, newest[:each].tolist(), "Newest", "test")
     for name, data in outliers.items():
         familiar = results.examples[f"ood/{name}"][column].argsort(stable=True)
         title = f"Outliers of {name} that it is most certain about"

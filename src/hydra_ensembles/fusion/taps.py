@@ -48,7 +48,7 @@ class Collector:
 
     def _readout_token(self, hidden: Tensor) -> Tensor:
         if self._positions is None:
-            return hidden[:, 0]
+            return hidden[:, 0].clone()  # a view would keep all hidden states
         return hidden[torch.arange(len(hidden), device=hidden.device), self._positions]
 
     def _mean_token(self, hidden: Tensor) -> Tensor:

@@ -77,6 +77,7 @@ def write_report(
         sections.cost(results, costs or {}, frontier),
         sections.calibration(curved, names),
         sections.detection(curved),
+        sections.novelty(curved),
         sections.abstention(curved),
         sections.shown_examples(examples),
         sections.reproduce(results, settings or {}, command),

@@ -32,11 +32,17 @@ LABELS = {
     "ood/mean/FPR95": "OOD FPR95",
     "sc/AURC": "AURC",
     "fail/AUROC": "error AUROC",
+    "ood/mean/novelty/AUROC": "OOD AUROC by novelty",
+    "ood/mean/novelty/FPR95": "OOD FPR95 by novelty",
+    "ood/mean/novelty/Caught_5": "OOD caught at 5 % alarms",
+    "novelty/Alarms_5": "alarms on test data at 5 %",
     "shift/mean/cls/Acc": "accuracy, shifted",
     "shift/mean/cls/NLL": "NLL, shifted",
     "shift/mean/cal/ECE": "ECE, shifted",
     "div/Disagreement": "disagreement",
 }
+NEWEST = 12
+"""Newest examples that are listed."""
 FRONTIERS = ("ood/mean/AUROC", "cls/NLL", "cls/Acc", "cal/ECE")
 
 
@@ -187,6 +193,37 @@ def abstention(results: Sequence[Results]) -> Section | None:
         "legend": legend(results),
     }
     return Section("abstention", "Answer or abstain", content)
+
+
+def novelty(results: Sequence[Results]) -> Section | None:
+    """List the alarms per set and the newest examples of models that know their data."""
+    able = [result for result in results if "alarm" in result.examples.get("id", {})]
+    if not able:
+        return None
+    sets = [name for name in able[0].examples if not name.startswith("post/")]
+    rows = [
+        {
+            "name": "test data" if name == "id" else name,
+            "count": len(able[0].examples[name]["alarm"]),
+            "cells": [_share(result.examples.get(name, {}).get("alarm")) for result in able],
+        }
+        for name in sets
+    ]
+    columns = [(name, able[0].examples[name]["score:novelty"].tolist()) for name in sets]
+    ranked = sorted(
+        ((score, name, number) for name, column in columns for number, score in enumerate(column)),
+        reverse=True,
+    )
+    newest = [
+        {"set": "test data" if name == "id" else name, "number": number, "score": f"{score:.1f}"}
+        for score, name, number in ranked[:NEWEST]
+    ]
+    content = {"names": [result.name for result in able], "rows": rows, "newest": newest}
+    return Section("novelty", "Like anything known?", content, long=True)
+
+
+def _share(alarm: Any) -> str:
+    return "–" if alarm is None else f"{100 * float(alarm.double().mean()):.1f}"
 
 
 def legend(results: Sequence[Results]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ examples' own sums.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ class Novelty:
         named = self.taps[self.first_class_tap :] if self.classes is not None else ()
         return (*self.taps, *(f"{tap}, nearest class" for tap in named), "probability")
 
-    @property
+    @cached_property
     def weights(self) -> Tensor:
         """Weight of every term, `[term]`."""
         taps = len(self.taps)

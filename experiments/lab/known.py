@@ -1,0 +1,128 @@
+"""What the novelty tables are made of: token summaries and logits of every data set, kept on disk.
+
+Every data set becomes one file `CACHE/novelty/<task>/<set>.safetensors`: `readout` and `mean` (the
+readout token and the mean over unpadded tokens after every block, `[example, block, width]`),
+`logits` and `features` (what the classifier reads) of the single model, `members` (logits of three
+members fused above the shared trunk), and `labels`. All detectors read these files, so that they
+see the same features. One pass per set; a stopped run goes on with the sets that are missing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from hydra_ensembles import HeadMask, fuse
+from hydra_ensembles.data.running import split_batch
+from hydra_ensembles.errors import DataError
+from hydra_ensembles.hosts import host_model, main_output
+
+from .known_sets import MAKERS
+from .tasks import open_task
+
+BRANCHED = {"imagenet": 2, "cifar10": 2, "sst2": 1, "clinc150": 1, "digits": 2}
+"""Blocks, from the last, in which the three members differ."""
+
+
+def classifier_of(model: nn.Module) -> nn.Linear:
+    """Return the linear layer that gives the logits."""
+    return [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+
+
+def members_of(model: nn.Module, branched: int) -> list[HeadMask]:
+    """Return three members that lose a third of the heads of the last blocks, in turn."""
+    full = HeadMask.full(model)
+    found = []
+    for member in range(3):
+        mask = full
+        for layer in range(len(full))[-branched:]:
+            kept = [head % 3 != member for head in range(len(full[layer]))]
+            mask = mask.with_layer(layer, kept)
+        found.append(mask)
+    return found
+
+
+@torch.no_grad()
+def extract(model: nn.Module, batches: Iterable[Any], branched: int) -> dict[str, Tensor]:
+    """Run the single model and the fused members over data; see the top of this file."""
+    ensemble = fuse(model, members_of(model, branched)).eval()
+    states: list[Tensor] = []
+    read: list[Tensor] = []
+    linear = classifier_of(model)
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        states.append(output[0] if isinstance(output, tuple) else output)
+
+    hooks = [block.module.register_forward_hook(keep) for block in host_model(model).blocks]
+    hooks.append(linear.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0])))
+    parts: dict[str, list[Tensor]] = {}
+    for batch in batches:
+        args, kwargs, labels = split_batch(batch)
+        states.clear()
+        read.clear()
+        logits = main_output(model(*args, **kwargs))
+        mask = kwargs.get("attention_mask")
+        weight = torch.ones(states[0].shape[:2]) if mask is None else mask.float()
+        weight = (weight / weight.sum(1, keepdim=True))[..., None]
+        # the members' trunk is the single model's: it runs once
+        with ensemble.body.told(trunk_states=states[-branched - 1]):
+            members = ensemble.member_logits(batch)
+        row = {
+            "readout": torch.stack([state[:, 0] for state in states], 1),
+            "mean": torch.stack([(state * weight).sum(1) for state in states], 1),
+            "logits": logits,
+            "features": read[-1] if read[-1].ndim == 2 else read[-1][:, 0],
+            "members": members,
+        }
+        if labels is not None:
+            row["labels"] = labels.long()
+        for name, value in row.items():
+            parts.setdefault(name, []).append(value.clone())
+    for hook in hooks:
+        hook.remove()
+    found = {name: torch.cat(values) for name, values in parts.items()}
+    return {**found, "weight": linear.weight.detach(), "bias": linear.bias.detach()}
+
+
+def folder_of(cache: Path, task: str, seed: int = 0) -> Path:
+    """Return where a task's files lie."""
+    return cache / "novelty" / (task if seed == 0 else f"{task}-seed{seed}")
+
+
+def keep_features(
+    name: str,
+    *,
+    data: Path | None,
+    hosts: Path | None,
+    cache: Path,
+    seed: int = 0,
+    only: Sequence[str] = (),
+) -> None:
+    """Extract the sets of a task that are missing."""
+    task = open_task(name, data, hosts)
+    model = task.host(seed)
+    folder = folder_of(cache, name, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    for key, make in MAKERS[name](task).items():
+        path = folder / f"{key}.safetensors"
+        if path.exists() or (only and key not in only):
+            continue
+        found = extract(model, make(), BRANCHED[name])
+        beside = path.with_suffix(f".{os.getpid()}.partial")
+        save_file({part: tensor.contiguous() for part, tensor in found.items()}, beside)
+        os.replace(beside, path)
+        print(f"{name} {key}: {len(found['logits'])} examples", flush=True)
+
+
+def read_features(cache: Path, task: str, *, seed: int = 0) -> dict[str, dict[str, Tensor]]:
+    """Read all sets of a task."""
+    files = sorted(folder_of(cache, task, seed).glob("*.safetensors"))
+    if not files:
+        raise DataError(f"No features of {task}: run experiments/novelty.py features {task}.")
+    return {file.stem: load_file(file) for file in files}

@@ -1,0 +1,275 @@
+"""Known data, outliers and shifts of the novelty tables, by task.
+
+`known-*` and `test` are known data that no host was trained on; `mild-*` are changes that cost no
+accuracy, `shift-*` corruptions by severity, `proxy-*` outliers made of known data. Choices (taps,
+shrinkage, weights) were made on textures, MNIST, TREC, `oos-validation` and proxies only.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hydra_ensembles.data.corruptions import corrupt, corrupt_texts
+from hydra_ensembles.data.proxies import make_proxies
+
+from . import sets
+from .sets import ImageSet, TextSet
+from .tasks import Digits, Task, TextTask
+
+Makers = dict[str, Callable[[], Iterable[Any]]]
+SEVERITIES = (1, 3, 5)
+IMAGE_SHIFTS = (
+    *("gaussian_noise", "defocus_blur", "motion_blur", "fog", "contrast"),
+    *("elastic_transform", "pixelate", "jpeg_compression"),
+)
+TEXT_SHIFTS = ("typos", "keyboard", "swap_letters", "drop_letters", "drop_words", "swap_words")
+
+
+# --- images
+
+
+def floats(images: ImageSet, size: int) -> Tensor:
+    """Return images `[N, 3, size, size]` in [0, 1]."""
+    pixels = (images.pixels.float() / 255).expand(-1, 3, -1, -1)
+    if pixels.shape[-1] == size:
+        return pixels
+    return F.interpolate(
+        pixels, size=size, mode="bicubic", antialias=pixels.shape[-1] > size
+    ).clamp(0, 1)
+
+
+def as_set(pixels: Tensor, labels: Tensor | None = None) -> ImageSet:
+    """Return images in [0, 1] as bytes."""
+    return ImageSet((pixels.clamp(0, 1) * 255).round().to(torch.uint8), labels)
+
+
+def light_blur(pixels: Tensor) -> Tensor:
+    """Blur with a kernel of 3 x 3."""
+    kernel = torch.tensor([1.0, 2.0, 1.0])
+    kernel = (kernel[:, None] * kernel / 16).expand(3, 1, 3, 3)
+    return F.conv2d(F.pad(pixels, (1,) * 4, mode="replicate"), kernel, groups=3)
+
+
+def jpeg(pixels: Tensor, quality: int = 40) -> Tensor:
+    """Encode and decode an image `[3, H, W]` in [0, 1]."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    array = (pixels.permute(1, 2, 0) * 255).round().byte().numpy()
+    Image.fromarray(array).save(file, "JPEG", quality=quality)
+    with Image.open(file) as image:
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+
+
+MILD: dict[str, Callable[[Tensor], Tensor]] = {
+    "mild-mirrored": lambda pixels: pixels.flip(-1),
+    "mild-brighter": lambda pixels: pixels * 1.15,
+    "mild-jpeg40": lambda pixels: torch.stack([jpeg(image) for image in pixels]),
+    "mild-blur": light_blur,
+}
+
+
+def changed_images(test: ImageSet, size: int, mild: int) -> dict[str, Callable[[], ImageSet]]:
+    """Return mild changes of some test images and corruptions of 100 of them."""
+    few = test.subset(range(0, len(test), len(test) // mild)[:mild])
+    hundred = test.subset(range(0, len(test), len(test) // 100)[:100])
+    made: dict[str, Callable[[], ImageSet]] = {
+        name: lambda change=change: as_set(change(floats(few, size)), few.labels)
+        for name, change in MILD.items()
+    }
+    for severity in SEVERITIES:
+        for name in IMAGE_SHIFTS:
+            made[f"shift-{name}-{severity}"] = lambda name=name, severity=severity: as_set(
+                corrupt(floats(hundred, size), name, severity=severity), hundred.labels
+            )
+    return made
+
+
+def letters(count: int, *, size: int) -> ImageSet:
+    """Draw lines of random letters with PIL's own font, dark on light."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    draw = torch.Generator().manual_seed(0)
+    pictures = []
+    for _ in range(count):
+        grey, ink, points, lines = torch.rand(4, generator=draw).tolist()
+        picture = Image.new("L", (size, size), int(255 - 90 * grey))
+        font = ImageFont.load_default(size=int(size * (0.1 + 0.35 * points)))
+        rows = []
+        for _ in range(1 + int(3 * lines)):
+            codes = torch.randint(65, 91, (8,), generator=draw).tolist()
+            rows.append("".join(map(chr, codes)))
+        ImageDraw.Draw(picture).text((4, 4), "\n".join(rows), fill=int(90 * ink), font=font)
+        pictures.append(torch.from_numpy(np.array(picture))[None])
+    return ImageSet(torch.stack(pictures))
+
+
+def small_digits(count: int) -> ImageSet:
+    """Return scikit-learn's handwritten digits of 8 x 8."""
+    from sklearn.datasets import load_digits
+
+    return as_set(torch.tensor(load_digits().images[:count])[:, None] / 16)
+
+
+def batched(made: dict[str, Callable[[], ImageSet]], size: int) -> Makers:
+    """Make batches of image sets when they are asked for."""
+    return {
+        name: lambda make=make: make().batches(size=size, batch_size=25)
+        for name, make in made.items()
+    }
+
+
+def proxies_of(images: ImageSet, size: int) -> Makers:
+    """Return outliers made of known images."""
+    made = make_proxies(images.batches(size=size, batch_size=25))
+    return {f"proxy-{name}": lambda data=data: data for name, data in made.items()}
+
+
+def imagenet(task: Task) -> Makers:
+    """Known images are the first and second of every class."""
+    root = task.data
+    test = sets.imagenet(root, "test")
+    made: dict[str, Callable[[], ImageSet]] = {
+        "known-0": lambda: sets.imagenet(root, "calibration"),
+        "known-1": lambda: sets.imagenet(root, "validation"),
+        "test": lambda: test,
+        "textures-validation": lambda: sets.textures(root, "validation"),
+        "mnist": lambda: sets.mnist(root).subset(range(300)),
+        "textures-test": lambda: sets.textures(root, "test"),
+        "cifar10": lambda: sets.cifar10(root).subset(range(600)),
+        "letters": lambda: letters(300, size=224),
+        "digits8": lambda: small_digits(300),
+        "noise": lambda: sets.noise(150),
+    }
+    sample = sets.imagenet(root, "calibration").subset(range(0, 1000, 8))
+    late = changed_images(test, 224, 250)
+    return {**batched(made, 224), **proxies_of(sample, 224), **batched(late, 224)}
+
+
+def cifar10(task: Task) -> Makers:
+    """Known images are test images beyond the first 2,000; outliers are brought to 32 x 32."""
+    root = task.data
+    whole = sets.cifar10(root)
+    test = whole.subset(range(1000))
+
+    def small(images: ImageSet) -> ImageSet:
+        return as_set(floats(images, 32))
+
+    made: dict[str, Callable[[], ImageSet]] = {
+        "known-0": lambda: whole.subset(range(2000, 7000)),
+        "test": lambda: test,
+        "textures-validation": lambda: small(sets.textures(root, "validation")),
+        "mnist": lambda: small(sets.mnist(root).subset(range(500))),
+        "textures-test": lambda: small(sets.textures(root, "test")),
+        "tinyimagenet": lambda: small(sets.tinyimagenet(root).subset(range(800))),
+        "letters": lambda: small(letters(300, size=96)),
+        "digits8": lambda: small(small_digits(300)),
+        "noise": lambda: sets.noise(150, size=32),
+    }
+    sample = whole.subset(range(2000, 2125))
+    late = changed_images(test, 32, 300)
+    return {**batched(made, 96), **proxies_of(sample, 96), **batched(late, 96)}
+
+
+# --- texts
+
+
+def arc(root: Path) -> TextSet:
+    """Load the questions of ARC-Easy without their answers."""
+    rows = json.loads(sets.need(root / "text" / "arc" / "ARC-Easy-test.json").read_text())
+    tails = [row["instruction"].split("question: ", 1)[1] for row in rows]
+    return TextSet([tail.split("\n\nAnswer1")[0] for tail in tails])
+
+
+def changed_texts(texts: TextSet, count: int = 400) -> dict[str, TextSet]:
+    """Return mild changes of labelled texts, and corruptions by severity."""
+    some = texts.sample(count, seed=1)
+
+    def noisy(name: str, severity: int) -> TextSet:
+        return TextSet(corrupt_texts(some.texts, name, severity=severity), some.labels)
+
+    found = {
+        "mild-upper": TextSet([text.upper() for text in some.texts], some.labels),
+        "mild-no-stop": TextSet([text.rstrip(" .?!") for text in some.texts], some.labels),
+        "mild-typo": noisy("typos", 1),
+        "mild-word-order": noisy("swap_words", 1),
+    }
+    for name in TEXT_SHIFTS:
+        for severity in SEVERITIES:
+            found[f"shift-{name}-{severity}"] = noisy(name, severity)
+    return found
+
+
+def tokenized(task: TextTask, found: dict[str, TextSet]) -> Makers:
+    """Make batches of texts, and proxies of some known ones."""
+    made: Makers = {name: lambda texts=texts: task.batches(texts) for name, texts in found.items()}
+    sample = task.batches(found["known-0"].sample(200))
+    for name, data in make_proxies(sample).items():
+        made[f"proxy-{name}"] = lambda data=data: data
+    return made
+
+
+def sst2(task: Task) -> Makers:
+    """Known sentences were kept aside from the hosts' training."""
+    root = task.data
+    parts = [sets.sst2(root, part) for part in ("calibration", "validation", "reserve")]
+    test = sets.sst2(root)
+    found = {
+        "known-0": parts[0] + parts[1] + parts[2],
+        "test": test,
+        "trec": sets.trec(root, "train").sample(500).unlabelled(),
+        "ag-news": sets.ag_news(root).sample(500).unlabelled(),
+        "multi30k": sets.multi30k(root).sample(500).unlabelled(),
+        "intents": sets.clinc150(root, "test").sample(500).unlabelled(),
+        "arc": arc(root).sample(400),
+        "movie-reviews": sets.movie_reviews(root).sample(400).unlabelled(),
+        **changed_texts(test),
+    }
+    assert isinstance(task, TextTask)
+    return tokenized(task, found)
+
+
+def clinc150(task: Task) -> Makers:
+    """Known questions are the validation part; `test` joins it (see `novelty.py`)."""
+    root = task.data
+    test = sets.clinc150(root, "test")
+    out = sets.clinc150(root, "oos_train") + sets.clinc150(root, "oos_val")
+    found = {
+        "known-0": sets.clinc150(root, "val"),
+        "test": test.sample(1500),
+        "trec": sets.trec(root, "train").sample(500).unlabelled(),
+        "oos-validation": out.unlabelled(),
+        "oos-test": sets.clinc150(root, "oos_test").unlabelled(),
+        "ag-news": sets.ag_news(root).sample(500).unlabelled(),
+        "multi30k": sets.multi30k(root).sample(500).unlabelled(),
+        "sst2": sets.sst2(root).sample(500).unlabelled(),
+        **changed_texts(test),
+    }
+    assert isinstance(task, TextTask)
+    return tokenized(task, found)
+
+
+def digits(task: Task) -> Makers:
+    """Known digits are the validation part."""
+    assert isinstance(task, Digits)
+    found = {"known-0": task.held_out, "test": task.test}
+    found |= {**task.outliers, **task.ood["unseen"]}
+    return {name: lambda data=data: data for name, data in found.items()}
+
+
+MAKERS: dict[str, Callable[[Task], Makers]] = {
+    "imagenet": imagenet,
+    "cifar10": cifar10,
+    "sst2": sst2,
+    "clinc150": clinc150,
+    "digits": digits,
+}
