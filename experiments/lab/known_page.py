@@ -20,12 +20,14 @@ TITLES = {
 }
 PROSE = """# Novelty against other detectors
 
-`ensemble.fit_novelty_(known)` ([what it computes](../concepts/novelty.md)) beside the detectors of pytorch-ood,
-Mahalanobis++ and its relative form, on the same known data and the same model: three members that part in the last two
-blocks (text: the last), above the single model's trunk. Rivals read the single model's logits and penultimate features.
-Known data were not trained on; five draws of them, means over draws. No detector sees an outlier. Taps, shrinkage and
-weights were chosen on the sets in brackets and on proxies, on no other set. AUROC in percent, outliers positive; the best
-of a column in bold. One command per table: `python experiments/novelty.py table TASK --cache CACHE`.
+`ensemble.fit_novelty_(known)` ([what it computes](../concepts/novelty.md)) beside the detectors of
+pytorch-ood, Mahalanobis++ and its relative form, on the same known data and the same model: three
+members that part in the last two blocks (text: the last), above the single model's trunk. Rivals
+read the single model's logits and penultimate features. Known data were not trained on; five draws
+of them, means over draws. No detector sees an outlier. Taps, shrinkage and weights were chosen on
+the sets in brackets and on proxies, and on no other set. AUROC in percent, outliers positive; the
+best of a column in bold. One command per table:
+`python experiments/novelty.py table TASK --cache CACHE`.
 """
 
 
@@ -37,7 +39,9 @@ def mean(values: Sequence[float]) -> float:
 def read(task: str) -> dict[str, Any] | None:
     """Read a task's record, None when there is none."""
     path = RESULTS / f"novelty-{task}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if not path.exists():
+        return None
+    return {**json.loads(path.read_text(encoding="utf-8")), "families": FAMILIES[task]}
 
 
 def of_detector(draws: Sequence[Any], name: str, sets: Sequence[str], figure: str) -> list[float]:
@@ -168,8 +172,8 @@ def harm_lines(records: dict[str, dict[str, Any]]) -> str:
                 f"{n.removeprefix('shift-')} {a:.0f} %" for _, a, n in harmful if a < 80
             )
             lines.append(
-                f"- {TITLES[task]}: {len(harmful)} shifts halve accuracy; {len(caught)} of them alarm "
-                f"at 80 % or more, {mean([a for _, a, _ in harmful]):.0f} % on average."
+                f"- {TITLES[task]}: {len(harmful)} shifts halve accuracy; {len(caught)} of them "
+                f"alarm at 80 % or more, {mean([a for _, a, _ in harmful]):.0f} % on average."
                 + (f" Missed: {missed}." if missed else "")
             )
     return "\n".join(lines) or "- No shift here halves accuracy."
@@ -178,7 +182,8 @@ def harm_lines(records: dict[str, dict[str, Any]]) -> str:
 def failure_table(records: dict[str, dict[str, Any]]) -> str:
     """Return what 5 % of outliers among the known data do."""
     lines = [
-        "| task | outliers among the known | that family: clean, contaminated | far: clean, contaminated |",
+        "| task | outliers among the known | that family: clean, contaminated "
+        "| far: clean, contaminated |",
         "|---|---|---:|---:|",
     ]
     for task, record in records.items():
@@ -201,13 +206,13 @@ def left_out(records: dict[str, dict[str, Any]]) -> str:
     if not draws:
         return ""
     names = sorted(draws[0], key=lambda name: -mean([draw.get(name, 50.0) for draw in draws]))
-    shown = ", ".join(
-        f"{name} {mean([draw[name] for draw in draws if name in draw]):.1f}" for name in names[:6]
-    )
+    means = {name: mean([draw[name] for draw in draws if name in draw]) for name in names[:6]}
+    shown = ", ".join(f"{name} {value:.1f}" for name, value in means.items())
     ours = mean([draw["novelty"] for draw in draws])
     return (
-        "Two CIFAR-10 classes left out of the known data (the host of ImageNet, about 240 labelled known images of the other "
-        f"eight, the same low-level statistics): novelty {ours:.1f}; best: {shown}."
+        "Two CIFAR-10 classes left out of the known data (the host of ImageNet, about 240 labelled "
+        "known images of the other eight, the same low-level statistics): "
+        f"novelty {ours:.1f}; best: {shown}."
     )
 
 
@@ -245,11 +250,13 @@ def write_page() -> None:
     parts.append(f"## How many known examples\n\n{sizes_table(records)}\n")
     parts.append(
         "## Alarms under change\n\nMild changes, which should not alarm, in percent:\n\n"
-        f"{mild_table(records)}\n\nAll corruptions and severities, alarms against lost accuracy:\n\n"
+        f"{mild_table(records)}\n\n"
+        "All corruptions and severities, alarms against lost accuracy:\n\n"
         f"![Alarm rate against lost accuracy](novelty-shifts.png)\n\n{harm_lines(records)}\n"
     )
     parts.append(
-        f"## How it fails\n\n{left_out(records)}\n\nKnown data that contain outliers (AUROC, no labels):\n\n"
+        f"## How it fails\n\n{left_out(records)}\n\n"
+        "Known data that contain outliers (AUROC, no labels):\n\n"
         f"{failure_table(records)}\n"
     )
     draw_picture(records)

@@ -128,6 +128,23 @@ def test_one_member_is_enough() -> None:
     assert ensemble.predict(zoo.batch("vit")).novelty is not None
 
 
+@pytest.mark.parametrize("name", ["vit", "bert", "dinov2"])
+def test_members_without_a_trunk_are_heard_too(name: str) -> None:
+    full = HeadMask.full(zoo.host(name))
+    apart = [full.with_layer(0, [head != member for head in range(4)]) for member in range(2)]
+    ensemble = fuse(zoo.make(name), apart).eval()
+    assert not len(ensemble.body.trunk)
+    ensemble.fit_novelty_(known(name), progress=False)
+    assert ensemble.novelty is not None and len(ensemble.novelty.taps) == 2
+    answer = ensemble.predict(zoo.batch(name))
+    alone = [ensemble.predict(take(zoo.batch(name), [row])).novelty_score for row in range(4)]
+    assert answer.novelty_score is not None
+    torch.testing.assert_close(answer.novelty_score, torch.cat(alone), atol=1e-2, rtol=1e-3)
+    ensemble.mode = "loop"
+    with pytest.raises(UnsupportedModelError, match="fused"):
+        ensemble.predict(zoo.batch(name))
+
+
 def test_members_one_by_one_say_the_same() -> None:
     ensemble = ensemble_of("bert").fit_novelty_(known("bert"), progress=False)
     batch = zoo.batch("bert", seed=5)
@@ -220,7 +237,3 @@ def test_refusals_say_what_to_do() -> None:
         ensemble.fit_novelty_([(zoo.batch("vit"), labels)], progress=False)
     with pytest.raises(DataError, match="batch 0 of the known data"):
         ensemble.fit_novelty_([torch.zeros(2, 3, 5, 5)], progress=False)
-    whole = HeadMask.full(zoo.host("vit"))
-    first = [whole.with_layer(0, [head != member for head in range(4)]) for member in range(2)]
-    with pytest.raises(UnsupportedModelError, match="share"):
-        fuse(zoo.make("vit"), first).fit_novelty_(known("vit"), progress=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..data.modes import in_eval
 from ..data.running import move, progress_bar, split_batch
-from ..errors import DataError, HydraError, UnsupportedModelError
+from ..errors import DataError, HydraError
 from ..uncertainty.novelty import Evidence, Novelty, NoveltyFit
 from .taps import Collector, collecting, tap_names
 
@@ -20,12 +20,6 @@ CLASS_BLOCKS = 3
 
 def logits_and_summaries(ensemble: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Run an ensemble once; return raw member logits and the trunk's token summaries."""
-    trunk = ensemble.body.trunk
-    if not len(trunk):
-        raise UnsupportedModelError(
-            "Novelty listens to the trunk, but members branch at the first block: they share "
-            "nothing. Fuse members that share at least one block."
-        )
     args, kwargs, _ = split_batch(batch)
     inputs = move(ensemble._named(args, kwargs), ensemble.device)
     readout = ensemble.readout
@@ -34,7 +28,7 @@ def logits_and_summaries(ensemble: Any, batch: Any) -> tuple[Tensor, Tensor]:
         readout=_has_readout_token(readout),
         positions=None if readout.positions is None else readout.positions(inputs),
     )
-    with collecting(trunk, collector):
+    with collecting(ensemble.body, collector):
         logits = ensemble.member_logits(batch)
     return logits.float(), collector.summaries()
 
@@ -51,7 +45,7 @@ def fit_novelty(
     names = _names_of(known) if names is None else names
     blocks = len(ensemble.body.trunk)
     taps = tap_names(blocks, readout=_has_readout_token(ensemble.readout))
-    late = min(CLASS_BLOCKS, blocks) * len(taps) // blocks if blocks else 0
+    late = min(CLASS_BLOCKS, blocks) * len(taps) // blocks if blocks else 1
     fit: NoveltyFit | None = None
     model = in_eval(ensemble)
     bar = progress_bar(known, description="known data", enabled=progress)
