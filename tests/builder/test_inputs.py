@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hydra_ensembles import HeadMask, build, fuse
+from hydra_ensembles import HeadMask, build, find_circuit, fuse, score_heads
 from hydra_ensembles.data.running import collect_logits
 from hydra_ensembles.errors import DataError
 
@@ -66,3 +66,16 @@ def test_an_empty_batch_of_text():
         ensemble.predict({"input_ids": torch.empty(2, 0, dtype=torch.long)})
     with pytest.raises(DataError, match="empty"):
         build(model, [{key: value[:0] for key, value in batch.items()}], progress=False)
+
+
+def test_the_siblings_of_build_name_them_too():
+    model = sharp("timm")
+    bad = pictures(30)
+    bad[1][0][3, 0, 0, 0] = math.nan
+    with pytest.raises(DataError, match="NaN for 1 of 15 examples"):
+        score_heads(model, bad, criterion="taylor", progress=False)
+    with pytest.raises(DataError, match=r"NaN .* batch 1 of the data set 'id'"):
+        find_circuit(model, id=bad, progress=False)
+    for labels, message in ((torch.rand(30), "whole class number"), (torch.full((30,), 7), "7")):
+        with pytest.raises(DataError, match=message):
+            find_circuit(model, id=with_labels(labels), progress=False)

@@ -186,7 +186,7 @@ def frontier(
         known = Frontier.from_json(target)
         check_same_run(target, known.settings, settings)
         points = {(point.branch_layer, point.keep_per_layer): point for point in known.points}
-    ordered = sorted(options, key=lambda option: option.cost)
+    ordered = sorted(options, key=lambda o: (o.cost, o.branch_layer, o.keep_per_layer))
     for option in progress_bar(ordered, description="frontier", enabled=progress):
         key = (option.branch_layer, option.keep_per_layer)
         if key not in points:

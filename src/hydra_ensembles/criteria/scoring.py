@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from ..data.running import call_model, evaluating, progress_bar, split_batch
+from ..data.running import call_model, check_inputs, evaluating, progress_bar, split_batch
 from ..errors import DataError, UnsupportedModelError
 from ..heads.gating import gate
 from ..heads.masks import HeadScores
@@ -189,6 +189,7 @@ def _read(
         if by_attention:
             watch = stack.enter_context(watch_attention(host, observe))
         for batch in progress_bar(data, description="heads", enabled=progress, total=total):
+            check_inputs(batch)
             if by_gate:
                 gradients = gate_gradients(host, batch, loss=loss, watch=watch)
                 for layer, row in enumerate(gradients):

@@ -381,8 +381,6 @@ def check_labels(labels: Tensor, where: str, *, classes: int | None = None) -> T
     labels = labels.long()
     outside = labels[labels < 0] if classes is None else labels[(labels < 0) | (labels >= classes)]
     if len(outside):
-        raise DataError(
-            f"Label {int(outside[0])} in {where} is out of range: the model has "
-            f"{classes} classes, 0 to {(classes or 0) - 1}."
-        )
+        known = "" if classes is None else f": the model has {classes} classes, 0 to {classes - 1}"
+        raise DataError(f"Label {int(outside[0])} in {where} is out of range{known}.")
     return labels

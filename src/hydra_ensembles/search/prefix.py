@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..data.batches import check_reiterable
-from ..data.running import evaluating, split_batch
+from ..data.running import check_inputs, check_labels, evaluating, split_batch
 from ..errors import DataError
 from ..heads.masks import HeadMask
 from ..hosts import HostModel
@@ -89,6 +89,8 @@ class Prefix:
                 check_reiterable(batches, name=name)
                 labels, sizes = [], []
                 for index, batch in enumerate(batches):
+                    where = f"batch {index} of the data set {name!r}"
+                    check_inputs(batch, where)
                     x, call = self.engine.enter(batch)
                     found = split_batch(batch)[2]
                     if found is None and name in labelled:
@@ -98,7 +100,7 @@ class Prefix:
                         )
                     sizes.append(call.batch)
                     if found is not None and name in labelled:
-                        labels.append(found.long().cpu())
+                        labels.append(check_labels(found, where))
                     self._keep((name, index), x, call)
                 if not sizes:
                     raise DataError(f"The data set {name!r} is empty: it gave no batch.")
@@ -215,6 +217,8 @@ class Prefix:
                     tick(len(masks) * (len(self.host) - self.layer))
                 found[name].append(known)
         labels = {name: self.labels[name] for name in chosen if name in self.labels}
+        for name, values in labels.items():
+            check_labels(values, f"the data set {name!r}", classes=found[name][0].shape[-1])
         return Outputs({name: torch.cat(parts) for name, parts in found.items()}, labels)
 
     def _span(self, name: str, index: int) -> str:
