@@ -145,6 +145,22 @@ def test_members_without_a_trunk_are_heard_too(name: str) -> None:
         ensemble.predict(zoo.batch(name))
 
 
+@pytest.mark.parametrize("name", ["vit", "bert", "timm"])
+@pytest.mark.parametrize("layer", [0, zoo.LAYERS - 1])
+def test_the_host_engine_is_heard_too(name: str, layer: int) -> None:
+    full = HeadMask.full(zoo.host(name))
+    apart = [full.with_layer(layer, [head != member for head in range(4)]) for member in range(2)]
+    scores = []
+    for engine in ("fused", "host"):
+        ensemble = fuse(zoo.make(name), apart, engine=engine).eval()
+        assert ensemble.engine == engine
+        ensemble.fit_novelty_(known(name), progress=False)
+        scores.append(ensemble.predict(zoo.batch(name)).novelty_score)
+    assert scores[0] is not None and scores[1] is not None
+    if layer:  # without a trunk, one of the engines may hear one member only
+        torch.testing.assert_close(scores[0], scores[1], atol=1e-2, rtol=1e-3)
+
+
 def test_members_one_by_one_say_the_same() -> None:
     ensemble = ensemble_of("bert").fit_novelty_(known("bert"), progress=False)
     batch = zoo.batch("bert", seed=5)

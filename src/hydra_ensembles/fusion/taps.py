@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
+from ..hosts.calling import states_of, take_call
 
 _active: ContextVar[Collector | None] = ContextVar("hydra_taps", default=None)
 _attaching = threading.Lock()
@@ -51,14 +52,20 @@ class Collector:
         rows.append(self._mean_token(hidden))
         self._rows[block] = rows
 
-    def take_body(self, entering: Tensor, leaving: Tensor) -> None:
-        """Summarise what enters and leaves a body without a trunk."""
-        if self._rows:
+    def enter(self, hidden: Tensor) -> None:
+        """Summarise what enters a body without a trunk: the embeddings."""
+        self._rows.setdefault(0, [self._mean_token(hidden)])
+
+    def leave(self, hidden: Tensor) -> None:
+        """Summarise what leaves a body without a trunk: the members' streams, a larger batch.
+
+        A host that runs once per stream is heard in its first run.
+        """
+        if 1 in self._rows:
             return
-        # the members' streams are a larger batch; readout-only blocks leave the readout token first
-        streams = leaving.unflatten(0, (-1, len(entering))).mean(0)
-        last = streams[:, 0].clone() if self._readout else streams.mean(1)
-        self._rows[0] = [self._mean_token(entering), last]
+        # readout-only blocks leave the readout token first
+        streams = hidden.unflatten(0, (-1, len(self._rows[0][0]))).mean(0)
+        self._rows[1] = [streams[:, 0].clone() if self._readout else streams.mean(1)]
 
     def _readout_token(self, hidden: Tensor) -> Tensor:
         if self._positions is None:
@@ -96,10 +103,14 @@ def tap_names(blocks: int, *, readout: bool) -> tuple[str, ...]:
 def collecting(body: Any, collector: Collector) -> Iterator[Collector]:
     """Let a collector listen to a body during one call, in this thread."""
     taps = [(block, partial(_tap, number)) for number, block in enumerate(body.trunk)]
+    if not taps:
+        ends = (body, body) if isinstance(body, nn.Module) else (body.layers[0], body.layers[-1])
+        taps = [(ends[0], partial(_tap_entering)), (ends[1], partial(_tap_leaving))]
     with _attaching:  # one thread adds the hooks, the others wait for it
-        for module, hook in taps or [(body, partial(_tap_body))]:
-            if not any(_is_tap(known) for known in module._forward_hooks.values()):
-                module.register_forward_hook(hook)
+        for module, hook in taps:
+            known = module._forward_hooks.values()
+            if not any(isinstance(h, partial) and h.func is hook.func for h in known):
+                module.register_forward_hook(hook, with_kwargs=True)
     token = _active.set(collector)
     try:
         yield collector
@@ -107,21 +118,24 @@ def collecting(body: Any, collector: Collector) -> Iterator[Collector]:
         _active.reset(token)
 
 
-def _tap(block: int, module: nn.Module, args: Any, output: Any) -> None:
-    if torch.compiler.is_compiling():  # a graph of the model has no listeners
-        return
-    collector = _active.get()
+def _tap(block: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    collector = _listening()
     if collector is not None:
-        collector.take(block, output[0] if isinstance(output, tuple) else output)
+        collector.take(block, states_of(output)[0])
 
 
-def _tap_body(module: nn.Module, args: Any, output: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    collector = _active.get()
+def _tap_entering(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    collector = _listening()
     if collector is not None:
-        collector.take_body(args[0], output[0] if isinstance(output, tuple) else output)
+        collector.enter(take_call(args, kwargs).hidden)
 
 
-def _is_tap(hook: Any) -> bool:
-    return isinstance(hook, partial) and hook.func in (_tap, _tap_body)
+def _tap_leaving(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    collector = _listening()
+    if collector is not None:
+        collector.leave(states_of(output)[0])
+
+
+def _listening() -> Collector | None:
+    # a graph of the model has no listeners
+    return None if torch.compiler.is_compiling() else _active.get()
