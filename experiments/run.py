@@ -68,6 +68,10 @@ def run(table: dict[str, Any], args: argparse.Namespace) -> None:
     records = Records.read(table["name"], args.out)
     records.add(results, costs, against=table["against"], count=args.resamples)
     records.write(table["name"], [row["name"] for row in table["rows"]], args.out)
+    if table.get("kind") == "members":
+        from lab.members import write_examples
+
+        write_examples(table, store, args.out)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -7,7 +7,9 @@ A row of a table file names its `method`; all other keys are the method's option
     masks            nothing trained: recorded members (`source`, in masks/<task>.json)
     build            `hydra.build` with `options`
     branch           recorded masks (`source`, or `host`), then `finetune_branch` with `options`
-    distill          `hydra.distill` of the hosts of `seeds`; a student has `members: 1`
+    distill          `hydra.distill` of the hosts of `seeds`, or of teachers by `make`; a student
+                     has `members: 1`; with `mean: true` the hosts' mean is the only teacher
+    teachers         what `hydra.make_teachers` makes with the options in `make`, as an ensemble
     baseline         `make_baseline(name, ...)` with `options`
 
 `host` is a seed, or `draw`; 0 unless said. `part` and `count` name the training data of all that
@@ -28,8 +30,10 @@ from torch import nn
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask, HydraEnsemble, fuse
 from hydra_ensembles.baselines import make_baseline, relative_cost
+from hydra_ensembles.baselines.member_stack import MemberStack
 from hydra_ensembles.data.proxies import make_proxies
 from hydra_ensembles.errors import DataError
+from hydra_ensembles.hosts import main_output
 from hydra_ensembles.hosts.tiny_vit import TinyViT
 from hydra_ensembles.registry import Registry
 from hydra_ensembles.training import finetune_branch
@@ -216,18 +220,55 @@ def branch(store: Store, row: Row, draw: int) -> Answers:
 
 @methods.register("distill")
 def distill(store: Store, row: Row, draw: int) -> Answers:
-    """Distil hosts into one fused model, one teacher per member; one member is a student."""
+    """Distil teachers into one fused model, one per member; one member is a student.
+
+    Teachers are the hosts of `seeds`, their `mean`, or made of the host by `make`.
+    """
     task, seed = store.task, seed_of(row, draw)
     options = {"seed": draw, "progress": False, **row.get("options", {})}
     model = hydra.distill(
         task.host(seed),
-        [task.host(teacher) for teacher in row["seeds"]],
+        teachers_of(store, row, seed),
         task.training(row.get("part", "train"), row.get("count")),
         validation=task.calibration,
         folder=store.place(row["name"], draw) / "work",
         **options,
     )
     return answers_of_model(task, model, row, seed)
+
+
+def teachers_of(store: Store, row: Row, seed: int) -> list[Any]:
+    """Return the teachers of a row."""
+    task = store.task
+    if "make" in row:
+        data = task.training(row.get("part", "train"), row.get("count"))
+        folder = store.place(f"teachers {row['make']['how']}", seed)
+        return hydra.make_teachers(
+            task.host(seed), data, folder=folder, progress=False, **row["make"]
+        )
+    hosts = [task.host(teacher) for teacher in row["seeds"]]
+    return [Mean(hosts)] if row.get("mean") else hosts
+
+
+class Mean(nn.Module):
+    """The mean probability of several models, as one teacher."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Answer with the log of the mean."""
+        answers = [main_output(model(*args, **kwargs)).softmax(-1) for model in self.models]
+        return torch.stack(answers).mean(0).log()
+
+
+@methods.register("teachers")
+def teachers(store: Store, row: Row, draw: int) -> Answers:
+    """Ask the teachers that a row makes, as an ensemble."""
+    task, seed = store.task, seed_of(row, draw)
+    found = MemberStack(teachers_of(store, row, seed)).eval()
+    return answers_of_model(task, found, row, seed)
 
 
 @methods.register("baseline")

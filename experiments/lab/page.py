@@ -145,6 +145,12 @@ def write_page(table: Mapping[str, Any], folder: Path = PAGES) -> Path:
 
         body, picture = sweep_table(table, folder), sweep_picture(table, folder)
         caption = "Accuracy over the share of pruned heads; bars: the range over calibration draws."
+    elif table.get("kind") == "members":
+        from .members import examples_table, members_picture
+
+        body = [*main_table(table, folder), "", *examples_table(table, folder)]
+        picture = members_picture(table, folder)
+        caption = "Digits, corrupted digits and outliers, by the teachers' mutual information."
     else:
         body, picture = main_table(table, folder), draw_picture(table, folder)
         caption = (

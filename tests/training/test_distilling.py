@@ -137,6 +137,9 @@ def test_one_member_is_a_student_of_the_mean():
     student = train(teachers, masks=None, members=1, branch_layer=1)
     assert student.members == 1 and student.plan.trunk == 1
     assert student.record["shares"] == [pytest.approx([1 / 3] * 3)]
+    assert "taught   by 3 teachers, their mean: 8 steps on 32 examples, trunk frozen" in str(
+        student
+    )
     assert student.masks[0] == HeadMask.full(model())
 
 
@@ -280,6 +283,17 @@ def test_what_cannot_teach_is_refused(tmp_path):
         train([torch.full((COUNT, 5), math.nan)], outliers=None)
     with pytest.raises(ValueError, match='"auto"'):
         train([teacher(0)], outliers="proxies")
+
+
+def test_half_precision_and_bootstraps_leave_float_weights():
+    options: dict[str, Any] = {"epochs": 1, "views": 1}
+    full = train([teacher(0)], **options)
+    half = train([teacher(0)], mixed_precision="bf16", **options)
+    drawn = train([teacher(0)], settings=Settings(distill=0.5, bootstrap=True), **options)
+    assert all(p.dtype == torch.float32 for p in half.parameters())
+    assert 0 < largest_difference(full, half) < 0.1
+    assert largest_difference(full, drawn) > 0
+    assert "taught   by 1 teacher: 4 steps" in str(full)
 
 
 def test_loaders_teach_as_lists_do():

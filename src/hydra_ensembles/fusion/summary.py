@@ -19,6 +19,7 @@ def summarize(ensemble: Any) -> str:
         lines.append(f"  {'branch' if i == 0 else '':<8} {phrase}")
     if ensemble.merged:
         lines.append(f"  averaged {', '.join(ensemble.merged)} (members were fine-tuned)")
+    lines += _teachers(ensemble.record)
     lines += _cost_lines(ensemble)
     lines.append(f"  score    {_score(ensemble)}")
     lines += _calibration(ensemble)
@@ -27,6 +28,21 @@ def summarize(ensemble: Any) -> str:
     if ensemble.mode != "fused":
         lines.append("  mode     members run one by one")
     return "\n".join(lines)
+
+
+def _teachers(record: dict[str, Any]) -> list[str]:
+    """Say who taught the members, where they were distilled."""
+    if record.get("made_by") != "distill":
+        return []
+    shares = record["shares"]
+    teachers = len(shares[0])
+    each = "one per member" if all(max(share) == 1 for share in shares) else "their mean"
+    if teachers > 1 and len(shares) > 1 and each == "their mean":
+        each = "several per member"
+    said = f"{teachers} teacher{'s' * (teachers > 1)}" + (f", {each}" if teachers > 1 else "")
+    steps, seen = record["training"]["steps"], record["examples"]["data"]
+    trunk = "trained" if record["settings"]["trunk_rate"] else "frozen"
+    return [f"  taught   by {said}: {steps:,} steps on {seen:,} examples, trunk {trunk}"]
 
 
 def _members(ensemble: Any) -> str:

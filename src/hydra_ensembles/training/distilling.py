@@ -123,8 +123,9 @@ def distill(
         outliers: Inputs without a label to learn the teachers' answers on: `"auto"`, label-
             destroying variants of the data; batches, or batches by family; None for none.
         augment: Whether views of the data after the first are lightly changed.
-        validation: Labelled data for the temperature, and for NLL after each epoch. By default a
-            tenth of the data is held out if it has labels; without labels nothing is calibrated.
+        validation: Labelled data for the temperature, and for the NLL of each epoch where the best
+            is kept (`Settings.keep`). By default a tenth of the data is held out if it has labels;
+            without labels nothing is calibrated.
         settings: How to train; see `Settings`. `epochs`, `learning_rate`, `trunk_rate`, `views`,
             `outlier_weight`, `teacher_temperature` and `mixed_precision` replace its fields.
         seed: Decides the order, the views, dropout and what is held out.
@@ -195,7 +196,7 @@ def distill(
             member=0,
             is_trained=lambda name, parameter: parameter.requires_grad,
             loss=None,
-            validation=held,
+            validation=held if chosen.keep == "best" else None,
             folder=place,
             save_every=save_every,
             progress=progress,

@@ -1,0 +1,155 @@
+"""Kill `distill` with SIGKILL at random moments, resume it, and compare the weights bit by bit.
+
+    python benchmarks/distill_resume.py [--kills 10] [--seed 0]
+
+Three small Vision Transformers teach three members on digits: once above a frozen trunk whose
+outputs are remembered, once with the trunk trained too. One run of each kind is killed again and
+again, ten times in all, after random shares of the processor time that a whole run takes (so the
+moments do not depend on how busy the machine is), and goes on from its folder each time; then ten
+runs are killed once each. Every run must end with the weights, temperature and history of one that
+nobody stopped. Writes `benchmarks/results/distill-resume.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import circuit_data
+import torch
+
+import hydra_ensembles as hydra
+from hydra_ensembles._records import model_fingerprint
+from hydra_ensembles.data import digits
+from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
+
+SHAPE = TinyViTConfig(width=32, heads=4, layers=3, mlp_width=32)
+
+
+def run(folder: Path | None, trunk_rate: float) -> str:
+    """Distil; return all that must be the same again."""
+    data = digits(16, seed=0)
+    teachers = [TinyViT(SHAPE, seed=seed).eval() for seed in (1, 2, 3)]
+    student = hydra.distill(
+        TinyViT(SHAPE, seed=0).eval(),
+        teachers,
+        data.train.subset(range(256), batch_size=32),
+        validation=data.validation,
+        max_cost=1.2,
+        epochs=6,
+        views=3,
+        learning_rate=2e-3,
+        trunk_rate=trunk_rate,
+        folder=folder,
+        save_every=3,
+        progress=False,
+    )
+    history = student.record["training"]["history"]
+    return json.dumps([model_fingerprint(student), student.temperature, history])
+
+
+def in_a_process(folder: Path, rate: float, answer: Path, kill_after: float | None) -> bool:
+    """Run in a process that kills itself after so much processor time; tell whether it did."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            begun = time.process_time()
+
+            def watch() -> None:
+                assert kill_after is not None
+                while time.process_time() - begun < kill_after:
+                    time.sleep(0.001)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            if kill_after is not None:
+                threading.Thread(target=watch, daemon=True).start()
+            answer.write_text(run(folder, rate))
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return True
+    if os.WEXITSTATUS(status):
+        raise SystemExit("a run failed")
+    return False
+
+
+def left(folder: Path) -> dict[str, int]:
+    """Say what a killed run left: answers of teachers, steps of the checkpoint."""
+    from hydra_ensembles.training.checkpoint import read_checkpoint
+
+    saved = read_checkpoint(folder) if folder.exists() else None
+    answers = len(list(folder.glob("answers/*.npy")))
+    return {"answers": answers, "step": 0 if saved is None else saved[1]["step"]}
+
+
+def measure(rate: float, kills: int, seed: int) -> dict[str, Any]:
+    """Kill one run `kills` times, and `kills` runs once."""
+    run(None, rate)  # warm
+    begun = time.process_time()
+    whole = run(None, rate)
+    length = time.process_time() - begun
+    moments = random.Random(seed)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, answer = Path(scratch) / "state", Path(scratch) / "answer.json"
+        again: list[dict[str, int]] = []
+        while len(again) < kills:
+            # short lives: each goes a little further than the last
+            if not in_a_process(folder, rate, answer, (0.1 + 0.2 * moments.random()) * length):
+                break
+            again.append(left(folder))
+        in_a_process(folder, rate, answer, None)
+        repeated = answer.read_text() == whole
+    once: list[dict[str, int]] = []
+    equal = 0
+    while len(once) < kills:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder, answer = Path(scratch) / "state", Path(scratch) / "answer.json"
+            if not in_a_process(folder, rate, answer, moments.random() * length):
+                continue  # it was done before
+            once.append(left(folder))
+            in_a_process(folder, rate, answer, None)
+            equal += answer.read_text() == whole
+    return {
+        "trunk": "trained" if rate else "frozen, its outputs remembered",
+        "one run": {"killed": len(again), "left each time": again, "bit-equal": repeated},
+        "runs killed once": {"runs": kills, "left": once, "bit-equal": equal},
+    }
+
+
+def main() -> None:
+    """Run, print and write JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=circuit_data.RESULTS / "distill-resume.json")
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # forks of a threaded process may hang
+    runs = [measure(rate, args.kills, args.seed) for rate in (0.0, 1.0)]
+    circuit_data.write(
+        {
+            "command": "python benchmarks/distill_resume.py",
+            "what": "distill killed by SIGKILL at random moments, resumed, compared bit by bit",
+            "machine": circuit_data.machine(),
+            "runs": runs,
+        },
+        args.out,
+    )
+    if any(not r["one run"]["bit-equal"] for r in runs) or any(
+        r["runs killed once"]["bit-equal"] != args.kills for r in runs
+    ):
+        raise SystemExit("a resumed run differs")
+
+
+if __name__ == "__main__":
+    main()
