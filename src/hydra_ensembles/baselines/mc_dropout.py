@@ -68,13 +68,13 @@ def mc_dropout(host: nn.Module, task: Task, *, rate: float | None = None) -> nn.
     if rate is not None and not 0 < rate < 1:
         raise ValueError(f"rate={rate}: expected a share between 0 and 1, both excluded.")
     model = copy.deepcopy(host)
-    own = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
-    for name, module in own:
+    dropouts = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    for name, module in dropouts:
         parent, _, child = name.rpartition(".")
         setattr(
             model.get_submodule(parent), child, AlwaysDropout(module.p if rate is None else rate)
         )
-    if not own:
+    if not dropouts:
         _add_dropout_(model, 0.1 if rate is None else rate)
     return MCDropout(model, task.members, task.seed)
 

@@ -114,12 +114,12 @@ def make_baseline(
         raise TypeError(f"The host is a {type(host).__name__}; expected a torch module.")
     if members < 1 or epochs < 1:
         raise ValueError(f"members={members}, epochs={epochs}: expected at least 1 of each.")
-    own = list(inspect.signature(make).parameters)[2:]
-    unknown = sorted(set(options or {}) - set(own))
+    accepted = list(inspect.signature(make).parameters)[2:]
+    unknown = sorted(set(options or {}) - set(accepted))
     if unknown:
         raise TypeError(
             f"The baseline {name!r} has no option {', '.join(unknown)}. "
-            f"It has: {', '.join(own) or 'none'}."
+            f"It has: {', '.join(accepted) or 'none'}."
         )
     task = Task(
         name=name,

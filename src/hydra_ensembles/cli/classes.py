@@ -49,11 +49,11 @@ def names_for_folder(
             return spelled
     places = _places(lists[0])
     strange = next(name for name in found if len(places(name)) != 1)
-    some = ", ".join(lists[0][:5]) + (", ..." if len(lists[0]) > 5 else "")
+    first = ", ".join(lists[0][:5]) + (", ..." if len(lists[0]) > 5 else "")
     kind = (
         f"one of several classes of {model} alike"
         if places(strange)
-        else (f"none of the {len(lists[0])} classes of {model} ({some})")
+        else (f"none of the {len(lists[0])} classes of {model} ({first})")
     )
     raise DataError(
         f"The subfolder {strange!r} of {folder} is {kind}. Rename it, or give your names in the "

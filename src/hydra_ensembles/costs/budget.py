@@ -1,4 +1,4 @@
-"""The budget: where members branch and how many heads they keep, so that the cost stays within it.
+"""The budget: where members branch and how many heads they keep, within a bound on cost.
 
 Costs are counted multiply-adds against the plain host model (`counting.CostModel`). Before heads
 are known a budget is kept for *any* that members may choose: at the branch, where they share
@@ -90,7 +90,7 @@ class Budget:
         return list(range(first, depth))
 
     def option(self, members: int, *, keep: Keep | None = None, at_most: float = 0.5) -> Option:
-        """Choose where members part and what they keep, whichever heads that are.
+        """Choose where members branch and how many heads they keep, whichever those are.
 
         Args:
             members: Number of members M.
@@ -253,23 +253,23 @@ def masks_for(
 
 
 def deal(scores: HeadScores, keep: Sequence[int], *, members: int) -> list[HeadMask]:
-    """Let members take turns at the heads of one score table, layer by layer.
+    """Let members take turns in picking heads from one score table, layer by layer.
 
-    Whose turn it is takes the best head that it lacks among those that fewest members hold. Members
-    are disjoint while heads last, and each gets good ones.
+    In its turn, a member takes the best head that it lacks, among those that the fewest members
+    hold. So members are disjoint while heads last, and every member gets good heads.
     """
     rows: list[list[Tensor]] = [[] for _ in range(members)]
     for row, count in zip(scores, keep, strict=True):
         order = torch.sort(row, descending=True, stable=True).indices.tolist()
         held = [0] * len(row)
-        own = [torch.zeros(len(row), dtype=torch.bool) for _ in range(members)]
+        kept = [torch.zeros(len(row), dtype=torch.bool) for _ in range(members)]
         for _ in range(count):
-            for mine in own:
-                head = min((h for h in order if not mine[h]), key=held.__getitem__)
-                mine[head] = True
+            for row_of_member in kept:
+                head = min((h for h in order if not row_of_member[h]), key=held.__getitem__)
+                row_of_member[head] = True
                 held[head] += 1
-        for member, mine in enumerate(own):
-            rows[member].append(mine)
+        for member, row_of_member in enumerate(kept):
+            rows[member].append(row_of_member)
     return [HeadMask(table) for table in rows]
 
 
@@ -283,19 +283,19 @@ def option_cost(
 ) -> float:
     """Count M members that branch at a layer, for the costliest choice of that many heads."""
     shape = model.host.head_counts
-    each = tuple(range(members))
+    everyone = tuple(range(members))
 
     def heads(layer: int) -> tuple[tuple[int, ...], ...]:
         count, of = keep_per_layer[layer], shape[layer]  # neighbours: the union is the largest
         if untied:  # no two members have a head in common
             of = members * count
-        return tuple(tuple(sorted((m * count + i) % of for i in range(count))) for m in each)
+        return tuple(tuple(sorted((m * count + i) % of for i in range(count))) for m in everyone)
 
     layers = [
         LayerPlan(
             layer=layer,
-            parents=(0,) * members if layer == branch_layer else each,
-            members=each,
+            parents=(0,) * members if layer == branch_layer else everyone,
+            members=everyone,
             heads=heads(layer),
             shared=True,
             readout_only=model.reads_few_tokens and layer == len(shape) - 1,
@@ -303,7 +303,7 @@ def option_cost(
         for layer in range(branch_layer, len(shape))
     ]
     trunk = tuple(tuple(range(shape[layer])) for layer in range(branch_layer))
-    return model.ratio_of(Plan((), branch_layer, trunk, tuple(layers), each, each))
+    return model.ratio_of(Plan((), branch_layer, trunk, tuple(layers), everyone, everyone))
 
 
 def counter_of(model: Host, batch: Any) -> CostModel:
@@ -355,7 +355,7 @@ def fill(
     *,
     untied: bool = False,
 ) -> Option | None:
-    """Fill the budget in some layers (see `branch_options`); None when nothing fits.
+    """Fill the budget in the given layers (see `branch_options`); None if nothing fits.
 
     Members part at the first of `layers`; in layers that are not named they keep all heads.
     """

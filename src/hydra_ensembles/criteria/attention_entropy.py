@@ -61,30 +61,30 @@ def _by_kernel(view: AttentionView) -> Tensor:
     batch, heads, rows, width = view.query.shape
     entropy = view.query.new_empty(batch, heads, rows, dtype=torch.float32)
     per_head = max(1, rows * width)
-    # a mask of pairs is one byte a pair for all heads; as floats it is made for few samples
+    # a mask takes one byte per pair for all heads; as floats it is made for a few samples only
     pairs = rows * view.keys if view.hidden is not None and view.hidden.shape[-2] > 1 else 0
     head_step = min(heads, max(1, BLOCK // per_head))
     sample_step = max(1, BLOCK // max(per_head * head_step, pairs))
     for start in range(0, batch, sample_step):
-        some = slice(start, start + sample_step)
+        samples = slice(start, start + sample_step)
         for first in range(0, heads, head_step):
-            which = slice(first, min(first + head_step, heads))
-            entropy[some, which] = _part_by_kernel(view, some, which)
+            span = slice(first, min(first + head_step, heads))
+            entropy[samples, span] = _part_by_kernel(view, samples, span)
     return torch.where(entropy.isfinite(), entropy, 0.0).clamp_min_(0.0)
 
 
-def _part_by_kernel(view: AttentionView, some: slice, which: slice) -> Tensor:
+def _part_by_kernel(view: AttentionView, samples: slice, heads: slice) -> Tensor:
     """Return the entropies of some samples and heads."""
     assert view.key is not None
-    query = view.query[some, which].float()
+    query = view.query[samples, heads].float()
     group = view.query.shape[1] // view.key.shape[1]
-    key = view.key[some, which] if group == 1 else view.key[some, _range(which) // group]
+    key = view.key[samples, heads] if group == 1 else view.key[samples, _range(heads) // group]
     key = key.float()
     # a shift that all keys share cancels in the softmax; without it the two terms cancel less
     key = key - key.mean(-2, keepdim=True)
     if view.bias is not None:
-        query, key = _with_bias(query, key, _cut(view.bias, some, which), view.scale)
-    hidden, causal = _cut(view.hidden, some, which), view.causal
+        query, key = _with_bias(query, key, _cut(view.bias, samples, heads), view.scale)
+    hidden, causal = _cut(view.hidden, samples, heads), view.causal
     if hidden is not None and causal:
         hidden, causal = hidden | later_keys(slice(0, view.rows), view.keys, query.device), False
     mean_key, logsumexp = _lse_attention(query, key, hidden, causal, view.scale)
@@ -95,11 +95,11 @@ def _range(which: slice) -> Tensor:
     return torch.arange(which.start, which.stop)
 
 
-def _cut(mask: Tensor | None, some: slice, which: slice) -> Tensor | None:
+def _cut(mask: Tensor | None, samples: slice, heads: slice) -> Tensor | None:
     if mask is None:
         return None
-    mask = mask if mask.shape[0] == 1 else mask[some]
-    return mask if mask.shape[1] == 1 else mask[:, which]
+    mask = mask if mask.shape[0] == 1 else mask[samples]
+    return mask if mask.shape[1] == 1 else mask[:, heads]
 
 
 def _with_bias(

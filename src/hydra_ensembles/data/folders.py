@@ -142,9 +142,9 @@ def _unbroken(
     if len(broken) == len(files):
         raise DataError(f"All {len(files)} images in {root} are broken. Is it the right folder?")
     if broken:
-        some = ", ".join(str(files[row].relative_to(root)) for row in broken[:5])
+        named = ", ".join(str(files[row].relative_to(root)) for row in broken[:5])
         warnings.warn(
-            f"Left out {len(broken)} broken of {len(files)} images in {root}: {some}"
+            f"Left out {len(broken)} broken of {len(files)} images in {root}: {named}"
             + (", ..." if len(broken) > 5 else "."),
             stacklevel=3,
         )

@@ -135,8 +135,8 @@ def _labels(
     dataset: Any, column: str, class_names: Sequence[str] | None, where: str
 ) -> tuple[Tensor, list[str] | None]:
     values = list(dataset[column])
-    own = getattr(dataset.features.get(column), "names", None)
-    if own is not None and class_names is not None and list(own) != list(class_names):
-        values = [own[value] for value in values]  # by name, since the orders differ
-    numbers, names = encode_labels(values, class_names or own, where=where)
+    stored = getattr(dataset.features.get(column), "names", None)
+    if stored is not None and class_names is not None and list(stored) != list(class_names):
+        values = [stored[value] for value in values]  # by name, since the orders differ
+    numbers, names = encode_labels(values, class_names or stored, where=where)
     return numbers, names

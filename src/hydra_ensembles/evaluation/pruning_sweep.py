@@ -221,7 +221,7 @@ class _Measure:
         aurocs = []
         for name, outliers in self.ood.items():
             theirs, _ = collect_logits(model, outliers, name=name)
-            scores = [score_logits(each, self.ood_score) for each in (logits, theirs)]
+            scores = [score_logits(answers, self.ood_score) for answers in (logits, theirs)]
             aurocs.append(ood_figures(*scores, name=name)["AUROC"])
             figures[f"ood/{name}/AUROC"] = aurocs[-1]
         if aurocs:

@@ -84,9 +84,9 @@ class Table:
 
     def __init__(self, outputs: Outputs, *, temperature: float | None = None) -> None:
         self.labels = outputs.labels["id"]
-        own = outputs.logits["id"]
+        known = outputs.logits["id"]
         self.temperature = (
-            find_temperature(own[:, :1], self.labels).temperature
+            find_temperature(known[:, :1], self.labels).temperature
             if temperature is None
             else temperature
         )
@@ -99,9 +99,9 @@ class Table:
             if name == "id":
                 predicted.append(classes)
         self.classes = predicted[0]
-        self.target = _at_labels(own, self.labels)
+        self.target = _at_labels(known, self.labels)
         self.target_scaled = torch.stack(
-            [_at_labels(own, self.labels, self.temperature * factor) for factor in GRID], 1
+            [_at_labels(known, self.labels, self.temperature * factor) for factor in GRID], 1
         )
 
     @property
@@ -153,12 +153,12 @@ class Table:
         }
         found: dict[str, dict[str, float]] = {name: {} for name in self.families}
         for score in scores:
-            own = self._score(score, "id", index, means).sort().values
+            inliers = self._score(score, "id", index, means).sort().values
             for family in found:
                 other = self._score(score, family, index, means)
-                low = torch.searchsorted(own, other)
-                high = torch.searchsorted(own, other, right=True)
-                found[family][score] = float((low + high).double().mean()) / (2 * len(own))
+                low = torch.searchsorted(inliers, other)
+                high = torch.searchsorted(inliers, other, right=True)
+                found[family][score] = float((low + high).double().mean()) / (2 * len(inliers))
         nll, scaled = (
             -float(t[..., index].mean(-1).clamp_min(1e-30).log().double().mean(0).amax())
             for t in (self.target, self.target_scaled)
@@ -190,8 +190,8 @@ class Table:
         own_mean = mean(self.columns["id"].top)
         aurocs: dict[str, dict[str, Tensor]] = {name: {} for name in self.families}
         for score in scores:
-            own = 1 - own_mean.amax(-1) if score == "msp" else mean(self.columns["id"].energy)
-            low = own.t().contiguous().sort(-1).values
+            inliers = 1 - own_mean.amax(-1) if score == "msp" else mean(self.columns["id"].energy)
+            low = inliers.t().contiguous().sort(-1).values
             for name in aurocs:
                 column = self.columns[name]
                 other = 1 - mean(column.top).amax(-1) if score == "msp" else mean(column.energy)

@@ -67,8 +67,8 @@ class LayerSearch:
         base = None
         for layer, row in enumerate(rows):
             if source is not None and source[0] == layer:
-                own = None if self._source(rows[:layer]) is None else Outputs({}, {})
-                base = self._pass(prefix, own, lambda _: None)[source[1]]
+                empty = None if self._source(rows[:layer]) is None else Outputs({}, {})
+                base = self._pass(prefix, empty, lambda _: None)[source[1]]
             prefix.advance(row)
         return base
 

@@ -75,13 +75,12 @@ def placements(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor]:
 
     Ties count half. The mean of either is the AUROC (DeLong et al., 1988).
     """
-    own, other = id_scores.double(), ood_scores.double()
-    low, high = own.sort().values, other.sort().values
-    above = (
-        len(other) - (torch.searchsorted(high, own) + torch.searchsorted(high, own, right=True)) / 2
-    )
-    below = (torch.searchsorted(low, other) + torch.searchsorted(low, other, right=True)) / 2
-    return above / len(other), below / len(own)
+    inliers, outliers = id_scores.double(), ood_scores.double()
+    low, high = inliers.sort().values, outliers.sort().values
+    under = (torch.searchsorted(high, inliers) + torch.searchsorted(high, inliers, right=True)) / 2
+    above = len(outliers) - under
+    below = (torch.searchsorted(low, outliers) + torch.searchsorted(low, outliers, right=True)) / 2
+    return above / len(outliers), below / len(inliers)
 
 
 def ece_of(logits: Tensor, labels: Tensor) -> float:
@@ -119,10 +118,10 @@ def ood_auroc(score: str | Score = "msp") -> Objective:
         names = families(outputs)
         if not names:
             raise DataError('The objective "ood-auroc" needs outliers: pass ood=, or ood="auto".')
-        own = score_logits(outputs.logits["id"], score)
-        found: Parts = {"id": torch.zeros(len(own), dtype=torch.float64)}
+        inliers = score_logits(outputs.logits["id"], score)
+        found: Parts = {"id": torch.zeros(len(inliers), dtype=torch.float64)}
         for name in names:
-            above, below = placements(own, score_logits(outputs.logits[name], score))
+            above, below = placements(inliers, score_logits(outputs.logits[name], score))
             found["id"] -= above / len(names)
             found[name] = -below / len(names)
         return found

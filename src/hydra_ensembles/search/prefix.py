@@ -261,15 +261,15 @@ class Prefix:
             last = layer == len(self.host) - 1 and self.engine.own
             width = width * 64 if last and self.host.readout.tokens is not None else width
             for start in range(0, len(branches), width):
-                some = branches[start : start + width]
-                first, end = some[0][0], some[-1][0] + 1  # branches stand in the order of streams
+                chunk = branches[start : start + width]
+                first, end = chunk[0][0], chunk[-1][0] + 1  # branches stand in the order of streams
                 part = x[first * call.batch : end * call.batch]
-                local = [(parent - first, row) for parent, row in some]
+                local = [(parent - first, row) for parent, row in chunk]
                 y = self.engine.step(
                     layer, part, call, local, edit if layer == self.layer else None
                 )
                 if tick is not None:
-                    tick(len(some))
+                    tick(len(chunk))
                 climb(layer + 1, y, members[start : start + width])
 
         climb(self.layer, x, [list(range(len(above)))])

@@ -248,8 +248,9 @@ class Selector:
                 name: torch.randint(size, (size,), generator=generator)
                 for name, size in part.sizes().items()
             }
-            some = part.take(rows)
-            mine, host = some.figures(index, scores=scores), some.figures((0,), scores=scores)
+            resampled = part.take(rows)
+            mine = resampled.figures(index, scores=scores)
+            host = resampled.figures((0,), scores=scores)
             for family, value in self.objective.gains(mine, host).items():
                 found.setdefault(f"AUROC {family}", []).append(value)
             found.setdefault("NLL", []).append(mine.nll - host.nll)

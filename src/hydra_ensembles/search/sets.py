@@ -49,16 +49,16 @@ def search_sets(
     id: Any, *, ood: Any, shift: Any, needs: Iterable[str], average: bool = False
 ) -> dict[str, Any]:
     """Return all data of a search by name."""
-    own = as_data(id)
-    sets: dict[str, Any] = {"id": own}
+    known = as_data(id)
+    sets: dict[str, Any] = {"id": known}
     needs = set(needs)
     if ood is None and ("ood" in needs or average):
         ood = "auto"
-    sets.update(outlier_sets(own, ood))
+    sets.update(outlier_sets(known, ood))
     if shift is not None:
         sets["shift"] = as_data(shift)
     elif "shift" in needs:
-        sets["shift"] = shifted(own)
+        sets["shift"] = shifted(known)
     return sets
 
 
