@@ -17,6 +17,8 @@ def summarize(ensemble: Any) -> str:
         lines.append(f"  trunk    {blocks}, {_trunk_heads(plan)}, computed once")
     for i, phrase in enumerate(plan.branch_text()):
         lines.append(f"  {'branch' if i == 0 else '':<8} {phrase}")
+    if ensemble.engine == "host":
+        lines.append("  engine   the host's own blocks, one for every stream")
     if ensemble.merged:
         lines.append(f"  averaged {', '.join(ensemble.merged)} (members were fine-tuned)")
     lines += _teachers(ensemble.record)
