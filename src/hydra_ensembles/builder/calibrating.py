@@ -2,8 +2,8 @@
 
 Every example is judged under temperatures that were fitted without it (five folds). Three ways
 stand against each other out of fold: no temperature, one for the mean, and one per member with one
-for the mean. The one with the lowest NLL is fitted on all examples; NLL decides because it is
-proper, ECE is shown beside it.
+for the mean. The one with the lowest NLL is fitted on all examples, among those that raise neither
+NLL nor ECE on held-out examples.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ def calibrate(
         if members > 1:  # for one member both are the same
             way = "members and mean"
             judged[way] = _out_of_fold(member_logits, labels, folds, fit_members_and_mean)
-    loss = {
-        name: (_nll(logits, labels), _nll(logits[held_out], labels[held_out]))
+    figures = {
+        name: _before_after(member_logits, logits, labels, held_out)
         for name, logits in judged.items()
     }
-    # not worse where it is shown, better over all examples
-    able = [name for name in judged if loss[name][1] <= loss["none"][1]]
-    best = min(able, key=lambda name: round(loss[name][0], 7))  # ties: the simplest
+    loss = {name: _nll(logits, labels) for name, logits in judged.items()}
+    # what is shown may not be worse; then the lowest NLL over all examples
+    able = [name for name in judged if all(old >= new for old, new in figures[name].values())]
+    best = min(able, key=lambda name: round(loss[name], 7))  # ties: the simplest
     each, mean = ([1.0] * members, 1.0)
     if best != "none":
         each, mean = _WAYS[best](member_logits, labels)
@@ -76,12 +77,12 @@ def calibrate(
         "fitted_on": len(labels),
         "examples": int(held_out.sum()),
         "folds": len(folds),
-        "nll_by_way": {name: pair[0] for name, pair in loss.items()},
-        "ensemble": _before_after(member_logits, judged[best], labels, held_out),
+        "nll_by_way": loss,
+        "ensemble": figures[best],
         "host": _before_after(host_logits, host, labels, held_out),
     }
     if best == "none":
-        report["note"] = unsupported or _refused(loss)
+        report["note"] = unsupported or _refused(figures)
     return {"temperature": mean, "member_temperatures": each, "calibration": report}
 
 
@@ -148,8 +149,15 @@ def _before_after(
     return found
 
 
-def _refused(loss: dict[str, tuple[float, float]]) -> str:
+def _refused(figures: dict[str, dict[str, list[float]]]) -> str:
     """Say why temperatures stay at 1."""
-    before = loss["none"][0]
-    tried = ", ".join(f"{pair[0]:.4f} ({name})" for name, pair in loss.items() if name != "none")
-    return f"The temperatures stay at 1: out of fold NLL would be {tried} instead of {before:.4f}."
+
+    def text(name: str, place: int) -> str:
+        nll, ece = figures[name]["NLL"][place], figures[name]["ECE"][place]
+        return f"NLL {nll:.4f}, ECE {ece:.1f} %"
+
+    tried = "; ".join(f"{text(name, 1)} ({name})" for name in figures if name != "none")
+    return (
+        f"The temperatures stay at 1 ({text('none', 0)}): held out, they would not improve it: "
+        f"{tried}."
+    )

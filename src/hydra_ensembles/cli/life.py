@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import typer
 
-FIRST = 1.0
-"""Seconds without a word after which a command says what it does."""
+FIRST, EVERY = 1.0, 10.0
+"""Seconds without a word after which a command says what it does, and says so again."""
 
 
 class SignOfLife:
-    """A line on standard error when nothing else was said for a while: `Loading MODEL ...`.
-
-    On a terminal, where somebody waits, a text is shown at once and wiped out afterwards.
-    """
+    """A line on standard error while nothing else is said: `Loading MODEL ...`."""
 
     def __init__(self) -> None:
         self.quiet = False
-        self._timer: threading.Timer | None = None
+        self._ended = threading.Event()
 
     def soon(self, text: str) -> None:
-        """Say so a second from now, unless something else is said before."""
+        """Say so a second from now and every ten seconds, until something else is said."""
         self.cancel()
         if not self.quiet:
-            self._timer = threading.Timer(FIRST, lambda: typer.echo(text, err=True))
-            self._timer.daemon = True
-            self._timer.start()
+            self._ended = threading.Event()
+            threading.Thread(target=_repeat, args=(text, self._ended), daemon=True).start()
 
     def cancel(self) -> None:
-        """Say nothing."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """Say no more."""
+        self._ended.set()
+
+
+def _repeat(text: str, ended: threading.Event) -> None:
+    start, wait = time.monotonic(), FIRST
+    while not ended.wait(wait):
+        passed = round(time.monotonic() - start)
+        typer.echo(f"{text} ..." if wait == FIRST else f"{text} ({passed} s) ...", err=True)
+        wait = EVERY
 
 
 life = SignOfLife()

@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not sys.warnoptions:
         warnings.showwarning = _note
     life.quiet = quiet
-    life.soon(f"hydra-ensembles {_command_of(given) or ''}: starting ...")
+    life.soon(f"hydra-ensembles {_command_of(given) or ''}: starting")
     try:
         defaults = _config_of(given, command)
         with _silenced(quiet):

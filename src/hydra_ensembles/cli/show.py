@@ -49,7 +49,7 @@ def waiting(text: str) -> Iterator[None]:
         life.cancel()
         typer.echo(f"{text} ...", err=True, nl=False)
     else:
-        life.soon(f"{text} ...")
+        life.soon(text)
     try:
         yield
     finally:
