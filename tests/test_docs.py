@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -65,16 +66,26 @@ def test_tables_are_filled_from_files(tmp_path: Path) -> None:
     make = load("docs/make_tables.py")
     folder = tmp_path / "docs" / "results"
     folder.mkdir(parents=True)
-    lines = ["row,draw,cost,cls/NLL,cls/Acc", "single,0,1,0.3,0.9", "single,1,1,0.5,"]
-    (folder / "text.csv").write_text("\n".join(lines))
+    draws = [
+        {"novelty": {"a": {"AUROC": 98.0}, "b": {"AUROC": 97.0}}, "msp": {"a": {"AUROC": 80.0}}},
+        {"novelty": {"a": {"AUROC": 96.0}, "b": {"AUROC": 95.0}}, "msp": {"a": {"AUROC": 81.0}}},
+    ]
+    record = {
+        "usual": 200,
+        "families": {"near": ["b"], "far": ["a"]},
+        "detectors": {
+            "50": [],
+            "200": [{**d, "msp": {**d["msp"], "b": d["novelty"]["b"]}} for d in draws],
+        },
+    }
+    (folder / "novelty-sst2.json").write_text(json.dumps(record))
     table = make.results_table(tmp_path)
-    assert "| SST-2: single | 1.00 x | 90.0 | 0.400 / – | – / – | – / – |" in table
-    before = "x\n<!-- table:results -->\nold\n<!-- /table:results -->\ny"
-    after = make.fill(before, {"results": table})
-    assert table in after and "old" not in after and after.endswith("\ny")
-    assert make.fill(after, {"results": table}) == after
+    assert "| SST-2, MiniLM: near | 96.0 | – | – | – | **96.0** |" in table
+    assert "| SST-2, MiniLM: far | 80.5 | – | – | – | **97.0** |" in table
+    text = "a\n<!-- table:x -->\nold\n<!-- /table:x -->\nb"
+    assert make.fill(text, {"x": "new"}) == text.replace("old", "new")
     with pytest.raises(ValueError, match="0 places"):
-        make.fill("nothing", {"results": table})
+        make.fill("nothing here", {"x": "new"})
 
 
 def test_the_readme_is_up_to_date() -> None:

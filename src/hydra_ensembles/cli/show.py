@@ -18,10 +18,17 @@ from .life import life
 if TYPE_CHECKING:
     from ..evaluation import Results
 
-FIGURES = (
-    *("cls/Acc", "cls/NLL", "cal/ECE"),
-    *("ood/mean/AUROC", "ood/mean/FPR95", "sc/AURC", "shift/mean/cls/Acc"),
-)
+FIGURES = {
+    "cls/Acc": "Acc",
+    "cls/NLL": "NLL",
+    "cal/ECE": "ECE",
+    "sc/AURC": "AURC",
+    "fail/AUROC": "wrong\nAUROC",
+    "ood/mean/AUROC": "OOD\nAUROC",
+    "ood/mean/novelty/AUROC": "OOD by\nnovelty",
+    "shift/mean/cls/Acc": "shifted\nAcc",
+}
+"""What the table on the command line shows: figures and the heads of their columns."""
 
 
 def say(text: str, *, json: bool = False) -> None:
@@ -78,8 +85,7 @@ def results_table(results: Sequence[Results], costs: Mapping[str, float] | None 
         table.add_column("cost", justify="right", no_wrap=True)
     for key in keys:
         mark = {1: " ↑", -1: " ↓", 0: ""}[direction(key)]
-        short = key.replace("ood/mean/", "OOD\n").replace("shift/mean/cls/", "shifted\n")
-        table.add_column(short.split("/")[-1] + mark, justify="right", no_wrap=True)
+        table.add_column(FIGURES[key] + mark, justify="right", no_wrap=True)
     for result in results:
         cells = [result.name]
         if costs:
