@@ -69,9 +69,10 @@ def calibrate(
     each, mean = ([1.0] * members, 1.0)
     if best != "none":
         each, mean = _WAYS[best](member_logits, labels)
-    host = _out_of_fold(host_logits, labels, folds, fit_mean)
-    if _nll(host[held_out], labels[held_out]) > _nll(host_logits[held_out], labels[held_out]):
-        host = host_logits
+    scaled = _out_of_fold(host_logits, labels, folds, fit_mean)
+    host = _before_after(host_logits, scaled, labels, held_out)
+    if any(new > old for old, new in host.values()):
+        host = _before_after(host_logits, host_logits, labels, held_out)
     report: dict[str, Any] = {
         "way": best,
         "fitted_on": len(labels),
@@ -79,7 +80,7 @@ def calibrate(
         "folds": len(folds),
         "nll_by_way": loss,
         "ensemble": figures[best],
-        "host": _before_after(host_logits, host, labels, held_out),
+        "host": host,
     }
     if best == "none":
         report["note"] = unsupported or _refused(figures)
