@@ -231,7 +231,7 @@ def distill(
             "examples": len(labels),
             **asdict(found_temperature),
         }
-    if novelty and len(ensemble.body.trunk):  # it listens to the trunk
+    if novelty:
         enough = held is not None and count(held) >= KNOWN
         ensemble.fit_novelty_(held if enough else train, progress=progress)
     return ensemble
