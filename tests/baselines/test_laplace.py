@@ -15,7 +15,7 @@ from hydra_ensembles.baselines import make_baseline, relative_cost
 from hydra_ensembles.baselines.classifier_features import Featured
 from hydra_ensembles.baselines.laplace import LaplaceHead, fit_posterior
 from hydra_ensembles.baselines.laplace_variance import logit_variance
-from hydra_ensembles.errors import DataError
+from hydra_ensembles.errors import DataError, UnknownNameError
 from hydra_ensembles.uncertainty import energy
 
 from .quadrants import TEST, TRAIN, VALIDATION, host, logits
@@ -99,7 +99,7 @@ def test_laplace_is_less_sure_far_away_and_agrees_on_the_class() -> None:
         assert (found.amax(-1) < plain.amax(-1) + 1e-6).all()
     assert (found.argmax(-1) == plain.argmax(-1)).float().mean() > 0.9
     assert energy(logits(rival, images)[:, None]).std() > 0.1  # logits, not log probabilities
-    with pytest.raises(ValueError, match="structure='lowrank'"):
+    with pytest.raises(UnknownNameError, match="structure 'lowrank'"):
         make_baseline("laplace", host(), train=TRAIN, options={"structure": "lowrank"})
 
 

@@ -126,7 +126,7 @@ def test_a_killed_search_of_members_ends_the_same_and_a_changed_one_is_refused(t
     model, data, calls = sharp("timm"), pictures(), []
     model.head.register_forward_hook(lambda *_: calls.append(1))
     whole = build(model, data, method="search", max_cost=1.5, **QUICK)
-    moment = str(int(0.8 * len(calls)))
+    moment = str(int(0.5 * len(calls)))
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), moment], cwd=Path(__file__).parents[2]
     )

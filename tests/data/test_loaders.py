@@ -26,7 +26,7 @@ from hydra_ensembles.data import (
     text_file,
 )
 from hydra_ensembles.data.table_files import read_table
-from hydra_ensembles.errors import DataError
+from hydra_ensembles.errors import DataError, UnknownNameError
 
 SMALL = ImageTransform(size=8, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 
@@ -188,7 +188,7 @@ def test_transforms_grey_squeezed_and_refused() -> None:
     assert double(picture(1)).shape == (1, 2, 2)
     with pytest.raises(DataError, match="image processor"):
         image_transform(torch.nn.Linear(2, 2))
-    with pytest.raises(DataError, match="bicubic"):
+    with pytest.raises(UnknownNameError, match="bicubic"):
         ImageTransform(interpolation="cubic")(picture(1))
 
 

@@ -64,7 +64,9 @@ def test_fuse_checks_itself_on_the_given_batch(monkeypatch: pytest.MonkeyPatch) 
     right = layers.FusedBlock._mlp
     monkeypatch.setattr(layers.FusedBlock, "_mlp", lambda self, x: 1.01 * right(self, x))
     with pytest.raises(VerificationError, match="differs by"):
-        hydra.fuse(zoo.host("vit"), LATE, batch=zoo.batch("vit"))
+        hydra.fuse(zoo.host("vit"), LATE, batch=zoo.batch("vit"), engine="fused")
+    ensemble = hydra.fuse(zoo.host("vit"), LATE, batch=zoo.batch("vit"))
+    assert ensemble.plan is not None and "host" in str(ensemble)  # the engine that answers right
 
 
 def test_an_embedding_is_not_a_probability() -> None:

@@ -16,7 +16,14 @@ from .calling import BlockCall, Form, Inputs, capture_calls, main_output, stand_
 from .cutting import why_not_cut
 from .examples import examples
 from .family import Family, families, first_path
-from .probe import Readout, find_readout, largest_difference, structure_of, why_not_computed
+from .probe import (
+    Readout,
+    find_readout,
+    largest_difference,
+    structure_of,
+    why_not_computed,
+    why_not_understood,
+)
 from .sites import AttentionSite, linear_weight
 
 _IMAGE_TOWERS = ("image_tower", "vision_model", "visual", "vision_tower")
@@ -179,8 +186,8 @@ class HostModel:
 
     def _why_not_fused(self) -> str | None:
         reason = self.why_not_removable()
-        if reason is not None:
-            return reason
+        if reason is not None:  # an argument explains it better than a failure does
+            return why_not_understood(self.blocks, self.passes()) or reason
         if not self.family.fusable:
             return f"our own arithmetic does not compute the blocks of {self.family.name} models"
         for block in self.blocks:

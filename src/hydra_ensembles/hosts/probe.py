@@ -84,6 +84,21 @@ def why_not_computed(blocks: Sequence[Block], passes: Sequence[Sequence[BlockCal
     return None
 
 
+def why_not_understood(
+    blocks: Sequence[Block], passes: Sequence[Sequence[BlockCall]]
+) -> str | None:
+    """Name an argument of a block that our own arithmetic does not know, or None."""
+    for calls in passes:
+        for block in blocks:
+            call = calls[block.index]
+            names = parameter_names(block.module)[1:]
+            try:
+                understand(names, call.args, call.kwargs, call.hidden)
+            except UnsupportedModelError as error:
+                return f"layer {block.index}: {error}"
+    return None
+
+
 def check_block(block: Block, call: BlockCall) -> str | None:
     """Compare a block's own forward with our arithmetic, as the host calls it; None: they agree.
 
