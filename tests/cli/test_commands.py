@@ -58,6 +58,29 @@ def test_build_writes_a_folder_and_its_resolved_config(shelf: Path, ensemble: Pa
     assert config["command"] == "build" and config["members"] == 2 and config["max_cost"] == 1.07
 
 
+def test_a_refused_build_leaves_the_folder_as_it_was(shelf: Path, ensemble: Path) -> None:
+    before = {path: path.read_bytes() for path in ensemble.rglob("*") if path.is_file()}
+    other = ("--data", shelf / "digits", "--members", 3, "-o", ensemble)
+    assert run("build", shelf / "host", *other) != 0  # the state there is of another build
+    assert {path: path.read_bytes() for path in ensemble.rglob("*") if path.is_file()} == before
+
+
+def test_build_saves_a_rule_that_predict_uses(
+    shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ("--data", shelf / "digits", "--held-out", shelf / "digits", "--risk", 0.95)
+    fast = ("--method", "random", "--members", 2, "--max-cost", 0, "-o", tmp_path)
+    assert run("build", shelf / "host", *data, *fast) == 0
+    rule = HydraEnsemble.from_pretrained(tmp_path).abstention
+    assert rule is not None and rule.risk == 0.95
+    capsys.readouterr()
+    assert run("predict", tmp_path, shelf / "noise") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["abstain"] for line in lines] == [
+        not line["uncertainty"] <= rule.threshold for line in lines
+    ]
+
+
 def test_distill_takes_teachers_or_makes_them(
     shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +157,7 @@ def test_eval_and_report(
     printed = json.loads(capsys.readouterr().out)
     found = Results.load(tmp_path / "results-hydra.json")
     assert printed["hydra"]["cls/Acc"] == found["cls/Acc"] and printed["single"]["cost"] <= 1
+    assert found.scores[0] == HydraEnsemble.from_pretrained(ensemble).score  # as predict reports
     assert "shift/gaussian_noise/cls/Acc" in found and "ood/noise/AUROC" in found
     attacked = [found[f"shift/{attack}/cls/NLL"] for attack in ("fgsm", "pgd")]
     assert found["cls/NLL"] < attacked[0] < attacked[1]

@@ -27,11 +27,15 @@ def answer(ensemble: Any, batch: Any) -> torch.Tensor:
         return ensemble.member_logits(batch)
 
 
-@pytest.mark.parametrize("mode", ["fused", "loop"])
+@pytest.mark.parametrize(
+    ("engine", "mode"), [("auto", "fused"), ("auto", "loop"), ("host", "fused")]
+)
 @pytest.mark.parametrize("name", ["bert", "clip-text", "zero-shot-clip"])
 @pytest.mark.parametrize("training", [False, True, None])
-def test_threads_get_the_serial_answers(name: str, training: bool | None, mode: Any) -> None:
-    ensemble = hydra.fuse(zoo.make(name), EARLY, mode=mode)
+def test_threads_get_the_serial_answers(
+    name: str, training: bool | None, engine: Any, mode: Any
+) -> None:
+    ensemble = hydra.fuse(zoo.make(name), EARLY, mode=mode, engine=engine)
     if not ensemble.is_classifier and training is not False:
         pytest.skip("A tower has no predict: its member_logits follow the mode.")
     batches = [zoo.batch(name, size=1 + i % 4, seed=i) for i in range(8)]

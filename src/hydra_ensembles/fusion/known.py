@@ -25,7 +25,7 @@ def logits_and_summaries(ensemble: Any, batch: Any) -> tuple[Tensor, Tensor]:
     readout = ensemble.readout
     collector = Collector(
         inputs.get("attention_mask"),
-        readout=_has_readout_token(readout),
+        readout=has_readout_token(readout),
         positions=None if readout.positions is None else readout.positions(inputs),
     )
     with collecting(ensemble.body, collector):
@@ -33,7 +33,8 @@ def logits_and_summaries(ensemble: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return logits.float(), collector.summaries()
 
 
-def _has_readout_token(readout: Any) -> bool:
+def has_readout_token(readout: Any) -> bool:
+    """Tell whether the classifier reads a token of its own, not the mean of all."""
     return readout.tokens is not None or readout.positions is not None
 
 
@@ -44,7 +45,7 @@ def fit_novelty(
     """Fit novelty to known data in one pass (see `HydraEnsemble.fit_novelty_`)."""
     names = _names_of(known) if names is None else names
     blocks = len(ensemble.body.trunk)
-    taps = tap_names(blocks, readout=_has_readout_token(ensemble.readout))
+    taps = tap_names(blocks, readout=has_readout_token(ensemble.readout))
     late = min(CLASS_BLOCKS, blocks) * len(taps) // blocks if blocks else 1
     fit: NoveltyFit | None = None
     model = in_eval(ensemble)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import FormatError, HydraError, MissingDependencyError
 from ..hosts import HostModel
@@ -17,7 +17,9 @@ from ..uncertainty.novelty import Novelty, from_tensors
 from .assemble import Assembly
 from .describing import fill_, structure
 from .folder_format import CONFIG, NOVELTY, WEIGHTS, read_config, sha256_of_file
+from .known import has_readout_token
 from .saving import versions
+from .taps import tap_names
 
 Header = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and type of every tensor in a file, by name."""
@@ -165,9 +167,9 @@ def _check_fit(
             f"but {view.name} has {view.family.name} blocks at {view.blocks_path!r}. Save or "
             "download the folder again."
         )
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    expected = model.state_dict()
     missing, extra = expected.keys() - header.keys(), header.keys() - expected.keys()
-    wrong = [n for n in expected if n in header and expected[n] != header[n][0]]
+    wrong = [n for n in expected if n in header and not _is_like(expected[n], *header[n])]
     if missing or extra or wrong:
         detail = ", ".join(sorted([*missing, *extra, *wrong])[:4])
         raise FormatError(
@@ -175,6 +177,12 @@ def _check_fit(
             f"saved with {config['libraries']}; installed are {versions()}. Install those, or pass "
             "host=."
         )
+
+
+def _is_like(tensor: Tensor, shape: tuple[int, ...], kind: torch.dtype) -> bool:
+    """Tell whether a saved tensor can be this one; numbers may differ in precision."""
+    precision = tensor.is_floating_point() and kind.is_floating_point
+    return tuple(tensor.shape) == shape and (precision or tensor.dtype == kind)
 
 
 def _load_weights(model: nn.Module, path: Path, config: dict[str, Any]) -> None:
@@ -207,13 +215,40 @@ def _load_novelty(folder: Path, facts: dict[str, Any] | None) -> Novelty | None:
 
 
 @torch.no_grad()
+def _check_novelty(ensemble: Any, name: Any) -> None:
+    """Run the statistics of known data on nothing: they must fit each other and the trunk."""
+    novelty = ensemble.novelty
+    if novelty is None:
+        return
+    taps = tap_names(len(ensemble.body.trunk), readout=has_readout_token(ensemble.readout))
+    try:
+        width = novelty.distance.mean.shape[-1]
+        classes = 2 if novelty.classes is None else len(novelty.classes.counts)
+        summaries = torch.zeros(2, len(novelty.taps), width)
+        novelty(summaries, torch.zeros(2, ensemble.members, classes))
+        problem = None if novelty.taps == taps else f"taps {list(novelty.taps)!r:.100}"
+    except Exception as error:
+        problem = f"{type(error).__name__}: {str(error)[:100]}"
+    if problem is not None:
+        raise FormatError(
+            f"{name}: the statistics of known data do not fit the model ({problem}). Save or "
+            "download the folder again."
+        )
+
+
+@torch.no_grad()
 def check_answers(ensemble: Any, name: Any) -> None:
     """Run a loaded ensemble once: what its config makes impossible shows here, not at predict."""
+    _check_novelty(ensemble, name)
     inputs = examples(ensemble.host)[:1]
     if not inputs or ensemble.dtype == torch.float16:  # half is for other devices than this one
         return
+    args, kwargs = inputs[0]
     try:
-        classes = ensemble.fused_logits(*inputs[0]).shape[-1]
+        if ensemble.is_classifier:  # novelty and the score too
+            classes = ensemble.predict(kwargs or args[0]).probabilities.shape[-1]
+        else:
+            classes = ensemble.fused_logits(args, kwargs).shape[-1]
     except Exception as error:
         raise FormatError(
             f"{name} loads but cannot run ({type(error).__name__}: {str(error)[:200]}): its "

@@ -73,8 +73,9 @@ def checked_temperature(value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if isinstance(value, (str, bool)) or not (math.isfinite(number) and number > 0):
-        raise ValueError(f"Temperature {value!r} is not a positive number.")
+    # beyond these bounds float32 logits overflow or become one
+    if isinstance(value, (str, bool)) or not 1e-4 <= number <= 1e4:
+        raise ValueError(f"Temperature {value!r} is not a positive number (from 0.0001 to 10000).")
     return number
 
 

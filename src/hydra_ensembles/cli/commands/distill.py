@@ -68,7 +68,7 @@ def command(
     held = None if validation is None else reading.load_known(loaded, validation)
     outliers = reading.load_outliers(loaded, ood)
     output.mkdir(parents=True, exist_ok=True)
-    write_config(output)
+    write_config(output, begin=True)
     if make:
         say(f"Making {count} teachers ({make}) from {sizes(train, {})}", json=json)
         given: list[Any] = list(
@@ -103,9 +103,10 @@ def command(
         progress=not json,
     )
     names = loaded.class_names or getattr(train, "class_names", None)
-    if names and ensemble.id2label is None:
-        ensemble.record["class_names"] = dict(enumerate(names))
+    if names:
+        ensemble.id2label = list(names)
     save(ensemble, output, loaded)
+    write_config(output)
     if json:
         print_json({"folder": str(output), "summary": str(ensemble), **ensemble.record})
     else:
