@@ -14,6 +14,8 @@ from hydra_ensembles.cli.loading import load_model
 from hydra_ensembles.cli.main import main
 from hydra_ensembles.errors import DataError, FormatError, UnsupportedModelError
 
+from .test_errors import said
+
 NOWHERE = "https://no-such-host.invalid"
 
 
@@ -51,7 +53,7 @@ def test_offline_lasts_as_long_as_the_loading(no_hub: Path) -> None:
 def test_a_hub_name_without_network(no_hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     assert main(["explain", "someone/some-model"]) == 4
-    lines = capsys.readouterr().err.strip().splitlines()
+    lines = said(capsys.readouterr().err)
     assert len(lines) == 1 and "cannot be reached" in lines[0] and str(no_hub) in lines[0]
 
 
@@ -64,7 +66,7 @@ def test_offline_by_wish_is_told_from_an_unreachable_hub(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["explain", "someone/some-model"]) == 4
-    lines = capsys.readouterr().err.strip().splitlines()
+    lines = said(capsys.readouterr().err)
     assert len(lines) == 1 and "HF_HUB_OFFLINE is set" in lines[0] and str(no_hub) in lines[0]
 
 
