@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ..data.batches import batch_length, take
 from ..data.running import move, split_batch
 from ..errors import DataError, HydraError, UnsupportedModelError, VerificationError
 from ..heads.masks import HeadMask
@@ -19,6 +20,8 @@ from .ensemble import HydraEnsemble, Mode
 from .verifying import check_against
 
 Engine = Literal["auto", "fused", "host"]
+CHECKED = 8
+"""Samples of a batch that the check runs on: what is computed wrongly shows on any."""
 
 
 def fuse(
@@ -50,9 +53,9 @@ def fuse(
         family: Describe the blocks of a model that we do not know.
         branch_layer: End the trunk before this block even where members agree in it, so that the
             blocks from here on can be trained apart from it.
-        batch: One of your batches. The fused model must answer on it as its members do one by one,
-            run by the host library's own code with gates. By default a small example is made,
-            where we know what the model takes.
+        batch: One of your batches. On its first samples the fused model must answer as its members
+            do one by one, run by the host library's own code with gates. By default a small example
+            is made, where we know what the model takes.
         engine: `"fused"`, our own arithmetic of attention and MLP, the quickest; `"host"`, which
             runs the host's own blocks once per stream and is exact for any block whose heads meet
             in a linear output projection; `"auto"` takes the first where it is proven equal on the
@@ -141,7 +144,8 @@ def _inputs_for(host: HostModel, batch: Any) -> Inputs | None:
     """Return what the check runs on: the batch, which the host's blocks are probed with, too."""
     if batch is None:
         return examples(host.model)[-1] if host.passes() else None
-    args, kwargs, _ = split_batch(batch)
+    few = take(batch, slice(0, CHECKED)) if batch_length(batch) > CHECKED else batch
+    args, kwargs, _ = split_batch(few)
     device = device_of(host.model)
     inputs = move(args, device), move(kwargs, device)
     try:
