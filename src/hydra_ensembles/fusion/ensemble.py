@@ -341,7 +341,8 @@ class HydraEnsemble(nn.Module):
         )
         if self.novelty is None or summaries is None:
             return answer
-        novelty, score = self.novelty.to(member_logits.device)(summaries, member_logits)
+        self.novelty = self.novelty.to(member_logits.device)  # moved once, not at every call
+        novelty, score = self.novelty(summaries, member_logits)
         return replace(answer, novelty=novelty, novelty_score=score)
 
     # --- novelty ---------------------------------------------------------------------------------
