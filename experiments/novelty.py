@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=os.environ.get("HYDRA_CACHE"))
     parser.add_argument("--seed", type=int, default=0, help="of the host")
     parser.add_argument("--only", nargs="*", default=(), help="names of sets")
+    parser.add_argument("--keep-rivals", action="store_true", help="table: only novelty anew")
     args = parser.parse_args()
     if args.step == "page":
         from lab.known_page import write_page
@@ -47,7 +48,7 @@ def main() -> None:
         )
     from lab.known_table import write_table
 
-    return write_table(cache, args.task)
+    return write_table(cache, args.task, others=not args.keep_rivals)
 
 
 if __name__ == "__main__":

@@ -98,6 +98,7 @@ class Figures:
             # its test part is drier than its validation part: only a joint draw is exchangeable
             self.pool = joined([self.pool, self.test])
         self.others = self._other_hosts(cache)
+        self._fitted: dict[tuple[int, int, bool], Novelty] = {}
 
     def _other_hosts(self, cache: Path) -> list[dict[str, Set]]:
         found = []
@@ -112,6 +113,13 @@ class Figures:
         order = torch.randperm(len(self.pool["labels"]), generator=generator)
         known = rows_of(self.pool, order[:count])
         return known, rows_of(self.pool, order[count:]) if self.redrawn else self.test
+
+    def novelty(self, count: int, seed: int, *, labels: bool = True) -> Novelty:
+        """Return the statistics of a draw, fitted once."""
+        key = (count, seed, labels)
+        if key not in self._fitted:
+            self._fitted[key] = fit_novelty(self.draw(count, seed)[0], self.blocks, labels=labels)
+        return self._fitted[key]
 
     def sizes(self) -> list[int]:
         """Sizes of known data that there are enough of."""
@@ -132,19 +140,17 @@ class Figures:
             for name, row in figures.items()
         }
 
-    def detectors(self, count: int, seed: int) -> dict[str, Any]:
-        """Return the figures of all detectors on one draw."""
+    def detectors(self, count: int, seed: int, *, others: bool = True) -> dict[str, Any]:
+        """Return the figures of all detectors on one draw, or of novelty only."""
         known, test = self.draw(count, seed)
-        novelty = fit_novelty(known, self.blocks)
-        unlabelled = fit_novelty(known, self.blocks, labels=False)
 
         def by(fitted: Novelty) -> Score:
             return lambda data: fitted(summaries(data, self.blocks), data["members"])[1]
 
         every: dict[str, Score] = {
-            "novelty": by(novelty),
-            "novelty, no labels": by(unlabelled),
-            **rivals(known),
+            "novelty": by(self.novelty(count, seed)),
+            "novelty, no labels": by(self.novelty(count, seed, labels=False)),
+            **(rivals(known) if others else {}),
         }
         found = {name: self.of_scores(score, test) for name, score in every.items()}
         return {name: figures for name, figures in found.items() if figures}
@@ -179,8 +185,8 @@ class Figures:
 
     def alarms(self, count: int, seed: int, *, changes: bool = True) -> dict[str, dict[str, float]]:
         """Return the share of alarms at 5 % on labelled sets, with their accuracy."""
-        known, test = self.draw(count, seed)
-        novelty = fit_novelty(known, self.blocks)
+        _, test = self.draw(count, seed)
+        novelty = self.novelty(count, seed)
         kinds = ("mild-", "shift-") if changes else ()
         changed = {n: s for n, s in self.sets.items() if n.startswith(kinds)}
         found = {}
@@ -195,7 +201,7 @@ class Figures:
 
     def caught(self, count: int, seed: int) -> dict[str, float]:
         """Return the share of outliers that raise an alarm at 5 %."""
-        novelty = fit_novelty(self.draw(count, seed)[0], self.blocks)
+        novelty = self.novelty(count, seed)
         return {
             name: round(
                 100
@@ -248,11 +254,13 @@ class Figures:
         }
 
 
-def write_table(cache: Path, task: str) -> None:
-    """Write `docs/results/novelty-TASK.json`."""
+def write_table(cache: Path, task: str, *, others: bool = True) -> None:
+    """Write `docs/results/novelty-TASK.json`; without `others` rivals keep their figures."""
     figures = Figures(cache, task)
+    path = RESULTS / f"novelty-{task}.json"
     sizes = figures.sizes()
     usual = 1000 if 1000 in sizes else sizes[-1]
+    seeds = range(DRAWS)
     right = figures.test["logits"].argmax(-1) == figures.test["labels"]
     record: dict[str, Any] = {
         "task": task,
@@ -261,22 +269,31 @@ def write_table(cache: Path, task: str) -> None:
         "accuracy": round(100 * float(right.double().mean()), 2),
         "usual": usual,
         "detectors": {
-            str(size): [figures.detectors(size, seed) for seed in range(DRAWS)] for size in sizes
+            str(size): [figures.detectors(size, seed, others=others) for seed in seeds]
+            for size in sizes
         },
-        "deep ensemble": figures.deep_ensemble(),
-        "alarms": [figures.alarms(usual, seed) for seed in range(DRAWS)],
+        "alarms": [figures.alarms(usual, seed) for seed in seeds],
         "alarms by size": {
             str(size): [
-                figures.alarms(size, seed, changes=False)["test"]["alarms"] for seed in range(DRAWS)
+                figures.alarms(size, seed, changes=False)["test"]["alarms"] for seed in seeds
             ]
             for size in sizes
         },
-        "caught": [figures.caught(usual, seed) for seed in range(DRAWS)],
-        "contaminated": [figures.contaminated(usual, seed) for seed in range(DRAWS)],
+        "caught": [figures.caught(usual, seed) for seed in seeds],
     }
-    if task == "imagenet" and "labels" in figures.sets["cifar10"]:
-        record["left out"] = [figures.left_out(seed) for seed in range(DRAWS)]
+    if others:
+        record["deep ensemble"] = figures.deep_ensemble()
+        record["contaminated"] = [figures.contaminated(usual, seed) for seed in seeds]
+        if task == "imagenet" and "labels" in figures.sets["cifar10"]:
+            record["left out"] = [figures.left_out(seed) for seed in seeds]
+    else:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        for size, draws in before["detectors"].items():
+            fresh = record["detectors"][size]
+            record["detectors"][size] = [
+                {**old, **new} for old, new in zip(draws, fresh, strict=True)
+            ]
+        record = {**before, **record}
     RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"novelty-{task}.json"
     write_whole(path, json.dumps(record) + "\n")
     print(f"wrote {path.name}", flush=True)

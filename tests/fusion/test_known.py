@@ -117,7 +117,8 @@ def test_no_hidden_states_are_kept() -> None:
         collector = Collector(positions=positions)
         collector.take(0, hidden)
         kept = collector._rows[0]
-        assert all(row.untyped_storage().nbytes() == 2 * 8 * 4 for row in kept)
+        assert len(kept) == 2  # two summaries of two examples, and nothing else
+        assert all(row.untyped_storage().nbytes() == 2 * 2 * 8 * 4 for row in kept)
 
 
 def test_one_member_is_enough() -> None:

@@ -150,6 +150,18 @@ def test_held_out_class_distance_is_the_distance_without_the_example() -> None:
             torch.testing.assert_close(held_out[i, tap], expected)
 
 
+def test_float32_is_enough_for_narrow_classes() -> None:
+    """Features that hardly differ: whitened, they are thousands of times longer than apart."""
+    features, labels = known(400)
+    narrow = 10 + 1e-2 * features
+    fit = NoveltyFit([f"tap {i}" for i in range(TAPS)], classes=CLASSES, class_taps=TAPS)
+    fit.add_(narrow, logits_of(400), labels)
+    novelty = fit.finish()
+    fresh, _ = known(400, seed=77)
+    value, _ = novelty(10 + 1e-2 * fresh, logits_of(400, seed=77))
+    assert 0.02 < float((value > 0.95).float().mean()) < 0.09
+
+
 def test_p_values_count_and_continue() -> None:
     ranks = Ranks.of(torch.arange(1.0, 10.0)[:, None])
     values = torch.tensor([[0.0], [1.0], [5.0], [9.0]])

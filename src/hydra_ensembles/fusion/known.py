@@ -21,8 +21,10 @@ CLASS_BLOCKS = 3
 def logits_and_summaries(ensemble: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Run an ensemble once; return raw member logits and the trunk's token summaries."""
     args, kwargs, _ = split_batch(batch)
-    inputs = move(ensemble._named(args, kwargs), ensemble.device)
     readout = ensemble.readout
+    # one positional input is the images or the ids: no mask to look for by its name
+    named = len(args) > 1 or readout.positions is not None
+    inputs = move(ensemble._named(args, kwargs) if named else kwargs, ensemble.device)
     collector = Collector(
         inputs.get("attention_mask"),
         readout=has_readout_token(readout),

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
@@ -44,17 +45,34 @@ class Collector:
 
     def take(self, block: int, hidden: Tensor) -> None:
         """Summarise the hidden states `[batch, tokens, width]` after a block."""
-        if block in self._rows:  # members that run one by one share the trunk
-            return
-        rows = []
-        if self._readout:
-            rows.append(self._readout_token(hidden))
-        rows.append(self._mean_token(hidden))
-        self._rows[block] = rows
+        if block not in self._rows:  # members that run one by one share the trunk
+            weights = self._token_weights(hidden)
+            self._rows[block] = list(torch.matmul(weights, hidden).unbind(1))
+
+    def _token_weights(self, hidden: Tensor) -> Tensor:
+        """Return what sums tokens to summaries, `[batch or 1, summary, tokens]`: one product."""
+        if self._weights is None or self._weights.shape[-1] != hidden.shape[1]:
+            batch, tokens = hidden.shape[:2]
+            mask = self._mask
+            if mask is None or mask.shape != (batch, tokens):
+                mask = hidden.new_ones(1, tokens)
+            mask = mask.to(hidden.dtype)
+            mean = (mask / mask.sum(1, keepdim=True).clamp_min(1))[:, None]
+            self._weights = mean
+            if self._readout:
+                if self._positions is None:
+                    chosen = hidden.new_zeros(len(mean), 1, tokens)
+                    chosen[:, :, 0] = 1
+                else:
+                    chosen = F.one_hot(self._positions, tokens)[:, None].to(hidden.dtype)
+                rows = max(len(chosen), len(mean))
+                parts = [part.expand(rows, -1, -1) for part in (chosen, mean)]
+                self._weights = torch.cat(parts, 1)
+        return self._weights
 
     def enter(self, hidden: Tensor) -> None:
         """Summarise what enters a body without a trunk: the embeddings."""
-        self._rows.setdefault(0, [self._mean_token(hidden)])
+        self._rows.setdefault(0, [torch.matmul(self._token_weights(hidden), hidden)[:, -1]])
 
     def leave(self, hidden: Tensor) -> None:
         """Summarise what leaves a body without a trunk: the members' streams, a larger batch.
@@ -66,20 +84,6 @@ class Collector:
         # readout-only blocks leave the readout token first
         streams = hidden.unflatten(0, (-1, len(self._rows[0][0]))).mean(0)
         self._rows[1] = [streams[:, 0].clone() if self._readout else streams.mean(1)]
-
-    def _readout_token(self, hidden: Tensor) -> Tensor:
-        if self._positions is None:
-            return hidden[:, 0].clone()  # a view would keep all hidden states
-        return hidden[torch.arange(len(hidden), device=hidden.device), self._positions]
-
-    def _mean_token(self, hidden: Tensor) -> Tensor:
-        mask = self._mask
-        if mask is None or mask.shape != hidden.shape[:2]:
-            return hidden.mean(1)
-        if self._weights is None:
-            weights = mask.to(hidden.dtype)
-            self._weights = (weights / weights.sum(1, keepdim=True).clamp_min(1))[:, None]
-        return torch.bmm(self._weights, hidden)[:, 0]
 
     def summaries(self) -> Tensor:
         """Return the token summaries, `[batch, tap, width]`, block by block."""

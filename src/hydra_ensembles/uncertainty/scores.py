@@ -135,9 +135,10 @@ def gen(member_logits: Tensor) -> Tensor:
     the entropy does not.
     """
     probability = mean_probability(member_logits)
-    largest = probability.topk(min(100, probability.shape[-1]), dim=-1).values
+    largest, order = probability.topk(min(100, probability.shape[-1]), dim=-1)
     # 1 - p of the most probable class, summed as in msp: it does not round to zero
-    rest = torch.cat([msp(member_logits)[:, None], 1 - largest[:, 1:]], -1)
+    others = probability.scatter(-1, order[:, :1], 0.0).sum(-1, keepdim=True)
+    rest = torch.cat([others, 1 - largest[:, 1:]], -1)
     return (largest * rest).clamp_min(0).pow(0.1).sum(-1)
 
 

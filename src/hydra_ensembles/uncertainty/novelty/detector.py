@@ -205,6 +205,7 @@ class Novelty:
         }
         if self.classes is not None:
             found |= {
+                "classes.centre": self.classes.centre,
                 "classes.means": self.classes.means,
                 "classes.whitening": self.classes.whitening,
                 "classes.counts": self.classes.counts,
@@ -238,7 +239,7 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
         classes = None
         if "classes.means" in tensors:
             classes = ClassDistance(
-                tensors["classes.means"], tensors["classes.whitening"], tensors["classes.counts"]
+                *(tensors[f"classes.{n}"] for n in ("centre", "means", "whitening", "counts"))
             )
         return Novelty(
             taps=tuple(facts["taps"]),

@@ -91,7 +91,8 @@ class GlobalDistance:
     def __call__(self, features: Tensor) -> Tensor:
         """Return the distance of unit features `[example, tap, width]`, `[example, tap]`."""
         apart = (features - self.mean).transpose(0, 1)
-        return torch.bmm(apart, self.whitening).square().sum(-1).T
+        white = torch.bmm(apart, self.whitening)
+        return torch.linalg.vecdot(white, white).T
 
     def held_out(self, features: Tensor) -> Tensor:
         """Return the distance of known examples to all others, `[example, tap]`."""
@@ -104,11 +105,14 @@ class ClassDistance:
     """Distance to the nearest class, per tap; `relative` subtracts the global distance.
 
     Attributes:
-        means: mu_c W of the known classes, `[tap, class, width]`.
+        centre: mu, `[tap, width]`, taken from features first: whitened features are long, and
+            float32 would lose their differences.
+        means: (mu_c - mu) W of the known classes, `[tap, class, width]`.
         whitening: W with W W^T = Sigma_w^-1, the covariance within classes.
         counts: Known examples per class, `[class]`, none empty.
     """
 
+    centre: Tensor
     means: Tensor
     whitening: Tensor
     counts: Tensor
@@ -121,12 +125,13 @@ class ClassDistance:
         present = moments.class_counts > 0
         ridge = oracle_approximating(max(1, count - int(present.sum())), scatter)
         whitening = whiten(count, scatter, ridge)
-        means = moments.class_means()[taps][:, present]
-        return cls(means @ whitening, whitening, moments.class_counts[present])
+        centre = moments.mean()[taps]
+        means = (moments.class_means()[taps][:, present] - centre[:, None]) @ whitening
+        return cls(centre, means, whitening, moments.class_counts[present])
 
     def _to_classes(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return squared distances `[tap, example, class]` and whitened features."""
-        white = torch.bmm(features.transpose(0, 1), self.whitening)
+        white = torch.bmm((features - self.centre).transpose(0, 1), self.whitening)
         square = white.square().sum(-1, keepdim=True) + self.means.square().sum(-1)[:, None]
         return (square - 2 * white @ self.means.transpose(1, 2)).clamp_min(0), white
 
