@@ -91,8 +91,7 @@ class GlobalDistance:
     def __call__(self, features: Tensor) -> Tensor:
         """Return the distance of unit features `[example, tap, width]`, `[example, tap]`."""
         apart = (features - self.mean).transpose(0, 1)
-        white = torch.bmm(apart, self.whitening)
-        return torch.linalg.vecdot(white, white).T
+        return torch.bmm(apart, self.whitening).square().sum(-1).T
 
     def held_out(self, features: Tensor) -> Tensor:
         """Return the distance of known examples to all others, `[example, tap]`."""
