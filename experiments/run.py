@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cache", type=Path, default=os.environ.get("HYDRA_CACHE", "work/answers"))
     parser.add_argument("--rows", nargs="+", help="names of rows; all that are not earlier ones")
     parser.add_argument("--draws", nargs="+", type=int, help="by default those of the table")
-    parser.add_argument("--resamples", type=int, default=200, help="of the paired intervals")
+    parser.add_argument("--resamples", type=int, default=200, help="of intervals; 0 for none")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="with finetune")
     parser.add_argument("--out", type=Path, default=PAGES, help="where records and pages go")
     parser.add_argument("--page", action="store_true", help="write the page and picture only")

@@ -114,10 +114,14 @@ class Records:
         against: Sequence[str],
         count: int,
     ) -> None:
-        """Replace rows by fresh results, and compare each with some of the rows."""
+        """Replace rows by fresh results, and compare each with some of them (`count` resamples)."""
         for row, by_draw in results.items():
             self.rows = {key: line for key, line in self.rows.items() if key[0] != row}
-            self.differences = {k: v for k, v in self.differences.items() if k[0] != row}
+            self.differences = {
+                key: span
+                for key, span in self.differences.items()
+                if key[0] != row or key[1] not in results
+            }
             for draw, result in by_draw.items():
                 figures = {k: v for k, v in result.figures.items() if KEPT.fullmatch(k)}
                 self.rows[row, draw] = {
@@ -127,7 +131,7 @@ class Records:
                     **figures,
                 }
             for other in against:
-                if other == row or other not in results:
+                if other == row or other not in results or not count:
                     continue
                 pair = list(by_draw.values()), list(results[other].values())
                 for figure, d in compare(*pair, count=count).items():
