@@ -190,7 +190,8 @@ def _verdict(single: Any, hydra: Any, deep: Any) -> list[str]:
     hydra_detects = hydra.figures.get("ood/mean/novelty/AUROC", hydra["ood/mean/AUROC"])
     lines = []
     for other in (single, deep):
-        better, worse = [], []
+        better: list[str] = []
+        worse: list[str] = []
         for key, (name, sign) in COLUMNS.items():
             gap = sign * (hydra[key] - other[key])
             if gap:
