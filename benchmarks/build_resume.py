@@ -5,9 +5,9 @@
 `text` and `images` are builds, by turns with the default method and with `Search`, which makes
 proxies of the data; `circuit` is `find_effects` with several objectives. Hosts are small, random.
 For every moment the work starts anew in an empty folder, in a process of its own that is killed
-after a random part of the time that the whole takes; a second process goes on in the folder. All
-files that it writes must equal those of work that nobody stopped. Every process makes its own
-tokenizer, whose vocabulary has another order each time. Writes
+once a random number of steps and tensors is kept, a random moment later; a second process goes on
+in the folder. All files that it writes must equal those of work that nobody stopped. Every process
+makes its own tokenizer, whose vocabulary has another order each time. Writes
 `benchmarks/results/build-resume.json`.
 """
 
@@ -128,43 +128,54 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def kept(folder: Path) -> int:
-    """Count what a killed process left: finished steps, and tensors."""
+    """Count what a process has kept: finished steps, and tensors."""
     state = folder / "state"
     steps = sum(len(json.loads(path.read_text())["steps"]) for path in state.glob("*.json"))
     return steps + len(list((state / "candidates").glob("*.safetensors")))
 
 
+def watch(child: int, folder: Path, enough: int | None = None) -> int:
+    """Wait until so much is kept, or until the process ends; return the most that was kept."""
+    most = 0
+    while enough is None or most < enough:
+        most = max(most, kept(folder))
+        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            break
+        time.sleep(0.003)
+    return most
+
+
 def kill_and_resume(kind: str, kills: int, seed: int) -> dict[str, Any]:
     """Kill the work at random moments; resume each time."""
     moments = random.Random(f"{kind} {seed}")
-    parts: list[float] = []
     left: list[int] = []
     equal = missed = 0
     with tempfile.TemporaryDirectory() as scratch:
-        whole, length = [], []
+        whole, most = [], []
         for turn in (0, 1):
-            begin = time.monotonic()
-            if ended(start(kind, turn, Path(scratch) / f"whole-{turn}")):
-                raise SystemExit(f"{kind} failed")
-            length.append(time.monotonic() - begin)
-            whole.append(digest(Path(scratch) / f"whole-{turn}"))
-        while len(parts) < kills:
-            turn, part = len(parts) % 2, moments.random()
-            folder = Path(scratch) / f"kill-{len(parts)}-{missed}"
+            folder = Path(scratch) / f"whole-{turn}"
             child = start(kind, turn, folder)
-            time.sleep(part * length[turn])
+            most.append(watch(child, folder))
+            if ended(child):
+                raise SystemExit(f"{kind} failed")
+            whole.append(digest(folder))
+        while len(left) < kills:
+            turn = len(left) % 2
+            folder = Path(scratch) / f"kill-{len(left)}-{missed}"
+            child = start(kind, turn, folder)
+            watch(child, folder, moments.randint(1, most[turn]))
+            time.sleep(0.2 * moments.random())
             os.kill(child, signal.SIGKILL)
             if ended(child) == 0:
                 missed += 1  # it was done before
                 continue
-            parts.append(round(part, 3))
             left.append(kept(folder))
             equal += ended(start(kind, turn, folder)) == 0 and digest(folder) == whole[turn]
-            print(f"{kind}: {equal} of {len(parts)} equal", file=sys.stderr, flush=True)
+            print(f"{kind}: {equal} of {len(left)} equal", file=sys.stderr, flush=True)
     return {
         "work": kind,
-        "killed at (part of the whole)": parts,
-        "steps and tensors left": left,
+        "steps and tensors of the whole": most,
+        "steps and tensors left by each kill": left,
         "ended before it was killed": missed,
         "files": sorted(whole[0]),
         "byte-equal": equal,
