@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ensembles.uncertainty import scores
-from hydra_ensembles.uncertainty.novelty.distances import ClassDistance, GlobalDistance
+from hydra_ensembles.uncertainty.novelty.distances import (
+    ClassDistance,
+    GlobalDistance,
+    oracle_approximating,
+    whiten,
+)
 from hydra_ensembles.uncertainty.novelty.moments import Moments, unit
 
 Set = dict[str, Tensor]
@@ -74,7 +79,11 @@ def mahalanobis_plus(known: Set) -> dict[str, Score]:
     features = known["features"][:, None]
     moments = Moments.empty(1, features.shape[2], len(present))
     moments.add_(features, labels)
-    every, nearest = GlobalDistance.of(moments), ClassDistance.of(moments, slice(None))
+    nearest = ClassDistance.of(moments, slice(None))
+    # one ridge for both covariances: else their difference is that of the ridges
+    count, classes = moments.count, len(present)
+    ridge = oracle_approximating(max(1, count - classes), moments.within_scatter())
+    every = GlobalDistance(moments.mean(), whiten(count, moments.scatter(), ridge), count)
 
     def near(data: Set) -> Tensor:
         return nearest(unit(data["features"][:, None].double()))[:, 0]
