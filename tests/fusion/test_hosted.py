@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hydra_ensembles.costs.counting import CostModel, cost
 from hydra_ensembles.errors import UnsupportedModelError
 from hydra_ensembles.fusion.hosted import HostedBlock
 from hydra_ensembles.hosts import host_model
+from hydra_ensembles.hosts.cutting import Cut, best_cut
 from hydra_ensembles.search.prefix import Prefix
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, EQUAL, LATE, TREE, gated, members_of, perturbed
@@ -184,6 +186,18 @@ def test_every_distinct_tensor_is_saved_once_and_comes_back(name: str, tmp_path:
         assert sum(p.numel() for p in loaded.parameters()) == sum(
             p.numel() for p in ensemble.parameters()
         )
+
+
+def test_a_layer_without_heads_answers_in_the_form_of_its_attention() -> None:
+    """Two samples must not pass for the pair that the attention of a block returns."""
+    from hydra_ensembles.hosts import families
+
+    family = replace(families["llama"], name="mine", returns_tuple=False)  # not true
+    view = host_model(host("llama"), family=family)
+    call = view.passes()[-1][1]
+    assert len(call.hidden) == 2
+    assert best_cut(view.blocks[1], [], call) == Cut((0, 1, 2, 3), ())
+    assert best_cut(host_model(host("llama")).blocks[1], [], call) == Cut((), ())
 
 
 def test_members_come_out_as_plain_hosts() -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .block import Block
-from .calling import BlockCall, Form, states_of
+from .calling import BlockCall, Form, repeat_for_streams, states_of
 from .multihead import open_attention_, opened
 from .probe import largest_difference, random_states, randomized
 from .sites import AttentionSite
@@ -96,6 +96,8 @@ def why_not_cut(block: Block, there: Sequence[int], call: BlockCall) -> str | No
     less = Block.of(block.index, copy.deepcopy(whole.module), block.family)
     everything = tuple(range(whole.attention.num_heads))
     call = random_states(call)
+    if not there:  # a batch of two would pass for a pair of results, where a pair is expected
+        call = _of_many(call)
     try:
         Cut(tuple(there), tuple(there)).apply_(less)
         Cut(everything, tuple(there)).apply_(whole)
@@ -110,6 +112,17 @@ def why_not_cut(block: Block, there: Sequence[int], call: BlockCall) -> str | No
     if not _same_rest(form, expected_form):
         return "its block hands something by heads to the blocks above"
     return None
+
+
+def _of_many(call: BlockCall) -> BlockCall:
+    """Repeat a call's samples, so that there are more of them than a module has results."""
+    batch = len(call.hidden)
+
+    def many(value: Any) -> Any:
+        return repeat_for_streams(value, 5, batch)
+
+    kwargs = {name: many(value) for name, value in call.kwargs.items()}
+    return replace(call, hidden=many(call.hidden), args=many(call.args), kwargs=kwargs)
 
 
 def _same_rest(a: Form, b: Form) -> bool:
