@@ -200,7 +200,8 @@ class AttentionSite:
         sizes = [heads + 2 * groups] if rows else [heads, groups, groups]
         weights = rows or [linear_weight(part) for part in parts]
         fits = [len(w) == size * self.head_dim for w, size in zip(weights, sizes, strict=True)]
-        if groups < 1 or heads % max(1, groups) or not all(fits):
+        grouped = groups > 0 and heads % groups == 0
+        if not all(fits) or not (grouped or heads == groups == 0):  # an emptied layer has none
             return (
                 f"its queries, keys and values have {[len(w) for w in weights]} rows, which are no "
                 f"heads of width {self.head_dim}"
