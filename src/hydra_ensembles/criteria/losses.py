@@ -8,13 +8,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..data.running import IGNORED
 from ..errors import DataError
 from ..hosts import HostModel
 
 Loss = Callable[[Tensor, Any], Tensor]
 """Logits (the model's main output) and labels to one loss for each sample, `[batch]`."""
-
-IGNORED = -100
 
 
 def sample_losses(

@@ -21,6 +21,9 @@ from .batches import move as move
 from .modes import evaluating as evaluating
 from .progress import progress_bar as progress_bar
 
+IGNORED = -100
+"""Label of a token that does not count."""
+
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
     """Split a batch into positional inputs, keyword inputs and labels (None without).
@@ -235,6 +238,9 @@ def iterate_answers(
 ) -> Iterator[Answers]:
     """Yield what a model says about every batch, checked.
 
+    The tokens of a token classifier are examples of their own: padding, and tokens whose label is
+    -100, are left out.
+
     Args:
         model: see `member_logits`.
         data: an iterable of batches, read once.
@@ -259,6 +265,7 @@ def iterate_answers(
                 labels = None if ignore_labels else split_batch(batch)[2]
                 answer = _answer(model, batch, device)
                 logits = member_logits_of(answer).detach().cpu()
+                logits, labels = _flat_tokens(model, batch, logits, labels)
             except DataError as error:
                 if where in str(error):
                     raise
@@ -297,7 +304,7 @@ def iterate_answers(
             examples += len(logits)
             if labels is not None:
                 labels = _check_labels(labels, logits, where)
-            yield Answers(logits, labels, *_novelty_of(answer))
+            yield Answers(logits, labels, *_novelty_of(answer, len(logits)))
     if not examples:
         raise DataError(
             f"The data set {name!r} is empty: it gave no examples. If it is a generator, it may "
@@ -305,11 +312,41 @@ def iterate_answers(
         )
 
 
-def _novelty_of(answer: Any) -> tuple[Tensor | None, Tensor | None]:
+def _novelty_of(answer: Any, examples: int) -> tuple[Tensor | None, Tensor | None]:
     if not isinstance(answer, Prediction) or answer.novelty is None:
+        return None, None
+    if len(answer.novelty) != examples:  # novelty is of texts, and the examples are tokens
         return None, None
     assert answer.novelty_score is not None  # the two come together
     return answer.novelty.cpu(), answer.novelty_score.cpu()
+
+
+def _flat_tokens(
+    model: Any, batch: Any, logits: Tensor, labels: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Make an example of every real, labelled token of a token classifier; leave others alone."""
+    mask = split_batch(batch)[1].get("attention_mask")
+    by_token = logits.ndim == 4
+    if logits.ndim == 3:  # one model's [batch, token, class], or members without tokens
+        named = type(model).__name__.endswith("ForTokenClassification")
+        by_token = named if labels is None else labels.shape == logits.shape[:2]
+        logits = logits[:, None] if by_token else logits
+    if not by_token:
+        return logits, labels
+    shape = (logits.shape[0], logits.shape[2])
+    real = torch.ones(shape, dtype=torch.bool)
+    if isinstance(mask, Tensor) and mask.shape == shape:
+        real = mask.cpu().bool()
+    if labels is not None:
+        if labels.shape != shape:
+            raise DataError(
+                f"Labels of shape {list(labels.shape)} for {shape[1]} tokens of {shape[0]} texts: "
+                "expected one label for each token, -100 where none counts."
+            )
+        labels = labels.cpu()
+        real &= labels != IGNORED
+        labels = labels[real]
+    return logits.transpose(1, 2)[real], labels
 
 
 def collect_logits(

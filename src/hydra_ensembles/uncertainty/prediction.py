@@ -25,6 +25,9 @@ from .scores import (
 class Prediction:
     """What an ensemble says about a batch, and how sure it is.
 
+    A token classifier answers for every token: `[batch, token]` in the place of `[batch]`, and
+    member logits `[batch, member, token, class]`; padding is answered for too, and means nothing.
+
     Attributes:
         probabilities: mean of the members' softmax, `[batch, class]`.
         label: its most probable class, the lower one on a tie, `[batch]`.
@@ -88,8 +91,10 @@ class Prediction:
         return Prediction(**{**values, **tensors})
 
     def __repr__(self) -> str:
-        examples, members, classes = self.member_logits.shape
+        examples, members, *tokens, classes = self.member_logits.shape
         head = f"Prediction of {members} member(s) on {examples} example(s), {classes} classes"
+        if tokens:
+            return f"{head}, for each of {tokens[0]} tokens"
         rows = [f"  {'label':>6}  {'p':>6}  {self.score:>10}  {'mutual inf.':>11}  {'disagree':>8}"]
         rows[0] += "" if self.novelty is None else f"  {'novelty':>7}"
         for i in range(min(examples, 8)):

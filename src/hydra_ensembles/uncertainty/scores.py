@@ -5,8 +5,9 @@ A score that literature states as a confidence (maximum logit, negative energy, 
 here, so that a higher score speaks for out-of-distribution, whatever the score.
 
 The probability of an ensemble is the mean of its members' softmax (Lakshminarayanan et al., 2017).
-Every function takes `[batch, class]` too, read as an ensemble of one member, works in float32 at
-least, and is safe for logits of any size.
+Every function takes `[batch, class]` too, read as an ensemble of one member, and the logits of a
+token classifier `[batch, member, token, class]`, whose answers are `[batch, token]`. They work in
+float32 at least and are safe for logits of any size.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ scores: Registry[Score] = Registry("score")
 
 
 def as_member_logits(logits: Tensor) -> Tensor:
-    """Return logits as `[batch, member, class]` in float32 or better; no member axis means one."""
+    """Return logits as `[batch, member, class]` in float32 or better; no member axis means one.
+
+    Those of a token classifier, `[batch, member, token, class]`, keep their token axis.
+    """
     if logits.ndim == 2:
         logits = logits[:, None]
-    if logits.ndim != 3 or logits.shape[1] < 1 or logits.shape[2] < 1:
+    if logits.ndim not in (3, 4) or logits.shape[1] < 1 or logits.shape[-1] < 1:
         raise DataError(
             f"Member logits have shape {list(logits.shape)}; expected [batch, member, class] "
             "or [batch, class] with at least one member and one class."
@@ -61,7 +65,7 @@ def scale_logits(
             )
         checked = _positive(member_temperatures)
         by_member = torch.as_tensor(checked, dtype=logits.dtype, device=logits.device)
-        logits = logits / by_member[:, None]
+        logits = logits / by_member.reshape(-1, *[1] * (logits.ndim - 2))
     if temperature is not None:
         logits = logits / _positive(temperature)
     return logits
@@ -137,8 +141,8 @@ def gen(member_logits: Tensor) -> Tensor:
     probability = mean_probability(member_logits)
     largest, order = probability.topk(min(100, probability.shape[-1]), dim=-1)
     # 1 - p of the most probable class, summed as in msp: it does not round to zero
-    others = probability.scatter(-1, order[:, :1], 0.0).sum(-1, keepdim=True)
-    rest = torch.cat([others, 1 - largest[:, 1:]], -1)
+    others = probability.scatter(-1, order[..., :1], 0.0).sum(-1, keepdim=True)
+    rest = torch.cat([others, 1 - largest[..., 1:]], -1)
     return (largest * rest).clamp_min(0).pow(0.1).sum(-1)
 
 
@@ -186,7 +190,7 @@ def disagreement(member_logits: Tensor) -> Tensor:
     votes = as_member_logits(member_logits).argmax(-1)
     members = votes.shape[1]
     if members == 1:
-        return torch.zeros(votes.shape[0], device=votes.device)
+        return torch.zeros_like(votes[:, 0], dtype=torch.float32)
     # summed over ordered pairs, the diagonal adds nothing
     return (votes[:, :, None] != votes[:, None, :]).sum((1, 2)) / (members * (members - 1))
 
@@ -195,11 +199,11 @@ def pairwise_kl(member_logits: Tensor) -> Tensor:
     """Return the mean over ordered pairs i != j of KL(p_i || p_j) in nats, `[batch]`; 0 for one."""
     logs = as_member_logits(member_logits).log_softmax(-1)
     members = logs.shape[1]
-    total = logs.new_zeros(logs.shape[0])
+    total = torch.zeros_like(logs[:, 0, ..., 0])
     for i in range(members):  # one row of pairs at a time keeps memory at that of the logits
         here = logs[:, i : i + 1]
         ratio = torch.where(here == logs, 0.0, here - logs)  # -inf against -inf is no difference
-        total = total + torch.where(here > -math.inf, here.exp() * ratio, 0.0).sum((1, 2))
+        total = total + torch.where(here > -math.inf, here.exp() * ratio, 0.0).sum((1, -1))
     return (total / max(members * (members - 1), 1)).clamp_min(0.0)
 
 

@@ -1,0 +1,79 @@
+"""Token classification: every token is an example of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hydra_ensembles import HydraError, evaluate
+from hydra_ensembles.uncertainty import predict_from_logits, scores
+from hydra_ensembles.uncertainty.scores import disagreement, pairwise_kl
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    """Two texts, three members, four tokens, five classes."""
+    return torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)) * 2
+
+
+def flat(logits: torch.Tensor) -> torch.Tensor:
+    return logits.transpose(1, 2).flatten(0, 1)
+
+
+@pytest.mark.parametrize("members", [1, 3])
+@pytest.mark.parametrize("name", [*scores, "disagreement", "kl"])
+def test_scores_of_tokens_are_those_of_examples(
+    logits: torch.Tensor, name: str, members: int
+) -> None:
+    function: Any = {"disagreement": disagreement, "kl": pairwise_kl}.get(name) or scores[name]
+    logits = logits[:, :members]
+    ours = function(logits)
+    assert ours.shape == (2, 4)
+    torch.testing.assert_close(ours.flatten(), function(flat(logits)))
+
+
+def test_prediction_answers_for_every_token(logits: torch.Tensor) -> None:
+    temperatures = [0.5, 1.0, 2.0]
+    ours = predict_from_logits(logits, temperature=1.3, member_temperatures=temperatures)
+    theirs = predict_from_logits(flat(logits), temperature=1.3, member_temperatures=temperatures)
+    assert ours.probabilities.shape == (2, 4, 5)
+    assert ours.uncertainty.shape == ours.label.shape == (2, 4)
+    torch.testing.assert_close(ours.probabilities.flatten(0, 1), theirs.probabilities)
+    torch.testing.assert_close(ours.uncertainty.flatten(), theirs.uncertainty)
+    assert "4 tokens" in repr(ours)
+    assert len(ours[1:]) == 1
+
+
+class Tagger:
+    """A model that answers with what it was given."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+    def __call__(self, **_: torch.Tensor) -> torch.Tensor:
+        return self.logits
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_evaluate_counts_labelled_real_tokens(logits: torch.Tensor, members: int) -> None:
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    labels = torch.tensor([[0, -100, 2, 3], [4, 3, 2, 1]])
+    keep = mask.bool() & (labels != -100)
+    given = logits if members == 3 else logits[:, 0]  # one plain model has no member axis
+    batch = {"input_ids": torch.ones_like(mask), "attention_mask": mask, "labels": labels}
+    found = evaluate(Tagger(given), [batch], progress=False)
+    examples = logits[:, :members].transpose(1, 2)[keep]
+    plain = evaluate(
+        Tagger(examples), [{"input_ids": mask[keep], "labels": labels[keep]}], progress=False
+    )
+    assert found.settings["examples"] == {"id": 6}
+    for key in ("cls/Acc", "cls/NLL", "cal/ECE", "cls/Brier"):
+        assert found[key] == pytest.approx(plain[key])
+
+
+def test_labels_of_another_length_are_named(logits: torch.Tensor) -> None:
+    batch = {"input_ids": torch.ones(2, 4), "labels": torch.zeros(2, 3, dtype=torch.long)}
+    with pytest.raises(HydraError, match="one label for each token"):
+        evaluate(Tagger(logits), [batch], progress=False)
