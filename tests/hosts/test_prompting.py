@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,26 @@ def test_it_is_built_again_by_name(model: nn.Module) -> None:
     torch.testing.assert_close(twin.eval()(**batch).logits, host(**batch).logits)
     with pytest.raises(hydra.HydraError, match="tokenizer"):
         twin.encode(["one"])  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("labels", [["a", "b"], ["ab", "c"]])
+def test_it_is_fused_and_loaded(model: nn.Module, labels: list[str], tmp_path: Path) -> None:
+    host = hydra.PromptClassifier(model, Letters(), TEMPLATE, labels)
+    batch = host.encode(["one", "two three", "four"])
+    rows = [[1, 0, 1, 0], [0, 1, 1, 1], [1, 1, 0, 0]]
+    masks = [hydra.HeadMask([[1] * 4, [1] * 4, row]) for row in rows]
+    alone = []
+    with torch.no_grad():
+        for mask in masks:
+            with hydra.gate(host, mask):
+                alone.append(host(**batch).logits)
+    ensemble = hydra.fuse(host, masks)
+    assert ensemble.id2label == dict(enumerate(labels))
+    answer = ensemble.predict(batch)
+    torch.testing.assert_close(answer.member_logits, torch.stack(alone, 1), atol=1e-4, rtol=1e-4)
+    ensemble.save_pretrained(tmp_path)
+    loaded = hydra.HydraEnsemble.from_pretrained(tmp_path).predict(batch)
+    torch.testing.assert_close(loaded.member_logits, answer.member_logits, atol=1e-5, rtol=1e-5)
 
 
 def test_bad_arguments_are_named(model: nn.Module) -> None:

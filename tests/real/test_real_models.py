@@ -88,3 +88,32 @@ def test_saved_equals_loaded_and_costs_no_disk(real: Any, tmp_path: Path) -> Non
     host = sum(p.numel() * p.element_size() for p in model.parameters())
     assert (tmp_path / "model.safetensors").stat().st_size <= 1.01 * host
     hydra.verify(loaded, inputs, tolerance=TOLERANCE)
+
+
+def test_a_real_llama_end_to_end(tmp_path: Path) -> None:
+    """SmolLM2-135M as a zero-shot classifier: fuse, predict, save, equal after loading."""
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    folder = os.environ.get("HYDRA_SMOLLM2")
+    if folder is None:
+        pytest.skip("HYDRA_SMOLLM2 is not set: the folder that experiments/llama.py makes")
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    labels = {"negative": " negative", "positive": " positive"}
+    host = hydra.PromptClassifier(model, tokenizer, "Review: {}\nSentiment:", labels)
+    lines = (Path(os.environ["HYDRA_DATA"]) / "text" / "sst2" / "dev.tsv").read_text().splitlines()
+    rows = [line.split("\t") for line in lines[1:9]]
+    batch = host.encode([row[1] for row in rows])
+    full = HeadMask.full(host).tolist()
+    masks = []
+    for seed in range(3):
+        row = torch.rand(9, generator=torch.Generator().manual_seed(seed)) < 0.6
+        masks.append(HeadMask([*full[:-1], row.tolist()]))
+    ensemble = hydra.fuse(host, masks)
+    hydra.verify(ensemble, batch, tolerance=TOLERANCE)
+    answer = ensemble.predict(batch)
+    assert answer.probabilities.shape == (8, 2)
+    ensemble.save_pretrained(tmp_path)
+    loaded = HydraEnsemble.from_pretrained(tmp_path)
+    again = loaded.predict(batch)
+    torch.testing.assert_close(again.member_logits, answer.member_logits, atol=1e-4, rtol=1e-4)

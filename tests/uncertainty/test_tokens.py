@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from hydra_ensembles import HydraError, evaluate
+from hydra_ensembles import HeadMask, HydraError, evaluate, fuse, verify
 from hydra_ensembles.uncertainty import predict_from_logits, scores
 from hydra_ensembles.uncertainty.scores import disagreement, pairwise_kl
+from tests import zoo
 
 
 @pytest.fixture
@@ -77,3 +78,29 @@ def test_labels_of_another_length_are_named(logits: torch.Tensor) -> None:
     batch = {"input_ids": torch.ones(2, 4), "labels": torch.zeros(2, 3, dtype=torch.long)}
     with pytest.raises(HydraError, match="one label for each token"):
         evaluate(Tagger(logits), [batch], progress=False)
+
+
+def test_a_fused_tagger_answers_and_is_evaluated_by_token() -> None:
+    from transformers import BertConfig, BertForTokenClassification
+
+    torch.manual_seed(0)
+    model = BertForTokenClassification(BertConfig(**zoo.SIZES, **zoo.TEXT, num_labels=5)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    batch = zoo.batch("bert")
+    rows = [[1, 0, 1, 0], [0, 1, 1, 1], [1, 1, 0, 0]]
+    masks = [HeadMask([[1] * 4, [1] * 4, row]) for row in rows]
+    ensemble = fuse(model, masks)
+    verify(ensemble, batch, tolerance=1e-4)
+    assert ensemble.member_logits(batch).shape == (4, 3, 7, 5)
+    answer = ensemble.predict(batch)
+    assert answer.uncertainty.shape == (4, 7)
+    labels = answer.label.masked_fill(batch["attention_mask"] == 0, -100)
+    output = ensemble(**batch, labels=labels)
+    real = labels != -100
+    expected = torch.nn.functional.nll_loss(output.logits[real], labels[real])
+    torch.testing.assert_close(output.loss, expected)
+    found = evaluate(ensemble, [{**batch, "labels": labels}], progress=False)
+    assert found["cls/Acc"] == 1.0
+    assert found.settings["examples"] == {"id": int(real.sum())}

@@ -302,7 +302,9 @@ class HydraEnsemble(nn.Module):
                 raise UnsupportedModelError(f"{type(self.host).__name__} has no classes to label.")
             return _with_embedding(output, member_logits.mean(1))
         logits = log_mean_probability(self._scaled(member_logits))
-        loss = None if labels is None else F.nll_loss(logits, labels.to(logits.device))
+        loss = None
+        if labels is not None:  # a token classifier's [batch, token, class]; -100 does not count
+            loss = F.nll_loss(logits.flatten(0, -2), labels.to(logits.device).flatten())
         return _with_logits(output, logits, loss, kwargs.get("return_dict"))
 
     def member_logits(self, batch: Any) -> Tensor:

@@ -31,6 +31,10 @@ def gate(model: nn.Module | HostModel, gates: Gates) -> Iterator[None]:
         model: A host model.
         gates: A `HeadMask` (kept = 1, pruned = 0), or one tensor per layer (None = all ones):
             `[heads]`, or `[batch, heads]` for gates of each sample; they may require gradients.
+
+    Raises:
+        UnsupportedModelError: When the context closes, if an attention layer ran without calling
+            its output projection as a module: its gates had no effect.
     """
     host = host_model(model)
     if isinstance(gates, HeadMask):
@@ -41,12 +45,27 @@ def gate(model: nn.Module | HostModel, gates: Gates) -> Iterator[None]:
             f"{len(gates)} gates but {host.name} has {len(host)} layers: give one tensor (or None) "
             "a layer."
         )
+    ran: set[int] = set()
+    gated: set[int] = set()
     with ExitStack() as stack:
         stack.enter_context(opened([site.module for site in host.sites]))
         for site, row in zip(host.sites, gates, strict=True):
             if row is not None:
                 stack.callback(_hook(site, row).remove)
+                stack.callback(_note(site.module, site.layer, ran).remove)
+                stack.callback(_note(site.output, site.layer, gated).remove)
         yield
+    if ran - gated:
+        raise UnsupportedModelError(
+            f"{host.name} never calls the output projection of layer {min(ran - gated)} as a "
+            "module, so its heads cannot be gated: it hands the weights to a function. Load it "
+            'with another attn_implementation ("eager" or "sdpa"), if it has one.'
+        )
+
+
+def _note(module: nn.Module, layer: int, layers: set[int]) -> Any:
+    """Note that a module of a layer was called."""
+    return module.register_forward_pre_hook(lambda *_: layers.add(layer))
 
 
 def _hook(site: AttentionSite, row: Tensor) -> Any:
@@ -61,6 +80,8 @@ def _hook(site: AttentionSite, row: Tensor) -> Any:
         values = row.to(device=x.device, dtype=x.dtype)[..., None]  # [(batch,) heads, 1]
         by_head = x.unflatten(-1, (site.num_heads, site.head_dim))
         if values.dim() == 3:
+            if len(values) != len(x) and len(x) % len(values) == 0:  # windows: [batch * windows]
+                values = values.repeat_interleave(len(x) // len(values), 0)
             values = values.reshape(len(values), *[1] * (by_head.dim() - 3), *values.shape[1:])
         return ((by_head * values).flatten(-2), *inputs[1:])
 

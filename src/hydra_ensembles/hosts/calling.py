@@ -68,6 +68,10 @@ class Host(Protocol):
         """Put another list in the place of the list of blocks."""
 
 
+class ClosedAttentionError(UnsupportedModelError):
+    """An attention layer hands its output projection's weights to a function."""
+
+
 def main_output(output: Any) -> Tensor:
     """Return what a host is called for: its logits, else its embedding, else its last states."""
     if isinstance(output, Tensor):
@@ -259,9 +263,11 @@ def capture_calls(host: Host, inputs: Inputs) -> list[BlockCall]:
                 "share weights or are skipped, and members need blocks that run once each."
             )
         if not projections[layer]:
-            raise UnsupportedModelError(
-                f"{host.name} never calls the output projection of block {layer} as a module, so "
-                "heads cannot be switched off there."
+            raise ClosedAttentionError(
+                f"{host.name} never calls the output projection of block {layer} as a module: it "
+                "hands the weights to a function, so heads cannot be switched off there. Load it "
+                'with another attn_implementation ("eager" or "sdpa"), or use the timm model of '
+                "the same name, if there is one."
             )
     return [found[0] for found in calls]
 

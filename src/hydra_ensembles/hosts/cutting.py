@@ -60,8 +60,7 @@ class Cut:
 
 def gate_(site: AttentionSite, row: Tensor) -> Any:
     """Gate heads off at the input of the output projection, in place; return the hook's handle."""
-    if isinstance(site.packed, nn.MultiheadAttention):
-        open_attention_(site.packed)
+    open_attention_(site.module)
     return site.output.register_forward_pre_hook(HeadGate(row, site.head_dim))
 
 

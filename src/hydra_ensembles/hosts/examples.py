@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,10 +18,16 @@ def examples(model: nn.Module) -> list[Inputs]:
     """
     device = device_of(model)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    reads_text = getattr(model, "main_input_name", None) == "input_ids"
+    main = getattr(model, "main_input_name", None)
+    reads_text = main == "input_ids"
+    if main in ("input_values", "input_features", "pixel_values_videos") or _frames(model):
+        return [((), inputs) for inputs in _sounds_and_videos(model, str(main), device, dtype)]
     size = None if reads_text else image_size(model)
     if size is not None:
         generator = torch.Generator().manual_seed(0)
+        patches = _loose_patches(model)
+        if patches is not None:
+            return [((), patches)]
         images = [torch.rand(2, *size, generator=generator).to(device, dtype) for _ in range(2)]
         if getattr(model, "main_input_name", None) == "pixel_values":
             return [((), {"pixel_values": image}) for image in images]
@@ -52,8 +59,65 @@ def _texts(config: Any, device: torch.device) -> list[Inputs]:
     padded[1, 9:] = padding
     mask = torch.ones_like(padded)
     mask[1, 9:] = 0
+    if getattr(config, "is_encoder_decoder", False):  # it reads the end-of-text token of each row
+        for ids in rows:
+            ids[:, -1] = config.eos_token_id
+        padded[0, -1] = padded[1, 8] = config.eos_token_id
     inputs = [((), _tokens(ids)) for ids in rows]
     return [*inputs, ((), {"input_ids": padded, "attention_mask": mask})]
+
+
+def _sounds_and_videos(
+    model: Any, main: str, device: torch.device, dtype: torch.dtype
+) -> list[dict[str, Tensor]]:
+    """Make inputs of the shapes that speech and video models tell in their configs."""
+    config = model.config
+    shape: tuple[int, ...] | None = None
+    bands = getattr(config, "num_mel_bins", None)
+    if main == "input_features" and getattr(config, "max_source_positions", None) and bands:
+        shape = (bands, 2 * config.max_source_positions)  # Whisper takes a fixed length
+    if main == "input_features" and hasattr(config, "feature_projection_input_dim"):
+        shape = (16, config.feature_projection_input_dim)
+    if main == "input_values" and hasattr(config, "time_stride") and bands:
+        shape = (config.max_length, bands)  # a spectrogram
+    elif main == "input_values" and hasattr(config, "conv_stride"):
+        shape = (400 + 12 * math.prod(config.conv_stride),)
+    frames = _frames(model)
+    if frames:
+        size = _pair(getattr(config, "image_size", getattr(config, "crop_size", 32)))
+        channels = getattr(config, "num_channels", getattr(config, "in_chans", 3))
+        shape = (frames, channels, *size)
+    if shape is None:
+        return []
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(2, *shape, generator=generator).to(device, dtype) for _ in range(2)]
+    return [{main: values} for values in made]
+
+
+def _frames(model: nn.Module) -> int | None:
+    """Return how many frames a video classifier takes, or None for other models."""
+    config = getattr(model, "config", None)
+    if not type(model).__name__.endswith("ForVideoClassification"):
+        return None
+    return getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
+
+
+def _loose_patches(model: nn.Module) -> dict[str, Tensor] | None:
+    """Make patches with their places for models that take images of any shape (SigLIP 2)."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "vision_config", config)
+    patches = getattr(config, "num_patches", None)
+    if not isinstance(patches, int) or not type(model).__name__.startswith("Siglip2"):
+        return None
+    side = math.isqrt(patches)
+    device = device_of(model)
+    generator = torch.Generator().manual_seed(0)
+    width = config.num_channels * config.patch_size**2  # type: ignore[union-attr]
+    return {
+        "pixel_values": torch.randn(2, side * side, width, generator=generator).to(device),
+        "pixel_attention_mask": torch.ones(2, side * side, dtype=torch.long, device=device),
+        "spatial_shapes": torch.tensor([[side, side]] * 2, device=device),
+    }
 
 
 def _tokens(ids: Tensor) -> dict[str, Tensor]:
@@ -88,9 +152,12 @@ def image_size(model: nn.Module) -> tuple[int, int, int] | None:
     config = getattr(model, "config", None)
     config = getattr(config, "vision_config", config)
     size = getattr(config, "image_size", None)
-    if size is None:
-        return None
-    return (getattr(config, "num_channels", 3), *_pair(size))
+    if size is not None:
+        return (getattr(config, "num_channels", 3), *_pair(size))
+    first = next((m for m in model.modules() if m._parameters), None)
+    if config is None and isinstance(first, nn.Conv2d):  # it starts with a convolution: any size
+        return (first.in_channels, 64, 64)
+    return None
 
 
 def _pair(size: Any) -> tuple[int, int]:

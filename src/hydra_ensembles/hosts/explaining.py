@@ -67,6 +67,9 @@ def explain(model: nn.Module | HostModel, *, family: Family | None = None) -> Ex
 
 
 def _explain(host: HostModel) -> Explanation:
+    closed = host.why_closed()
+    if closed is not None:
+        return Explanation(name=host.name, supported=False, reason=closed)
     site = host.sites[0]
     removable, fusable = host.why_not_removable(), host.why_not_fusable()
     task = other_task(host.model)
@@ -75,8 +78,10 @@ def _explain(host: HostModel) -> Explanation:
     notes = []
     if host.original_mask is not None:
         notes.append(f"already pruned: {host.original_mask.total_kept} heads are left")
-    if all(hasattr(host.model, tower) for tower in ("text_model", "vision_model")):
-        notes.append(f"two towers: this is about {host.blocks_path}; the other is left alone")
+    if host.other_stacks:
+        others = ", ".join(host.other_stacks)
+        kind = "two towers" if len(host.other_stacks) == 1 else "several stacks"
+        notes.append(f"{kind}: this is about {host.blocks_path}; {others} is left alone")
     if site.kv_heads != site.num_heads:
         notes.append(
             f"grouped queries: {site.num_heads} heads on {site.kv_heads} key heads; only whole "

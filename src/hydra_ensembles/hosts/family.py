@@ -61,11 +61,16 @@ class Family:
         """Find the attention's linears in a block, or None when one is missing."""
         names = [n for n in ("packed", "query", "key", "value", "output") if getattr(self, n)]
         found = {name: first(block, getattr(self, name)) for name in names}
-        return None if any(part is None for part in found.values()) else found  # type: ignore[return-value]
+        return found if all(map(_is_projection, found.values())) else None  # type: ignore[return-value]
 
     def mlp_paths(self) -> tuple[Path, ...]:
         """Return the paths of the MLP's modules in order."""
         return (self.mlp,) if isinstance(self.mlp, str) else self.mlp
+
+
+def _is_projection(part: nn.Module | None) -> bool:
+    weight = getattr(part, "weight", None)
+    return isinstance(part, nn.MultiheadAttention) or getattr(weight, "ndim", 0) == 2
 
 
 def alternatives(path: Path) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,12 +12,21 @@ from torch import nn
 from ..data.modes import in_eval
 from ..errors import UnsupportedModelError
 from .block import Block
-from .calling import BlockCall, Form, Inputs, capture_calls, main_output, stand_ins
+from .calling import (
+    BlockCall,
+    ClosedAttentionError,
+    Form,
+    Inputs,
+    capture_calls,
+    main_output,
+    stand_ins,
+)
 from .cutting import why_not_cut
 from .examples import examples
-from .family import Family, families, first_path
+from .family import Family
 from .probe import (
     Readout,
+    bare_call,
     find_readout,
     largest_difference,
     structure_of,
@@ -25,8 +34,7 @@ from .probe import (
     why_not_understood,
 )
 from .sites import AttentionSite, linear_weight
-
-_IMAGE_TOWERS = ("image_tower", "vision_model", "visual", "vision_tower")
+from .stacks import find_stack
 
 
 class HostModel:
@@ -41,10 +49,12 @@ class HostModel:
     def __init__(self, model: nn.Module, *, family: Family | None = None) -> None:
         self.model = model
         self.name = type(model).__name__
-        self.family, self.blocks_path, modules = _find_blocks(model, family)
-        self.blocks = [Block.of(i, block, self.family) for i, block in enumerate(modules)]
+        stack = find_stack(model, family)
+        self.family, self.blocks_path, self.other_stacks = stack.family, stack.path, stack.others
+        self.blocks = [Block.of(i, block, self.family) for i, block in enumerate(stack.blocks)]
         self._passes: list[list[BlockCall]] | None = None
         self._why_no_pass: str | None = None
+        self._why_closed: str | None = None
         self._arithmetic: tuple[str | None] | None = None
         self._removable: tuple[str | None] | None = None
         self._hosted: tuple[str | None] | None = None
@@ -116,7 +126,9 @@ class HostModel:
                     f"({', '.join(by_head)}: a relative-position bias, say)"
                 )
         checked: set[Any] = set()
-        for block, call in zip(self.blocks, [*self.passes(), []][0], strict=False):
+        passes = self.passes()  # without one, blocks run by themselves
+        calls = passes[0] if passes else [bare_call(block) for block in self.blocks]
+        for block, call in zip(self.blocks, calls, strict=True):
             group = max(1, block.attention.num_heads // max(1, block.attention.kv_heads))
             half = range(0, max(1, block.attention.num_heads // group // 2) * group)
             key = structure_of(block.module)
@@ -143,6 +155,8 @@ class HostModel:
                     self._seen = inputs
                 except Exception as error:  # the example does not suit this host
                     self._why_no_pass = f"{type(error).__name__}: {error}"
+                    if isinstance(error, ClosedAttentionError):
+                        self._why_closed = str(error)
                     if isinstance(error, UnsupportedModelError):
                         self._why_no_pass = str(error)
         return self._passes
@@ -154,6 +168,11 @@ class HostModel:
         self._arithmetic = self._removable = self._hosted = None
         self.__dict__.pop("forms", None)
         return calls
+
+    def why_closed(self) -> str | None:
+        """Say why gates would have no effect, or None: as far as the host could be run."""
+        self.passes()
+        return self._why_closed
 
     @property
     def why_no_pass(self) -> str | None:
@@ -246,63 +265,6 @@ def host_model(model: nn.Module | HostModel, *, family: Family | None = None) ->
             looked for and how to describe it.
     """
     return model if isinstance(model, HostModel) else HostModel(model, family=family)
-
-
-def _containers(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
-    for path, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module):
-            yield path, module
-
-
-def _find_blocks(model: nn.Module, family: Family | None) -> tuple[Family, str, list[nn.Module]]:
-    from . import huggingface, openclip, timm  # noqa: F401  (they register their families)
-
-    tried = [family] if family is not None else [families[name] for name in families]
-    found: list[tuple[Family, str, list[nn.Module]]] = []
-    for candidate in tried:
-        wanted = first_path(model, candidate.blocks) if candidate.blocks else None
-        for path, container in _containers(model):
-            if wanted is not None and path != wanted:
-                continue
-            blocks = list(container.children())
-            if all(candidate.resolve(block) is not None for block in blocks):
-                found.append((candidate, path, blocks))
-    if not found:
-        raise UnsupportedModelError(_why_unknown(model, family))
-    return _choose_tower(model, found)
-
-
-def _choose_tower(
-    model: nn.Module, found: list[tuple[Family, str, list[nn.Module]]]
-) -> tuple[Family, str, list[nn.Module]]:
-    """Take the only stack of blocks, or the image tower of a dual encoder."""
-    if len({path for _, path, _ in found}) == 1:
-        return found[0]
-    for tower in _IMAGE_TOWERS:
-        inside = [entry for entry in found if tower in entry[1].split(".")]
-        if len({path for _, path, _ in inside}) == 1:
-            return inside[0]
-    stacks = ", ".join(sorted({path for _, path, _ in found}))
-    raise UnsupportedModelError(
-        f"{type(model).__name__} has several stacks of attention blocks ({stacks}) and none is an "
-        "image tower. Pass the tower that is meant, or a Family with blocks=<its path>."
-    )
-
-
-def _why_unknown(model: nn.Module, family: Family | None) -> str:
-    stacks = [
-        f"{path or '(the model)'} ({len(module)} x {type(next(module.children())).__name__})"
-        for path, module in _containers(model)
-    ]
-    seen = "; ".join(stacks[:4]) if stacks else "no ModuleList or Sequential at all"
-    looked = f"the family {family.name!r}" if family else f"families {', '.join(families)}"
-    return (
-        f"{type(model).__name__}: no block list in which every block has the attention parts of "
-        f"{looked}. Found: {seen}. If it is a transformer, describe one block: "
-        'hydra.Family(name="mine", query="attn.q", key="attn.k", value="attn.v", '
-        'output="attn.o", norm1="norm1", norm2="norm2", mlp="mlp"), and pass it as family= or to '
-        "register_family()."
-    )
 
 
 def describe_shape(shape: Sequence[int]) -> str:

@@ -1,4 +1,6 @@
-"""`nn.MultiheadAttention` made open: its output projection is called, so that it can be hooked.
+"""Closed attention modules made open: the output projection is called, so that it can be hooked.
+
+`nn.MultiheadAttention` and WavLM's attention hand their weights to one function of torch.
 
 The module's own forward hands its weights to one function, `out_proj` is never *called* and a hook
 there never fires. The forward written here computes the same with the same parameters; it is set on
@@ -8,8 +10,9 @@ the instance, so that names, state dict and class stay.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,8 +61,44 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.to(dtype)
 
 
-def open_attention_(module: nn.MultiheadAttention) -> None:
-    """Give one attention module the open forward, in place."""
+def _wavlm(
+    self: Any, hidden_states: Tensor, attention_mask: Tensor | None, gated_position_bias: Tensor
+) -> tuple[Tensor, None]:
+    """Compute what WavLM hands to `F.multi_head_attention_forward`."""
+    parts = (self.q_proj, self.k_proj, self.v_proj)
+    q, k, v = (
+        part(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts
+    )
+    mask = gated_position_bias.unflatten(0, (len(hidden_states), -1)).to(q.dtype)
+    if attention_mask is not None:
+        mask = mask.masked_fill(attention_mask.ne(1)[:, None, None], float("-inf"))
+    x = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0
+    )
+    return self.out_proj(x.transpose(1, 2).flatten(2)), None
+
+
+_WAVLM = "torch_multi_head_self_attention"
+
+
+def _open_method(module: nn.Module) -> tuple[str, Callable[..., Any]] | None:
+    """Return which method of a closed module is replaced, and by what; None for other modules."""
+    if isinstance(module, nn.MultiheadAttention):
+        return "forward", _forward
+    return (_WAVLM, _wavlm) if hasattr(type(module), _WAVLM) else None
+
+
+def open_attention_(module: nn.Module) -> None:
+    """Give a closed attention module an open method, in place; leave other modules alone."""
+    method = _open_method(module)
+    if method is None:
+        return
+    if isinstance(module, nn.MultiheadAttention):
+        _check(module)
+    setattr(module, method[0], types.MethodType(method[1], module))
+
+
+def _check(module: nn.MultiheadAttention) -> None:
     if not module._qkv_same_embed_dim or not module.batch_first:
         raise UnsupportedModelError(
             "nn.MultiheadAttention with batch_first=False or with keys and values of another width "
@@ -69,21 +108,19 @@ def open_attention_(module: nn.MultiheadAttention) -> None:
         raise UnsupportedModelError(
             "nn.MultiheadAttention with add_bias_kv or add_zero_attn is not supported."
         )
-    module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
 
 
 @contextmanager
 def opened(modules: list[nn.Module]) -> Iterator[None]:
-    """Open every `nn.MultiheadAttention` among the modules for a while."""
-    changed = [
-        module
-        for module in modules
-        if isinstance(module, nn.MultiheadAttention) and "forward" not in module.__dict__
-    ]
-    for module in changed:
-        open_attention_(module)
+    """Open every closed attention among the modules for a while."""
+    changed = []
+    for module in modules:
+        method = _open_method(module)
+        if method is not None and method[0] not in module.__dict__:
+            open_attention_(module)
+            changed.append((module, method[0]))
     try:
         yield
     finally:
-        for module in changed:
-            del module.__dict__["forward"]
+        for module, name in changed:
+            del module.__dict__[name]

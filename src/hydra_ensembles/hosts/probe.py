@@ -22,6 +22,7 @@ from .block import Block
 from .calling import BlockCall, Host, Inputs, main_output, parameter_names, run_around, understand
 from .examples import examples
 from .multihead import opened
+from .sites import linear_weight
 
 _TOLERANCE = 2e-4
 """Of a block's largest output, on random weights in float32: what is left out shows far above."""
@@ -73,7 +74,7 @@ def why_not_computed(blocks: Sequence[Block], passes: Sequence[Sequence[BlockCal
     checked: set[Any] = set()
     for block in blocks:
         calls = [calls[block.index] for calls in passes]
-        for call in calls or [_bare_call(block)]:
+        for call in calls or [bare_call(block)]:
             key = (structure_of(block.module), _shape_of(call.args), _shape_of(call.kwargs))
             if key in checked:
                 continue
@@ -175,9 +176,9 @@ def _in_float32(value: Any) -> Any:
     return value
 
 
-def _bare_call(block: Block) -> BlockCall:
+def bare_call(block: Block) -> BlockCall:
     """Make a call without arguments, for a host that we cannot run."""
-    width = block.attention.weights().query.shape[-1]
+    width = linear_weight(block.attention.output).shape[0]
     x = torch.zeros(2, 5, width, device=next(block.module.parameters()).device)
     names = parameter_names(block.module)
     given: dict[str, Any] = {

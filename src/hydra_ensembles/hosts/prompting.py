@@ -77,7 +77,7 @@ class PromptClassifier(nn.Module):
                 "the same ones."
             )
         longest = max(map(len, tokens))
-        table = torch.tensor([row + [-1] * (longest - len(row)) for row in tokens])
+        table = [row + [-1] * (longest - len(row)) for row in tokens]
         self._set_up(model, names, template, table, max_length)
         self.tokenizer: Callable[..., Any] | None = tokenizer
         if calibrate:
@@ -85,7 +85,7 @@ class PromptClassifier(nn.Module):
                 self.label_bias.copy_(-self(**self.encode([""])).logits[0])
 
     def _set_up(
-        self, model: Any, names: list[str], template: str, tokens: Tensor, max_length: int
+        self, model: Any, names: list[str], template: str, tokens: list[list[int]], max_length: int
     ) -> None:
         if model.get_output_embeddings() is None or not hasattr(model, "base_model"):
             raise UnsupportedModelError(
@@ -95,7 +95,8 @@ class PromptClassifier(nn.Module):
         self.lm = model
         self.class_names, self.template, self.max_length = names, template, max_length
         device = model.get_output_embeddings().weight.device
-        self.register_buffer("label_tokens", tokens.to(device))
+        self.label_ids = tokens  # plain, for a model without storage
+        self.register_buffer("label_tokens", torch.tensor(tokens, device=device))
         self.register_buffer("label_bias", torch.zeros(len(names), device=device))
         self.tokenizer = None
         self.config = copy.deepcopy(model.config)
@@ -115,7 +116,7 @@ class PromptClassifier(nn.Module):
         """Make a classifier from labels that are tokens already; `tokenizer` can be set later."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self._set_up(model, class_names, template, torch.tensor(label_tokens), max_length)
+        self._set_up(model, class_names, template, label_tokens, max_length)
         return self
 
     @property

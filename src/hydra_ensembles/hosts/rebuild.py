@@ -73,11 +73,12 @@ def describe_host(model: Any) -> dict[str, Any]:
             "tower": describe_host(model.image_tower),
         }
     if isinstance(model, PooledTower):
-        weight: Any = model.projection.weight
+        weight: Any = getattr(model.projection, "weight", None)
+        shape = None if weight is None else [weight.shape[1], weight.shape[0]]
         return {
             "library": "pooled-tower",
             "class": name,
-            "projection": [weight.shape[1], weight.shape[0], model.projection.bias is not None],
+            "projection": shape and [*shape, model.projection.bias is not None],
             "vision": describe_host(model.vision_model),
         }
     if isinstance(model, PromptClassifier):
@@ -86,7 +87,7 @@ def describe_host(model: Any) -> dict[str, Any]:
             "class": name,
             "class_names": model.class_names,
             "template": model.template,
-            "label_tokens": model.label_tokens.tolist(),
+            "label_tokens": model.label_ids,
             "max_length": model.max_length,
             "model": describe_host(model.lm),
         }
@@ -101,6 +102,13 @@ def describe_host(model: Any) -> dict[str, Any]:
         }
     if root == "timm" and name in ("VisionTransformer", "VisionTransformerDistilled"):
         return {"library": "timm", "class": name, "arguments": _timm_arguments(model)}
+    if root == "timm" and _timm_name(model) is not None:
+        return {
+            "library": "timm-name",
+            "class": name,
+            "architecture": _timm_name(model),
+            "arguments": _common_arguments(model),
+        }
     if root == "open_clip" and name == "VisionTransformer":
         return {"library": "open_clip", "class": name, "arguments": _open_clip_arguments(model)}
     if root == "hydra_ensembles" and name == "TinyViT":
@@ -119,8 +127,10 @@ def rebuild_host(description: dict[str, Any]) -> nn.Module:
             list(description["class_names"]),
         )
     if library == "pooled-tower":
-        inputs, outputs, bias = description["projection"]
-        projection = nn.Linear(inputs, outputs, bias=bias)
+        projection: nn.Module = nn.Identity()
+        if description["projection"] is not None:
+            inputs, outputs, bias = description["projection"]
+            projection = nn.Linear(inputs, outputs, bias=bias)
         return PooledTower(rebuild_host(description["vision"]), projection)
     if library == "prompt":
         return PromptClassifier.from_parts(
@@ -143,6 +153,15 @@ def rebuild_host(description: dict[str, Any]) -> nn.Module:
             raise FormatError(f"Unknown timm class {name!r}: pass host= to from_pretrained.")
         module = _module("timm.models.deit", "timm") if name.endswith("Distilled") else timm
         return getattr(module, name)(**_with_layers(description["arguments"]))
+    if library == "timm-name":
+        timm = _module("timm", "timm")
+        architecture = description["architecture"]
+        if not timm.is_model(architecture):
+            raise FormatError(
+                f"The installed timm has no model {architecture!r}. Install the version that the "
+                "folder names, or pass host= to from_pretrained."
+            )
+        return timm.create_model(architecture, pretrained=False, **description["arguments"])
     if library == "open_clip":
         transformer = _module("open_clip.transformer", "openclip")
         arguments = dict(description["arguments"])
@@ -234,6 +253,24 @@ def _timm_arguments(model: Any) -> dict[str, Any]:
         "norm_eps": block.norm1.eps,
         "activation": type(inner.act).__name__,
     }
+
+
+def _timm_name(model: Any) -> str | None:
+    """Return the registered name that a timm model was created by, where it tells."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    name = config.get("architecture") if isinstance(config, dict) else config.architecture
+    return name if isinstance(name, str) else None
+
+
+def _common_arguments(model: Any) -> dict[str, Any]:
+    """Read arguments that all of timm's models with this attribute take."""
+    found: dict[str, Any] = {"num_classes": model.num_classes}
+    if isinstance(getattr(model, "global_pool", None), str):
+        found["global_pool"] = model.global_pool
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    if size is not None:
+        found["img_size"] = list(size)
+    return found
 
 
 def _with_layers(arguments: dict[str, Any]) -> dict[str, Any]:

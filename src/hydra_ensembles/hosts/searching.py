@@ -12,6 +12,9 @@ from torch import nn
 
 from .family import Family
 
+FOUND = "found"
+"""Name of families that were found and not described."""
+
 SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -59,11 +62,12 @@ def describe_block(block: nn.Module) -> Family | None:
 
     Paths are those of this block; blocks of one list must agree on them.
     """
-    found = list(_attentions(block))
+    found = list(attentions(block))
     return found[0] if len(found) == 1 else None
 
 
-def _attentions(block: nn.Module) -> Iterator[Family]:
+def attentions(block: nn.Module) -> Iterator[Family]:
+    """Yield a description of every self-attention in a block."""
     for path, module in block.named_modules():
         if any(word in path.lower() for word in CROSS):
             continue
@@ -76,7 +80,7 @@ def _attentions(block: nn.Module) -> Iterator[Family]:
         inside = f"{path}." if path else ""
         paths = {role: inside + name for role, name in inputs.items()}
         yield Family(
-            name="found",
+            name=FOUND,
             output=output,
             query=paths.get("query", ()),
             key=paths.get("key", ()),

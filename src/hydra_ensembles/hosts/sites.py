@@ -316,8 +316,7 @@ class AttentionSite:
         for name in ("attn_dim", "all_head_size", "split_size"):
             if isinstance(getattr(self.module, name, None), int):
                 setattr(self.module, name, number * self.head_dim)
-        if isinstance(self.packed, nn.MultiheadAttention):
-            open_attention_(self.packed)
+        open_attention_(self.module)
         if not number:
             self._empty_()
 

@@ -38,9 +38,17 @@ class PooledTower(nn.Module):
         self.vision_model = vision_model
         self.projection = projection
 
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        """Embed images: [batch, channels, height, width] to [batch, width]."""
-        output = self.vision_model(pixel_values)
+    def forward(
+        self,
+        pixel_values: Tensor,
+        pixel_attention_mask: Tensor | None = None,
+        spatial_shapes: Tensor | None = None,
+    ) -> Tensor:
+        """Embed images: [batch, channels, height, width] (SigLIP 2: patches) to [batch, width]."""
+        if spatial_shapes is None:
+            output = self.vision_model(pixel_values)
+        else:
+            output = self.vision_model(pixel_values, pixel_attention_mask, spatial_shapes)
         if isinstance(output, Tensor):  # a timm tower without a head
             pooled = output[:, 0] if output.dim() == 3 else output
         else:
@@ -57,7 +65,9 @@ class ZeroShotClassifier(nn.Module):
     as a host whose image tower can be pruned.
 
     Args:
-        dual_encoder: Hugging Face `CLIPModel`, `VisionTextDualEncoderModel` or an open_clip model.
+        dual_encoder: Hugging Face `CLIPModel`, `SiglipModel`, `Siglip2Model`,
+            `VisionTextDualEncoderModel` or an open_clip model. (SigLIP's sigmoid becomes a softmax
+            over the classes; its logit bias is the same for all of them.)
         class_names: One name a class.
         templates: Prompts with a `{}` for the name; embeddings are averaged over them.
         tokenizer: Texts to the text tower's inputs.
@@ -112,9 +122,16 @@ class ZeroShotClassifier(nn.Module):
         """Class index to name."""
         return dict(enumerate(self.class_names))
 
-    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> ZeroShotOutput:
-        """Return scaled cosines [batch, class]."""
-        images = F.normalize(self.image_tower(pixel_values), dim=-1)
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        pixel_attention_mask: Tensor | None = None,
+        spatial_shapes: Tensor | None = None,
+    ) -> ZeroShotOutput:
+        """Return scaled cosines [batch, class]; the last two inputs are SigLIP 2's."""
+        places = () if spatial_shapes is None else (pixel_attention_mask, spatial_shapes)
+        images = F.normalize(self.image_tower(pixel_values, *places), dim=-1)
         logits = self.logit_scale * images @ self.text_embeddings.t()  # type: ignore[operator]
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return ZeroShotOutput(logits=logits, image_embeds=images, loss=loss)
@@ -129,6 +146,8 @@ def _image_tower(dual_encoder: nn.Module) -> nn.Module:
     )
     if isinstance(vision, nn.Module) and isinstance(projection, nn.Module):
         return PooledTower(vision, projection)
+    if isinstance(vision, nn.Module) and type(dual_encoder).__name__.startswith("Siglip"):
+        return PooledTower(vision, nn.Identity())  # its pooled output is the embedding
     raise UnsupportedModelError(
         f"{type(dual_encoder).__name__} is not a dual encoder that we know: expected .vision_model "
         "and .visual_projection (Hugging Face) or .visual (open_clip)."
@@ -145,7 +164,18 @@ def _text_encoder(
     def encode(texts: list[str]) -> Tensor:
         if hasattr(dual_encoder, "encode_text"):
             return dual_encoder.encode_text(tokenizer(texts).to(device))
-        tokens = tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(device)
+        # SigLIP was trained on texts of full length without a mask, and reads the last token
+        siglip = type(dual_encoder).__name__.startswith("Siglip")
+        length = dual_encoder.config.text_config.max_position_embeddings if siglip else None
+        tokens = tokenizer(
+            texts,
+            padding="max_length" if siglip else True,
+            truncation=True,
+            max_length=length,
+            return_tensors="pt",
+        ).to(device)
+        if siglip:
+            tokens = {"input_ids": tokens["input_ids"]}
         features = dual_encoder.get_text_features(**tokens)
         return features if isinstance(features, Tensor) else features.pooler_output
 

@@ -1,0 +1,258 @@
+"""What one model is asked: explain, score, gate == prune, fused == members, saved == loaded."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import warnings
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hydra_ensembles as hydra
+from hydra_ensembles import HeadMask
+
+TOLERANCE = 1e-4
+KEPT, BROKEN, WRONG, CRASHED, REFUSED = "kept", "broken", "wrong", "crashed", "refused"
+STEPS = ("explain", "score", "gate", "prune", "fuse", "save")
+
+
+def scale_(model: nn.Module, seed: int) -> None:
+    """Redraw all weights so that biases, norms, positions and every head matter, in place."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(parameter: Tensor, std: float) -> Tensor:
+        return torch.randn(parameter.shape, generator=generator) * std
+
+    owners = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), (module, name, parameter))
+    with torch.no_grad():
+        for module, name, parameter in owners.values():
+            if not parameter.is_floating_point() or name in ("A_log", "dt_bias", "D"):
+                continue
+            shape = parameter.shape
+            if isinstance(module, nn.Embedding):
+                parameter.copy_(normal(parameter, 0.7))
+            elif "parametrizations" in type(module).__module__ or "original" in name:
+                parameter.add_(normal(parameter, 0.05))
+            elif (
+                parameter.dim() >= 2 and name.endswith(("weight", "proj"))
+            ) or parameter.dim() == 3:
+                inputs = shape[1:].numel() if parameter.dim() != 3 else shape[-1]
+                std = 1.1 / max(1, inputs) ** 0.5
+                if parameter.dim() == 3 and shape[0] == 1:  # class tokens and positions
+                    std = 0.6
+                parameter.copy_(normal(parameter, std))
+            elif parameter.dim() >= 2:
+                parameter.copy_(normal(parameter, 0.6))
+            elif float(parameter.abs().max()) < 0.05 and not name.endswith("bias"):
+                parameter.copy_(0.4 + normal(parameter, 0.2))  # a layer scale
+            else:
+                parameter.add_(normal(parameter, 0.25))
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.copy_(normal(buffer, 0.1))
+
+
+def masks_of(shape: tuple[int, ...], group: int) -> tuple[HeadMask, list[HeadMask]]:
+    """Return a mask whose groups are whole, and three masks that part in the last two layers."""
+    generator = torch.Generator().manual_seed(1)
+
+    def row(heads: int, size: int, keep_all: bool = False) -> Tensor:
+        if keep_all or heads < 2:
+            return torch.ones(heads, dtype=torch.bool)
+        groups = heads // size
+        kept = torch.rand(groups, generator=generator) < 0.6
+        kept[int(torch.randint(groups, (1,), generator=generator))] = groups < 2
+        if not bool(kept.any()):
+            kept[0] = True
+        return kept.repeat_interleave(size)
+
+    whole = HeadMask([row(heads, group) for heads in shape])
+    trunk = [row(heads, group, keep_all=layer > 0) for layer, heads in enumerate(shape)]
+    members = []
+    for _ in range(3):
+        rows = [
+            row(heads, 1) if layer >= len(shape) - 2 and layer else trunk[layer]
+            for layer, heads in enumerate(shape)
+        ]
+        members.append(HeadMask(rows))
+    return whole, members
+
+
+class Case:
+    """One model under test and what became of each promise."""
+
+    def __init__(self, model: nn.Module, batches: list[Any], real: list[Tensor | None]) -> None:
+        self.model, self.batches, self.real = model, batches, real
+        self.steps: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
+
+    def step(self, name: str, check: Callable[[], None], *, promised: bool) -> bool:
+        """Run a check; note whether the promise was kept, and if not, how."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                check()
+            self.steps[name] = KEPT
+            return True
+        except Difference as error:
+            self.steps[name], self.notes[name] = WRONG, str(error)
+        except hydra.HydraError as error:
+            self.steps[name] = BROKEN if promised else REFUSED
+            self.notes[name] = f"{type(error).__name__}: {error}"
+        except Exception as error:
+            self.steps[name], self.notes[name] = CRASHED, f"{type(error).__name__}: {error}"
+        return False
+
+    def run(self, model: nn.Module, index: int) -> Tensor:
+        """Return a plain model's logits on one of the batches."""
+        from hydra_ensembles.hosts import main_output
+
+        batch = self.batches[index]
+        with torch.no_grad():
+            return main_output(model(**batch) if isinstance(batch, dict) else model(batch))
+
+    def compare(self, ours: Tensor, theirs: Tensor, index: int, what: str) -> None:
+        """Raise `Difference` when two logits differ at a real token."""
+        real = self.real[index]
+        if real is not None and theirs.dim() == 3:
+            ours, theirs = ours[real], theirs[real]
+        if ours.shape != theirs.shape:
+            raise Difference(f"{what}: shape {list(ours.shape)}, expected {list(theirs.shape)}")
+        scale = max(1.0, float(theirs.abs().max()))
+        difference = float((ours - theirs).abs().max())
+        if not difference <= TOLERANCE * scale:
+            raise Difference(f"{what}: {difference:.2g} of {scale:.2g}")
+
+
+class Difference(AssertionError):
+    """Two numbers that must agree do not."""
+
+
+def examine(name: str, model: nn.Module, batches: list[Any], real: list[Any]) -> dict[str, Any]:
+    """Ask everything of one model; return plain data."""
+    model = model.eval()
+    scale_(model, zlib.crc32(name.encode()))
+    case = Case(model, batches, real)
+    plain = case.run(model, 0)
+    if not bool(plain[real[0]].isfinite().all() if plain.dim() == 3 else plain.isfinite().all()):
+        raise ValueError("the scaled model gives no finite logits")
+    if not _attends(case, plain):
+        raise ValueError("the host's own attention has no effect here (a kernel is missing?)")
+    found: list[Any] = []
+    result: dict[str, Any] = {"steps": case.steps, "notes": case.notes}
+    case.step("explain", lambda: found.append(hydra.explain(model)), promised=True)
+    if not found:
+        return result
+    explanation = found[0]
+    result |= {
+        "supported": explanation.supported,
+        "removable": explanation.removable,
+        "fusable": explanation.fusable,
+        "family": explanation.family,
+        "engine": getattr(explanation, "engine", ""),
+        "reason": explanation.reason,
+    }
+    if not explanation.supported:
+        return result
+    _ask(case, explanation, plain)
+    return result
+
+
+def _attends(case: Case, plain: Tensor) -> bool:
+    """Tell whether any linear of the host's attention modules has an effect on its logits."""
+    twin = copy.deepcopy(case.model)
+    attentions = [m for m in twin.modules() if "attention" in type(m).__name__.lower()]
+    linears = [m for a in attentions for m in a.modules() if isinstance(m, nn.Linear)]
+    if not linears:
+        return True  # another kind of module: the checks will tell
+    with torch.no_grad():
+        for linear in linears:
+            linear.weight.zero_()
+    return float((case.run(twin, 0) - plain).abs().max()) > 1e-6
+
+
+def _ask(case: Case, explanation: Any, plain: Tensor) -> None:
+    from hydra_ensembles.hosts import host_model
+
+    model = case.model
+    host = host_model(model)
+    group = max(1, max(site.num_heads // max(1, site.kv_heads) for site in host.sites))
+    whole, members = masks_of(explanation.head_counts, group)
+    single = masks_of(explanation.head_counts, 1)[0]
+
+    def score() -> None:
+        labels = torch.randint(5, plain.shape[:-1], generator=torch.Generator().manual_seed(2))
+        batch = case.batches[-1]
+        data = [{**batch, "labels": labels} if isinstance(batch, dict) else (batch, labels)]
+        scores = hydra.score_heads(model, data, criterion="his", progress=False)
+        dead = [layer for layer, row in enumerate(scores) if not bool((row > 0).any())]
+        if dead and len(dead) < len(scores.rows) and dead[0] == len(scores.rows) - 1:
+            dead = []  # the last block of a decoder may only feed tokens that are not read
+        if dead:
+            raise Difference(f"no head of layer {dead[0]} has any effect on the loss")
+
+    def gates() -> None:
+        for index in range(len(case.batches)):
+            with hydra.gate(model, single):
+                gated = case.run(model, index)
+            if float((gated - case.run(model, index)).abs().max()) < 1e-6:
+                raise Difference("gating heads changes nothing")
+
+    def prune() -> None:
+        pruned = hydra.prune_heads_(copy.deepcopy(model), whole)
+        for index in range(len(case.batches)):
+            with hydra.gate(model, whole):
+                gated = case.run(model, index)
+            case.compare(case.run(pruned, index), gated, index, f"pruned, batch {index}")
+
+    ensembles: list[Any] = []
+
+    def compare_members(ensemble: Any, what: str) -> None:
+        for index, batch in enumerate(case.batches):
+            with torch.no_grad():
+                fused = ensemble.member_logits(batch)
+            for member, mask in enumerate(members):
+                with hydra.gate(model, mask):
+                    alone = case.run(model, index)
+                case.compare(fused[:, member], alone, index, f"{what} {member}, batch {index}")
+
+    def fuse() -> None:
+        ensembles.append(hydra.fuse(copy.deepcopy(model), members))
+        compare_members(ensembles[0], "member")
+
+    def save() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            ensembles[0].save_pretrained(folder)
+            try:
+                loaded = hydra.HydraEnsemble.from_pretrained(folder)
+            except hydra.HydraError as error:
+                if "host=" not in str(error):
+                    raise
+                case.notes["save"] = "loads with host="
+                loaded = hydra.HydraEnsemble.from_pretrained(folder, host=copy.deepcopy(model))
+        compare_members(loaded.eval(), "loaded member")
+
+    case.step("score", score, promised=True)
+    case.step("gate", gates, promised=True)
+    if not all(bool(row.all()) for row in whole):  # else all heads are one group
+        case.step("prune", prune, promised=explanation.removable)
+    if case.step("fuse", fuse, promised=explanation.fusable):
+        case.step("save", save, promised=explanation.fusable)
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """Sum up one model in a word: the worst that happened."""
+    steps = set(result["steps"].values())
+    for worst in (WRONG, CRASHED, BROKEN):
+        if worst in steps:
+            return worst
+    if not result.get("supported"):
+        return REFUSED
+    return "fused" if result["steps"].get("fuse") == KEPT else "scored"

@@ -1,0 +1,207 @@
+"""Find the stack of blocks whose heads are meant, in a model of any library."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import UnsupportedModelError
+from .family import Family, families, first_path
+from .searching import FOUND, attentions, describe_block
+
+_IMAGE_TOWERS = ("image_tower", "vision_model", "visual", "vision_tower")
+_NOT_TEXT = (*_IMAGE_TOWERS, "vision_encoder", "audio_tower", "audio_model")
+_READS_TEXT = ("ForSequenceClassification", "ForTokenClassification")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One list of blocks.
+
+    Attributes:
+        family: What describes its blocks.
+        path: Where the list is in the model.
+        blocks: The blocks, bottom to top.
+        others: Paths of the model's other stacks, whose heads are left alone.
+    """
+
+    family: Family
+    path: str
+    blocks: tuple[nn.Module, ...]
+    others: tuple[str, ...] = ()
+
+
+def find_stack(model: nn.Module, family: Family | None = None) -> Stack:
+    """Find the blocks of a model: by a given family, by the registered ones, else by their names.
+
+    Raises:
+        UnsupportedModelError: When there is none, or when several could be meant; the message says
+            what was found and what to do.
+    """
+    from . import huggingface, openclip, timm, torchvision  # noqa: F401  (they register their families)
+
+    _refuse_wrapped(model)
+    tried = [family] if family is not None else [families[name] for name in families]
+    found = [stack for candidate in tried for stack in _described(model, candidate)]
+    if family is None:
+        found += _searched(model, {stack.path for stack in found})
+    if not found:
+        raise UnsupportedModelError(_why_none(model, family))
+    return _choose(model, found)
+
+
+def _containers(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module):
+            yield path, module
+
+
+def _described(model: nn.Module, family: Family) -> Iterator[Stack]:
+    wanted = first_path(model, family.blocks) if family.blocks else None
+    for path, container in _containers(model):
+        if wanted is not None and path != wanted:
+            continue
+        blocks = tuple(container.children())
+        if all(family.resolve(block) is not None for block in blocks):
+            yield Stack(family, path, blocks)
+
+
+def _searched(model: nn.Module, known: set[str]) -> Iterator[Stack]:
+    for path, container in _containers(model):
+        if any(path == other or path.startswith(f"{other}.") for other in known):
+            continue
+        blocks = tuple(container.children())
+        family = describe_block(blocks[0])
+        if family is not None and all(family.resolve(block) is not None for block in blocks):
+            yield Stack(family, path, blocks)
+
+
+def _choose(model: nn.Module, found: list[Stack]) -> Stack:
+    """Take the only stack, or the one that a model of this kind is read from."""
+    by_path = {stack.path: stack for stack in reversed(found)}  # the first family of each path
+    every = tuple(sorted(by_path))
+    described = [path for path in every if by_path[path].family.name != FOUND]
+    for tried in (list(every), described):  # a described stack goes before guessed ones
+        paths = _narrow(model, tried)
+        if len(paths) == 1:
+            others = tuple(path for path in every if path != paths[0])
+            stack = by_path[paths[0]]
+            return Stack(stack.family, stack.path, stack.blocks, others)
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has several stacks of attention blocks ({', '.join(every)}) and "
+        "none is an image tower. Pass the tower that is meant, or a Family with blocks=<its path>."
+    )
+
+
+def _narrow(model: nn.Module, paths: list[str]) -> list[str]:
+    """Leave out stacks that a model of this kind is not read from, as long as several are left."""
+    for narrow in (_innermost, _of_the_task, _of_the_decoder, _last_stage, _of_the_image_tower):
+        if len(paths) > 1:
+            paths = narrow(model, paths) or paths
+    return paths
+
+
+def _innermost(model: nn.Module, paths: list[str]) -> list[str]:
+    """Drop lists of blocks that hold lists of blocks."""
+    return [p for p in paths if not any(q.startswith(f"{p}.") for q in paths)]
+
+
+def _of_the_task(model: nn.Module, paths: list[str]) -> list[str]:
+    """Keep the text stacks of a text classifier that could read images or sounds too."""
+    if not type(model).__name__.endswith(_READS_TEXT):
+        return paths
+    return [path for path in paths if not set(_NOT_TEXT) & set(path.split("."))]
+
+
+def _of_the_decoder(model: nn.Module, paths: list[str]) -> list[str]:
+    """Keep the decoder of an encoder-decoder: its states are what the classifier reads."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return paths
+    return [path for path in paths if "decoder" in path.split(".")]
+
+
+def _last_stage(model: nn.Module, paths: list[str]) -> list[str]:
+    """Keep the last of several stages (Swin): those below it belong to the trunk."""
+    stages = {re.sub(r"\d+", "*", path) for path in paths}
+    if len(stages) > 1:
+        return paths
+    return [max(paths, key=lambda path: [int(n) for n in re.findall(r"\d+", path)])]
+
+
+def _of_the_image_tower(model: nn.Module, paths: list[str]) -> list[str]:
+    """Keep the image tower of a dual encoder."""
+    for tower in _IMAGE_TOWERS:
+        inside = [path for path in paths if tower in path.split(".")]
+        if len(inside) == 1:
+            return inside
+    return paths
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Refuse adapters that are not merged and weights that are quantised, and say what to do."""
+    for path, module in model.named_modules():
+        kind = type(module)
+        if kind.__module__.startswith("peft.tuners"):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} holds adapters that are not merged ({path}: "
+                f"{kind.__name__}): heads are cut from the weights, where an adapter would stay "
+                "behind. Merge them first: model = model.merge_and_unload()."
+            )
+        weight: Any = module._parameters.get("weight")
+        quantised = weight is not None and not weight.is_floating_point()
+        if quantised or kind.__name__ in _QUANTISED or kind.__module__ in _QUANTISING:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is quantised ({path}: {kind.__name__}): its heads cannot "
+                "be cut. Load it without quantization_config (or call model.dequantize()), prune "
+                "or fuse it, and quantise the result."
+            )
+
+
+_QUANTISED = frozenset({"Linear8bitLt", "Linear4bit", "QuantLinear", "WQLinear_GEMM", "HQQLinear"})
+_QUANTISING = frozenset(
+    {"torch.ao.nn.quantized.dynamic.modules.linear", "torch.ao.nn.quantized.modules.linear"}
+)
+
+
+def _why_none(model: nn.Module, family: Family | None) -> str:
+    name = type(model).__name__
+    for path, container in _containers(model):
+        kinds = [describe_block(block) for block in container.children()]
+        without = [i for i, kind in enumerate(kinds) if kind is None]
+        if family is None and 0 < len(without) < len(kinds):
+            inner = type(list(container.children())[without[0]]).__name__
+            return (
+                f"{name}: only {len(kinds) - len(without)} of the {len(kinds)} blocks at {path} "
+                f"have attention heads (block {without[0]}, a {inner}, has none): all blocks of a "
+                "stack must have them, so a hybrid of attention and other mixers is not supported."
+            )
+    for path, container in _containers(model):
+        several = [found.output for found in attentions(next(container.children()))]
+        if len(several) > 1 and family is None:
+            return (
+                f"{name}: every block at {path} has {len(several)} attention modules (with the "
+                f"output projections {', '.join(map(str, several))}), and it is not clear whose "
+                'heads are meant. Describe one of them: hydra.Family(name="mine", '
+                f'blocks="{path}", output="{several[-1]}"), and pass it as family=.'
+            )
+    stacks = [
+        f"{path or '(the model)'} ({len(module)} x {type(next(module.children())).__name__})"
+        for path, module in _containers(model)
+    ]
+    seen = "; ".join(stacks[:4]) if stacks else "no ModuleList or Sequential at all"
+    looked = (
+        f"the family {family.name!r}"
+        if family
+        else f"families {', '.join(families)}, nor any with the usual names"
+    )
+    return (
+        f"{name}: no block list in which every block has the attention parts of {looked}. Found: "
+        f"{seen}. If it is a transformer, describe one block: "
+        'hydra.Family(name="mine", query="attn.q", key="attn.k", value="attn.v", '
+        'output="attn.o", norm1="norm1", norm2="norm2", mlp="mlp"), and pass it as family= or to '
+        "register_family()."
+    )

@@ -1,0 +1,62 @@
+"""Breadth as a contract: a third of the sweep of `benchmarks/breadth.py`, against its record."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from functools import cache
+from types import ModuleType
+
+import pytest
+
+from tests.loose_files import ROOT, load
+
+RECORD = json.loads((ROOT / "benchmarks/results/breadth.json").read_text())["models"]
+BUILT = [name for name, result in RECORD.items() if result["verdict"] != "not built"]
+FAMILIES = (
+    "Bart",
+    "Deberta",
+    "DebertaV2",
+    "Electra",
+    "EuroBert",
+    "Esm",
+    "GPT2",
+    "Gemma3",
+    "Gte",
+    "Llama",
+    "ModernBert",
+    "MPNet",
+    "NomicBert",
+    "Phi3",
+    "Qwen3",
+    "T5",
+    "XLMRoberta",
+)
+NAMED = [f"transformers/{family}ForSequenceClassification" for family in FAMILIES]
+OTHERS = [name for name in BUILT if name not in NAMED]
+THIRD = [name for name in NAMED if name in BUILT] + OTHERS[:: max(1, len(OTHERS) // 90)]
+
+
+@cache
+def breadth() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return load("benchmarks/breadth.py")
+
+
+@pytest.mark.parametrize("name", THIRD)
+def test_what_is_promised_is_kept(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # host libraries warn about our tiny sizes
+        result = breadth().run_case(name)
+    if result["verdict"] == "not built":
+        pytest.skip(f"this version of the host library differs: {result['reason']}")
+    assert result["verdict"] not in ("wrong", "broken", "crashed"), result["notes"]
+    assert result["verdict"] == RECORD[name]["verdict"], result
+    assert result["verdict"] != "refused" or len(result["reason"]) > 40
+
+
+def test_the_record_holds_no_broken_promise() -> None:
+    broken = {n: r["notes"] for n, r in RECORD.items() if r["verdict"] in ("wrong", "broken")}
+    assert not broken
+    assert not [name for name, result in RECORD.items() if result["verdict"] == "crashed"]
