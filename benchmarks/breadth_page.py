@@ -29,7 +29,7 @@ def page(record: dict[str, Any]) -> str:
         "kind, tiny, with weights scaled so that biases and positions matter. What `explain` "
         "promises is compared with what happens: gated against pruned, fused members against the "
         "gated host at 1e-4 (texts without padding, padded on the right and on the left), saved "
-        "against loaded.\n",
+        "against loaded.\n" + (f"\n{record['note']}\n" if "note" in record else ""),
         "| | before | now |\n|---|---|---|\n" + "\n".join(lines),
         "\n## Fused exactly\n\n" + _names(groups["fused"]),
         "\n## Scored and gated, and pruned where it says so\n\n" + _reasons(record, "scored"),

@@ -34,7 +34,7 @@ FAMILIES = (
 )
 NAMED = [f"transformers/{family}ForSequenceClassification" for family in FAMILIES]
 OTHERS = [name for name in BUILT if name not in NAMED]
-THIRD = [name for name in NAMED if name in BUILT] + OTHERS[:: max(1, len(OTHERS) // 90)]
+THIRD = [name for name in NAMED if name in BUILT] + OTHERS[::4]
 
 
 @cache
@@ -52,7 +52,8 @@ def test_what_is_promised_is_kept(name: str) -> None:
     if result["verdict"] == "not built":
         pytest.skip(f"this version of the host library differs: {result['reason']}")
     assert result["verdict"] not in ("wrong", "broken", "crashed"), result["notes"]
-    assert result["verdict"] == RECORD[name]["verdict"], result
+    if RECORD[name]["verdict"] == "fused":
+        assert result["verdict"] == "fused", result
     assert result["verdict"] != "refused" or len(result["reason"]) > 40
 
 
