@@ -30,6 +30,20 @@ best of a column in bold. One command per table:
 `python experiments/novelty.py table TASK --cache CACHE`.
 """
 
+NOTES = {
+    "imagenet": "There is no near set here that the host does not know. Energy wins on letters: "
+    "the logits of a page of letters are all low, and the trunk knows dark strokes on light.",
+    "cifar10": "Mahalanobis++ reads the last block, which was trained to tell the classes apart; "
+    "the trunk, which novelty listens to, ends two blocks before it.",
+    "sst2": "With two classes labels add little. Long movie reviews are near: the same topic at "
+    "another length.",
+    "clinc150": "Known and test questions are drawn from the validation and test parts together, "
+    "which differ. Out-of-scope questions look like the others and differ in meaning only: rivals "
+    "that read the last block win by half a point with 1,000 known questions (7 per intent); with "
+    "3,000 novelty has 97.2 against 97.4.",
+    "digits": "All 360 digits that were kept aside are known in each draw of that size.",
+}
+
 
 def mean(values: Sequence[float]) -> float:
     """Return the mean."""
@@ -244,9 +258,9 @@ def write_page() -> None:
     parts = [PROSE]
     for task, record in records.items():
         accuracy = f"Accuracy {record['accuracy']:.1f} %. {record['usual']} known examples."
-        parts.append(
-            f"## {TITLES[task]}\n\n{accuracy}\n\n{detector_table(record)}\n\n{losses(record)}\n"
-        )
+        said = f"{losses(record)} {NOTES[task]}"
+        table = detector_table(record)
+        parts.append(f"## {TITLES[task]}\n\n{accuracy}\n\n{table}\n\n{said}\n")
     parts.append(f"## How many known examples\n\n{sizes_table(records)}\n")
     parts.append(
         "## Alarms under change\n\nMild changes, which should not alarm, in percent:\n\n"
