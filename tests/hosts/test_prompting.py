@@ -155,6 +155,15 @@ def test_it_is_fused_and_loaded(model: nn.Module, labels: list[str], tmp_path: P
     torch.testing.assert_close(loaded.member_logits, answer.member_logits, atol=1e-5, rtol=1e-5)
 
 
+def test_long_rotary_positions_are_no_sizes() -> None:
+    from hydra_ensembles.hosts.rebuild import check_sizes
+
+    config = {"rope_theta": 1e6, "max_position_embeddings": 131072, "eos_token_id": 200000}
+    check_sizes(config, layers=3, largest=64)
+    with pytest.raises(hydra.HydraError, match="hidden_size"):
+        check_sizes({"hidden_size": 1e9}, layers=3, largest=64)
+
+
 def test_bad_arguments_are_named(model: nn.Module) -> None:
     with pytest.raises(hydra.HydraError, match="two or more"):
         hydra.PromptClassifier(model, Letters(), TEMPLATE, ["a"])

@@ -180,6 +180,13 @@ def rebuild_host(description: dict[str, Any]) -> nn.Module:
 _DEPTHS = frozenset({"num_hidden_layers", "n_layers", "n_layer", "num_layers", "depth", "layers"})
 
 
+_NO_SIZES = ("theta", "_base", "factor", "_token_id", "_token_index")
+"""How names end that set no size, however large: frequencies of rotary positions, say."""
+
+_LENGTHS = ("position_embeddings", "n_positions", "max_seq_len", "max_length", "sliding_window")
+"""How names of greatest lengths end."""
+
+
 def check_sizes(description: Any, *, layers: int, largest: int, key: str = "host") -> None:
     """Raise for a description with sizes that its weights cannot have, before it is built.
 
@@ -196,7 +203,11 @@ def check_sizes(description: Any, *, layers: int, largest: int, key: str = "host
         for value in description:
             check_sizes(value, layers=layers, largest=largest, key=key)
     elif isinstance(description, (int, float)) and not isinstance(description, bool):
+        if key.endswith(_NO_SIZES):
+            return
         bound = max(layers, 512) if key in _DEPTHS else max(largest, 2**16)
+        if key.endswith(_LENGTHS):  # rotary positions have no weights
+            bound = max(bound, 2**24)
         if not abs(description) <= bound:  # NaN too
             raise FormatError(
                 f"The folder describes a host with {key} = {description:.6g}, which its weights "
