@@ -64,10 +64,12 @@ def results_table(root: Path = ROOT) -> str:
             if not sets:
                 continue
             cells = [_mean_auroc(draws, name, sets) for name in (*COLUMNS.values(), "novelty")]
-            rows.append([f"{title}: {kind}", *cells[:-1], f"**{cells[-1]}**"])
+            best = max((cell for cell in cells if cell != "–"), key=float)
+            shown = [f"**{cell}**" if cell == best else cell for cell in cells]
+            rows.append([f"{title}: {kind}", *shown])
     said = (
         "AUROC in %, mean over outlier families and five draws of known data; no outlier was seen. "
-        "MSP and energy are of the single model. "
+        "Bold: the best of a row. MSP and energy are of the single model. "
         "[Families, more rivals, where a rival wins](docs/results/novelty.md): "
         "`python experiments/novelty.py table TASK`."
     )
