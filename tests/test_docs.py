@@ -80,7 +80,7 @@ def test_tables_are_filled_from_files(tmp_path: Path) -> None:
     }
     (folder / "novelty-sst2.json").write_text(json.dumps(record))
     table = make.results_table(tmp_path)
-    assert "| SST-2, MiniLM: near | 96.0 | – | – | – | **96.0** |" in table
+    assert "| SST-2, MiniLM: near | **96.0** | – | – | – | **96.0** |" in table
     assert "| SST-2, MiniLM: far | 80.5 | – | – | – | **97.0** |" in table
     text = "a\n<!-- table:x -->\nold\n<!-- /table:x -->\nb"
     assert make.fill(text, {"x": "new"}) == text.replace("old", "new")
