@@ -100,7 +100,8 @@ def describe_host(model: Any) -> dict[str, Any]:
             "attention": getattr(config, "_attn_implementation", None),
             "pooler": getattr(model, "pooler", None) is not None,
         }
-    if root == "timm" and name in ("VisionTransformer", "VisionTransformerDistilled"):
+    plain = name in ("VisionTransformer", "VisionTransformerDistilled")
+    if root == "timm" and plain and hasattr(model.blocks[0].mlp, "fc1"):
         return {"library": "timm", "class": name, "arguments": _timm_arguments(model)}
     if root == "timm" and _timm_name(model) is not None:
         return {
