@@ -102,7 +102,7 @@ def test_packed_members_never_mix(name: str) -> None:
     before = run(rival, zoo_batch(name))
     assert before.shape == (4, 2, 5)
     # the upper half of the token stream belongs to the second member alone
-    block = host_model(rival.host).blocks[0].module if name == "vit" else rival.host.blocks[0]
+    block = rival.host.get_submodule("vit.layers.0" if name == "vit" else "blocks.0")
     block.register_forward_hook(_shift_upper_half)
     after = run(rival, zoo_batch(name))
     torch.testing.assert_close(after[:, 0], before[:, 0], rtol=0, atol=0)

@@ -178,7 +178,6 @@ def test_ctrl_c(tmp_path: Path) -> None:
     error = errors_of(process)
     assert process.returncode == 130
     assert f"Finished steps are kept in {tmp_path}: run the same command again" in error[-1]
-    assert any("starting" in line or "fine-tune member 0" in line for line in error), error
     assert not any("Traceback" in line for line in error)
     assert list(tmp_path.rglob("*.safetensors")) and (tmp_path / "config.yaml").is_file()
 
