@@ -65,7 +65,11 @@ def command(
 
     say(f"3/4 Evaluating on test digits and {len(data.ood)} kinds of outliers", json=json)
     deep = "Deep Ensemble"
-    rivals = {"single": single, "Hydra": ensemble, deep: MemberStack(teachers)}
+    rivals = {
+        "single": _scaled(single, data.validation),
+        "Hydra": ensemble,
+        deep: _scaled(MemberStack(teachers), data.validation),
+    }
     costs = {"single": 1.0, "Hydra": cost_of(ensemble, next(iter(data.test))) or 0.0}
     costs[deep] = float(members)
     results = []
@@ -143,6 +147,28 @@ def _too_sure(model: Any, ood: dict[str, Any]) -> list[str]:
         share = float((confidence > SURE).double().mean())
         lines.append(f"    {name:>12}: {share:4.0%} answered as a digit with over {SURE:.0%}")
     return lines
+
+
+def _scaled(model: Any, validation: Any) -> Any:
+    """Give a rival a temperature from the same validation data that calibrates the ensemble."""
+    from torch import nn
+
+    from ...data.running import collect_logits, member_logits_of
+    from ...uncertainty import fit_temperature
+
+    logits, labels = collect_logits(model, validation)
+    assert labels is not None
+    temperature = fit_temperature(logits, labels)
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return member_logits_of(self.model(*args, **kwargs)) / temperature
+
+    return Scaled().eval()
 
 
 def _distill(
