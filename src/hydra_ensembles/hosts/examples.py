@@ -22,12 +22,12 @@ def examples(model: nn.Module) -> list[Inputs]:
     reads_text = main == "input_ids"
     if main in ("input_values", "input_features", "pixel_values_videos") or _frames(model):
         return [((), inputs) for inputs in _sounds_and_videos(model, str(main), device, dtype)]
+    patches = _loose_patches(model)
+    if patches is not None:
+        return [((), patches)]
     size = None if reads_text else image_size(model)
     if size is not None:
         generator = torch.Generator().manual_seed(0)
-        patches = _loose_patches(model)
-        if patches is not None:
-            return [((), patches)]
         images = [torch.rand(2, *size, generator=generator).to(device, dtype) for _ in range(2)]
         if getattr(model, "main_input_name", None) == "pixel_values":
             return [((), {"pixel_values": image}) for image in images]
@@ -131,6 +131,9 @@ def example_batch(model: nn.Module, *, tokens: int = 128) -> tuple[Any, str]:
         longest = getattr(text_config(model), "max_position_embeddings", tokens)
         ids = kwargs["input_ids"][:1, :1].expand(1, max(1, min(tokens, longest - 2)))
         return {"input_ids": ids}, f"{ids.shape[1]} tokens"
+    if len(kwargs) > 1:  # patches with their places
+        one = {name: value[:1] for name, value in kwargs.items()}
+        return one, f"{one['pixel_values'].shape[1]} patches"
     (image,) = args or kwargs.values()
     what = f"{image.shape[-2]} x {image.shape[-1]} pixels"
     return ((image[:1],) if args else dict.fromkeys(kwargs, image[:1])), what

@@ -51,7 +51,20 @@ def find_stack(model: nn.Module, family: Family | None = None) -> Stack:
         found += _searched(model, {stack.path for stack in found})
     if not found:
         raise UnsupportedModelError(_why_none(model, family))
-    return _choose(model, found)
+    chosen = _choose(model, found)
+    for part, reason in _NOT_COMPUTED.items():
+        if part in type(chosen.blocks[0]).__name__:
+            raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}.")
+    return chosen
+
+
+_NOT_COMPUTED = {
+    "Reformer": "its layers are reversible and are not called as blocks, so gates have no effect",
+    "Qwen3_5Vision": "its text blocks mix linear attention with attention, and the only stack of "
+    "attention blocks is the vision tower, which texts do not pass",
+    "ResPostBlock": "its norms stand after each branch, inside the residual sum",
+}
+"""Blocks, by a part of their class's name, that would be treated wrongly, and why."""
 
 
 def _containers(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
