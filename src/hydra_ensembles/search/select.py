@@ -9,7 +9,7 @@ when to stop.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -255,11 +255,6 @@ class Selector:
                 found.setdefault(f"AUROC {family}", []).append(value)
             found.setdefault("NLL", []).append(mine.nll - host.nll)
         return {name: percentiles(torch.tensor(values)) for name, values in found.items()}
-
-
-def settings_of(objective: EnsembleObjective) -> dict[str, Any]:
-    """Return plain data."""
-    return asdict(objective)
 
 
 def split_rows(
