@@ -25,8 +25,9 @@ from ..hosts import HostModel, host_model
 from ..search.state import SearchState, TensorStore
 from ..uncertainty import scores
 from .deciding import apply_decisions, decide, learn_known
-from .methods import Method, Task, as_method
+from .methods import Method, as_method
 from .parts import Parts
+from .task import Task
 
 
 def build(

@@ -6,59 +6,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Protocol
 
-from ..costs.budget import Budget
 from ..criteria import HeadImportanceEntropy, score_heads
-from ..data.progress import announce, duration
 from ..data.splits import sample
 from ..heads.masks import HeadMask, HeadScores, Keep
-from ..hosts import HostModel
 from ..registry import Registry
 from ..search.distinct import count_masks, next_best
 from ..search.headmap import Condition, find_effects
 from ..search.prefix import CACHE_BYTES
 from ..search.select import EnsembleObjective
-from ..search.state import SearchState, TensorStore
-from .parts import Parts
 from .searching import search_pool
 from .selecting import select_members
+from .task import Task
 
 METHODS: Registry[type[Method]] = Registry("method")
 """Methods of `build` by name: classes whose objects can be given in place of the name."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """What a method works on.
-
-    Attributes:
-        host: The host model.
-        parts: The data.
-        members: Number of members M.
-        budget: Bounds their counted cost.
-        seed: Of everything random.
-        state: Finished steps of this build.
-        store: Keeps tensors of a stopped build; None keeps none.
-        progress: Whether to report progress.
-        batch_seconds: What the host took for one batch, measured.
-    """
-
-    host: HostModel
-    parts: Parts
-    members: int
-    budget: Budget
-    seed: int
-    state: SearchState
-    store: TensorStore | None
-    progress: bool
-    batch_seconds: float = 0.0
-
-    def expect(self, batches: float, what: str) -> None:
-        """Say how long work will take that is worth so many batches through the whole host."""
-        length = duration(batches * self.batch_seconds)
-        announce(
-            f"{what}: about {length} (one batch takes {self.batch_seconds:.2g} s)",
-            enabled=self.progress,
-        )
 
 
 class Method(Protocol):
@@ -138,19 +99,11 @@ class Select:
     def find(self, task: Task) -> dict[str, Any]:
         """Select members."""
         return select_members(
-            task.host,
-            task.parts,
-            task.budget,
-            members=task.members,
+            task,
             objective=self.objective,
             masks=self.masks,
             stems=self.stems,
             cache_bytes=self.cache_bytes,
-            seed=task.seed,
-            state=task.state,
-            store=task.store,
-            progress=task.progress,
-            expect=task.expect,
         )
 
 
@@ -182,19 +135,11 @@ class Search:
     def find(self, task: Task) -> dict[str, Any]:
         """Search members."""
         return search_pool(
-            task.host,
-            task.parts,
-            task.budget,
-            members=task.members,
+            task,
             objective=self.objective,
             masks=self.masks,
             rounds=self.rounds,
             cache_bytes=self.cache_bytes,
-            seed=task.seed,
-            state=task.state,
-            store=task.store,
-            progress=task.progress,
-            expect=task.expect,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,33 +16,19 @@ from ..search.ensemble_search import Members, search_members
 from ..search.pool import make_pool
 from ..search.prefix import Prefix
 from ..search.select import EnsembleObjective
-from ..search.state import SearchState, TensorStore
+from ..search.state import SearchState
 from ..search.ticking import ticker
-from .parts import Parts
+from .task import Task
 
 POOL_BYTES = 2 * 2**30
 
 
 def search_pool(
-    host: HostModel,
-    parts: Parts,
-    budget: Budget,
-    *,
-    members: int,
-    objective: EnsembleObjective,
-    masks: int,
-    rounds: int,
-    cache_bytes: int,
-    seed: int,
-    state: SearchState,
-    store: TensorStore | None,
-    progress: bool,
-    expect: Callable[[float, str], None],
+    task: Task, *, objective: EnsembleObjective, masks: int, rounds: int, cache_bytes: int
 ) -> dict[str, Any]:
-    """Search members by the ensemble's own figures; return plain data.
-
-    `expect` is told, before the search starts, how many batches through the whole host it is worth.
-    """
+    """Search members by the ensemble's own figures; return plain data."""
+    host, parts, budget, members = task.host, task.parts, task.budget, task.members
+    state, progress, seed = task.state, task.progress, task.seed
     layers = budget.branch_layers(members)
     both = {
         f"{part}:{name}": data for part, sets in parts.sets.items() for name, data in sets.items()
@@ -53,11 +39,11 @@ def search_pool(
     size = _pool_size(host, prefix, masks)
     pool = make_pool(host, layers, size=size, tables=tables, seed=seed)
     work = prefix.batches * (layers[0] + len(pool) * len(layers))
-    expect(work / len(host), f"Searching {members} members among {len(pool)} masks")
+    task.expect(work / len(host), f"Searching {members} members among {len(pool)} masks")
     with ticker("members", work, enabled=progress) as tick:
         for layer in range(layers[0]):
             prefix.advance(torch.ones(host.head_counts[layer], dtype=torch.bool), tick=tick)
-        candidates = PartCandidates(prefix, pool, tick=tick, store=store)
+        candidates = PartCandidates(prefix, pool, tick=tick, store=task.store)
         found = search_members(
             candidates,
             budget,

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..costs.budget import Budget
 from ..data.splits import split
-from ..hosts import HostModel
 from ..search.candidates import PartCandidates
 from ..search.ensemble_search import search_members
 from ..search.halving import halve
 from ..search.pool import make_pool
 from ..search.prefix import Prefix
 from ..search.select import EnsembleObjective
-from ..search.state import SearchState, TensorStore
 from ..search.ticking import ticker
-from .parts import Parts
 from .searching import plain, score_tables
+from .task import Task
 
 RUNGS = {"first": 0.1, "second": 0.3, "rest": 0.6}
 """Shares of the selecting data: all masks meet the first, survivors the second and the rest."""
@@ -30,25 +26,11 @@ FEWEST = 40
 
 
 def select_members(
-    host: HostModel,
-    parts: Parts,
-    budget: Budget,
-    *,
-    members: int,
-    objective: EnsembleObjective,
-    masks: int,
-    stems: int,
-    cache_bytes: int,
-    seed: int,
-    state: SearchState,
-    store: TensorStore | None,
-    progress: bool,
-    expect: Callable[[float, str], None],
+    task: Task, *, objective: EnsembleObjective, masks: int, stems: int, cache_bytes: int
 ) -> dict[str, Any]:
-    """Select members by the ensemble's own figures; return plain data.
-
-    `expect` is told, before the search starts, how many batches through the whole host it is worth.
-    """
+    """Select members by the ensemble's own figures; return plain data."""
+    host, parts, budget, members = task.host, task.parts, task.budget, task.members
+    state, progress, seed = task.state, task.progress, task.seed
     layers = budget.branch_layers(members)
     known = parts.data["select"]
     rungs = split(known, RUNGS, seed=seed) if known.count >= FEWEST else {"rest": known}
@@ -60,7 +42,7 @@ def select_members(
     tables = score_tables(host, next(iter(rungs.values())), layers, state, progress)
     pool = make_pool(host, layers, size=masks, tables=tables, stems=stems, seed=seed)
     work = prefix.batches * (layers[0] + (stems + len(pool) // 4) * len(layers))
-    expect(work / len(host), f"Selecting {members} members among {len(pool)} masks")
+    task.expect(work / len(host), f"Selecting {members} members among {len(pool)} masks")
     with ticker("members", work, enabled=progress) as tick:
         for layer in range(layers[0]):
             prefix.advance(torch.ones(host.head_counts[layer], dtype=torch.bool), tick=tick)
@@ -73,7 +55,7 @@ def select_members(
             state=state,
             tick=tick,
         )
-        candidates = PartCandidates(prefix, left, tick=tick, store=store)
+        candidates = PartCandidates(prefix, left, tick=tick, store=task.store)
         found = search_members(
             candidates,
             budget,
