@@ -19,6 +19,7 @@ ROOMS = {
     "errors": "what can go wrong",
     "registry": "strings that name things",
     "_records": "files, records, resuming",
+    "_html": "tables for notebooks",
     "uncertainty": "scores, calibration, abstaining",
     "data": "batches, loaders, running models",
     "hosts": "families, probes, one block",
@@ -37,7 +38,7 @@ ROOMS = {
 }
 """The rooms in order; each imports only rooms that stand before it."""
 
-LEAVES = ("errors", "registry", "_records")
+LEAVES = ("errors", "registry", "_records", "_html")
 WIDTH, HEIGHT, GAP, STEP = 208, 46, 22, 92
 
 

@@ -219,3 +219,17 @@ def test_several_results_stand_for_their_mean(strong, weak):
 def test_scaled_columns_have_intervals_too():
     scaled = evaluate(WEAK, TEST, temperature=1.0, bootstrap=30)
     assert scaled.interval("post/cls/NLL") == pytest.approx(scaled.interval("cls/NLL"))
+
+
+def test_a_data_frame_holds_all_figures(strong, weak):
+    pandas = pytest.importorskip("pandas")
+    frame = strong.to_pandas()
+    assert list(frame.columns) == ["model", "figure", "value", "low", "high"]
+    assert dict(zip(frame["figure"], frame["value"], strict=True)) == strong.figures
+    row = frame.set_index("figure").loc["cls/NLL"]
+    assert (row["low"], row["high"]) == strong.interval("cls/NLL")
+    both = pandas.concat([frame, weak.to_pandas()]).pivot(
+        index="figure", columns="model", values="value"
+    )
+    assert both.loc["cls/Acc", "weak_one"] == weak["cls/Acc"]
+    assert weak.to_pandas()["low"].isna().all()

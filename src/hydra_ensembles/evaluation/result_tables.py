@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from .._html import table
 from ..errors import DataError
 
 HIGHER_IS_BETTER = {"Acc", "AUROC", "AUPR", "Cov_5Risk", "Caught_5"}
@@ -22,6 +23,9 @@ HEADLINES = (
     "novelty/Alarms_5",
     *("shift/mean/cls/Acc", "shift/mean/cls/NLL", "shift/mean/cal/ECE", "div/Disagreement"),
 )
+
+
+CSV_COLUMNS = ("model", "figure", "value", "low", "high")
 
 
 class Figures(Protocol):
@@ -195,7 +199,7 @@ def _latex(grid: list[list[str]]) -> str:
 def _csv(results: Sequence[Figures], keys: Sequence[str]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["model", "figure", "value", "low", "high"])
+    writer.writerow(CSV_COLUMNS)
     for result in results:
         for key in keys:
             if key in result:
@@ -226,3 +230,19 @@ def plain_text(result: Figures) -> str:
         lines.append("  ... all figures: to_markdown(), to_latex(), to_csv(), to_json()")
     lines += [f"  no {key}: {why}" for key, why in result.notes.items()]
     return "\n".join(lines)
+
+
+def html_text(result: Figures) -> str:
+    """Return a result for a notebook: the headlines with their intervals."""
+    examples = result.settings.get("examples", {}).get("id", "?")
+    rows = []
+    for key in select_keys([result], None):
+        span = result.interval(key)
+        between = f"{shown(key, span[0])} to {shown(key, span[1])}" if span else ""
+        mark = {1: "↑", -1: "↓", 0: ""}[direction(key)]
+        rows.append([f"{key} {mark}", shown(key, result[key]), between])
+    spans = any(row[2] for row in rows)
+    head = ["figure", "value", "95 % interval"] if spans else ["figure", "value"]
+    title = f"Results of {result.name} on {examples} examples, score {result.scores[0]}"
+    note = f"{len(result)} figures in all: to_pandas(), to_markdown(), to_csv(), to_json()"
+    return table(title, head, rows if spans else [row[:2] for row in rows], note=note)

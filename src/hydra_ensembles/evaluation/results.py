@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from .._records import sha256_of, write_whole
-from ..errors import FormatError, UnknownNameError
+from ..errors import FormatError, MissingDependencyError, UnknownNameError
 from .figures import Examples
-from .result_tables import compare_table, plain_text
+from .result_tables import CSV_COLUMNS, compare_table, html_text, plain_text
+
+if TYPE_CHECKING:
+    import pandas
 
 FORMAT = "hydra-ensembles/results"
 VERSION = 1
@@ -84,6 +88,9 @@ class Results(Mapping[str, float]):
     def __repr__(self) -> str:
         return plain_text(self)
 
+    def _repr_html_(self) -> str:
+        return html_text(self)
+
     def interval(self, key: str) -> tuple[float, float] | None:
         """Return a figure's bootstrap interval, None when there is none."""
         return self.intervals.get(self._resolve(key))
@@ -99,6 +106,20 @@ class Results(Mapping[str, float]):
     def to_csv(self) -> str:
         """Return all figures as CSV at full precision: model, figure, value, low, high."""
         return compare_table([self], keys="all", form="csv")
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return all figures as a data frame: model, figure, value, low, high."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingDependencyError(
+                "to_pandas() needs pandas: pip install pandas, or use to_csv()."
+            ) from error
+        rows = [
+            (self.name, key, value, *(self.interval(key) or (math.nan, math.nan)))
+            for key, value in self.figures.items()
+        ]
+        return pandas.DataFrame(rows, columns=list(CSV_COLUMNS))
 
     def to_json(self) -> str:
         """Return the record without its examples as JSON; numbers survive exactly."""

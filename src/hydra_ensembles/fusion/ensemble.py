@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ from ..uncertainty import (
     predict_from_logits,
     scale_logits,
 )
+from .answering import predict_proba
 from .assemble import Assembly
 from .cast import cast_full, cast_member
 from .hosted import HostedBody, body_of
@@ -45,7 +47,7 @@ from .known import fit_novelty, logits_and_summaries, why_novel
 from .layers import FusedBlock, PerStream
 from .loading import check_answers, load
 from .saving import save
-from .summary import summarize
+from .summary import summarize, summarize_html
 
 Mode = Literal["fused", "loop"]
 _REFUSED = ("output_attentions", "output_hidden_states")
@@ -347,6 +349,16 @@ class HydraEnsemble(nn.Module):
         novelty, score = self.novelty(summaries, member_logits)
         return replace(answer, novelty=novelty, novelty_score=score)
 
+    def predict_proba(self, data: Any, *, batch_size: int = 32) -> np.ndarray[Any, Any]:
+        """Return the probabilities of all examples, `[example, class]`, as scikit-learn does.
+
+        Args:
+            data: A list of texts, pictures or paths; a large batch (an array or tensor of inputs, a
+                mapping, `(inputs, labels)`); a data set; or data, batch by batch.
+            batch_size: Examples per batch, where the data is not in batches yet.
+        """
+        return predict_proba(self, data, batch_size=batch_size)
+
     # --- novelty ---------------------------------------------------------------------------------
 
     def fit_novelty_(
@@ -580,6 +592,9 @@ class HydraEnsemble(nn.Module):
 
     def __str__(self) -> str:
         return summarize(self)
+
+    def _repr_html_(self) -> str:
+        return summarize_html(self)
 
     def __repr__(self) -> str:
         host = type(self.host).__name__

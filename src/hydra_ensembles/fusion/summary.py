@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._html import table
 from ..errors import HydraError
 from ..heads.plan import Plan
+
+
+def summarize_html(ensemble: Any) -> str:
+    """Describe an ensemble as a table for notebooks: what `summarize` says, line by line."""
+    title, *lines = summarize(ensemble).splitlines()
+    return table(title, [], [[line[2:10].strip(), line[11:].strip()] for line in lines], texts=2)
 
 
 def summarize(ensemble: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._html import squares
 from ..errors import MaskError
 from ..registry import check_name
 from .tables import HeadTable, Rows
@@ -148,6 +149,11 @@ class HeadMask(HeadTable):
             pad = " " * (2 * (width - len(row)))
             lines.append(f"  {layer:>{digits}}  {grid}{pad}  {int(row.sum())}/{len(row)}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        title = f"HeadMask: {self.total_kept} of {sum(self.shape)} heads kept"
+        notes = [f"{int(row.sum())}/{len(row)}" for row in self.rows]
+        return squares(title, [[float(kept) for kept in row.tolist()] for row in self.rows], notes)
 
     def __repr__(self) -> str:
         return f"HeadMask({[[int(v) for v in row] for row in self.tolist()]})"
@@ -286,6 +292,14 @@ class HeadScores(HeadTable):
                 f"  {layer:>{digits}}  " + " ".join(f"{value:9.3g}" for value in row.tolist())
             )
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        title = f"HeadScores ({self.name})" if self.name else "HeadScores"
+        lowest, highest = (f"{float(v):.3g}" for v in (self.flat().min(), self.flat().max()))
+        title += f": {len(self)} layers, {sum(self.shape)} heads, darker = keep"
+        notes = [f"{float(row.min()):.3g} to {float(row.max()):.3g}" for row in self.rows]
+        rows = [row.tolist() for row in self.minmax().rows]
+        return squares(f"{title} ({lowest} to {highest})", rows, notes)
 
     def __repr__(self) -> str:
         return f"HeadScores({self.tolist()}, name={self.name!r})"

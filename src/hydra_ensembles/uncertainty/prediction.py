@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._html import table
 from .scores import (
     Score,
     as_member_logits,
@@ -89,6 +90,28 @@ class Prediction:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         tensors = {name: function(v) for name, v in values.items() if isinstance(v, Tensor)}
         return Prediction(**{**values, **tensors})
+
+    def _repr_html_(self) -> str:
+        examples, members, *tokens, classes = self.member_logits.shape
+        title = f"Prediction of {members} member(s) on {examples} example(s), {classes} classes"
+        if tokens:
+            return table(f"{title}, for each of {tokens[0]} tokens", [], [])
+        columns = {
+            "label": ("{:.0f}", self.label),
+            "probability": ("{:.3f}", self.confidence),
+            f"uncertainty ({self.score})": ("{:.4g}", self.uncertainty),
+            "mutual information": ("{:.4g}", self.mutual_information),
+            "disagreement": ("{:.2f}", self.disagreement),
+        }
+        if self.novelty is not None:
+            columns["novelty"] = ("{:.3f}", self.novelty)
+        shown = {
+            name: [form.format(value) for value in values[:20].tolist()]
+            for name, (form, values) in columns.items()
+        }
+        rows = [[str(i), *row] for i, row in enumerate(zip(*shown.values(), strict=True))]
+        note = f"... and {examples - 20} more" if examples > 20 else ""
+        return table(title, ["", *shown], rows, note=note)
 
     def __repr__(self) -> str:
         examples, members, *tokens, classes = self.member_logits.shape
