@@ -26,7 +26,7 @@ from hydra_ensembles.hosts import host_model, main_output
 from .known_sets import MAKERS
 from .tasks import open_task
 
-BRANCHED = {"imagenet": 2, "cifar10": 2, "sst2": 1, "clinc150": 1, "digits": 2}
+BRANCHED = {"imagenet": 2, "cifar10": 2, "cifar8": 2, "sst2": 1, "clinc150": 1, "digits": 2}
 """Blocks, from the last, in which the three members differ."""
 
 

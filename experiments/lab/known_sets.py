@@ -27,6 +27,7 @@ from .tasks import Digits, Task, TextTask
 
 Makers = dict[str, Callable[[], Iterable[Any]]]
 SEVERITIES = (1, 3, 5)
+LEFT_OUT = (3, 9)  # cats and trucks, as in recipes.yaml
 IMAGE_SHIFTS = (
     *("gaussian_noise", "defocus_blur", "motion_blur", "fog", "contrast"),
     *("elastic_transform", "pixelate", "jpeg_compression"),
@@ -180,6 +181,19 @@ def cifar10(task: Task) -> Makers:
     return {**batched(made, 96), **proxies_of(sample, 96), **batched(late, 96)}
 
 
+def cifar8(task: Task) -> Makers:
+    """Known images are of eight classes; outliers are the two that the host never saw."""
+    whole = sets.cifar10(task.data)
+    test = whole.subset(range(2000))
+    made: dict[str, Callable[[], ImageSet]] = {
+        "known-0": lambda: whole.subset(range(2000, 3500)).without(LEFT_OUT),
+        "test": lambda: test.subset(range(1000)).without(LEFT_OUT),
+        "left-out": lambda: test.without([c for c in range(10) if c not in LEFT_OUT]),
+        "textures-validation": lambda: as_set(floats(sets.textures(task.data, "validation"), 32)),
+    }
+    return batched(made, 96)
+
+
 # --- texts
 
 
@@ -269,6 +283,7 @@ def digits(task: Task) -> Makers:
 MAKERS: dict[str, Callable[[Task], Makers]] = {
     "imagenet": imagenet,
     "cifar10": cifar10,
+    "cifar8": cifar8,
     "sst2": sst2,
     "clinc150": clinc150,
     "digits": digits,

@@ -34,6 +34,11 @@ FAMILIES: dict[str, dict[str, list[str]]] = {
         "near": ["tinyimagenet"],
         "far": ["letters", "digits8", "noise"],
     },
+    "cifar8": {
+        "chosen on": ["textures-validation"],
+        "near": ["left-out"],
+        "far": [],
+    },
     "sst2": {
         "chosen on": ["trec"],
         "near": ["movie-reviews"],

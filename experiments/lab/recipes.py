@@ -128,7 +128,9 @@ def finetune_hosts(
     recipe, task = recipes[name], open_task(name, data, hosts)
 
     def part(kind: str) -> Any:
-        return task.part(kind) if isinstance(task, TextTask) else cifar10(task.data, kind)
+        if isinstance(task, TextTask):
+            return task.part(kind)
+        return cifar10(task.data, kind).without(recipe.get("without", ()))
 
     for seed in seeds:
         folder = task.hosts / f"seed{seed}"

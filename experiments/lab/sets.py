@@ -70,6 +70,14 @@ class ImageSet:
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         return self.subset(order[:count].tolist())
 
+    def without(self, classes: Sequence[int]) -> ImageSet:
+        """Return the images of all other classes."""
+        if not classes:
+            return self
+        assert self.labels is not None
+        left = ~torch.isin(self.labels, torch.tensor(classes))
+        return self.subset(left.nonzero().flatten().tolist())
+
     def unlabelled(self) -> ImageSet:
         """Return the images without labels, as outliers need them."""
         return ImageSet(self.pixels)

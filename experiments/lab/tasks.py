@@ -290,6 +290,12 @@ class Cifar10(Task):
         return {kind: corrupted(some, kind, severity=3, **NORMALISED) for kind in kinds}
 
 
+class Cifar8(Cifar10):
+    """CIFAR-10 whose hosts never saw two of its classes: the nearest outliers there are."""
+
+    name = "cifar8"
+
+
 def deit_tiny(data: Path) -> nn.Module:
     """Load DeiT-tiny as trained on ImageNet."""
     import timm
@@ -433,7 +439,7 @@ class Digits(Task):
 
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Sst2, Clinc150, Cifar10, Imagenet, Digits)
+    task.name: task for task in (Sst2, Clinc150, Cifar10, Cifar8, Imagenet, Digits)
 }
 
 
