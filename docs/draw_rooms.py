@@ -20,7 +20,7 @@ ROOMS = {
     "registry": "strings that name things",
     "_records": "files, records, resuming",
     "_html": "tables for notebooks",
-    "uncertainty": "scores, calibration, abstaining",
+    "uncertainty": "scores, calibration, policies",
     "data": "batches, loaders, running models",
     "hosts": "families, probes, one block",
     "heads": "masks, gating, the plan",

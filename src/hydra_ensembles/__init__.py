@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .evaluation.pruning_sweep import prune_sweep as prune_sweep
     from .evaluation.shift_gap import pruning_shift_gap as pruning_shift_gap
     from .fusion import HydraEnsemble as HydraEnsemble
+    from .fusion import fit_policy as fit_policy
     from .fusion import fuse as fuse
     from .fusion import verify as verify
     from .heads import HeadMask as HeadMask
@@ -57,13 +58,11 @@ if TYPE_CHECKING:
     from .training import finetune as finetune
     from .training import finetune_branch as finetune_branch
     from .training import make_teachers as make_teachers
-    from .uncertainty import Abstention as Abstention
     from .uncertainty import Drift as Drift
+    from .uncertainty import Policy as Policy
     from .uncertainty import Prediction as Prediction
-    from .uncertainty import fit_abstention as fit_abstention
 
 _NAMES = {
-    "Abstention": "uncertainty",
     "Circuits": "builder",
     "Cost": "costs",
     "Drift": "uncertainty",
@@ -74,6 +73,7 @@ _NAMES = {
     "Hies": "builder",
     "HydraEnsemble": "fusion",
     "HydraError": "errors",
+    "Policy": "uncertainty",
     "Prediction": "uncertainty",
     "PromptClassifier": "hosts",
     "Random": "builder",
@@ -95,7 +95,7 @@ _NAMES = {
     "find_effects": "search.headmap",
     "finetune": "training",
     "finetune_branch": "training",
-    "fit_abstention": "uncertainty",
+    "fit_policy": "fusion",
     "frontier": "costs",
     "fuse": "fusion",
     "gate": "heads",

@@ -24,13 +24,17 @@ def write_picture(path: Path, image: torch.Tensor) -> None:
 
 @pytest.fixture(scope="session")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with `host` (a saved model), `digits` and `noise` (pictures)."""
+    """Return a folder with `host` (a saved model), `digits`, `more` (other digits) and `noise`."""
     root = tmp_path_factory.mktemp("shelf")
     data = digits(16, seed=0)
     for number in range(64):
         image = next(iter(data.test.subset([number])))
         name = f"{int(image['labels'])}/{number:03}.png"
         write_picture(root / "digits" / name, image["pixel_values"][0])
+    for number in range(64, 104):  # other digits, that nothing is built on
+        image = next(iter(data.test.subset([number])))
+        name = f"{int(image['labels'])}/{number:03}.png"
+        write_picture(root / "more" / name, image["pixel_values"][0])
     noise = data.ood["noise"]
     for number in range(12):
         image = next(iter(noise.subset([number])))["pixel_values"][0]

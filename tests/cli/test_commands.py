@@ -65,20 +65,36 @@ def test_a_refused_build_leaves_the_folder_as_it_was(shelf: Path, ensemble: Path
     assert {path: path.read_bytes() for path in ensemble.rglob("*") if path.is_file()} == before
 
 
-def test_build_saves_a_rule_that_predict_uses(
+def test_build_saves_a_policy_that_predict_uses(
     shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = ("--data", shelf / "digits", "--held-out", shelf / "digits", "--risk", 0.95)
+    data = ("--data", shelf / "digits", "--held-out", shelf / "more", "--risk", 0.95)
     fast = ("--method", "random", "--members", 2, "--max-cost", 0, "-o", tmp_path)
     assert run("build", shelf / "host", *data, *fast) == 0
-    rule = HydraEnsemble.from_pretrained(tmp_path).abstention
-    assert rule is not None and rule.risk == 0.95
+    policy = HydraEnsemble.from_pretrained(tmp_path).policy
+    assert policy is not None and policy.risk == 0.95 and policy.alarm == 0.05
     capsys.readouterr()
     assert run("predict", tmp_path, shelf / "noise") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["abstain"] for line in lines] == [
-        not line["uncertainty"] <= rule.threshold for line in lines
-    ]
+    for line in lines:
+        unsure = not line["uncertainty"] <= policy.threshold
+        new = not line["novelty_score"] <= policy.novelty_threshold
+        assert line["decision"] == ("new" if new else "unsure" if unsure else "answer")
+        assert line["abstain"] == (unsure or new)
+
+
+def test_policy_is_fitted_and_saved(
+    shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--data", shelf / "more", "--risk", 0.9, "--alarm", 0.1, "-o", tmp_path / "new")
+    assert run("policy", ensemble, *arguments) == 0
+    assert "answered and wrong: at most 0.9" in capsys.readouterr().out
+    policy = HydraEnsemble.from_pretrained(tmp_path / "new").policy
+    assert policy is not None and policy.examples == 40 and policy.alarm == 0.1
+    assert HydraEnsemble.from_pretrained(ensemble).policy is None
+    assert run("policy", tmp_path / "new", "--data", shelf / "more", "--risk", 0, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["risk"] is None  # saved over itself
+    assert HydraEnsemble.from_pretrained(tmp_path / "new").policy.risk is None
 
 
 def test_distill_takes_teachers_or_makes_them(
@@ -188,7 +204,7 @@ def test_sweep(shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_predict_streams_files_and_abstains_at_a_risk(
     shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held_out = ("--held-out", shelf / "digits", "--risk", 0.95, "--conformal")
+    held_out = ("--held-out", shelf / "digits", "--risk", 0.95, "--promise", "conformal")
     assert run("predict", ensemble, shelf / "noise", *held_out, "--probabilities") == 0
     printed = capsys.readouterr()
     lines = [json.loads(line) for line in printed.out.splitlines()]

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import hydra_ensembles as hydra
+from hydra_ensembles import Policy
 from hydra_ensembles.cli.answering import Answering, line_of
 from hydra_ensembles.cli.loading import load_model
 from hydra_ensembles.cli.records import MOST_BYTES, Record, batches, read_records, records_of_lines
@@ -80,7 +81,9 @@ def test_every_bad_line_gets_its_error_and_the_others_their_answers(texts: Path)
 
 def test_an_inputs_own_keys_do_not_pass_as_the_answers(texts: Path) -> None:
     given = {"text": "bad film", "id": 7, "abstain": False, "label": "z", "error": "no", "score": 1}
-    (answer,) = answered(load_model(str(texts)), json.dumps(given).encode(), threshold=-1e9)
+    (answer,) = answered(
+        load_model(str(texts)), json.dumps(given).encode(), policy=Policy(threshold=-1e9)
+    )
     assert answer["id"] == 7 and answer["abstain"] is True and answer["label"] in "abcde"
     assert answer["score"] == "msp" and "error" not in answer
     (refused,) = answered(load_model(str(texts)), b'{"text": 1, "label": "z", "id": 8}')

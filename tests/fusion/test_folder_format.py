@@ -89,7 +89,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "hidden_size = 1e+09": lambda c: c["host"]["config"].update(hidden_size=10**9),
     "Cannot build the host": lambda c: c["host"]["config"].update(hidden_act="gleu"),
     "does not fit the host": lambda c: c["host"]["config"].update(intermediate_size=60_000),
-    "abstention is wrong": lambda c: c.update(abstention={"threshold": 0.1}),
+    "policy is wrong": lambda c: c.update(policy={"threshold": 0.1}),
     "image_transform is wrong": lambda c: c.update(image_transform={"size": -5}),
 }
 
@@ -148,10 +148,13 @@ def test_a_failed_save_leaves_the_folder_as_it_was(
     other = copy.deepcopy(ensemble)
     with torch.no_grad():
         next(other.parameters()).add_(1)
-    other.abstention = hydra.uncertainty.Abstention(0.1, 0.05, "empirical", "energy", 9, 1, 0, 0)
-    with pytest.raises(FormatError, match="the abstention rule is about 'energy'"):
+    other.policy = hydra.Policy(threshold=0.1, score="energy")
+    with pytest.raises(FormatError, match="the policy is about 'energy'"):
         other.save_pretrained(folder)
-    other.abstention = None
+    other.policy = hydra.Policy(alarm=0.1)
+    with pytest.raises(FormatError, match="no statistics of known data"):
+        other.save_pretrained(folder)
+    other.policy = None
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

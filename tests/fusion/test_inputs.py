@@ -1,4 +1,4 @@
-"""What was fitted is kept: class names, the rule to abstain, the transform and the tokenizer."""
+"""What was fitted is kept: class names, the transform and the tokenizer."""
 
 from __future__ import annotations
 
@@ -105,23 +105,6 @@ def test_class_names_are_kept(tmp_path: Path) -> None:
             assert loaded.config.id2label[4] == "horse" and loaded.config.label2id["dog"] == 1
         with pytest.raises(ValueError, match="every class from 0"):
             ensemble.id2label = {1: "cat"}
-
-
-@pytest.mark.parametrize("method", ["empirical", "conformal"])
-def test_the_rule_to_abstain_is_kept_to_the_last_digit(method: str, tmp_path: Path) -> None:
-    ensemble = hydra.fuse(zoo.host("vit"), EARLY)
-    ensemble.score = "entropy"
-    data = [(zoo.batch("vit", size=8, seed=s), torch.arange(8) % 5) for s in range(6)]
-    ensemble.fit_abstention_(data, risk=0.6, method=method)
-    assert ensemble.abstention is not None and ensemble.abstention.score == "entropy"
-    ensemble.save_pretrained(tmp_path)
-    loaded = HydraEnsemble.from_pretrained(tmp_path)
-    assert loaded.abstention == ensemble.abstention
-    unsure = loaded.predict(data[0]).uncertainty
-    expected = ensemble.abstention.abstains(ensemble.predict(data[0]).uncertainty)
-    assert torch.equal(loaded.abstention.abstains(unsure), expected)
-    with pytest.raises(DataError, match="no labels"):
-        ensemble.fit_abstention_([zoo.batch("vit")])
 
 
 def test_build_keeps_what_its_data_knows(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from ..errors import DataError
 from .records import Record
 
 if TYPE_CHECKING:
-    from ..uncertainty import Abstention, Prediction
+    from ..uncertainty import Policy, Prediction
     from .loading import Loaded
 
 
@@ -23,16 +23,12 @@ class Answering:
 
     Attributes:
         loaded: The model and what prepares its inputs.
-        rule: When to abstain, or None.
-        threshold: Without a rule: abstain above this uncertainty, or None.
-        alarm: Without a rule: abstain when the novelty is above 1 - alarm, or None.
+        policy: When to answer, or None.
         probabilities: Add all classes' probabilities.
     """
 
     loaded: Loaded
-    rule: Abstention | None = None
-    threshold: float | None = None
-    alarm: float | None = None
+    policy: Policy | None = None
     probabilities: bool = False
 
     def __call__(self, batch: Sequence[Record]) -> Iterator[dict[str, Any]]:
@@ -85,16 +81,16 @@ class Answering:
 
         from ..data.folders import image_batch
         from ..fusion.inputs import token_limit
+        from ..fusion.policies import answer_of
 
+        model = self.loaded.model
         if self.loaded.tokenizer is None:
-            return predict_batch(
-                self.loaded, image_batch(torch.stack(inputs), None, self.loaded.key)
-            )
-        limit = token_limit(getattr(self.loaded.model, "config", None), self.loaded.tokenizer)
+            return answer_of(model, image_batch(torch.stack(inputs), None, self.loaded.key))
+        limit = token_limit(getattr(model, "config", None), self.loaded.tokenizer)
         encoded = self.loaded.tokenizer(
             inputs, padding=True, truncation=True, max_length=limit, return_tensors="pt"
         )
-        return predict_batch(self.loaded, dict(encoded))
+        return answer_of(model, dict(encoded))
 
     def _told(self, answer: Prediction) -> dict[str, Any]:
         """Return the fields of an answer; one that is no number is an error."""
@@ -112,68 +108,20 @@ class Answering:
         if answer.novelty is not None and answer.novelty_score is not None:
             told["novelty"] = round(float(answer.novelty), 6)
             told["novelty_score"] = float(answer.novelty_score)
-        reasons = self._reasons(answer)
-        if reasons is not None:
-            told["abstain"] = bool(reasons)
-            if reasons:
-                told["why"] = reasons
+        if self.policy is not None:
+            told |= self._decided(answer, self.policy)
         if self.probabilities:
             told["probabilities"] = [round(p, 6) for p in answer.probabilities[0].tolist()]
         return told
 
-    def _reasons(self, answer: Prediction) -> str | None:
-        """Say why an answer is withheld, nothing when it is given; None without any rule."""
-        if self.rule is not None:
-            return self.rule.reasons(answer.uncertainty, answer.novelty)[0]
-        if self.threshold is None and self.alarm is None:
-            return None
-        unsure = self.threshold is not None and not float(answer.uncertainty) <= self.threshold
-        new = False
-        if self.alarm is not None and answer.novelty is not None:
-            new = not float(answer.novelty) <= 1 - self.alarm
-        return " and ".join(["too unsure"] * unsure + ["too new"] * new)
+    def _decided(self, answer: Prediction, policy: Policy) -> dict[str, Any]:
+        """Return the decision in words, whether it abstains, and why."""
+        from ..fusion.policies import decided
 
-
-def predict_batch(loaded: Loaded, batch: Any) -> Prediction:
-    """Predict a batch with any model, an ensemble by its own score and temperatures."""
-    from ..data.running import evaluating, member_logits
-    from ..fusion.ensemble import HydraEnsemble
-    from ..uncertainty import predict_from_logits
-
-    if isinstance(loaded.model, HydraEnsemble):
-        return loaded.model.predict(batch).cpu()
-    with evaluating(loaded.model):
-        return predict_from_logits(member_logits(loaded.model, batch).float()).cpu()
-
-
-def fit_rule(
-    loaded: Loaded, data: Any, risk: float, conformal: bool, alarm: float | None = None
-) -> Abstention:
-    """Fit when to abstain on held-out data, by the model's own score and its novelty."""
-    import torch
-
-    from ..data.running import split_batch
-    from ..uncertainty import fit_abstention
-
-    scores, errors, novelty, name = [], [], [], "msp"
-    for batch in data:
-        truth = split_batch(batch)[2]
-        if truth is None:
-            raise DataError("The held-out data has no labels, which a threshold is fitted on.")
-        answer = predict_batch(loaded, batch)
-        name = answer.score
-        scores.append(answer.uncertainty)
-        errors.append(answer.label != truth)
-        novelty.append(answer.novelty)
-    return fit_abstention(
-        torch.cat(scores),
-        torch.cat(errors),
-        risk=risk,
-        method="conformal" if conformal else "empirical",
-        score=name,
-        novelty=None if alarm is None else torch.cat(novelty),  # type: ignore[arg-type]
-        alarm=alarm,
-    )
+        words = decided(answer, policy).decisions
+        why = policy.reasons(answer.uncertainty, answer.novelty_score)[0]
+        assert words is not None  # there is a policy
+        return {"decision": words[0], "abstain": bool(why), **({"why": why} if why else {})}
 
 
 def line_of(answer: dict[str, Any], *, encoding: str | None = "utf-8") -> str:

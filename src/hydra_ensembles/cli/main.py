@@ -29,6 +29,7 @@ COMMANDS = {
     "eval": "Evaluate models, with outliers and corruptions; write a report.",
     "bench": "Time models against each other, as ratios.",
     "sweep": "Prune by each criterion to each ratio; measure what is left.",
+    "policy": "Fit when a saved ensemble answers and when it abstains; save it there.",
     "predict": "Predict files or standard input to JSON lines; abstain at a risk.",
     "report": "Write one HTML page from saved results.",
     "demo": "Every step on embedded digits, in a few minutes.",

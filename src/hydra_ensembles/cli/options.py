@@ -59,6 +59,16 @@ Criteria = Annotated[
     ),
 ]
 Scope = Annotated[str, typer.Option(help="Rank heads within each 'layer' or over the 'model'.")]
+Promise = Annotated[
+    str,
+    typer.Option(
+        help="What --risk promises: 'conformal' (answered and wrong among all, on average), "
+        "'selective' (wrong among the answered, with probability 1 - delta) or 'empirical' (none)."
+    ),
+]
+Delta = Annotated[
+    float, typer.Option(help="How likely the promise of --promise selective may fail.")
+]
 Models = Annotated[
     list[str], typer.Argument(help="One or several, as MODEL or NAME=MODEL. " + MODEL_HELP)
 ]

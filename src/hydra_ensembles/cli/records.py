@@ -20,7 +20,7 @@ MOST_BYTES = 2**20
 ANSWERED = frozenset(
     (
         *("label", "class", "probability", "probabilities", "uncertainty", "score", "novelty"),
-        *("novelty_score", "abstain", "why", "error", "line"),
+        *("novelty_score", "decision", "abstain", "why", "error", "line"),
     )
 )
 """Keys of an answer; an input's own values under these names do not pass into it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from ..data.modes import in_eval, twin
 from ..data.running import check_inputs, move, split_batch
 from ..data.transforms import ImageTransform, image_transform
-from ..errors import DataError, HydraError, UnsupportedModelError
+from ..errors import HydraError, UnsupportedModelError
 from ..heads.masks import HeadMask
 from ..heads.plan import Plan
 from ..hosts import HostModel, device_of, host_model, main_output
@@ -28,12 +29,11 @@ from ..hosts.probe import modules_after_blocks
 from ..hosts.task import gives_classes
 from ..registry import check_name
 from ..uncertainty import (
-    Abstention,
     Evidence,
     Novelty,
+    Policy,
     Prediction,
     checked_temperature,
-    fit_abstention,
     log_mean_probability,
     predict_from_logits,
     scale_logits,
@@ -46,6 +46,7 @@ from .inputs import Preparation, is_raw, prepare
 from .known import fit_novelty, logits_and_summaries, why_novel
 from .layers import FusedBlock, PerStream
 from .loading import check_answers, load
+from .policies import decided
 from .saving import save
 from .summary import summarize, summarize_html
 
@@ -93,7 +94,7 @@ class HydraEnsemble(nn.Module):
         mode: `"fused"`, or `"loop"` to run members one by one.
         temperature, member_temperatures: Divide the members' logits (None: not calibrated).
         score: The uncertainty that `predict` reports.
-        abstention: When to abstain (see `fit_abstention_`); None before it is fitted.
+        policy: When to answer, with what is promised (see `fit_policy`); None before it is fitted.
         transform, tokenizer: How `predict` turns pictures, paths and texts into inputs.
         novelty: Statistics of known data; None before `fit_novelty_`.
         record: What was done to make it (plain data, saved along).
@@ -112,7 +113,7 @@ class HydraEnsemble(nn.Module):
         self.temperature = None
         self.member_temperatures = None
         self.score = "msp"
-        self.abstention: Abstention | None = None
+        self.policy: Policy | None = None
         self.novelty: Novelty | None = None
         self.record: dict[str, Any] = {}
         self.switches: dict[str, Any] = {}
@@ -192,7 +193,10 @@ class HydraEnsemble(nn.Module):
 
     @temperature.setter
     def temperature(self, value: float | None) -> None:
-        self._temperature = None if value is None else checked_temperature(value)
+        checked = None if value is None else checked_temperature(value)
+        if checked != getattr(self, "_temperature", None):
+            self._drop_policy("the temperatures")
+        self._temperature = checked
 
     @property
     def member_temperatures(self) -> list[float] | None:
@@ -206,7 +210,19 @@ class HydraEnsemble(nn.Module):
             raise ValueError(
                 f"{len(checked)} member temperatures for {self.members} members: give one for each."
             )
+        if checked != getattr(self, "_member_temperatures", None):
+            self._drop_policy("the temperatures")
         self._member_temperatures = checked
+
+    def _drop_policy(self, what: str) -> None:
+        """Forget the policy: its thresholds were about another uncertainty or novelty."""
+        if getattr(self, "policy", None) is not None:
+            self.policy = None
+            warnings.warn(
+                f"A policy was fitted before {what} changed: it is dropped. Fit it again with "
+                "fit_policy().",
+                stacklevel=3,
+            )
 
     # --- a citizen of the host's library -------------------------------------------------------
 
@@ -343,11 +359,11 @@ class HydraEnsemble(nn.Module):
             member_temperatures=self.member_temperatures,
             logit_scale=getattr(self.host, "logit_scale", None),
         )
-        if self.novelty is None or summaries is None:
-            return answer
-        self.novelty = self.novelty.to(member_logits.device)  # moved once, not at every call
-        novelty, score = self.novelty(summaries, member_logits)
-        return replace(answer, novelty=novelty, novelty_score=score)
+        if self.novelty is not None and summaries is not None:
+            self.novelty = self.novelty.to(member_logits.device)  # moved once, not at every call
+            novelty, score = self.novelty(summaries, member_logits)
+            answer = replace(answer, novelty=novelty, novelty_score=score)
+        return answer if self.policy is None else decided(answer, self.policy)
 
     def predict_proba(self, data: Any, *, batch_size: int = 32) -> np.ndarray[Any, Any]:
         """Return the probabilities of all examples, `[example, class]`, as scikit-learn does.
@@ -367,7 +383,8 @@ class HydraEnsemble(nn.Module):
         """Learn what is known, in place: `predict` then says how new an input is.
 
         One pass over `known`; nothing is trained and no outlier is needed. The page on novelty has
-        the formulas and what is promised. Fit again after training.
+        the formulas and what is promised. Fit again after training. A policy with an alarm is about
+        the old statistics: it is dropped, with a warning.
 
         Args:
             known: In-distribution data that the model was not trained on; some hundred examples.
@@ -376,6 +393,8 @@ class HydraEnsemble(nn.Module):
             progress: Show a bar on a terminal.
         """
         self.novelty = fit_novelty(self, known, names=names, progress=progress)
+        if self.policy is not None and self.policy.reads_novelty:
+            self._drop_policy("what is known")
         return self
 
     @torch.no_grad()
@@ -388,44 +407,6 @@ class HydraEnsemble(nn.Module):
         fused = twin(self)  # its mode is its own
         fused.mode = "fused"
         return fused._run(args, kwargs)[0]
-
-    def fit_abstention_(
-        self,
-        data: Any,
-        *,
-        risk: float = 0.05,
-        method: str = "empirical",
-        alarm: float | None = None,
-    ) -> HydraEnsemble:
-        """Choose when to abstain, in place; `abstention` is saved with the ensemble.
-
-        `ensemble.abstention.abstains(answer.uncertainty, answer.novelty)` then says which answers
-        to withhold.
-
-        Args:
-            data: Held-out labelled data that neither trained the model nor chose its heads.
-            risk, method, alarm: See `hydra_ensembles.uncertainty.fit_abstention`.
-        """
-        answers, errors = [], []
-        for number, batch in enumerate(data):
-            labels = split_batch(batch)[2]
-            if labels is None:
-                raise DataError(f"Batch {number} has no labels, which a threshold is fitted on.")
-            answers.append(self.predict(batch).cpu())
-            errors.append(answers[-1].label != labels.cpu())
-        if not errors:
-            raise DataError("The held-out data is empty: it gave no batch.")
-        novelty = [answer.novelty for answer in answers if answer.novelty is not None]
-        self.abstention = fit_abstention(
-            torch.cat([answer.uncertainty for answer in answers]),
-            torch.cat(errors),
-            risk=risk,
-            method=method,
-            score=self.score,
-            novelty=torch.cat(novelty) if novelty and alarm is not None else None,
-            alarm=alarm,
-        )
-        return self
 
     def _scaled(self, member_logits: Tensor) -> Tensor:
         if self.temperature is None and self.member_temperatures is None:
@@ -574,8 +555,8 @@ class HydraEnsemble(nn.Module):
         ensemble.record = config["record"]
         ensemble.novelty = config["novelty"]
         ensemble.id2label = config["labels"]
-        if config["abstention"] is not None:
-            ensemble.abstention = Abstention.from_dict(config["abstention"])
+        if config["policy"] is not None:
+            ensemble.policy = Policy.from_dict(config["policy"])
         ensemble._preparation = Preparation(config["folder"], config["files"])
         if config["image_transform"] is not None:
             ensemble.transform = ImageTransform.from_dict(config["image_transform"])

@@ -19,10 +19,12 @@ from ..data.transforms import ImageTransform
 from ..errors import FormatError, HydraError
 from ..heads.masks import HeadMask
 from ..heads.plan import Plan
-from ..uncertainty import Abstention, checked_temperature, scores
+from ..uncertainty import Policy, checked_temperature, scores
 
 FORMAT = "hydra-ensembles"
-FORMAT_VERSION = (1, 1)
+FORMAT_VERSION = (1, 2)
+OLDEST_VERSION = (1, 1)
+"""Version 1.2 has `policy` in the place of `abstention`."""
 CONFIG, WEIGHTS, CARD, NOVELTY = (
     "config.json",
     "model.safetensors",
@@ -80,7 +82,8 @@ def read_config(folder: Path) -> dict[str, Any]:
             "A host model is loaded with its own library and fused with hydra_ensembles.fuse()."
         )
     _check_version(config, path)
-    missing = FIELDS.keys() - config.keys()
+    old = set() if config["format_version"] >= [1, 2] else {"policy"}
+    missing = FIELDS.keys() - config.keys() - old
     if missing:
         raise FormatError(f"{path} lacks {', '.join(sorted(missing))}. Save or download it again.")
     if digest_of(config) != config[DIGEST]:
@@ -89,6 +92,8 @@ def read_config(folder: Path) -> dict[str, Any]:
             "names. Copy or download it again; to change a setting, load the original, set it in "
             "Python and call save_pretrained()."
         )
+    if old:
+        config = _upgraded(config, path)
     unknown = config.keys() - FIELDS.keys()
     if unknown:
         warnings.warn(
@@ -98,6 +103,18 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     check_fields(config, str(path))
     return config
+
+
+def _upgraded(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return a config of version 1.1 as one of today: its rule to abstain is left out."""
+    if config.get("abstention") is not None:
+        warnings.warn(
+            f"{path} holds a rule to abstain of an earlier version, which is left out: fit a "
+            "policy with hydra_ensembles.fit_policy() and save the ensemble again.",
+            stacklevel=5,
+        )
+    kept = {key: value for key, value in config.items() if key != "abstention"}
+    return {"policy": None, **kept}
 
 
 def check_fields(config: Mapping[str, Any], where: str) -> None:
@@ -133,7 +150,7 @@ def _check_version(config: Mapping[str, Any], path: Path) -> None:
             f"{path} has format {found[0]}.{found[1]}, newer than {FORMAT_VERSION[0]}."
             f"{FORMAT_VERSION[1]} which this library reads. Upgrade hydra-ensembles."
         )
-    if tuple(found) < FORMAT_VERSION:
+    if tuple(found) < OLDEST_VERSION:
         raise FormatError(
             f"{path} has format {found[0]}.{found[1]}, from before a release of this library. "
             "Build or fuse the ensemble again."
@@ -307,10 +324,10 @@ def _copies(value: Any) -> str | None:
     return None
 
 
-def _abstention(value: Any) -> str | None:
+def _policy(value: Any) -> str | None:
     if not isinstance(value, dict):
-        return f"{value!r:.60} is not a rule"
-    Abstention.from_dict(value)
+        return f"{value!r:.60} is not a policy"
+    Policy.from_dict(value)
     return None
 
 
@@ -342,7 +359,7 @@ FIELDS: dict[str, Check] = {
     "member_temperatures": _maybe(_temperatures),
     "score": _score,
     "labels": _maybe(_labels),
-    "abstention": _maybe(_abstention),
+    "policy": _maybe(_policy),
     "image_transform": _maybe(_transform),
     "dtype": _one_of(*DTYPES),
     "aliases": _strings,
@@ -446,9 +463,9 @@ def _members_problem(config: Mapping[str, Any]) -> str | None:
         return f"there are {len(each)} member_temperatures for {members} members"
     if (config["novelty"] is None) != (NOVELTY not in config["files"]):
         return f"novelty and the file {NOVELTY} belong together, and one is missing"
-    rule = config["abstention"]
-    if rule is not None and rule["score"] != config["score"]:
-        return f"the abstention rule is about {rule['score']!r}, the score is {config['score']!r}"
-    if rule is not None and rule.get("alarm") is not None and config["novelty"] is None:
-        return "the abstention rule has an alarm, but there are no statistics of known data"
+    policy = config["policy"]
+    if policy is not None and policy.get("score", "msp") != config["score"]:
+        return f"the policy is about {policy['score']!r}, the score is {config['score']!r}"
+    if policy is not None and policy.get("alarm") is not None and config["novelty"] is None:
+        return "the policy has an alarm, but there are no statistics of known data"
     return None

@@ -103,7 +103,7 @@ def _to_disk(path: Path) -> None:
 
 def _config(ensemble: Any, aliases: dict[str, str], sha256: str) -> dict[str, Any]:
     body = ensemble.body
-    rule, transform = ensemble.abstention, ensemble.transform
+    policy, transform = ensemble.policy, ensemble.transform
     return {
         "format": FORMAT,
         "format_version": list(FORMAT_VERSION),
@@ -127,7 +127,7 @@ def _config(ensemble: Any, aliases: dict[str, str], sha256: str) -> dict[str, An
         "member_temperatures": ensemble.member_temperatures,
         "score": ensemble.score,
         "labels": ensemble.id2label,
-        "abstention": None if rule is None else rule.to_dict(),
+        "policy": None if policy is None else policy.to_dict(),
         "image_transform": transform.to_dict() if isinstance(transform, ImageTransform) else None,
         "dtype": str(ensemble.dtype).removeprefix("torch."),
         "novelty": None if ensemble.novelty is None else ensemble.novelty.facts(),

@@ -34,6 +34,9 @@ def summarize(ensemble: Any) -> str:
     lines += _calibration(ensemble)
     novelty = ensemble.novelty
     lines.append(f"  novelty  {novelty or 'not fitted: call fit_novelty_(known data)'}")
+    if ensemble.policy is not None:
+        first, *rest = str(ensemble.policy).splitlines()
+        lines += [f"  policy   {first}", *(f"         {line}" for line in rest)]
     if ensemble.mode != "fused":
         lines.append("  mode     members run one by one")
     return "\n".join(lines)

@@ -1,7 +1,5 @@
-"""How unsure an ensemble is, how to calibrate it, and when to abstain."""
+"""How unsure an ensemble is, how to calibrate it, and when to answer."""
 
-from .abstaining import Abstention as Abstention
-from .abstaining import fit_abstention as fit_abstention
 from .calibration import CalibrationWarning as CalibrationWarning
 from .calibration import TemperatureFit as TemperatureFit
 from .calibration import find_temperature as find_temperature
@@ -11,6 +9,9 @@ from .novelty import Drift as Drift
 from .novelty import Evidence as Evidence
 from .novelty import Novelty as Novelty
 from .novelty import NoveltyFit as NoveltyFit
+from .policies import Policy as Policy
+from .policies import Rates as Rates
+from .policies import choose_policy as choose_policy
 from .prediction import Prediction as Prediction
 from .prediction import predict_from_logits as predict_from_logits
 from .scores import Score as Score

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._html import table
+from .policies import ANSWER, DECISIONS
 from .scores import (
     Score,
     as_member_logits,
@@ -41,6 +42,8 @@ class Prediction:
         novelty: share of known data that is less novel, in [0, 1], `[batch]`: above 0.95 for 5 % of
             data like the known. None before `fit_novelty_`.
         novelty_score: what `novelty` ranks, unbounded, `[batch]`; None before `fit_novelty_`.
+        decision: 0 answer, 1 abstain as unsure, 2 abstain as new, int64 `[batch]`; None without a
+            policy (`fit_policy`).
     """
 
     probabilities: Tensor
@@ -52,6 +55,7 @@ class Prediction:
     score: str = "msp"
     novelty: Tensor | None = None
     novelty_score: Tensor | None = None
+    decision: Tensor | None = None
 
     @property
     def logits(self) -> Tensor:
@@ -62,6 +66,18 @@ class Prediction:
     def confidence(self) -> Tensor:
         """Probability of the predicted class, `[batch]`."""
         return self.probabilities.amax(-1)
+
+    @property
+    def abstain(self) -> Tensor | None:
+        """True where the policy does not answer, `[batch]`; None without a policy."""
+        return None if self.decision is None else self.decision != ANSWER
+
+    @property
+    def decisions(self) -> list[str] | None:
+        """The decisions in words, "answer", "unsure" or "new"; None without a policy."""
+        if self.decision is None:
+            return None
+        return [DECISIONS[number] for number in self.decision.tolist()]
 
     def __len__(self) -> int:
         return self.label.shape[0]
@@ -120,6 +136,8 @@ class Prediction:
             return f"{head}, for each of {tokens[0]} tokens"
         rows = [f"  {'label':>6}  {'p':>6}  {self.score:>10}  {'mutual inf.':>11}  {'disagree':>8}"]
         rows[0] += "" if self.novelty is None else f"  {'novelty':>7}"
+        decisions = self[:8].decisions
+        rows[0] += "" if decisions is None else "  decision"
         for i in range(min(examples, 8)):
             rows.append(
                 f"  {int(self.label[i]):>6}  {float(self.confidence[i]):>6.3f}"
@@ -128,6 +146,8 @@ class Prediction:
             )
             if self.novelty is not None:
                 rows[-1] += f"  {float(self.novelty[i]):>7.3f}"
+            if decisions is not None:
+                rows[-1] += f"  {decisions[i]}"
         if examples > 8:
             rows.append(f"  ... and {examples - 8} more")
         return "\n".join([head, *rows]) if examples else head

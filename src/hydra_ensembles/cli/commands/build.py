@@ -33,13 +33,13 @@ def command(
     ] = "auto",
     held_out: Annotated[
         str | None,
-        typer.Option(help="Labelled data that a rule to abstain is fitted on and saved with it."),
+        typer.Option(help="More labelled data, that a policy is fitted on and saved with it."),
     ] = None,
-    risk: Annotated[float, typer.Option(help="Of that rule: the share that may be wrong.")] = 0.05,
-    conformal: Annotated[
-        bool,
-        typer.Option("--conformal", help="Finite-sample guarantee: P(answered and wrong) <= risk."),
-    ] = False,
+    risk: Annotated[float, typer.Option(help="Of that policy: how much may be wrong.")] = 0.02,
+    alarm: Annotated[
+        float, typer.Option(help="Of that policy: how much of known data may be called new.")
+    ] = 0.05,
+    promise: options.Promise = "conformal",
     output: options.Output = Path("hydra-ensemble"),
     reading: Reading = READING,
     config: options.Config = None,
@@ -51,8 +51,8 @@ def command(
     """
     from ...builder import build
     from ...builder.methods import method_with
-    from ..answering import fit_rule
-    from ..loading import Loaded, check_sources
+    from ...fusion import fit_policy
+    from ..loading import check_sources
 
     check_sources(data, ood)
     check_sources(held_out)
@@ -80,11 +80,8 @@ def command(
     if names:
         ensemble.id2label = list(names)
     if held_out is not None:
-        rule = fit_rule(
-            Loaded(ensemble, model), reading.load_known(loaded, held_out), risk, conformal
-        )
-        ensemble.abstention = rule
-        say(str(rule), json=json)
+        more = reading.load_known(loaded, held_out)
+        fit_policy(ensemble, more, risk=risk, alarm=alarm, method=promise, progress=not json)
     save(ensemble, output, loaded)
     write_config(output)
     if json:

@@ -1,7 +1,8 @@
-"""`predict`: files or standard input to JSON lines, with uncertainty and when to abstain."""
+"""`predict`: files or standard input to JSON lines, with uncertainty and a decision."""
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,18 +31,18 @@ def command(
         typer.Option(help="Abstain so that at most this share is wrong; needs --held-out."),
     ] = None,
     held_out: Annotated[
-        str | None, typer.Option(help="Labelled data that the threshold is fitted on.")
+        str | None, typer.Option(help="Labelled data that a policy is fitted on.")
     ] = None,
-    conformal: Annotated[
-        bool,
-        typer.Option("--conformal", help="Finite-sample guarantee: P(answered and wrong) <= risk."),
-    ] = False,
+    promise: options.Promise = "conformal",
+    delta: options.Delta = 0.1,
     threshold: Annotated[
         float | None, typer.Option(help="Abstain above this uncertainty, in place of --risk.")
     ] = None,
     alarm: Annotated[
         float | None,
-        typer.Option(help="Abstain when newer than all but this share of known data, as 0.05."),
+        typer.Option(
+            help="Abstain when newer than all but this share of --held-out, or of the known data."
+        ),
     ] = None,
     probabilities: Annotated[
         bool, typer.Option("--probabilities", help="Add all classes' probabilities.")
@@ -55,31 +56,36 @@ def command(
     """Predict files or standard input, one JSON object per line, as they come.
 
     Every input gets its line, in order. What cannot be answered says why under "error" and
-    abstains; the exit code is then 3. An ensemble that was saved with a rule abstains by it.
+    abstains; the exit code is then 3. An ensemble that was saved with a policy decides by it.
     """
-    from ..answering import Answering, fit_rule, line_of
+    from ...fusion import fit_policy
+    from ...uncertainty import Policy
+    from ..answering import Answering, line_of
     from ..loading import check_sources
     from ..records import batches, read_records
 
     if risk is not None and held_out is None:
-        raise Stop("--risk needs --held-out DATA: labelled examples to fit the threshold on.", 2)
+        raise Stop("--risk needs --held-out DATA: labelled examples to fit a policy on.", 2)
+    if held_out is not None and risk is None and alarm is None:
+        raise Stop("--held-out needs --risk or --alarm: what is to be promised on it.", 2)
     check_sources(held_out)
     loaded = reading.load_model(model)
     if alarm is not None:
         _check_alarm(loaded, alarm)
-    rule = None
-    if risk is not None and held_out is not None:
+    policy: Policy | None = getattr(loaded.model, "policy", None)
+    if held_out is not None:
         data = reading.load_known(loaded, held_out)
-        rule = fit_rule(loaded, data, risk, conformal, alarm)
-    elif threshold is None and alarm is None:
-        rule = getattr(loaded.model, "abstention", None)
-    if rule is not None:
-        say(str(rule), json=True)
-        if rule.coverage == 0:
-            say(
-                "No threshold keeps this risk on the held-out data: everything abstains.", json=True
-            )
-    answers = Answering(loaded, rule, threshold, alarm, probabilities)
+        policy = fit_policy(loaded.model, data, risk=risk, alarm=alarm, method=promise, delta=delta)
+    elif threshold is not None or alarm is not None:
+        policy = Policy(
+            threshold=math.inf if threshold is None else threshold,
+            novelty_threshold=math.inf if alarm is None else loaded.model.novelty.threshold(alarm),
+            alarm=alarm,
+            score=getattr(loaded.model, "score", "msp"),
+        )
+    if policy is not None:
+        say(str(policy), json=True)
+    answers = Answering(loaded, policy, probabilities)
     text = loaded.tokenizer is not None
     records = read_records(files or ["-"], text=text, column=reading.text_column)
     failed = total = 0
@@ -109,7 +115,7 @@ def _check_alarm(loaded: Any, alarm: float) -> None:
         raise Stop(f"--alarm {alarm}: expected a number between 0 and 1, such as 0.05.", 2)
     if getattr(loaded.model, "novelty", None) is None:
         raise Stop(
-            "--alarm needs a model that knows its data: build one with hydra build, or call "
-            "ensemble.fit_novelty_(known) and save it again.",
+            "--alarm needs a model that knows its data: make one with hydra-ensembles build, or "
+            "call ensemble.fit_novelty_(known) and save it again.",
             2,
         )

@@ -14,6 +14,7 @@ examples' own sums.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -158,6 +159,12 @@ class Novelty:
         """Return 1 - (1 + #{known >= score}) / (n + 1): above 1 - a for at most a share a."""
         above = self.sums.above(score[:, None])[:, 0]
         return 1 - (1.0 + above) / (self.sums.values.shape[1] + 1)
+
+    def threshold(self, alarm: float) -> float:
+        """Return the score above which novelty is above 1 - alarm; inf when no rank reaches it."""
+        known = self.sums.values[0]
+        most = math.ceil(alarm * (len(known) + 1) - 1 - 1e-9) - 1  # known data above a new input
+        return float(known[len(known) - 1 - most]) if most >= 0 else math.inf
 
     def explain(self, summaries: Tensor, member_logits: Tensor, neighbours: int = 3) -> Evidence:
         """Return which terms and which known examples speak for novelty."""

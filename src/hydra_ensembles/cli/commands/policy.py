@@ -1,0 +1,82 @@
+"""`policy`: fit when a saved ensemble answers, and save that with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import options
+from ..exits import Stop
+from ..reading import READING, Reading, reads_data
+from ..show import print_json, say, sizes
+
+
+@reads_data(leave_out=["dtype"])
+def command(
+    folder: Annotated[Path, typer.Argument(help="Of a saved ensemble.", show_default=False)],
+    data: options.Data,
+    risk: Annotated[
+        float, typer.Option(help="How many answers may be wrong, as 0.02; 0 asks nothing.")
+    ] = 0.02,
+    alarm: Annotated[
+        float,
+        typer.Option(help="How much of the data to come may be called new; 0 asks nothing."),
+    ] = 0.05,
+    promise: options.Promise = "conformal",
+    delta: options.Delta = 0.1,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Another folder; FOLDER by default.")
+    ] = None,
+    reading: Reading = READING,
+    config: options.Config = None,
+    json: options.Json = False,
+) -> None:
+    """Fit when a saved ensemble answers, when it abstains as unsure and when as new.
+
+    DATA is labelled, like the data to come, and not what the ensemble was built on. The policy is
+    saved with the ensemble: `predict` and what is exported from it decide by it.
+    """
+    from ...fusion import HydraEnsemble, fit_policy
+    from ..loading import check_sources
+
+    check_sources(data)
+    kept = replace(reading, dtype=_dtype_of(folder))  # it is saved again
+    loaded = kept.load_model(str(folder))
+    if not isinstance(loaded.model, HydraEnsemble):
+        raise Stop(
+            f"{folder} is no saved ensemble: make one with hydra-ensembles build, distill or try. "
+            "For a plain model, hydra-ensembles predict takes --risk and --held-out.",
+            4,
+        )
+    labelled = reading.load_known(loaded, data)
+    say(f"Fitting a policy on {sizes(labelled, {})}", json=json)
+    policy = fit_policy(
+        loaded.model,
+        labelled,
+        risk=risk or None,
+        alarm=alarm or None,
+        method=promise,
+        delta=delta,
+        progress=not json,
+    )
+    target = folder if output is None else output
+    loaded.model.save_pretrained(target)
+    if json:
+        print_json({"folder": str(target), **policy.to_dict()})
+    else:
+        typer.echo(str(policy))
+    say(f"Saved in {target}. Next: hydra-ensembles predict {target} FILES", json=json)
+
+
+def _dtype_of(folder: Path) -> str:
+    """Return the type of a saved ensemble's numbers."""
+    from ...errors import FormatError
+    from ...fusion.folder_format import read_config
+
+    try:
+        return str(read_config(folder)["dtype"])
+    except FormatError:  # loading says what is wrong with it
+        return "float32"

@@ -1,0 +1,145 @@
+"""Fit when a model answers and when it abstains, on labelled data (`uncertainty.policies`)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data.running import evaluating, member_logits, progress_bar, split_batch
+from ..errors import DataError, HydraError
+from ..uncertainty import Policy, Prediction, choose_policy, predict_from_logits
+
+SAME = 1 - 1e-5
+"""Cosine of two features from which on they are those of the same example."""
+
+
+def fit_policy(
+    ensemble: Any,
+    labelled: Iterable[Any],
+    *,
+    risk: float | None = 0.02,
+    alarm: float | None = 0.05,
+    method: str = "conformal",
+    delta: float = 0.1,
+    progress: bool = True,
+) -> Policy:
+    """Fit when to answer, when to abstain as unsure and when as new; set `ensemble.policy`.
+
+    `predict` then has a `decision` for every example, and the policy is saved with the ensemble.
+    The page on policies says what is promised and what is not.
+
+    Args:
+        ensemble: A `HydraEnsemble`, or any model that `evaluate` takes (without novelty, so with
+            `alarm=None`; the policy is returned and not kept).
+        labelled: Labelled data like the data to come, that neither trained the model nor chose its
+            heads nor taught it what is known; some hundred examples.
+        risk: How many answers may be wrong; what is promised about it is up to `method`. None
+            answers all that is not new, and needs no labels.
+        alarm: How much of the data to come may be called new. None leaves novelty alone.
+        method: `"conformal"`: P(answered and wrong) <= risk, in expectation, from 1 / risk examples
+            on. `"selective"`: the error rate among the answered <= risk, with probability
+            1 - delta; needs more examples. `"empirical"`: the same on the labelled data only, no
+            promise.
+        delta: How likely the promise of `selective` may fail.
+        progress: Show a bar on a terminal.
+
+    Example:
+        >>> policy = fit_policy(ensemble, held_out, risk=0.02, alarm=0.05)
+        >>> ensemble.predict(batch).decisions
+        ['answer', 'answer', 'new', 'unsure']
+    """
+    novelty = getattr(ensemble, "novelty", None)
+    if alarm is not None and novelty is None:
+        raise HydraError(
+            f"alarm={alarm} needs a model that knows its data: call ensemble.fit_novelty_(known) "
+            "first, or pass alarm=None."
+        )
+    before = getattr(ensemble, "policy", None)
+    if before is not None:
+        ensemble.policy = None  # it may be about another score
+    try:
+        policy = _fit(ensemble, labelled, risk, alarm, method, delta, progress)
+    except BaseException:
+        if before is not None:
+            ensemble.policy = before
+        raise
+    if hasattr(ensemble, "policy"):
+        ensemble.policy = policy
+    return policy
+
+
+def _fit(
+    ensemble: Any,
+    labelled: Iterable[Any],
+    risk: float | None,
+    alarm: float | None,
+    method: str,
+    delta: float,
+    progress: bool,
+) -> Policy:
+    answers: list[Prediction] = []
+    errors: list[Tensor] = []
+    bar = progress_bar(labelled, description="policy", enabled=progress)
+    for number, batch in enumerate(bar):
+        labels = split_batch(batch)[2]
+        if labels is None and risk is not None:
+            raise DataError(
+                f"Batch {number} has no labels, which the risk is about. Without labels, pass "
+                "risk=None."
+            )
+        answers.append(answer_of(ensemble, batch))
+        if labels is not None:
+            errors.append(answers[-1].label != labels.cpu())
+        if number == 0 and alarm is not None:
+            _warn_of_known(ensemble, batch)
+    if not answers:
+        raise DataError("The labelled data is empty: it gave no batch.")
+    scores = [answer.novelty_score for answer in answers if answer.novelty_score is not None]
+    return choose_policy(
+        torch.cat([answer.uncertainty for answer in answers]),
+        torch.cat(errors) if len(errors) == len(answers) else None,
+        novelty_score=torch.cat(scores) if scores else None,
+        risk=risk,
+        alarm=alarm,
+        method=method,
+        delta=delta,
+        score=answers[0].score,
+    )
+
+
+def answer_of(model: Any, batch: Any) -> Prediction:
+    """Predict a batch with any model, an ensemble by its own score and temperatures."""
+    if hasattr(model, "policy"):
+        return model.predict(batch).cpu()
+    with evaluating(model):
+        return predict_from_logits(member_logits(model, batch).float()).cpu()
+
+
+def decided(answer: Prediction, policy: Policy) -> Prediction:
+    """Return an answer with the policy's decisions."""
+    if answer.score != policy.score:
+        raise HydraError(
+            f"The policy is about the score {policy.score!r}, but the answer reports "
+            f"{answer.score!r}: fit it again with fit_policy()."
+        )
+    decision = policy.decide(answer.uncertainty, answer.novelty_score)
+    return replace(answer, decision=decision)
+
+
+def _warn_of_known(ensemble: Any, batch: Any) -> None:
+    """Warn when the labelled data is what novelty was fitted on: it looks less new than new data.
+
+    The first batch is looked up among the known examples that the statistics hold.
+    """
+    similarity = ensemble.why_novel(batch, neighbours=1).similarity
+    if float((similarity > SAME).double().mean()) > 0.5:
+        warnings.warn(
+            "The labelled data of the policy is data that the ensemble learnt as known: the alarm "
+            "rate will be higher than promised. Hold other examples out for the policy.",
+            stacklevel=3,
+        )

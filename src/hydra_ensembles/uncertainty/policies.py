@@ -1,0 +1,391 @@
+"""Answer, or abstain as unsure, or abstain as new: thresholds with a promise.
+
+Fitted on labelled examples that neither trained the model nor chose its heads nor taught it what is
+known. With novelty scores s, uncertainties u and n examples:
+
+- *new*, s > q: q is the k-th smallest of the n novelty scores, k = ceil((1 - alarm)(n + 1)), so
+  P(s_new > q) <= alarm for a further example that is exchangeable with them (a conformal rank).
+- *unsure*, u > t, for what is not new. Three ways to choose t:
+
+  `conformal`: conformal risk control (Angelopoulos, Bates, Fisch, Lei & Schuster, 2024, theorem 1)
+  of the examples that are *answered and wrong*, among all:
+
+      t = sup { t : (1 + #{i : s_i <= q, u_i <= t, wrong_i}) / (n + 1) <= risk }
+
+  =>  P(answered and wrong) <= risk, in expectation, for any n, any model and any distribution.
+
+  `selective`: the error rate *among the answered* is at most risk with probability 1 - delta over
+  the labelled examples. A binomial (Clopper-Pearson) test of each threshold, in a fixed sequence of
+  rising thresholds from each of STARTS shares of the examples, each sequence at level
+  delta / STARTS (Learn then Test: Angelopoulos, Bates, Candes, Jordan & Lei, 2021).
+
+  `empirical`: the error rate among the answered is at most risk on the labelled examples
+  themselves. No promise.
+
+Why q and t may come from the same examples: given q, the examples below it are independent draws of
+"not new" data (a property of order statistics), so that the tests of t are exact given q; and the
+expectation of the share below q is k / (n + 1), which turns risk control among them into risk
+control among all. In the same way, given a threshold t = u_(j), the j - 1 examples below it are
+draws of "answered" data: the tests count one example less than they answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError, FormatError
+from ..registry import check_name
+
+METHODS = ("conformal", "selective", "empirical")
+GIVEN = "given"
+"""The method of thresholds that were chosen by hand."""
+DECISIONS = ("answer", "unsure", "new")
+"""Decisions by their number."""
+ANSWER, UNSURE, NEW = range(3)
+STARTS = (0.2, 0.4, 0.6, 0.8, 1.0)
+"""Shares of the known examples from which `selective` tests rising thresholds."""
+FOLDS = 5
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How often each decision is taken, and how often an answer is wrong.
+
+    Attributes:
+        examples: Examples decided on.
+        answer, unsure, new: Shares of them.
+        answered_and_wrong: Share of all that is answered and wrong; None without labels.
+        wrong_if_answered: Error rate among the answered; None without labels or answers.
+    """
+
+    examples: int
+    answer: float
+    unsure: float
+    new: float
+    answered_and_wrong: float | None = None
+    wrong_if_answered: float | None = None
+
+    @classmethod
+    def of(cls, decision: Tensor, errors: Tensor | None = None) -> Rates:
+        """Count decisions `[example]`, and errors `[example]` where they are known."""
+        count = len(decision)
+        shares = (torch.bincount(decision, minlength=3).double() / max(count, 1)).tolist()
+        wrong = among = None
+        if errors is not None:
+            answered = decision == ANSWER
+            wrong = float((answered & errors.bool()).double().mean()) if count else 0.0
+            among = float(errors[answered].double().mean()) if bool(answered.any()) else None
+        return cls(count, shares[ANSWER], shares[UNSURE], shares[NEW], wrong, among)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When to answer, when to abstain as unsure and when as new; with what was promised.
+
+    Attributes:
+        threshold: Answer when the uncertainty is at most this; -inf never, inf always.
+        novelty_threshold: An input with a higher novelty score is new; inf never.
+        risk: The promised rate of wrong answers; None when errors were not asked about.
+        alarm: The promised rate of known data that is called new; None leaves novelty alone.
+        method: `conformal`, `selective`, `empirical`, or `given` for thresholds set by hand.
+        delta: Of `selective`: how likely the promise may fail.
+        score: Name of the uncertainty that `threshold` is about.
+        examples: Labelled examples that it was fitted on.
+        measured: Rates on these examples, each decided on by thresholds fitted without it.
+    """
+
+    threshold: float = math.inf
+    novelty_threshold: float = math.inf
+    risk: float | None = None
+    alarm: float | None = None
+    method: str = GIVEN
+    delta: float | None = None
+    score: str = "msp"
+    examples: int = 0
+    measured: Rates | None = None
+
+    @property
+    def reads_novelty(self) -> bool:
+        """Whether decisions need a novelty score."""
+        return self.alarm is not None
+
+    @property
+    def never_answers(self) -> bool:
+        """Whether no threshold could keep the risk, so that everything abstains."""
+        return self.threshold == -math.inf
+
+    def decide(self, uncertainty: Tensor, novelty_score: Tensor | None = None) -> Tensor:
+        """Return the decisions, int64 `[example]`: 0 answer, 1 unsure, 2 new.
+
+        What is both unsure and new is new. NaN abstains.
+
+        Args:
+            uncertainty: `[example]`, by the policy's `score`.
+            novelty_score: `[example]`, the unbounded one; needed when there is an alarm.
+        """
+        decision = (~(uncertainty <= self.threshold)).long() * UNSURE
+        if self.alarm is None:
+            return decision
+        if novelty_score is None:
+            raise DataError(
+                f"The policy has an alarm rate of {self.alarm} but there is no novelty: call "
+                "ensemble.fit_novelty_(known), or fit the policy with alarm=None."
+            )
+        return decision.masked_fill(~(novelty_score <= self.novelty_threshold), NEW)
+
+    def reasons(self, uncertainty: Tensor, novelty_score: Tensor | None = None) -> list[str]:
+        """Say why each example is not answered: "too unsure", "too new", both, or nothing."""
+        unsure = ~(uncertainty <= self.threshold)
+        new = self.decide(uncertainty, novelty_score) == NEW
+        pairs = zip(unsure.tolist(), new.tolist(), strict=True)
+        return [" and ".join(["too unsure"] * u + ["too new"] * n) for u, n in pairs]
+
+    def promises(self) -> dict[str, str]:
+        """Return what is promised about each decision, in words."""
+        found = dict.fromkeys(DECISIONS, "no promise")
+        if self.risk is not None and self.method == "conformal":
+            found["answer"] = f"answered and wrong: at most {self.risk:.3g} of all, on average"
+        elif self.risk is not None and self.method == "selective":
+            sure = 1 - (self.delta or 0)
+            found["answer"] = f"at most {self.risk:.3g} of the answered wrong, {sure:.3g} sure"
+        if self.alarm is not None and self.method != GIVEN:
+            found["new"] = f"at most {self.alarm:.3g} of data like the labelled, on average"
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that JSON can hold; an infinite threshold is a string."""
+        plain = asdict(self)
+        for name in ("threshold", "novelty_threshold"):
+            plain[name] = plain[name] if math.isfinite(plain[name]) else str(plain[name])
+        return plain
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Policy:
+        """Read what `to_dict` returned."""
+        try:
+            values = dict(data)
+            for name in ("threshold", "novelty_threshold"):
+                values[name] = float(values[name])
+            measured = values.get("measured")
+            policy = cls(**{**values, "measured": None if measured is None else Rates(**measured)})
+            good = _is_good(policy)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"This is no policy: {error!r}.") from error
+        if not good:
+            raise FormatError(f"This is no policy: {dict(data)!r:.300}.")
+        return policy
+
+    def __str__(self) -> str:
+        rule = f"answer when {self.score} <= {self.threshold:.4g}"
+        if self.alarm is not None:
+            rule += f" and the novelty score <= {self.novelty_threshold:.4g}"
+        if self.method == GIVEN:
+            return f"{rule} (thresholds set by hand)"
+        lines = [f"{rule} ({self.method}, {self.examples} examples)"]
+        promised = self.promises()
+        for name in DECISIONS:
+            if name == "new" and self.alarm is None:
+                continue
+            lines.append(f"  {name:<7} {self._measured(name):<30} {promised[name]}")
+        if self.never_answers:
+            lines.append("  No threshold keeps this risk on so few examples: everything abstains.")
+        return "\n".join(lines)
+
+    def _measured(self, decision: str) -> str:
+        rates = self.measured
+        if rates is None:
+            return "not measured"
+        text = f"{getattr(rates, decision):.1%}"
+        if decision == "answer" and rates.wrong_if_answered is not None:
+            text += f", {rates.wrong_if_answered:.2%} of it wrong"
+        return text
+
+
+def choose_policy(
+    uncertainty: Tensor,
+    errors: Tensor | None = None,
+    *,
+    novelty_score: Tensor | None = None,
+    risk: float | None = 0.02,
+    alarm: float | None = 0.05,
+    method: str = "conformal",
+    delta: float = 0.1,
+    score: str = "msp",
+    seed: int = 0,
+) -> Policy:
+    """Choose the thresholds that answer as much as the promises allow (see above).
+
+    `fit_policy` does this for a model and data.
+
+    Args:
+        uncertainty: Of labelled examples `[example]`, higher when less sure.
+        errors: True where the prediction is wrong `[example]`; not needed without `risk`.
+        novelty_score: Of the same examples, the unbounded one `[example]`; needed for `alarm`.
+        risk: In (0, 1): rate of wrong answers; None answers all that is not new.
+        alarm: In (0, 1): rate of known data that may be called new; None leaves novelty alone.
+        method: `conformal`, `selective` or `empirical`.
+        delta: In (0, 1): how likely the promise of `selective` may fail.
+        score: What the uncertainty is called.
+        seed: Of the folds that the rates are measured on.
+    """
+    check_name("method", method, METHODS)
+    for name, value in {"risk": risk, "alarm": alarm, "delta": delta}.items():
+        if value is not None and not 0 < value < 1:
+            raise ValueError(f"{name}={value}: expected a number between 0 and 1, such as 0.05.")
+    if risk is None and alarm is None:
+        raise ValueError("risk=None and alarm=None leave nothing to decide: give one of them.")
+    scores = _checked(uncertainty, errors, novelty_score, risk=risk, alarm=alarm)
+
+    def fit(rows: Tensor) -> tuple[float, float]:
+        return _thresholds(
+            *(None if part is None else part[rows] for part in scores),  # type: ignore[arg-type]
+            risk=risk,
+            alarm=alarm,
+            method=method,
+            delta=delta,
+        )
+
+    def policy(rows: Tensor, measured: Rates | None = None) -> Policy:
+        threshold, newest = fit(rows)
+        return Policy(
+            threshold=threshold,
+            novelty_threshold=newest,
+            risk=risk,
+            alarm=alarm,
+            method=method,
+            delta=delta if risk is not None and method == "selective" else None,
+            score=score,
+            examples=len(rows),
+            measured=measured,
+        )
+
+    count = len(uncertainty)
+    everything = torch.arange(count)
+    decision = torch.empty(count, dtype=torch.long)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    folds = min(FOLDS, count)
+    for fold in range(folds):
+        rows = order[fold::folds]
+        others = everything[~torch.isin(everything, rows)] if folds > 1 else everything
+        held = None if scores[2] is None else scores[2][rows]
+        decision[rows] = policy(others).decide(scores[0][rows], held)
+    return policy(everything, Rates.of(decision, scores[1]))
+
+
+def _checked(
+    uncertainty: Tensor,
+    errors: Tensor | None,
+    novelty: Tensor | None,
+    *,
+    risk: float | None,
+    alarm: float | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return uncertainty, errors and novelty score, in double, those that are asked for."""
+    if risk is not None and errors is None:
+        raise DataError("risk= needs to know which of the labelled examples are wrong.")
+    if alarm is not None and novelty is None:
+        raise DataError("alarm= needs the novelty score of every labelled example.")
+    novelty = None if alarm is None else novelty
+    shape = uncertainty.shape
+    fine = uncertainty.ndim == 1 and len(uncertainty) > 0
+    for name, part in {"errors": errors, "novelty scores": novelty}.items():
+        if not fine or (part is not None and part.shape != shape):
+            raise DataError(
+                f"Uncertainties of shape {list(shape)}, {name} of shape "
+                f"{None if part is None else list(part.shape)}; expected equally long lists of "
+                "labelled examples, one answer each."
+            )
+    for name, part in {"uncertainties": uncertainty, "novelty scores": novelty}.items():
+        if part is not None and bool(part.isnan().any()):
+            raise DataError(f"{int(part.isnan().sum())} of the {name} are NaN.")
+    return (
+        uncertainty.double(),
+        None if errors is None else errors.bool(),
+        None if novelty is None else novelty.double(),
+    )
+
+
+def _thresholds(
+    uncertainty: Tensor,
+    errors: Tensor | None,
+    novelty: Tensor | None,
+    *,
+    risk: float | None,
+    alarm: float | None,
+    method: str,
+    delta: float,
+) -> tuple[float, float]:
+    """Return the thresholds of uncertainty and novelty score."""
+    count, newest = len(uncertainty), math.inf
+    familiar = torch.ones(count, dtype=torch.bool)
+    if alarm is not None and novelty is not None:
+        rank = math.ceil((1 - alarm) * (count + 1) - 1e-9)
+        if rank <= count:
+            newest = float(novelty.sort().values[rank - 1])
+        familiar = novelty <= newest
+    if risk is None or errors is None:
+        return math.inf, newest
+    if not bool(familiar.any()):
+        return -math.inf, newest
+    # tied examples are answered together: only whole values can be thresholds
+    values, ranks = uncertainty[familiar].unique(return_inverse=True)
+    answered = torch.bincount(ranks, minlength=len(values)).cumsum(0)
+    wrong = torch.bincount(ranks, weights=errors[familiar].double(), minlength=len(values))
+    wrong = wrong.cumsum(0).round().long()
+    if method == "conformal":
+        chosen = _last((wrong + 1) / (count + 1) <= risk + 1e-12)  # falls with the threshold
+    elif method == "empirical":
+        chosen = _last(wrong / answered <= risk)
+    else:
+        chosen = _tested(wrong, answered, risk, delta)
+    return (-math.inf if chosen is None else float(values[chosen])), newest
+
+
+def _last(allowed: Tensor) -> int | None:
+    places = allowed.nonzero().flatten()
+    return int(places[-1]) if len(places) else None
+
+
+def _tested(wrong: Tensor, answered: Tensor, risk: float, delta: float) -> int | None:
+    """Return the highest threshold whose error rate is tested to be at most the risk."""
+    from scipy.special import bdtr
+
+    # P(Binomial(answered - 1, risk) <= wrong); the example at the threshold is no draw
+    p = torch.from_numpy(bdtr(wrong.double().numpy(), (answered - 1).numpy(), risk))
+    passed = ((answered > wrong + 1) & (p <= delta / len(STARTS))).tolist()
+    best = None
+    for share in STARTS:
+        wanted = math.ceil(share * int(answered[-1]))
+        place = int(torch.searchsorted(answered, wanted))
+        while place < len(passed) and passed[place]:
+            best = place if best is None else max(best, place)
+            place += 1
+    return best
+
+
+def _is_good(policy: Policy) -> bool:
+    """Tell whether the numbers of a policy can be."""
+    shares = [policy.risk, policy.alarm, policy.delta]
+    thresholds = (policy.threshold, policy.novelty_threshold)
+    rates = policy.measured
+    if rates is not None:
+        measured = (rates.answer, rates.unsure, rates.new)
+        if not all(type(rate) in (int, float) and 0 <= rate <= 1 for rate in measured):
+            return False
+        if type(rates.examples) is not int or rates.examples < 0:
+            return False
+        shares += [rates.answered_and_wrong, rates.wrong_if_answered]
+    return (
+        all(share is None or (type(share) in (int, float) and 0 <= share <= 1) for share in shares)
+        and not any(math.isnan(threshold) for threshold in thresholds)
+        and policy.method in (*METHODS, GIVEN)
+        and isinstance(policy.score, str)
+        and type(policy.examples) is int
+        and policy.examples >= 0
+    )

@@ -1,0 +1,120 @@
+"""An ensemble decides by its policy, keeps it in its folder, and drops it when out of date."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hydra_ensembles as hydra
+from hydra_ensembles import HydraEnsemble
+from hydra_ensembles.errors import DataError, HydraError
+from hydra_ensembles.fusion.folder_format import DIGEST, digest_of
+from hydra_ensembles.uncertainty.policies import METHODS
+from tests import zoo
+from tests.fusion.test_fusion import EARLY
+
+
+def batches(first: int, count: int) -> list[Any]:
+    return [
+        (zoo.batch("vit", size=8, seed=seed), torch.arange(8) % 5)
+        for seed in range(first, first + count)
+    ]
+
+
+@pytest.fixture
+def ensemble() -> HydraEnsemble:
+    made = hydra.fuse(zoo.host("vit"), EARLY).eval()
+    made.score = "entropy"
+    return made.fit_novelty_(batches(100, 8), progress=False)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_decisions_are_the_policys_and_survive_saving(
+    ensemble: HydraEnsemble, method: str, tmp_path: Path
+) -> None:
+    data = batches(0, 6)
+    assert ensemble.predict(data[0]).decision is None
+    assert ensemble.predict(data[0]).abstain is None and ensemble.predict(data[0]).decisions is None
+    policy = hydra.fit_policy(ensemble, data, risk=0.9, alarm=0.2, method=method)
+    assert ensemble.policy is policy and policy.score == "entropy" and policy.examples == 48
+    ensemble.save_pretrained(tmp_path)
+    loaded = HydraEnsemble.from_pretrained(tmp_path)
+    assert loaded.policy == policy and "policy   answer when entropy" in str(loaded)
+    strange = 5 * zoo.batch("vit", size=8, seed=7)
+    for batch in (data[0], strange):
+        answer, again = ensemble.predict(batch), loaded.predict(batch)
+        expected = policy.decide(answer.uncertainty, answer.novelty_score)
+        assert answer.decision is not None and answer.decision.dtype == torch.int64
+        assert torch.equal(answer.decision, expected) and torch.equal(again.decision, expected)
+        assert answer.abstain.tolist() == [number != 0 for number in expected.tolist()]
+        assert answer.decisions == [["answer", "unsure", "new"][n] for n in expected.tolist()]
+        assert answer[2:4].decisions == answer.decisions[2:4]
+        assert f"  {answer.decisions[0]}\n" in repr(answer)
+    assert "new" in answer.decisions
+
+
+def test_a_policy_out_of_date_is_dropped_or_refused(ensemble: HydraEnsemble) -> None:
+    data = batches(0, 3)
+    policy = hydra.fit_policy(ensemble, data, risk=0.9)
+    ensemble.temperature = None  # as it was
+    assert ensemble.policy is policy
+    ensemble.score = "msp"
+    with pytest.raises(HydraError, match=r"about the score 'entropy'.*fit_policy"):
+        ensemble.predict(data[0])
+    assert hydra.fit_policy(ensemble, data, risk=0.9).score == "msp"
+    for change in (
+        lambda: setattr(ensemble, "temperature", 1.5),
+        lambda: setattr(ensemble, "member_temperatures", [1.0, 2.0, 1.0, 1.0][: ensemble.members]),
+        lambda: ensemble.fit_novelty_(batches(60, 6), progress=False),
+    ):
+        with pytest.warns(UserWarning, match="Fit it again"):
+            change()
+        assert ensemble.policy is None
+        hydra.fit_policy(ensemble, data, risk=0.9)
+
+
+def test_labels_and_novelty_are_needed_where_promised(ensemble: HydraEnsemble) -> None:
+    with pytest.raises(DataError, match=r"no labels.*risk=None"):
+        hydra.fit_policy(ensemble, [zoo.batch("vit")])
+    with pytest.raises(DataError, match="empty"):
+        hydra.fit_policy(ensemble, [])
+    only_new = hydra.fit_policy(ensemble, [zoo.batch("vit", size=30, seed=3)], risk=None)
+    assert only_new.risk is None and only_new.measured.answered_and_wrong is None
+    ensemble.novelty, ensemble.policy = None, None
+    with pytest.raises(HydraError, match="fit_novelty_"):
+        hydra.fit_policy(ensemble, batches(0, 3))
+    plain = hydra.fit_policy(zoo.host("vit"), batches(0, 3), risk=0.9, alarm=None)
+    assert plain.score == "msp" and plain.examples == 24
+
+
+def test_data_that_is_known_already_is_noticed(ensemble: HydraEnsemble) -> None:
+    with pytest.warns(UserWarning, match="learnt as known"):
+        hydra.fit_policy(ensemble, batches(100, 8), risk=0.9)
+
+
+def test_a_failed_fit_keeps_the_policy_before(ensemble: HydraEnsemble) -> None:
+    policy = hydra.fit_policy(ensemble, batches(0, 3), risk=0.9)
+    with pytest.raises(DataError, match="no labels"):
+        hydra.fit_policy(ensemble, [zoo.batch("vit")])
+    assert ensemble.policy is policy
+
+
+@pytest.mark.parametrize("rule", [None, {"threshold": 0.5}])
+def test_a_folder_of_format_1_1_loads_without_a_policy(
+    ensemble: HydraEnsemble, rule: Any, tmp_path: Path
+) -> None:
+    ensemble.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["policy"]
+    config |= {"format_version": [1, 1], "abstention": rule}
+    path.write_text(json.dumps({**config, DIGEST: digest_of(config)}))
+    if rule is None:
+        assert HydraEnsemble.from_pretrained(tmp_path).policy is None
+    else:
+        with pytest.warns(UserWarning, match="rule to abstain"):
+            assert HydraEnsemble.from_pretrained(tmp_path).policy is None
