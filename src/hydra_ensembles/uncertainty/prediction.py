@@ -125,6 +125,9 @@ class Prediction:
             name: [form.format(value) for value in values[:20].tolist()]
             for name, (form, values) in columns.items()
         }
+        decisions = self[:20].decisions
+        if decisions is not None:
+            shown["decision"] = decisions
         rows = [[str(i), *row] for i, row in enumerate(zip(*shown.values(), strict=True))]
         note = f"... and {examples - 20} more" if examples > 20 else ""
         return table(title, ["", *shown], rows, note=note)
