@@ -88,6 +88,8 @@ class Store:
         said = json.loads(about.read_text())
         if said["options"] != json.loads(json.dumps(options)):
             return None
+        if not set(self.task.added) <= set(said["sets"]):
+            return None
         folder = about.parent
         return Answers(
             {name: load_file(folder / f"{name}.safetensors") for name in said["sets"]}, said

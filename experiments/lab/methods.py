@@ -4,11 +4,13 @@ A row of a table file names its `method`; all other keys are the method's option
 
     single           the host; `host` is its seed (by default the draw)
     deep-ensemble    the hosts of `seeds`, side by side
+    soup             the mean of the weights of the hosts of `seeds`, one model
     masks            nothing trained: recorded members (`source`, in masks/<task>.json)
     build            `hydra.build` with `options`
     branch           recorded masks (`source`, or `host`), then `finetune_branch` with `options`
     distill          `hydra.distill` of the hosts of `seeds`, or of teachers by `make`; a student
-                     has `members: 1`; with `mean: true` the hosts' mean is the only teacher
+                     has `members: 1`; with `mean: true` the hosts' mean is the only teacher;
+                     with `start: mean` the student starts from the mean of their weights
     teachers         what `hydra.make_teachers` makes with the options in `make`, as an ensemble
     baseline         `make_baseline(name, ...)` with `options`
 
@@ -19,6 +21,7 @@ plain run leaves as it is, `shown: false` one that the page leaves out.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -119,6 +122,13 @@ def deep_ensemble(store: Store, row: Row, draw: int) -> Answers:
     }
     count = float(len(seeds))
     return Answers(joined, {"cost": count, "parameters": count})
+
+
+@methods.register("soup")
+def soup(store: Store, row: Row, draw: int) -> Answers:
+    """Ask the mean of several hosts' weights: what a student with `start: mean` starts from."""
+    model = hydra.average_weights([store.task.host(seed) for seed in row["seeds"]]).eval()
+    return answers_of_model(store.task, model, row, row["seeds"][0])
 
 
 def recorded_masks(task: Task, source: str, draw: int, host: nn.Module) -> list[HeadMask]:
@@ -227,14 +237,41 @@ def distill(store: Store, row: Row, draw: int) -> Answers:
     task, seed = store.task, seed_of(row, draw)
     options = {"seed": draw, "progress": False, **row.get("options", {})}
     model = hydra.distill(
-        task.host(seed),
+        start_of(task, row, seed),
         teachers_of(store, row, seed),
         task.training(row.get("part", "train"), row.get("count")),
         validation=task.calibration,
-        folder=store.place(row["name"], draw) / "work",
+        folder=work_folder(store, row, draw),
         **options,
     )
     return answers_of_model(task, model, row, seed)
+
+
+def start_of(task: Task, row: Row, seed: int) -> nn.Module:
+    """Return what a student starts from: the host, or the mean of its teachers' weights."""
+    if row.get("start") != "mean":
+        return task.host(seed)
+    return hydra.average_weights([task.host(teacher) for teacher in row["seeds"]])
+
+
+def work_folder(store: Store, row: Row, draw: int) -> Path:
+    """Return the folder of a row's training, in which rows alike share their teachers' answers.
+
+    Views depend on the draw and on the data, not on who learns: an ensemble and the single student
+    that is trained alike need the same answers.
+    """
+    folder = store.place(row["name"], draw) / "work"
+    options = row.get("options", {})
+    same = [row.get(key) for key in ("seeds", "make", "host", "mean", "part", "count")]
+    same += [options.get(key, "auto") for key in ("views", "outliers", "augment")]
+    key = hashlib.sha256(json.dumps([draw, same]).encode()).hexdigest()[:16]
+    answers = store.folder / "answers" / key
+    answers.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "answers"
+    if not link.exists():
+        link.symlink_to(answers.resolve(), target_is_directory=True)
+    return folder
 
 
 def teachers_of(store: Store, row: Row, seed: int) -> list[Any]:

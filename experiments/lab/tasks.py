@@ -42,6 +42,8 @@ class Task:
     name: str
     shifts: dict[str, Data] = {}  # noqa: RUF012  (read only)
     outliers: dict[str, Data] = {}  # noqa: RUF012
+    added: tuple[str, ...] = ()
+    """Sets that stored answers of an earlier run may lack: those are made anew."""
 
     def __init__(self, data: Path | None, hosts: Path | None) -> None:
         self._data, self._hosts = data, hosts
@@ -139,6 +141,7 @@ class Sst2(TextTask):
     """SST-2: TREC is the family that a search may see, the others are unseen."""
 
     name = "sst2"
+    added = ("shift/typos", "shift/drop_words")
 
     def part(self, name: str) -> TextSet:
         """Return a part of the split; `reserve` are sentences and phrases that no host has seen."""
@@ -177,6 +180,12 @@ class Sst2(TextTask):
             "seen": {"trec": self.batches(sets.trec(self.data).sample(300))},
             "unseen": {k: self.batches(f(self.data).sample(300)) for k, f in others.items()},
         }
+
+    @cached_property
+    def shifts(self) -> dict[str, Data]:
+        """Two corruptions of every other sentence of dev."""
+        some = self.batches(self.part("dev").subset(range(0, 872, 2)))
+        return {kind: corrupted(some, kind, severity=3) for kind in ("typos", "drop_words")}
 
 
 class Clinc150(TextTask):
@@ -241,8 +250,11 @@ class Cifar10(Task):
         return images.batches(size=self.size, batch_size=size)
 
     def training(self, part: str, count: int | None = None) -> list[Any]:
-        """Return batches of 64 of the hosts' own training images."""
-        images = sets.cifar10(self.data, part)
+        """Return batches of 64: `train`, or `unlabelled` images that no host and no figure uses."""
+        if part == "unlabelled":
+            images = sets.cifar10(self.data, "test").subset(range(2000, 10_000)).unlabelled()
+        else:
+            images = sets.cifar10(self.data, part)
         return list(self.batches(images if count is None else images.sample(count), 64))
 
     @cached_property

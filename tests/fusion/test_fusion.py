@@ -196,6 +196,27 @@ def test_verify_agrees_and_untie_changes_nothing(name: str) -> None:
     assert len(heads) == sum(mask.kept[-1] for mask in EARLY)
 
 
+@pytest.mark.parametrize("name", ["vit", "bert", "timm"])
+def test_members_may_own_their_mlps_at_the_same_cost(name: str) -> None:
+    ensemble = hydra.fuse(zoo.host(name), EARLY)
+    before = members_of(ensemble, zoo.batch(name))
+    ensemble.untie_()
+    counted = hydra.cost(ensemble, zoo.batch(name))
+    shared = sum(p.numel() for p in ensemble.parameters())
+    ensemble.untie_(mlps=True)
+    torch.testing.assert_close(before, members_of(ensemble, zoo.batch(name)), atol=1e-5, rtol=0)
+    assert sum(p.numel() for p in ensemble.parameters()) > shared
+    assert hydra.cost(ensemble, zoo.batch(name)).multiply_adds == counted.multiply_adds
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # the second member alone
+        for parameter in nn.ModuleList(ensemble.body.branch[-1].mlp_of(1)).parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=draw)
+    after = members_of(ensemble, zoo.batch(name))
+    torch.testing.assert_close(before[:, [0, 2]], after[:, [0, 2]], atol=1e-5, rtol=0)
+    assert (before[:, 1] - after[:, 1]).abs().max() > 0.01
+    hydra.verify(ensemble, zoo.batch(name))
+
+
 def test_verify_names_the_first_layer_at_which_they_part() -> None:
     ensemble = hydra.fuse(zoo.host("vit"), EARLY)
     bank = ensemble.body.branch[1].bank

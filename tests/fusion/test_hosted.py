@@ -168,9 +168,9 @@ def test_every_distinct_tensor_is_saved_once_and_comes_back(name: str, tmp_path:
     from safetensors.torch import load_file
 
     ensemble, inputs = hydra.fuse(host(name), EARLY), batch(name)
-    for folder, change in (("shared", False), ("untied", True)):
-        if change:
-            ensemble.untie_()
+    for folder, change in (("shared", None), ("untied", False), ("own MLPs", True)):
+        if change is not None:
+            ensemble.untie_(mlps=change)
             with torch.no_grad():  # members differ by more than their heads now
                 for parameter in ensemble.body.branch[-1].streams[1].parameters():
                     parameter += 0.05

@@ -35,15 +35,18 @@ def test_saved_equals_loaded(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.parametrize("prepare", ["finetuned", "untied", "loop", "bfloat16"])
+@pytest.mark.parametrize("prepare", ["finetuned", "untied", "own MLPs", "loop", "bfloat16"])
 def test_other_states_survive(prepare: str, tmp_path: Path) -> None:
     model = zoo.host("vit")
     if prepare == "finetuned":
         ensemble = hydra.fuse([perturbed(model, seed) for seed in range(3)], EARLY)
     else:
         ensemble = hydra.fuse(model, EARLY, mode="loop" if prepare == "loop" else "fused")
-    if prepare == "untied":
-        ensemble.untie_()
+    if prepare in ("untied", "own MLPs"):
+        ensemble.untie_(mlps=prepare == "own MLPs")
+        with torch.no_grad():
+            for place, parameter in enumerate(ensemble.body.branch[-1].parameters()):
+                parameter += 0.01 * (place + 1)
     if prepare == "bfloat16":
         ensemble.to(torch.bfloat16)
     ensemble.save_pretrained(tmp_path)

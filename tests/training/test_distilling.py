@@ -132,6 +132,31 @@ def test_the_budget_chooses_distinct_heads():
         train([teacher(0)], masks=MASKS[:2])
 
 
+def test_members_with_mlps_of_their_own_learn_more_at_the_same_cost(tmp_path):
+    options: dict[str, Any] = {"outliers": None, "views": 1, "epochs": 20, "calibrate": False}
+    teachers = [teacher(place) for place in (0, 1, 2)]
+    shared = train(teachers, **options)
+    own = train(teachers, **options, own_mlps=True, folder=tmp_path / "own")
+    assert own.record["cost"] == shared.record["cost"]
+    losses = [student.record["training"]["history"][-1]["loss"] for student in (shared, own)]
+    assert losses[1] < losses[0]
+    own.save_pretrained(tmp_path / "saved")
+    again = hydra.HydraEnsemble.from_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        assert torch.equal(again.member_logits(data()[0]), own.member_logits(data()[0]))
+
+
+def test_the_share_of_heads_is_bounded():
+    batch = data()[0]
+    few = train([teacher(0), teacher(1)], masks=None, members=2, max_cost=3.0, branch_layer=2)
+    more = train(
+        [teacher(0), teacher(1)], masks=None, members=2, max_cost=3.0, branch_layer=2, at_most=0.75
+    )
+    assert [mask.kept[2] for mask in few.masks] == [2, 2]
+    assert [mask.kept[2] for mask in more.masks] == [3, 3]
+    assert hydra.cost(more, batch).multiply_adds > hydra.cost(few, batch).multiply_adds
+
+
 def test_one_member_is_a_student_of_the_mean():
     teachers = [teacher(place) for place in range(3)]
     student = train(teachers, masks=None, members=1, branch_layer=1)

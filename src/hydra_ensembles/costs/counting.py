@@ -338,7 +338,7 @@ def _fused_blocks(body: Any, outside: _Outside) -> list[LayerCost]:
         layers[-1] = LayerCost(f"block {layer}", *list(layers[-1].__dict__.values())[1:])
     for fused, layer_plan in zip(body.branch, plan.layers, strict=True):
         layer_plan = fused.bank.plan
-        weights = _linear_weights(fused.mlp)
+        weights = _linear_weights(fused.mlp_of(0))
         geometry = _Geometry(
             outside.width,
             fused.bank.head_dim,

@@ -107,7 +107,7 @@ def _cast_block(
             set_part(old, part, group)
     for part, old in after:
         set_part(old, part, stream)
-    for path, mlp in zip(names, fused.mlp, strict=True):
+    for path, mlp in zip(names, fused.mlp_of(stream), strict=True):
         owner, _, leaf = path.rpartition(".")
         setattr(module.get_submodule(owner), leaf, mlp)
     return module

@@ -490,14 +490,16 @@ class HydraEnsemble(nn.Module):
         members = self._cast[1]
         return members if not self.training else [twin(member).train() for member in members]
 
-    def untie_(self) -> HydraEnsemble:
+    def untie_(self, *, mlps: bool = False) -> HydraEnsemble:
         """Give each member its own heads, norms and output biases, for training, in place.
 
-        The merged MLPs and the embeddings stay shared. Returns the ensemble.
+        The merged MLPs stay shared unless `mlps` asks for copies: members run them one by one
+        anyway, so that copies cost memory and no arithmetic. The embeddings stay shared. Returns
+        the ensemble.
         """
         body = self.body
         for block in body.branch:
-            block.untie_()
+            block.untie_(mlps=mlps)
         layers = tuple(block.plan for block in body.branch)
         body.plan = Plan(**{**body.plan.__dict__, "layers": layers})
         self.copies.update(_copies_of(body))
@@ -597,6 +599,9 @@ def _copies_of(body: Any) -> dict[str, int]:
         for name in ("after_attention", "after_mlp"):
             for i, part in enumerate(getattr(block, name)):
                 copies[f"{layer}.{name}.{i}"] = len(part.each)
+        for i, part in enumerate(block.mlp):
+            if isinstance(part, PerStream):
+                copies[f"{layer}.mlp.{i}"] = len(part.each)
         if block.output_bias.value is not None:
             copies[f"{layer}.output_bias"] = len(block.output_bias.value)
     return copies

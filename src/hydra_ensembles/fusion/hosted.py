@@ -139,11 +139,12 @@ class HostedBlock(nn.Module):
         told = _pass.get()
         return Pass(self.hosting) if told is None or told.hosting is not self.hosting else told
 
-    def untie_(self) -> None:
-        """Give every stream its own attention and norms; the rest stays shared."""
+    def untie_(self, *, mlps: bool = False) -> None:
+        """Give every stream its own attention and norms, and all the rest if asked to."""
         taken: set[int] = set()
         for block in self.streams:
-            for module in _own_parts(block, self.plan.layer, self.hosting.family):
+            own = _own_parts(block, self.plan.layer, self.hosting.family)
+            for module in block.modules() if mlps else own:
                 for name, parameter in list(module.named_parameters(recurse=False)):
                     if id(parameter) in taken:
                         copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)

@@ -146,14 +146,15 @@ class FusedBlock(nn.Module):
         host's, which costs more in memory traffic than the rows cost in arithmetic.
         """
         plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type != "cpu"
-        apart = any(len(part.each) > 1 for part in (self.norm2, *self.after_mlp))
+        parts = (self.norm2, *self.mlp, *self.after_mlp)
+        apart = any(isinstance(part, PerStream) and len(part.each) > 1 for part in parts)
         hidden = x.numel() * x.element_size() * self._widening
-        parts = 1 if plain or apart else math.ceil(hidden / CACHED_BYTES)
-        if parts <= 1:
+        chunks = 1 if plain or apart else math.ceil(hidden / CACHED_BYTES)
+        if chunks <= 1:
             return self._feed_forward(x)
         rows = x.flatten(0, 1)[None]
         result = torch.empty_like(rows)
-        for source, target in zip(rows.chunk(parts, 1), result.chunk(parts, 1), strict=True):
+        for source, target in zip(rows.chunk(chunks, 1), result.chunk(chunks, 1), strict=True):
             target.copy_(self._feed_forward(source))
         return result.view_as(x)
 
@@ -315,8 +316,8 @@ class FusedBlock(nn.Module):
         """Bytes of the packed copies beside the bank itself."""
         return self.bank.packed_bytes()
 
-    def untie_(self) -> None:
-        """Give every stream its own heads, norms and output bias; the merged MLP stays shared."""
+    def untie_(self, *, mlps: bool = False) -> None:
+        """Give every stream its own heads, norms and output bias, and its own MLP if asked to."""
         streams = self.bank.plan.streams
         self.bank.untie_()
         self.output_bias.untie_(streams)
@@ -325,6 +326,19 @@ class FusedBlock(nn.Module):
         # Where siblings read their parent through one norm, it stays one: they share its output.
         if self.bank.plan.inputs == streams or self.norm == "post":
             self.norm1.untie_(streams)
+        if mlps:
+            self.mlp = nn.ModuleList(
+                part if isinstance(part, PerStream) else PerStream([part]) for part in self.mlp
+            )
+            for part in self.mlp:
+                part.untie_(streams)
+
+    def mlp_of(self, stream: int) -> list[nn.Module]:
+        """Return the modules of a stream's MLP."""
+        return [
+            part.each[stream if len(part.each) > 1 else 0] if isinstance(part, PerStream) else part
+            for part in self.mlp
+        ]
 
 
 def streams_of(x: Tensor, streams: int) -> tuple[Tensor, ...]:

@@ -65,6 +65,11 @@ def fused_block(block: Block, plan: LayerPlan, copies: Copies) -> FusedBlock:
         found = enumerate(block.names(paths))
         return [parts(f"{name}.{i}", get(path)) for i, path in found if not _identity(get(path))]
 
+    def mlp(place: int, path: str) -> nn.Module:
+        name = f"mlp.{place}"  # a copy for each stream only where members own their MLPs
+        own = f"{plan.layer}.{name}" in copies
+        return parts(name, get(path)) if own else copy.deepcopy(get(path))
+
     query_norm, key_norm = site.head_norms
     bias = site.output_bias
     count = copies.get(f"{plan.layer}.output_bias", 1)
@@ -74,7 +79,7 @@ def fused_block(block: Block, plan: LayerPlan, copies: Copies) -> FusedBlock:
         norm=block.family.norm,
         norm1=parts("norm1", block.norm1),
         norm2=parts("norm2", block.norm2),
-        mlp=[copy.deepcopy(get(path)) for path in block.mlp_names],
+        mlp=[mlp(i, path) for i, path in enumerate(block.mlp_names)],
         after_attention=line("after_attention", block.family.after_attention),
         after_mlp=line("after_mlp", block.family.after_mlp),
         query_norm=None if query_norm is None else parts("query_norm", query_norm),

@@ -67,6 +67,8 @@ def distill(
     masks: Sequence[HeadMask] | None = None,
     branch_layer: int | None = None,
     criterion: str | Criterion = "magnitude",
+    at_most: float = 0.5,
+    own_mlps: bool = False,
     outliers: Any = "auto",
     augment: bool = True,
     validation: Any = None,
@@ -120,6 +122,10 @@ def distill(
         branch_layer: The block at which members part, in place of the one that the budget chooses.
         criterion: Scores the heads that members take turns to pick; all but `magnitude` and
             `random` need labelled data.
+        at_most: Largest share of a branched block's heads that a member keeps, where the budget
+            would allow more.
+        own_mlps: Whether members own the MLPs above the branch, too. They run them one by one
+            anyway: copies cost memory, not arithmetic.
         outliers: Inputs without a label to learn the teachers' answers on: `"auto"`, label-
             destroying variants of the data; batches, or batches by family; None for none.
         augment: Whether views of the data after the first are lightly changed.
@@ -145,6 +151,8 @@ def distill(
         >>> student = distill(model, [first, second, third], train, folder="runs/student")
         >>> student.predict(batch).mutual_information
     """
+    if members < 1:
+        raise ValueError(f"members={members}: expected 1 or more.")
     chosen = (settings or DISTILL).updated(locals())
     host = host_model(model)
     place = None if folder is None else Path(folder)
@@ -165,7 +173,19 @@ def distill(
         chosen = replace(chosen, outlier_weight=0.0)
     chosen.check_validation(held)
     batch = _first_batch(train)
-    start = _start(host, batch, members, max_cost, masks, branch_layer, criterion, train, progress)
+    chosen_masks = masks
+    if masks is None and members > 1:
+        chosen_masks = budgeted_masks(
+            counter_of(host, batch),
+            score_heads(host, train, criterion=criterion, progress=progress),
+            members=members,
+            max_cost=max_cost,
+            batch=batch,
+            branch_layer=branch_layer,
+            at_most=at_most,
+            untied=True,
+        )
+    start = _start(host, batch, members, max_cost, chosen_masks, branch_layer, own_mlps)
     ratio = cost(start, batch).relative_to(cost(host.model, batch)).multiply_adds
     if masks is None and ratio > max_cost + 1e-6:
         raise MaskError(f"The members cost {ratio:.3f} x, more than max_cost={max_cost}.")
@@ -279,33 +299,16 @@ def _start(
     max_cost: float,
     masks: Sequence[HeadMask] | None,
     branch_layer: int | None,
-    criterion: str | Criterion,
-    data: Iterable[Any],
-    progress: bool,
+    own_mlps: bool,
 ) -> HydraEnsemble:
-    """Return the fused model that will be trained: masks by the budget, members untied."""
-    if members < 1:
-        raise ValueError(f"members={members}: expected 1 or more.")
+    """Return the fused model that will be trained, its members untied."""
     if masks is not None and len(masks) != members:
         raise MaskError(f"{len(masks)} masks for {members} members: give one each.")
-    counter = counter_of(host, batch)
-    if masks is None and members == 1:
-        # all heads; it trains the blocks that three members would own
+    if masks is None:  # one student has all heads; it trains the blocks that three would own
         masks = [HeadMask.full(host)]
         if branch_layer is None:
-            option = fit_budget(counter, members=3, max_cost=max_cost, batch=batch, untied=True)
+            option = fit_budget(host, members=3, max_cost=max_cost, batch=batch, untied=True)
             branch_layer = option.branch_layer
-    elif masks is None:
-        scores = score_heads(host, data, criterion=criterion, progress=progress)
-        masks = budgeted_masks(
-            counter,
-            scores,
-            members=members,
-            max_cost=max_cost,
-            batch=batch,
-            branch_layer=branch_layer,
-            untied=True,
-        )
     if len(set(masks)) < members:
         raise MaskError(
             f"Only {len(set(masks))} of {members} members have heads of their own, and equal "
@@ -314,7 +317,7 @@ def _start(
     ensemble = fuse(host.model, masks, branch_layer=branch_layer)
     if not ensemble.is_classifier:
         raise HydraError(f"{host.name} gives no class logits: distill a classifier.")
-    return untied(ensemble)
+    return untied(ensemble, mlps=own_mlps and members > 1)
 
 
 class Lessons:

@@ -19,7 +19,7 @@ from ..hosts.probe import modules_after_blocks
 from .numbered import is_numbered, keys_of
 
 
-def untied(ensemble: HydraEnsemble) -> HydraEnsemble:
+def untied(ensemble: HydraEnsemble, *, mlps: bool = False) -> HydraEnsemble:
     """Return a copy in which all that members may own is their own, and nothing else trains."""
     if not isinstance(ensemble, HydraEnsemble) or not ensemble.is_classifier:
         raise HydraError(
@@ -33,7 +33,7 @@ def untied(ensemble: HydraEnsemble) -> HydraEnsemble:
             "The members' masks are all equal, so they have no branch of their own to train. "
             "Give fuse masks that differ."
         )
-    result = copy.deepcopy(ensemble).untie_().freeze_trunk_()
+    result = copy.deepcopy(ensemble).untie_(mlps=mlps).freeze_trunk_()
     # what was fitted belongs to other weights
     result.mode, result.temperature, result.member_temperatures = "fused", None, None
     result.novelty = None
