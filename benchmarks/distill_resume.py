@@ -3,11 +3,11 @@
     python benchmarks/distill_resume.py [--kills 10] [--seed 0]
 
 Three small Vision Transformers teach three members on digits: once above a frozen trunk whose
-outputs are remembered, once with the trunk trained too. A run is killed again and again, after
-random shares of the processor time that a whole run takes (so the moments do not depend on how busy
-the machine is), and goes on from its folder each time until it is done; then the next run starts,
-until there were ten kills. Every run must end with the weights, temperature and history of one that
-nobody stopped. Writes `benchmarks/results/distill-resume.json`.
+outputs are remembered, once with the trunk trained too. A run is killed again and again, some
+milliseconds after a random number of its steps (every fifth time while the teachers answer), and
+goes on from its folder each time until it is done; then the next run starts, until there were ten
+kills. Every run must end with the weights, temperature and history of one that nobody stopped.
+Writes `benchmarks/results/distill-resume.json`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 SHAPE = TinyViTConfig(width=24, heads=4, layers=2, mlp_width=24)
 
 
-def run(folder: Path | None, trunk_rate: float) -> str:
+def run(folder: Path | None, trunk_rate: float, on_step: Any = None) -> str:
     """Distil; return all that must be the same again."""
     data = digits(16, seed=0)
     teachers = [TinyViT(SHAPE, seed=seed).eval() for seed in (1, 2, 3)]
@@ -51,28 +51,31 @@ def run(folder: Path | None, trunk_rate: float) -> str:
         folder=folder,
         save_every=2,
         progress=False,
+        on_step=on_step,
     )
     history = student.record["training"]["history"]
     return json.dumps([model_fingerprint(student), student.temperature, history])
 
 
-def in_a_process(folder: Path, rate: float, answer: Path, kill_after: float | None) -> bool:
-    """Run in a process that kills itself after so much processor time; tell whether it did."""
+def in_a_process(
+    folder: Path, rate: float, answer: Path, steps: int | None, seconds: float
+) -> bool:
+    """Run in a process that kills itself after so many steps and seconds; tell whether it did."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            begun = time.process_time()
+            done = []
 
             def watch() -> None:
-                assert kill_after is not None
-                while time.process_time() - begun < kill_after:
-                    time.sleep(0.001)
+                while steps is not None and len(done) < steps:
+                    time.sleep(0.0005)
+                time.sleep(seconds)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            if kill_after is not None:
+            if steps is not None:
                 threading.Thread(target=watch, daemon=True).start()
-            answer.write_text(run(folder, rate))
+            answer.write_text(run(folder, rate, done.append))
             code = 0
         finally:
             os._exit(code)
@@ -95,9 +98,7 @@ def left(folder: Path) -> dict[str, int]:
 
 def measure(rate: float, kills: int, seed: int) -> dict[str, Any]:
     """Kill runs `kills` times in all; compare each that ends with one that nobody stopped."""
-    begun = time.process_time()
     whole = run(None, rate)
-    length = time.process_time() - begun
     moments = random.Random(seed)
     lives: list[list[dict[str, int]]] = []
     equal = 0
@@ -108,9 +109,13 @@ def measure(rate: float, kills: int, seed: int) -> dict[str, Any]:
             lives.append(left_over)
             killed = True
             while killed:
-                enough = sum(map(len, lives)) >= kills
-                after = None if enough else (0.1 + 0.5 * moments.random()) * length
-                killed = in_a_process(folder, rate, answer, after)
+                so_far = sum(map(len, lives))
+                early = so_far % 5 == 0  # while the teachers answer
+                steps = 0 if early else moments.randint(1, 7)
+                seconds = moments.uniform(0.02, 0.1) if early else moments.uniform(0.0, 0.02)
+                killed = in_a_process(
+                    folder, rate, answer, None if so_far >= kills else steps, seconds
+                )
                 if killed:
                     left_over.append(left(folder))
             equal += answer.read_text() == whole

@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from hydra_ensembles.hosts import main_output
 from hydra_ensembles.hosts.tiny_vit import TinyViT
 from hydra_ensembles.registry import Registry
 from hydra_ensembles.training import finetune_branch
+from hydra_ensembles.training.distilling import DISTILL
 from hydra_ensembles.uncertainty import fit_temperature
 
 from .answers import Answers, Store, ask
@@ -236,6 +238,8 @@ def distill(store: Store, row: Row, draw: int) -> Answers:
     """
     task, seed = store.task, seed_of(row, draw)
     options = {"seed": draw, "progress": False, **row.get("options", {})}
+    if "settings" in options:
+        options["settings"] = replace(DISTILL, **options["settings"])
     model = hydra.distill(
         start_of(task, row, seed),
         teachers_of(store, row, seed),

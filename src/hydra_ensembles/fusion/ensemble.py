@@ -599,9 +599,9 @@ def _copies_of(body: Any) -> dict[str, int]:
         for name in ("after_attention", "after_mlp"):
             for i, part in enumerate(getattr(block, name)):
                 copies[f"{layer}.{name}.{i}"] = len(part.each)
-        for i, part in enumerate(block.mlp):
-            if isinstance(part, PerStream):
-                copies[f"{layer}.mlp.{i}"] = len(part.each)
+        for i, mlp in enumerate(block.mlp):
+            if isinstance(mlp, PerStream):
+                copies[f"{layer}.mlp.{i}"] = len(mlp.each)
         if block.output_bias.value is not None:
             copies[f"{layer}.output_bias"] = len(block.output_bias.value)
     return copies

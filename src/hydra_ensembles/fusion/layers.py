@@ -327,11 +327,10 @@ class FusedBlock(nn.Module):
         if self.bank.plan.inputs == streams or self.norm == "post":
             self.norm1.untie_(streams)
         if mlps:
-            self.mlp = nn.ModuleList(
-                part if isinstance(part, PerStream) else PerStream([part]) for part in self.mlp
-            )
-            for part in self.mlp:
-                part.untie_(streams)
+            own = [m if isinstance(m, PerStream) else PerStream([m]) for m in self.mlp]
+            for each in own:
+                each.untie_(streams)
+            self.mlp = nn.ModuleList(own)
 
     def mlp_of(self, stream: int) -> list[nn.Module]:
         """Return the modules of a stream's MLP."""
