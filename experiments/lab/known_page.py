@@ -274,7 +274,7 @@ def draw_picture(records: dict[str, dict[str, Any]]) -> None:
 
 def write_page() -> None:
     """Write the page and the picture from the records that there are."""
-    records = {task: record for task in FAMILIES if (record := read(task)) is not None}
+    records = {task: record for task in TITLES if (record := read(task)) is not None}
     parts = [PROSE]
     for task, record in records.items():
         accuracy = f"Accuracy {record['accuracy']:.1f} %. {record['usual']} known examples."
