@@ -1,0 +1,133 @@
+"""`serve`: a saved ensemble behind the endpoints that platforms know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .. import options
+from ..exits import Stop
+from ..show import say
+
+if TYPE_CHECKING:
+    from ...serving.backend import Backend
+
+
+def command(
+    folder: Annotated[
+        Path,
+        typer.Argument(help="A saved ensemble, or an exported one.", show_default=False),
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="What clients call the model; by default the folder's name.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0 for every one.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    alarm: Annotated[
+        float | None,
+        typer.Option(
+            help="Abstain when newer than all but this share of known data, in place of the saved "
+            "policy; 0.05 where there is none."
+        ),
+    ] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Inputs that are answered together.")] = 32,
+    max_wait: Annotated[
+        float, typer.Option(min=0, help="Milliseconds that an input waits for others.")
+    ] = 2.0,
+    max_queue: Annotated[int, typer.Option(min=1, help="Inputs that may wait.")] = 1024,
+    max_rows: Annotated[int, typer.Option(min=1, help="Inputs of one request.")] = 256,
+    max_body: Annotated[float, typer.Option(min=0.001, help="Megabytes of one request.")] = 16.0,
+    max_pixels: Annotated[
+        float, typer.Option(min=0.001, help="Millions of pixels of one request.")
+    ] = 40.0,
+    max_text: Annotated[int, typer.Option(min=1, help="Characters of one text.")] = 20_000,
+    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds to an answer.")] = 30.0,
+    read_timeout: Annotated[
+        float, typer.Option(min=0.01, help="Seconds for a client to send its request.")
+    ] = 10.0,
+    drift_window: Annotated[int, typer.Option(min=20, help="Answers per test for drift.")] = 500,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of one model call; torch's own by default.")
+    ] = None,
+    class_names: options.ClassNames = None,
+    device: options.Device = None,
+    dtype: options.Dtype = "float32",
+    config: options.Config = None,
+) -> None:
+    """Answer over HTTP: Open Inference Protocol v2, /predict, /metrics, and a page at /.
+
+    Stops at Ctrl-C or SIGTERM when the requests under way are answered.
+    """
+    from ... import __version__
+    from ...serving.app import make_app
+    from ...serving.limits import Limits
+    from ...serving.running import check_packages, run
+    from ...serving.service import Service
+
+    check_packages()
+    limits = Limits(
+        body=int(max_body * 2**20),
+        pixels=int(max_pixels * 1e6),
+        text=max_text,
+        rows=max_rows,
+        batch=max_batch,
+        wait=max_wait / 1000,
+        queue=max_queue,
+        read_seconds=read_timeout,
+        answer_seconds=timeout,
+    )
+    if alarm is not None and not 0 < alarm < 1:
+        raise Stop(f"--alarm {alarm}: expected a number between 0 and 1, such as 0.05.", 2)
+    backend = load_backend(
+        folder, alarm=alarm, threads=threads, class_names=class_names, device=device, dtype=dtype
+    )
+    service = Service(
+        backend, name or folder.resolve().name, limits=limits, drift_window=drift_window
+    )
+    say(f"{service.name}: {backend.members} members, {backend.classes} classes; {backend.rule}")
+    run(make_app(service, version=__version__), host=host, port=port, say=say)
+    say("Stopped: every request under way was answered.")
+
+
+def load_backend(
+    folder: Path,
+    *,
+    alarm: float | None = None,
+    threads: int | None = None,
+    class_names: str | None = None,
+    device: str | None = None,
+    dtype: str = "float32",
+) -> Backend:
+    """Load what is to be served."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    return _by_torch(folder, alarm, class_names=class_names, device=device, dtype=dtype)
+
+
+def _by_torch(folder: Path, alarm: float | None, **how: Any) -> Backend:
+    from ...fusion.ensemble import HydraEnsemble
+    from ...serving.torch_backend import TorchBackend
+    from ..loading import load_model
+
+    if not folder.is_dir():
+        raise Stop(f"There is no folder {folder}. Give a saved or an exported ensemble.", 3)
+    loaded = load_model(str(folder), **how)
+    ensemble = loaded.model
+    if not isinstance(ensemble, HydraEnsemble):
+        raise Stop(
+            f"{folder} is a host model, no ensemble. Build one first: hydra-ensembles build "
+            f"{folder} --data DATA.",
+            4,
+        )
+    if ensemble.tokenizer is None and ensemble.transform is None:  # saved without: the host's own
+        if loaded.tokenizer is not None:
+            ensemble.tokenizer = loaded.tokenizer
+        elif loaded.transform is not None:
+            ensemble.transform = loaded.transform
+    return TorchBackend(ensemble, class_names=loaded.class_names, alarm=alarm)

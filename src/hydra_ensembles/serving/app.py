@@ -1,0 +1,161 @@
+"""The endpoints as one ASGI application: what comes in is counted, what fails is said plainly."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .limits import Refusal
+from .page import page
+from .plain import predict
+from .protocol_v2 import ProtocolV2
+from .service import Service
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+log = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+UNEXPECTED = "Something went wrong inside the service. Its log says what; the request was not kept."
+
+
+def make_app(service: Service, *, version: str) -> Gate:
+    """Return the ASGI application of a service."""
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    v2 = ProtocolV2(service, version)
+
+    async def metrics(request: Request) -> Response:
+        content, media_type = service.metrics.page()
+        return Response(content, headers={"content-type": media_type})
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await service.start()
+        try:
+            yield
+        finally:
+            await service.stop()
+
+    routes = [
+        Route("/", partial(page, service)),
+        Route("/predict", partial(predict, service), methods=["POST"]),
+        Route("/metrics", metrics),
+        Route("/v2", v2.server),
+        Route("/v2/health/live", v2.live),
+        Route("/v2/health/ready", v2.server_ready),
+    ]
+    for base in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        routes += [
+            Route(base, v2.model),
+            Route(f"{base}/ready", v2.model_ready),
+            Route(f"{base}/infer", v2.infer, methods=["POST"]),
+        ]
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        exception_handlers={Refusal: _refused, HTTPException: _no_route, Exception: _unexpected},
+    )
+    return Gate(app, service)
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return refusal(error.status, str(error))
+
+
+def _no_route(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    if status == 405:
+        return refusal(405, f"{request.method} is not for this path.")
+    return refusal(status, "There is nothing here. See /, /predict, /v2 and /metrics.")
+
+
+def _unexpected(request: Request, error: Exception) -> Response:
+    return refusal(500, UNEXPECTED)
+
+
+def refusal(status: int, text: str) -> Response:
+    """Return a refusal in plain words, as `{"error": ...}`."""
+    from starlette.responses import JSONResponse
+
+    headers = {"retry-after": "1"} if status in (429, 503) else {}
+    if status in (400, 408, 413):  # the rest of the body may still be on its way
+        headers["connection"] = "close"
+    return JSONResponse({"error": text}, status, headers)
+
+
+class Gate:
+    """Count requests, hold their number down, and turn every failure into plain words."""
+
+    def __init__(self, app: Any, service: Service) -> None:
+        self.app, self.service = app, service
+        self.requests = 0
+        self.when_ready: Callable[[], None] = lambda: None
+
+    def _lifespan(self, send: Send) -> Send:
+        async def told(message: Message) -> None:
+            await send(message)
+            if message["type"] == "lifespan.startup.complete":
+                self.when_ready()
+
+        return told
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, self._lifespan(send))
+            return
+        metrics, start, status = self.service.metrics, time.perf_counter(), 0
+        path = path_name(scope["path"])
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-content-type-options", b"nosniff"),
+                ]
+            await send(message)
+
+        self.requests += 1
+        metrics.in_flight.set(self.requests)
+        try:
+            if self.requests > self.service.limits.requests and path in ("predict", "infer"):
+                await refusal(
+                    429,
+                    f"More than {self.service.limits.requests} requests are under way. Try again a "
+                    "little later.",
+                )(scope, receive, watched)
+            else:
+                await self.app(scope, receive, watched)
+        except Exception:  # the client has its answer: Starlette raises what it answered with 500
+            log.exception("a request to /%s failed", path)
+        finally:
+            self.requests -= 1
+            metrics.in_flight.set(self.requests)
+            metrics.requests.labels(path, str(status)).inc()
+            metrics.seconds.labels(path).observe(time.perf_counter() - start)
+
+
+def path_name(path: str) -> str:
+    """Return a name for a path, one of a few: a stranger's paths must not fill the metrics."""
+    if path in ("/", "/predict", "/metrics"):
+        return path.strip("/") or "page"
+    if path.startswith("/v2/models/"):
+        return "infer" if path.endswith("/infer") else "model"
+    return "health" if path.startswith("/v2") else "other"

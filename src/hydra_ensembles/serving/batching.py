@@ -1,0 +1,220 @@
+"""Let waiting inputs share one call of the model.
+
+While the model works, inputs queue up; when it is free it takes all that wait, up to a batch. An
+input that finds the model idle waits a moment for others. Inputs of different shapes do not mix:
+the oldest one decides which kind goes next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from .answers import Answers, join
+from .backend import Row
+from .limits import Limits, Refusal
+
+log = logging.getLogger(__name__)
+
+Outcome = tuple[Answers, int] | Refusal
+"""An input's batch and its row there, or why there is none."""
+
+FAILED = "The model could not answer this input. If it is a tensor, check its values and shape."
+BROKEN = "Something went wrong inside the service. Its log says what."
+NO_NUMBER = "The model's answer to this input is no number (NaN or infinite)."
+
+
+@dataclass(eq=False)
+class Waiting:
+    """The inputs of one request, until the last of them is answered."""
+
+    future: asyncio.Future[list[Outcome]]
+    outcomes: list[Outcome | None]
+    left: int
+
+    def settle(self, place: int, outcome: Outcome) -> None:
+        """Note the outcome of one input; the last one wakes the request up."""
+        self.outcomes[place] = outcome
+        self.left -= 1
+        if not self.left and not self.future.done():
+            self.future.set_result([o for o in self.outcomes if o is not None])
+
+
+@dataclass(eq=False)
+class Entry:
+    """One waiting input."""
+
+    row: Row
+    owner: Waiting
+    place: int
+    since: float = field(default_factory=time.monotonic)
+
+
+class Batcher:
+    """Queue inputs and answer them in batches, in one thread of its own.
+
+    Args:
+        predict: The backend's; called in that thread only.
+        limits: `batch`, `wait` and `queue` are used here.
+        on_batch: Called after each batch with its answers, how long the model took and how long
+            each input had waited, in seconds.
+    """
+
+    def __init__(
+        self,
+        predict: Callable[[Sequence[Row]], Answers],
+        limits: Limits,
+        *,
+        on_batch: Callable[[Answers, float, Sequence[float]], None] = lambda *_: None,
+    ) -> None:
+        self._predict, self._limits, self._on_batch = predict, limits, on_batch
+        self._kinds: dict[Hashable, deque[Entry]] = {}
+        self.waiting = 0
+        self._arrived = asyncio.Event()
+        self._full = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+
+    def start(self) -> None:
+        """Begin to answer; call it where an event loop runs."""
+        self._task = asyncio.get_running_loop().create_task(self._work())
+
+    async def answer(self, rows: Sequence[Row]) -> Answers:
+        """Answer the inputs of one request; raise a `Refusal` that says why not."""
+        if self._closing:
+            raise Refusal(503, "The service is stopping. Try again in a moment.")
+        if self.waiting + len(rows) > self._limits.queue:
+            raise Refusal(
+                429,
+                f"The queue is full: {self.waiting} inputs wait and at most {self._limits.queue} "
+                "may. Try again a little later.",
+            )
+        future: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
+        owner = Waiting(future, [None] * len(rows), len(rows))
+        for place, row in enumerate(rows):
+            self._kinds.setdefault(_kind(row), deque()).append(Entry(row, owner, place))
+        self.waiting += len(rows)
+        self._arrived.set()
+        if self.waiting >= self._limits.batch:
+            self._full.set()
+        return _gather(await future)
+
+    async def run_alone(self, function: Callable[[], Any]) -> Any:
+        """Run something else in the model's thread, between two batches."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    async def close(self) -> None:
+        """Answer what waits, then stop."""
+        self._closing = True
+        self._arrived.set()
+        self._full.set()
+        if self._task is not None:
+            await self._task
+        self._thread.shutdown()
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            if not self.waiting:
+                if self._closing:
+                    return
+                self._arrived.clear()
+                await self._arrived.wait()
+                continue
+            await self._others()
+            entries = self._take()
+            if not entries:
+                continue
+            start = time.monotonic()
+            waits = [start - entry.since for entry in entries]
+            try:
+                rows = [entry.row for entry in entries]
+                parts = await loop.run_in_executor(self._thread, self._run, rows)
+            except Exception:  # this loop must not end while anybody waits
+                log.exception("a batch failed")
+                parts = [Refusal(500, BROKEN)] * len(entries)
+            took = time.monotonic() - start
+            for entry, outcome in zip(entries, parts, strict=True):
+                entry.owner.settle(entry.place, outcome)
+            try:
+                self._note(parts, took, waits)
+            except Exception:
+                log.exception("counting a batch failed")
+
+    async def _others(self) -> None:
+        """Give other inputs a moment to join the oldest one."""
+        oldest = min(queue[0].since for queue in self._kinds.values())
+        left = oldest + self._limits.wait - time.monotonic()
+        if left <= 0 or self.waiting >= self._limits.batch or self._closing:
+            return
+        self._full.clear()
+        try:
+            await asyncio.wait_for(self._full.wait(), left)
+        except asyncio.TimeoutError:
+            return
+
+    def _take(self) -> list[Entry]:
+        """Take a batch of the oldest input's kind; leave out whom nobody waits for any more."""
+        kind = min(self._kinds, key=lambda k: self._kinds[k][0].since)
+        queue = self._kinds[kind]
+        taken: list[Entry] = []
+        while queue and len(taken) < self._limits.batch:
+            entry = queue.popleft()
+            self.waiting -= 1
+            if not entry.owner.future.done():
+                taken.append(entry)
+        if not queue:
+            del self._kinds[kind]
+        return taken
+
+    def _run(self, rows: Sequence[Row]) -> list[Outcome]:
+        """Answer rows together; when that fails, one by one, so that one cannot spoil others."""
+        try:
+            answers = self._predict(rows)
+        except Exception as error:
+            if len(rows) > 1:
+                return [outcome for row in rows for outcome in self._run([row])]
+            log.warning("the model failed on an input: %s: %s", type(error).__name__, error)
+            return [Refusal(422, FAILED)]
+        good = answers.finite()
+        return [(answers, i) if good[i] else Refusal(422, NO_NUMBER) for i in range(len(rows))]
+
+    def _note(self, parts: Sequence[Outcome], took: float, waits: Sequence[float]) -> None:
+        batches: dict[int, tuple[Answers, list[int]]] = {}
+        for part in parts:
+            if isinstance(part, tuple):
+                batches.setdefault(id(part[0]), (part[0], []))[1].append(part[1])
+        if batches:
+            answers = join([batch.take(rows) for batch, rows in batches.values()])
+            self._on_batch(answers, took, waits)
+
+
+def _kind(row: Row) -> Hashable:
+    if isinstance(row, str):
+        return "text"
+    return tuple((name, array.shape, array.dtype.str) for name, array in sorted(row.items()))
+
+
+def _gather(outcomes: Sequence[Outcome]) -> Answers:
+    """Join the rows of a request, which may lie in several batches."""
+    parts: list[Answers] = []
+    batch: Answers | None = None
+    rows: list[int] = []
+    for outcome in outcomes:
+        if isinstance(outcome, Refusal):
+            raise Refusal(outcome.status, str(outcome))
+        answers, row = outcome
+        if answers is not batch:
+            if batch is not None:
+                parts.append(batch.take(rows))
+            batch, rows = answers, []
+        rows.append(row)
+    assert batch is not None
+    return join([*parts, batch.take(rows)])

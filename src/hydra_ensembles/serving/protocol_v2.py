@@ -1,0 +1,216 @@
+"""The Open Inference Protocol v2 (KServe, Triton): metadata, health, inference.
+
+A request gives either the raw input (`text` or `image`, of BYTES: texts, or files of pictures, in
+JSON as base64) or the tensors that the model itself reads (`input_ids`, `pixel_values` ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .answers import Answers, name_of
+from .backend import Row, TensorSpec
+from .bodies import from_base64, read_body
+from .limits import Refusal
+from .service import Service
+from .tensors import HEADER, read_inputs, split_request, wanted_outputs, write_response
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+VERSION = "1"
+
+
+class ProtocolV2:
+    """The endpoints under `/v2`."""
+
+    def __init__(self, service: Service, version: str) -> None:
+        self.service, self.version = service, version
+        self.raw = TensorSpec(service.backend.reads, "BYTES", (-1,))
+
+    @property
+    def outputs(self) -> dict[str, TensorSpec]:
+        """What an answer holds, by name."""
+        backend = self.service.backend
+        specs = [
+            TensorSpec("label", "INT64", (-1,)),
+            TensorSpec("class_name", "BYTES", (-1,)),
+            TensorSpec("probability", "FP32", (-1,)),
+            TensorSpec("probabilities", "FP32", (-1, backend.classes)),
+            TensorSpec("uncertainty", "FP32", (-1,)),
+            TensorSpec("mutual_information", "FP32", (-1,)),
+        ]
+        if backend.has_novelty:
+            specs += [
+                TensorSpec("novelty", "FP32", (-1,)),
+                TensorSpec("novelty_score", "FP32", (-1,)),
+            ]
+        specs += [
+            TensorSpec("decision", "INT64", (-1,)),
+            TensorSpec("abstain", "BOOL", (-1,)),
+            TensorSpec("why", "BYTES", (-1,)),
+        ]
+        if backend.members:
+            shape = (-1, backend.members, backend.classes)
+            specs.append(TensorSpec("member_logits", "FP32", shape))
+        return {spec.name: spec for spec in specs}
+
+    async def server(self, request: Request) -> Response:
+        """`GET /v2`: who answers."""
+        return _json(
+            {
+                "name": "hydra-ensembles",
+                "version": self.version,
+                "extensions": ["binary_tensor_data"],
+            }
+        )
+
+    async def live(self, request: Request) -> Response:
+        """`GET /v2/health/live`: the process answers."""
+        return _json({"live": True})
+
+    async def server_ready(self, request: Request) -> Response:
+        """`GET /v2/health/ready`: the model answers."""
+        return _json({"ready": self.service.ready}, 200 if self.service.ready else 503)
+
+    async def model_ready(self, request: Request) -> Response:
+        """`GET /v2/models/<m>/ready`: this model answers."""
+        self._check_model(request)
+        ready = self.service.ready
+        return _json({"name": self.service.name, "ready": ready}, 200 if ready else 503)
+
+    async def model(self, request: Request) -> Response:
+        """`GET /v2/models/<m>`: inputs, outputs, classes and the rule to abstain."""
+        self._check_model(request)
+        backend = self.service.backend
+        return _json(
+            {
+                "name": self.service.name,
+                "versions": [VERSION],
+                "platform": backend.platform,
+                "inputs": [spec.as_record() for spec in (self.raw, *backend.tensors)],
+                "outputs": [spec.as_record() for spec in self.outputs.values()],
+                "parameters": {
+                    "give": f"either {self.raw.name}, or the tensors after it",
+                    "class_names": backend.class_names,
+                    "uncertainty": backend.score,
+                    "alarm": backend.alarm,
+                    "rule": backend.rule,
+                },
+            }
+        )
+
+    async def infer(self, request: Request) -> Response:
+        """`POST /v2/models/<m>/infer`: answer tensors with tensors."""
+        from starlette.responses import Response
+
+        self._check_model(request)
+        body = await read_body(request, self.service.limits)
+        header = request.headers.get(HEADER)
+        given, rows, wanted = await self.service.read(len(body), lambda: self._read(body, header))
+        answers = await self.service.answer(rows)
+        head = {"model_name": self.service.name, "model_version": VERSION}
+        if isinstance(given.get("id"), str):
+            head["id"] = given["id"]
+        specs = self.outputs
+        columns = [
+            (name, specs[name].datatype, self._column(answers, name), binary)
+            for name, binary in wanted
+        ]
+        content, length = write_response(head, columns)
+        if length is None:
+            return Response(content, media_type="application/json")
+        return Response(
+            content, media_type="application/octet-stream", headers={HEADER: str(length)}
+        )
+
+    def _read(
+        self, body: bytes, header: str | None
+    ) -> tuple[Mapping[str, Any], list[Row], list[tuple[str, bool]]]:
+        given, binary = split_request(body, header)
+        wanted = wanted_outputs(given, list(self.outputs))
+        inputs = read_inputs(given, binary)
+        if set(inputs) == {self.raw.name}:
+            return given, self._raw_rows(inputs[self.raw.name], in_json=not binary), wanted
+        return given, self._tensor_rows(inputs), wanted
+
+    def _raw_rows(self, array: np.ndarray, *, in_json: bool) -> list[Row]:
+        if array.dtype != object:
+            raise Refusal(422, f"The input {self.raw.name!r} is no tensor of BYTES.")
+        values = array.reshape(-1).tolist()
+        if self.raw.name == "image":
+            return self.service.rows_of_pictures(
+                [from_base64(value) for value in values] if in_json else values
+            )
+        try:
+            return self.service.rows_of_texts([value.decode("utf-8") for value in values])
+        except UnicodeDecodeError:
+            raise Refusal(422, "A text is not UTF-8.") from None
+
+    def _tensor_rows(self, inputs: Mapping[str, np.ndarray]) -> list[Row]:
+        specs = {spec.name: spec for spec in self.service.backend.tensors}
+        first = next(iter(specs))
+        unknown = [name for name in inputs if name not in specs]
+        if unknown or first not in inputs:
+            expected = f"either {self.raw.name!r} or {', '.join(map(repr, specs))}"
+            raise Refusal(422, f"The inputs are {sorted(inputs)!r:.200}; expected {expected}.")
+        arrays = {name: _checked(array, specs[name]) for name, array in inputs.items()}
+        shape = arrays[first].shape
+        for name, array in arrays.items():
+            if array.shape != shape:
+                raise Refusal(
+                    422,
+                    f"The inputs {first!r} and {name!r} have the shapes {list(shape)} and "
+                    f"{list(array.shape)}; expected equal ones.",
+                )
+        return [{name: array[row] for name, array in arrays.items()} for row in range(shape[0])]
+
+    def _column(self, answers: Answers, name: str) -> np.ndarray:
+        if name == "class_name":
+            names = self.service.backend.class_names
+            return np.array([name_of(int(label), names) for label in answers.label], dtype=object)
+        if name == "why":
+            return np.array(answers.why, dtype=object)
+        column = getattr(answers, name)
+        if column is None:
+            raise Refusal(422, f"This model gives no {name}.")
+        return column
+
+    def _check_model(self, request: Request) -> None:
+        name, version = request.path_params["model"], request.path_params.get("version", VERSION)
+        if name != self.service.name:
+            raise Refusal(
+                404, f"There is no model {name!r:.80}; this service answers as {self.service.name}."
+            )
+        if version != VERSION:
+            raise Refusal(404, f"There is no version {version!r:.40}; expected {VERSION}.")
+
+
+def _checked(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    """Return a tensor as the model takes it, or refuse its type or shape."""
+    fits = array.ndim == len(spec.shape) and all(
+        side in (-1, got) for got, side in zip(array.shape, spec.shape, strict=True)
+    )
+    if not fits or 0 in array.shape:
+        raise Refusal(
+            422,
+            f"The input {spec.name!r} has the shape {list(array.shape)}; expected "
+            f"{list(spec.shape)}, where -1 is any number from 1 on.",
+        )
+    kinds = "f" if spec.datatype.startswith("FP") else "iub"
+    if array.dtype.kind not in kinds:
+        raise Refusal(422, f"The input {spec.name!r} is no tensor of {spec.datatype}.")
+    made = array.astype(np.float32 if kinds == "f" else np.int64)  # a copy that torch may hold
+    if kinds == "f" and not np.isfinite(made).all():
+        raise Refusal(422, f"The input {spec.name!r} holds NaN or infinite values.")
+    return made
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(content, status)

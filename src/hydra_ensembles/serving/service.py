@@ -1,0 +1,146 @@
+"""The service behind its endpoints: prepare inputs, queue them, count what was said."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from .answers import Answers
+from .backend import Backend, Row
+from .batching import Batcher
+from .drift_watch import DriftWatch
+from .limits import Limits, Refusal
+from .metrics import Metrics
+from .pictures import Pictures
+
+T = TypeVar("T")
+
+SMALL = 16 * 2**10
+"""Bytes that are read where they are; more work than that goes to a thread."""
+
+
+class Service:
+    """A model that answers requests.
+
+    Args:
+        backend: The model.
+        name: What clients call it.
+        limits: What it takes at most.
+        drift_window: Answers per test for drift.
+        drift_every: Least number of seconds between two tests.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        name: str,
+        *,
+        limits: Limits | None = None,
+        drift_window: int = 500,
+        drift_every: float = 10.0,
+    ) -> None:
+        self.backend, self.name, self.limits = backend, name, limits or Limits()
+        self.metrics = Metrics(backend, name, self.limits.batch)
+        self.ready = False
+        self.batcher: Batcher
+        self._drift_window, self._drift_every = drift_window, drift_every
+        self._drift: DriftWatch | None = None
+        self._readers: ThreadPoolExecutor
+
+    async def start(self) -> None:
+        """Begin to answer."""
+        self._readers = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="reader")
+        self.batcher = Batcher(self.backend.predict, self.limits, on_batch=self._note)
+        self.metrics.waiting.set_function(lambda: self.batcher.waiting)
+        test = self.backend.drift(self._drift_window)
+        if test is not None:
+            self._drift = DriftWatch(
+                test,
+                self._drift_window,
+                every=self._drift_every,
+                on_window=self.metrics.note_window,
+            )
+        self.batcher.start()
+        self.ready = True
+
+    async def stop(self) -> None:
+        """Answer what waits, then stop."""
+        self.ready = False
+        await self.batcher.close()
+        self._readers.shutdown()
+        if self._drift is not None:
+            self._drift.close()
+
+    def _note(self, answers: Answers, took: float, waits: Sequence[float]) -> None:
+        self.metrics.note_batch(answers, took, waits)
+        if self._drift is not None and answers.novelty_score is not None:
+            self._drift.add(answers.novelty_score.tolist())
+
+    async def read(self, size: int, function: Callable[[], T]) -> T:
+        """Run work of a request: here when it is small, in a thread when it is large."""
+        if size <= SMALL and self.backend.reads == "text":
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self._readers, function)
+
+    def rows_of_texts(self, texts: Sequence[Any]) -> list[Row]:
+        """Check texts and return them as rows."""
+        if self.backend.reads != "text":
+            raise Refusal(422, f"{self.name} reads pictures, not texts.")
+        for text in texts:
+            if not isinstance(text, str):
+                raise Refusal(422, f"Found {type(text).__name__} where a text was expected.")
+            if len(text) > self.limits.text:
+                raise Refusal(
+                    413,
+                    f"A text has {len(text)} characters; at most {self.limits.text} are read. "
+                    "Shorten it.",
+                )
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError:
+                raise Refusal(422, "A text is not valid Unicode.") from None
+        return self._counted(list(texts))
+
+    def rows_of_pictures(self, contents: Sequence[bytes]) -> list[Row]:
+        """Decode pictures and return them as rows."""
+        if self.backend.reads != "image":
+            raise Refusal(422, f"{self.name} reads texts, not pictures.")
+        self._counted(contents)
+        pictures = Pictures(self.limits)
+        return [self.backend.prepare(pictures.open(content)) for content in contents]
+
+    def _counted(self, rows: Any) -> Any:
+        if not rows:
+            raise Refusal(422, "There is no input in this request.")
+        if len(rows) > self.limits.rows:
+            raise Refusal(
+                413,
+                f"The request has {len(rows)} inputs; at most {self.limits.rows} are taken. Send "
+                "several requests.",
+            )
+        return rows
+
+    async def answer(self, rows: Sequence[Row]) -> Answers:
+        """Answer the rows of one request, in time or not at all."""
+        if not self.ready:
+            raise Refusal(503, "The service is starting or stopping. Try again in a moment.")
+        self._counted(rows)
+        return await self._in_time(self.batcher.answer(rows))
+
+    async def explain(self, row: Row) -> dict[str, Any] | None:
+        """Say what speaks for a row's novelty, between two batches."""
+        return await self._in_time(self.batcher.run_alone(lambda: self.backend.explain(row)))
+
+    async def _in_time(self, work: Any) -> Any:
+        seconds = self.limits.answer_seconds
+        try:
+            return await asyncio.wait_for(work, seconds)
+        except asyncio.TimeoutError:
+            raise Refusal(
+                503,
+                f"There was no answer within {seconds:g} seconds: the service is overloaded. Try "
+                "again later.",
+            ) from None
