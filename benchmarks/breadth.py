@@ -2,13 +2,13 @@
 
     python benchmarks/breadth.py
 
-Builds every classifier class of transformers and one timm, torchvision and open_clip model of every
-kind, tiny, with weights scaled so that biases and positions matter, and compares what `explain`
-promises with what happens: gated against pruned, fused members against the gated host (texts
-without padding, padded right and padded left), saved against loaded. Every model runs in a process
-of its own with a time limit. Resumes; `--fresh` begins anew, `--before` keeps the counts of what
-is there as the figures before. Writes `benchmarks/results/breadth.json` and
-`docs/results/breadth.md`.
+Builds every classifier class of transformers, one timm, torchvision and open_clip model of every
+kind, and zero-shot and prompted classifiers, tiny, with weights scaled so that biases and positions
+matter. Compares what `explain` promises with what happens: gated against pruned, fused members
+against the gated host (texts without padding, padded right and padded left), saved against loaded.
+Every model runs in a process of its own with a time limit. Resumes; `--fresh` begins anew,
+`--before` keeps the counts of what is there as the figures before. Writes
+`benchmarks/results/breadth.json` and `docs/results/breadth.md`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import breadth_others
 import breadth_transformers
+import breadth_zero_shot
 import torch
 from breadth_checks import examine, verdict
 
@@ -40,7 +41,11 @@ SECONDS = 60
 
 def all_cases() -> list[str]:
     """Return the names of all models, `library/class`."""
-    return [*breadth_transformers.cases(), *breadth_others.cases()]
+    return [
+        *breadth_transformers.cases(),
+        *breadth_others.cases(),
+        *breadth_zero_shot.cases(),
+    ]
 
 
 def run_case(name: str) -> dict[str, Any]:
@@ -78,6 +83,8 @@ def make(name: str) -> tuple[Any, list[Any], list[Any]]:
             for batch in batches:
                 model(**batch)
         return model, batches, real
+    if name in breadth_zero_shot.cases():
+        return breadth_zero_shot.make(name)
     model, size = breadth_others.build(*breadth_others.cases()[name])
     model.eval()
     images = breadth_others.images(size)

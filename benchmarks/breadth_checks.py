@@ -157,6 +157,7 @@ def examine(name: str, model: nn.Module, batches: list[Any], real: list[Any]) ->
         "fusable": explanation.fusable,
         "family": explanation.family,
         "engine": getattr(explanation, "engine", ""),
+        "engine_why": getattr(explanation, "engine_why", "")[:300],
         "reason": explanation.reason,
     }
     if not explanation.supported:

@@ -6,6 +6,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from breadth_popular import popular_table
+
 from hydra_ensembles._records import write_whole
 
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "breadth.md"
@@ -30,7 +32,8 @@ def page(record: dict[str, Any]) -> str:
         "promises is compared with what happens: gated against pruned, fused members against the "
         "gated host at 1e-4 (texts without padding, padded on the right and on the left), saved "
         "against loaded.\n" + (f"\n{record['note']}\n" if "note" in record else ""),
-        "| | before | now |\n|---|---|---|\n" + "\n".join(lines),
+        "## Popular families\n\n" + popular_table(record["models"]),
+        "\n## All models\n\n| | before | now |\n|---|---|---|\n" + "\n".join(lines),
         "\n## Fused exactly\n\n" + _names(groups["fused"]),
         "\n## Scored and gated, and pruned where it says so\n\n" + _reasons(record, "scored"),
         "\n## Refused, and why\n\n" + _reasons(record, "refused"),

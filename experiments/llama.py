@@ -4,8 +4,9 @@
 
 Heads are scored on a calibration draw, ranked over all layers together, gated in one shot and never
 fine-tuned. Every mask is measured on perplexity of texts, ARC-Easy by likelihood and SST-2 by a
-prompt. Resumes from `docs/results/llama.json`, one mask at a time; draws run one after another, so
-that an unfinished run holds complete draws.
+prompt. Resumes from `docs/results/llama.json`, one mask at a time. Perplexity, which is quick, is
+measured for all draws first, then the tasks draw by draw, so that an unfinished run holds complete
+draws.
 """
 
 from __future__ import annotations
@@ -142,18 +143,22 @@ class Yardsticks:
         return [{"input_ids": part, "labels": part} for part in ids.split(8)]
 
     @torch.no_grad()
-    def measure(self, mask: hydra.HeadMask | None) -> dict[str, Any]:
-        """Measure the model with a mask: perplexity, ARC-Easy, SST-2 and their predictions."""
-        full = hydra.HeadMask.full(self.model) if mask is None else mask
-        with hydra.gate(self.model, full):
+    def perplexity(self, mask: hydra.HeadMask) -> dict[str, Any]:
+        """Measure the model with a mask on texts."""
+        with hydra.gate(self.model, mask):
             losses = [self._text_loss(part) for part in self.texts.split(4)]
+        return {"perplexity": float(torch.cat(losses).mean().exp())}
+
+    @torch.no_grad()
+    def tasks(self, mask: hydra.HeadMask) -> dict[str, Any]:
+        """Measure the model with a mask on ARC-Easy and SST-2; return its predictions too."""
+        with hydra.gate(self.model, mask):
             arc = [self._answer(*question[:2]) for question in self.arc]
             scores = torch.cat([self.classifier(**batch).logits for batch in self.prompts])
             scores = scores - self.classifier(**self.empty).logits  # labels likely anywhere
         guesses = scores.argmax(1)
         right = [guess == question[2] for guess, question in zip(arc, self.arc, strict=True)]
         return {
-            "perplexity": float(torch.cat(losses).mean().exp()),
             "arc": sum(right) / len(right),
             "sst2": float((guesses == self.labels).float().mean()),
             "sst2_nll": float(F.cross_entropy(scores, self.labels)),
@@ -222,33 +227,39 @@ def measure(args: argparse.Namespace) -> None:
         write_whole(args.out, json.dumps(record, indent=1) + "\n")
 
     if "unpruned" not in record:
-        record["unpruned"] = sticks.measure(None)
+        full = hydra.HeadMask.full(model)
+        record["unpruned"] = {**sticks.perplexity(full), **sticks.tasks(full)}
         keep()
-    for draw in range(args.draws):
-        wanted = [
-            (name, ratio)
-            for ratio in RATIOS
-            for name in CRITERIA
-            if f"{name}/{ratio}/{draw}" not in record["rows"]
-            and not (name == "magnitude" and draw)  # it looks at no data
-        ]
-        if not wanted:
-            continue
-        scores = scores_of(sticks, draw)
-        for name, ratio in wanted:
-            start = time.perf_counter()
-            kept = heads - round(ratio * heads)
-            mask = scores[name].top_k(kept, scope="model")
-            row = sticks.measure(mask)
-            whole = record["unpruned"]["guesses"]
-            guesses = row.pop("guesses")
-            for task in ("arc", "sst2"):
-                same = [a == b for a, b in zip(guesses[task], whole[task], strict=True)]
-                row[f"{task}_agreement"] = sum(same) / len(same)
-            row["layers_without_heads"] = sum(not bool(layer.any()) for layer in mask)
-            record["rows"][f"{name}/{ratio}/{draw}"] = row
-            keep()
-            print(f"{name} {ratio} draw {draw}: {row} ({time.perf_counter() - start:.0f} s)")
+    whole = record["unpruned"]["guesses"]
+
+    def measure_tasks(mask: hydra.HeadMask) -> dict[str, Any]:
+        row = sticks.tasks(mask)
+        guesses = row.pop("guesses")
+        for task in ("arc", "sst2"):
+            same = [a == b for a, b in zip(guesses[task], whole[task], strict=True)]
+            row[f"{task}_agreement"] = sum(same) / len(same)
+        return row
+
+    for figure, run in (("perplexity", sticks.perplexity), ("arc", measure_tasks)):
+        for draw in range(args.draws):
+            wanted = [
+                (name, ratio)
+                for ratio in RATIOS
+                for name in CRITERIA
+                if figure not in record["rows"].get(f"{name}/{ratio}/{draw}", {})
+                and not (name == "magnitude" and draw)  # it looks at no data
+            ]
+            if not wanted:
+                continue
+            scores = scores_of(sticks, draw)
+            for name, ratio in wanted:
+                start = time.perf_counter()
+                mask = scores[name].top_k(heads - round(ratio * heads), scope="model")
+                row = record["rows"].setdefault(f"{name}/{ratio}/{draw}", {})
+                row.update(run(mask))
+                row["layers_without_heads"] = sum(not bool(layer.any()) for layer in mask)
+                keep()
+                print(f"{name} {ratio} draw {draw}: {row} ({time.perf_counter() - start:.0f} s)")
 
 
 def main() -> None:
@@ -256,7 +267,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=os.environ.get("HYDRA_DATA"))
     parser.add_argument("--work", type=Path, default=Path("work/llama"), help="for the weights")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/llama.json")
-    parser.add_argument("--draws", type=int, default=3, help="draws of calibration data")
+    parser.add_argument("--draws", type=int, default=5, help="draws of calibration data")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--page-only", action="store_true", help="draw from the JSON that is there")
     args = parser.parse_args()

@@ -39,7 +39,7 @@ def means(record: dict[str, Any]) -> dict[tuple[str, float], dict[str, list[floa
     for key, row in record["rows"].items():
         name, ratio, _ = key.split("/")
         cell = table.setdefault((name, float(ratio)), {figure: [] for figure in FIGURES})
-        for figure in FIGURES:
+        for figure in set(FIGURES) & set(row):
             cell[figure].append(row[figure])
     return table
 

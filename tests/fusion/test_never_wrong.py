@@ -30,7 +30,7 @@ def timm_model(name: str, **options: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("vit_pe_core_tiny_patch16_384", {}, "rotary positions"),
+        ("vit_base_patch16_rope_mixed_224", {}, "rotary positions"),
         ("vit_srelpos_small_patch16_224", {}, "relative-position bias shared by all blocks"),
     ],
 )

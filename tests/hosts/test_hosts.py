@@ -50,11 +50,20 @@ def test_explain_tells_the_structure(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_causal_models_run_their_own_blocks(name: str) -> None:
+def test_causal_models_are_computed_by_our_own_arithmetic(name: str) -> None:
     found = hydra.explain(zoo.host(name))
     assert found.supported
     assert found.fusable
     assert found.causal
+    assert found.engine == "fused"
+    assert ("rotary positions included" in str(found)) == (name == "llama")
+
+
+def test_the_price_of_the_hosts_own_blocks_is_told() -> None:
+    from transformers import MixtralConfig, MixtralForSequenceClassification
+
+    sizes = {**zoo.SIZES, **zoo.TEXT, "num_key_value_heads": 2, "num_local_experts": 2}
+    found = hydra.explain(MixtralForSequenceClassification(MixtralConfig(**sizes)))
     assert found.engine == "host"
     assert "runs the host's own blocks; three members in the last block cost 1." in str(found)
 
@@ -163,7 +172,7 @@ def test_relative_position_biases_are_refused() -> None:
 def test_a_model_without_attention_is_explained() -> None:
     found = hydra.explain(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
     assert not found.supported
-    assert "no block list" in str(found)
+    assert "has no attention heads" in str(found)
 
 
 def test_grouped_queries_lose_whole_groups_only() -> None:

@@ -164,3 +164,71 @@ def test_zero_shot_siglip_is_a_host() -> None:
 
 
 _ROWS = [[1, 0, 1, 0], [0, 1, 1, 1], [1, 1, 0, 0]]
+
+
+def _resnet() -> nn.Module:
+    import timm
+
+    return timm.create_model("resnet18", num_classes=3)
+
+
+def _squeezebert() -> nn.Module:
+    from transformers import SqueezeBertConfig, SqueezeBertForSequenceClassification
+
+    config = SqueezeBertConfig(**zoo.SIZES, **zoo.TEXT, embedding_size=32)
+    return SqueezeBertForSequenceClassification(config)
+
+
+def _xlnet() -> nn.Module:
+    from transformers import XLNetConfig, XLNetForSequenceClassification
+
+    return XLNetForSequenceClassification(
+        XLNetConfig(vocab_size=99, d_model=32, n_layer=2, n_head=4, d_inner=48)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (_resnet, "ResNet has no attention heads.* needs a transformer"),
+        (_squeezebert, "by convolutions .SqueezeBertSelfAttention"),
+        (_xlnet, "as bare parameters .XLNetRelativeAttention at transformer.layer.0.rel_attn.: q"),
+    ],
+)
+def test_a_refusal_says_what_the_model_lacks(make: Any, why: str) -> None:
+    with pytest.raises(hydra.HydraError, match=why):
+        host_model(make())
+
+
+def test_blocks_that_only_update_the_class_token_belong_to_the_readout() -> None:
+    import timm
+
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
+    torch.manual_seed(0)
+    model = timm.create_model("cait_xxs24_224", num_classes=5, **sizes).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gamma" in name:
+                parameter.fill_(0.5)
+    view = host_model(model)
+    assert (view.blocks_path, view.other_stacks) == ("blocks", ("blocks_token_only",))
+    ensemble = hydra.fuse(model, [hydra.HeadMask([[1] * 4, row]) for row in _ROWS])
+    assert hydra.verify(ensemble, torch.randn(2, 3, 32, 32)).largest < 1e-4
+
+
+def test_windows_of_torchvision_are_opened() -> None:
+    from torchvision.models import SwinTransformer
+
+    torch.manual_seed(0)
+    model = SwinTransformer([4, 4], 16, [2, 2], [2, 4], [2, 2], num_classes=5).eval()
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        plain = model(images)
+        with hydra.gate(model, hydra.HeadMask.full(model)):
+            torch.testing.assert_close(model(images), plain)
+        with hydra.gate(model, hydra.HeadMask([[1, 1, 0, 1], [0, 1, 1, 0]])):
+            gated = model(images)
+        for block, row in zip(model.features[3], ([1, 1, 0, 1], [0, 1, 1, 0]), strict=True):
+            block.attn.proj.weight *= torch.tensor(row).repeat_interleave(8)
+        torch.testing.assert_close(model(images), gated)
+    assert (gated - plain).abs().max() > 1e-4

@@ -91,7 +91,7 @@ def test_saved_equals_loaded_and_costs_no_disk(real: Any, tmp_path: Path) -> Non
 
 
 def test_a_real_llama_end_to_end(tmp_path: Path) -> None:
-    """SmolLM2-135M as a zero-shot classifier: fuse, predict, save, equal after loading."""
+    """SmolLM2-135M as a zero-shot classifier: build, predict, save, equal after loading."""
     from transformers import AutoTokenizer, LlamaForCausalLM
 
     folder = os.environ.get("HYDRA_SMOLLM2")
@@ -100,17 +100,23 @@ def test_a_real_llama_end_to_end(tmp_path: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     labels = {"negative": " negative", "positive": " positive"}
-    host = hydra.PromptClassifier(model, tokenizer, "Review: {}\nSentiment:", labels)
+    host = hydra.PromptClassifier(model, tokenizer, "Review: {}\nSentiment:", labels).eval()
     lines = (Path(os.environ["HYDRA_DATA"]) / "text" / "sst2" / "dev.tsv").read_text().splitlines()
-    rows = [line.split("\t") for line in lines[1:9]]
-    batch = host.encode([row[1] for row in rows])
-    full = HeadMask.full(host).tolist()
-    masks = []
-    for seed in range(3):
-        row = torch.rand(9, generator=torch.Generator().manual_seed(seed)) < 0.6
-        masks.append(HeadMask([*full[:-1], row.tolist()]))
-    ensemble = hydra.fuse(host, masks)
+    rows = [line.split("\t") for line in lines[1:]]
+    rows = [row for label in "01" for row in [r for r in rows if r[0] == label][:20]]
+    calibration = [
+        {**host.encode([row[1] for row in part]), "labels": torch.tensor([int(r[0]) for r in part])}
+        for part in (rows[start::5] for start in range(5))
+    ]
+    told = hydra.explain(host)
+    assert told.engine == "fused" and "rotary positions included" in str(told)
+    ensemble = hydra.build(host, calibration, method="taylor", max_cost=1.07, progress=False)
+    batch = {key: value for key, value in calibration[0].items() if key != "labels"}
+    expected = gated(host, ensemble.masks, batch)
+    assert (expected[:, 0] - expected[:, 1]).abs().max() > 1e-3, "members must differ"
+    torch.testing.assert_close(members_of(ensemble, batch), expected, atol=1e-3, rtol=1e-4)
     hydra.verify(ensemble, batch, tolerance=TOLERANCE)
+    assert hydra.cost(ensemble, batch).relative_to(hydra.cost(host, batch)).multiply_adds <= 1.07
     answer = ensemble.predict(batch)
     assert answer.probabilities.shape == (8, 2)
     ensemble.save_pretrained(tmp_path)

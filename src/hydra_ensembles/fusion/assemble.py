@@ -64,7 +64,7 @@ def assemble(
     readout = hosts[0].readout
     description = describe_host(hosts[0].model)
     base = host_model(copy.deepcopy(hosts[0].model), family=hosts[0].family)
-    base.__dict__["readout"] = readout  # probed once
+    base.__dict__["readout"], base.rotary = readout, hosts[0].rotary  # probed once
     merged = _merge_(base, hosts, average)
     if average == "all":
         hosts = _with_averaged_rest(base, hosts)
@@ -102,7 +102,8 @@ def assemble(
         assert isinstance(block, FusedBlock)
         layers[layer_plan.layer].fill_(block, layer_plan, base.family.norm)
     copies.update(_split_classifiers_(base, plan, hosts, classifier))
-    assembly = Assembly(base.model, body, plan, moulds, copies, merged, description)
+    settings = {} if base.rotary is None else {"rotary": base.rotary}
+    assembly = Assembly(base.model, body, plan, moulds, copies, merged, description, settings)
     return assembly, _references(hosts, masks, average)
 
 

@@ -60,6 +60,7 @@ class Body(nn.Module):
         family: Family,
         causal: bool,
         names: Sequence[str] = (),
+        rotary: str | None = None,
     ) -> None:
         super().__init__()
         self.trunk = nn.ModuleList(trunk)
@@ -69,6 +70,7 @@ class Body(nn.Module):
         self.family = family
         self.causal = causal
         self.names = tuple(names)  # what the host's blocks call their positional arguments
+        self.rotary = rotary  # the form of its rotary positions, if it has any
 
     @property
     def folds(self) -> bool:
@@ -121,7 +123,7 @@ class Body(nn.Module):
             call.at_branch(x)
         if self.branch:
             try:
-                read = understand(self.names, args, kwargs, x)
+                read = understand(self.names, args, kwargs, x, rotary=self.rotary)
             except UnsupportedModelError as error:
                 raise UnsupportedModelError(
                     f'On these inputs {error}. Fuse with engine="host", which runs the host\'s own '
@@ -132,6 +134,7 @@ class Body(nn.Module):
                 causal=self.causal if read.causal is None else read.causal,
                 tokens=self.readout.tokens,
                 positions=call.positions,
+                rotary=read.rotary,
             )
             for block in self.branch:
                 x = block(x, context)

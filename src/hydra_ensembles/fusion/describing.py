@@ -15,7 +15,7 @@ from ..heads.masks import HeadMask
 from ..heads.plan import Plan
 from ..hosts import HostModel, families, host_model
 from ..hosts.examples import examples
-from ..hosts.probe import Readout, end_of_text
+from ..hosts.probe import Readout, positions_rule
 from ..hosts.rebuild import describe_host, rebuild_host
 from .assemble import Assembly
 from .hosting import distinct, host_blocks_, tie_
@@ -87,7 +87,7 @@ def structure(skeleton: nn.Module, config: dict[str, Any]) -> tuple[Assembly, Ho
     family = families[config["family"]] if known else None
     view = host_model(skeleton, family=family)
     readout = config["readout"]
-    positions = end_of_text(skeleton) if readout["end_of_text"] else None
+    positions = positions_rule(skeleton) if readout["end_of_text"] else None
     view.__dict__["readout"] = Readout(
         readout["tokens"], readout["folds"], readout["why"], positions
     )
@@ -100,6 +100,7 @@ def structure(skeleton: nn.Module, config: dict[str, Any]) -> tuple[Assembly, Ho
     plan = Plan.from_dict(config["plan"], masks)
     description = describe_host(skeleton)
     settings = config["switches"]
+    view.rotary = settings.get("rotary")
     body: Any
     if settings.get("engine") == "host":
         body, moulds = host_blocks_(view, plan, settings["cuts"], folds=settings["folds"])

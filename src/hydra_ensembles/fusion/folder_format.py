@@ -19,6 +19,7 @@ from ..data.transforms import ImageTransform
 from ..errors import FormatError, HydraError
 from ..heads.masks import HeadMask
 from ..heads.plan import Plan
+from ..hosts.rotary import FORMS
 from ..uncertainty import Policy, checked_temperature, scores
 
 FORMAT = "hydra-ensembles"
@@ -273,6 +274,8 @@ def _switches(value: Any) -> str | None:
             return f"{key} is {switch!r:.60}"
     if value.get("engine", "fused") not in ("fused", "host"):
         return f"engine is {value['engine']!r:.60}"
+    if value.get("rotary", FORMS[0]) not in FORMS:
+        return f"rotary is {value['rotary']!r:.60}"
     if value.get("engine") == "host" and type(value.get("folds")) is not bool:
         return f"folds is {value.get('folds')!r:.60}"
     return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -17,7 +18,11 @@ from torch import Tensor, nn
 
 from ..heads.plan import LayerPlan
 from ..hosts.calling import rows_of_mask, take_rows
+from ..hosts.rotary import Rotary
 from .bank import HeadBank, Packed
+
+Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""What turns queries and keys by their positions."""
 
 CACHED_BYTES = 6 * 2**20
 """Size of an MLP's hidden layer that a CPU's caches hold (measured: 4 to 8 MiB are best)."""
@@ -32,12 +37,14 @@ class Context:
         causal: Causal attention without a mask tensor.
         tokens: Leading tokens that the readout takes, or None.
         positions: Positions of the readout of each sample [batch], or None.
+        rotary: Angles by which queries and keys are turned, or None.
     """
 
     mask: Tensor | None
     causal: bool
     tokens: int | None
     positions: Tensor | None
+    rotary: Rotary | None = None
 
 
 class PerStream(nn.Module):
@@ -185,7 +192,8 @@ class FusedBlock(nn.Module):
         causal = context.causal and mask is None
         grouped = y.device.type != "cpu" if self.grouped is None else self.grouped
         attend = self._attend_grouped if grouped and packed.qkv is not None else self._attend_each
-        heads = attend(y, None if rows is None else queries, packed, inputs, mask, causal)
+        turn = None if context.rotary is None else partial(_turn, context.rotary, rows)
+        heads = attend(y, None if rows is None else queries, packed, inputs, mask, causal, turn)
         if grouped and packed.output is not None and len(heads) == len(packed.outputs):
             return self._project_grouped(heads, packed.output).view(-1, length, y.shape[2])
         outputs = []
@@ -209,6 +217,7 @@ class FusedBlock(nn.Module):
         inputs: int,
         mask: Tensor | None,
         causal: bool,
+        turn: Turn | None,
     ) -> list[Tensor]:
         """Project and attend group by group: each [batch * queries, heads * width].
 
@@ -235,7 +244,7 @@ class FusedBlock(nn.Module):
                 None if norm is None else norm.each[group if len(norm.each) > 1 else 0]
                 for norm in (self.query_norm, self.key_norm)
             ]
-            result.append(self._attend(q, k, v, norms, mask, causal).flatten(0, 1))
+            result.append(self._attend(q, k, v, norms, mask, causal, turn).flatten(0, 1))
         return result
 
     def _attend_grouped(
@@ -246,6 +255,7 @@ class FusedBlock(nn.Module):
         inputs: int,
         mask: Tensor | None,
         causal: bool,
+        turn: Turn | None,
     ) -> list[Tensor]:
         """Project all groups in one batched product and attend them in one call.
 
@@ -271,7 +281,8 @@ class FusedBlock(nn.Module):
             k, v = project(y, count, 3 * count).unflatten(-1, (2, -1, width)).unbind(2)
         if mask is not None and mask.shape[0] > 1:
             mask = mask.repeat(inputs, 1, 1, 1)
-        attended = self._attend(q, k, v, [self.query_norm, self.key_norm], mask, causal)
+        norms = [self.query_norm, self.key_norm]
+        attended = self._attend(q, k, v, norms, mask, causal, turn)
         return list(attended.unflatten(0, (inputs, -1)).flatten(1, 2).unbind(0))
 
     def _attend(
@@ -282,10 +293,13 @@ class FusedBlock(nn.Module):
         norms: Sequence[nn.Module | None],
         mask: Tensor | None,
         causal: bool,
+        turn: Turn | None,
     ) -> Tensor:
         """Attend [batch, tokens, heads, width]; return [batch, queries, heads * width]."""
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         q, k = (x if norm is None else norm(x) for x, norm in zip((q, k), norms, strict=True))
+        if turn is not None:
+            q, k = turn(q, k)
         a = F.scaled_dot_product_attention(
             q,
             k,
@@ -338,6 +352,13 @@ class FusedBlock(nn.Module):
             part.each[stream if len(part.each) > 1 else 0] if isinstance(part, PerStream) else part
             for part in self.mlp
         ]
+
+
+def _turn(
+    rotary: Rotary, rows: Callable[[Tensor], Tensor] | None, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Turn queries, which may be of few tokens, and keys."""
+    return rotary.turn(q, rows), rotary.turn(k)
 
 
 def streams_of(x: Tensor, streams: int) -> tuple[Tensor, ...]:

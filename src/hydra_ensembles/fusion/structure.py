@@ -15,6 +15,7 @@ from torch import nn
 from ..heads.plan import LayerPlan, Plan
 from ..hosts import Block, HostModel
 from ..hosts.calling import parameter_names
+from ..hosts.cutting import whole_groups
 from ..hosts.sites import HeadWeights
 from .bank import HeadBank
 from .body import Body
@@ -41,12 +42,14 @@ def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tupl
             there = now.indices(layer)
             kept = [there.index(head) for head in kept]
         if len(kept) != block.attention.num_heads:
-            block.attention.keep_(kept)
+            whole_groups(block, kept).apply_(block)
         trunk.append(block.module)
     branch = [fused_block(host.blocks[p.layer], p, copies) for p in plan.layers]
     moulds = tuple(copy.deepcopy(host.blocks[p.layer].module).to("meta") for p in plan.layers)
     names = parameter_names(host.blocks[-1].module)[1:]
-    body = Body(trunk, branch, plan, readout, host.family, host.sites[-1].causal, names)
+    body = Body(
+        trunk, branch, plan, readout, host.family, host.sites[-1].causal, names, host.rotary
+    )
     host.replace_blocks_([body])
     return body, moulds
 

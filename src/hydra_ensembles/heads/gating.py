@@ -5,7 +5,7 @@ Pruning head h means A_h := 0 before the output projection W_O; the bias of W_O 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..errors import MaskError, UnsupportedModelError
 from ..hosts import HostModel, host_model
 from ..hosts.multihead import opened
 from ..hosts.sites import AttentionSite
+from ..hosts.unrolling import shared_layers
 from .masks import HeadMask, check_fits
 
 Gates = HeadMask | Sequence[Tensor | None]
@@ -47,6 +48,12 @@ def gate(model: nn.Module | HostModel, gates: Gates) -> Iterator[None]:
         )
     ran: set[int] = set()
     gated: set[int] = set()
+    shared = shared_layers(model) if isinstance(model, nn.Module) else None
+    if shared is not None:
+        assert isinstance(model, nn.Module)
+        with _gate_calls(model, shared, host, gates):
+            yield
+        return
     with ExitStack() as stack:
         stack.enter_context(opened([site.module for site in host.sites]))
         for site, row in zip(host.sites, gates, strict=True):
@@ -63,12 +70,45 @@ def gate(model: nn.Module | HostModel, gates: Gates) -> Iterator[None]:
         )
 
 
+@contextmanager
+def _gate_calls(
+    model: nn.Module, layers: Sequence[nn.Module], host: HostModel, gates: Sequence[Tensor | None]
+) -> Iterator[None]:
+    """Gate a model whose layers share weights: each call of a layer by the gates of its number."""
+    calls: dict[int, int] = {}
+
+    def begin(*_: Any) -> None:
+        calls.clear()
+
+    def scale(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        number = calls[id(module)] = calls.get(id(module), -1) + 1
+        scaled = scales[id(module)][number]
+        return inputs if scaled is None else scaled(module, inputs)
+
+    scales: dict[int, list[Any]] = {}
+    outputs: dict[int, nn.Module] = {}
+    for layer, site, row in zip(layers, host.sites, gates, strict=True):
+        output = AttentionSite(site.layer, layer, host.family).output
+        outputs[id(output)] = output
+        scales.setdefault(id(output), []).append(None if row is None else _scaling(site, row))
+    with ExitStack() as stack:
+        stack.callback(model.register_forward_pre_hook(begin).remove)
+        for output in outputs.values():
+            stack.callback(output.register_forward_pre_hook(scale).remove)
+        yield
+
+
 def _note(module: nn.Module, layer: int, layers: set[int]) -> Any:
     """Note that a module of a layer was called."""
     return module.register_forward_pre_hook(lambda *_: layers.add(layer))
 
 
 def _hook(site: AttentionSite, row: Tensor) -> Any:
+    return site.output.register_forward_pre_hook(_scaling(site, row))
+
+
+def _scaling(site: AttentionSite, row: Tensor) -> Callable[..., tuple[Any, ...]]:
+    """Return what scales the heads at the input of a site's output projection."""
     if row.shape[-1] != site.num_heads or row.dim() > 2:
         raise MaskError(
             f"Gates of layer {site.layer} have shape {tuple(row.shape)} but the layer has "
@@ -85,7 +125,7 @@ def _hook(site: AttentionSite, row: Tensor) -> Any:
             values = values.reshape(len(values), *[1] * (by_head.dim() - 3), *values.shape[1:])
         return ((by_head * values).flatten(-2), *inputs[1:])
 
-    return site.output.register_forward_pre_hook(scale)
+    return scale
 
 
 def prune_heads_(model: nn.Module, mask: HeadMask) -> nn.Module:
@@ -103,7 +143,7 @@ def prune_heads_(model: nn.Module, mask: HeadMask) -> nn.Module:
     """
     host = host_model(model)
     check_fits(mask, host)
-    reason = host.why_not_removable()
+    reason = host.why_not_prunable()
     if reason is not None:
         raise UnsupportedModelError(
             f"Heads of {host.name} cannot be removed: {reason}. Use gate() instead."

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .block import Block
+from .rotary import Rotary
 
 
 def run(modules: list[nn.Module], x: Tensor) -> Tensor:
@@ -15,7 +16,13 @@ def run(modules: list[nn.Module], x: Tensor) -> Tensor:
     return x
 
 
-def attend(block: Block, x: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+def attend(
+    block: Block,
+    x: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    rotary: Rotary | None = None,
+) -> Tensor:
     """Compute the attention of a block, W_O and its bias included; x [batch, tokens, width]."""
     site = block.attention
     weights = site.weights()
@@ -29,6 +36,8 @@ def attend(block: Block, x: Tensor, mask: Tensor | None = None, causal: bool = F
     q = project(weights.query, weights.query_bias, query_norm)
     k = project(weights.key, weights.key_bias, key_norm)
     v = project(weights.value, weights.value_bias, None)
+    if rotary is not None:
+        q, k = rotary.turn(q), rotary.turn(k)
     y = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=site.scale
     )
@@ -37,7 +46,13 @@ def attend(block: Block, x: Tensor, mask: Tensor | None = None, causal: bool = F
     )
 
 
-def forward(block: Block, x: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+def forward(
+    block: Block,
+    x: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    rotary: Rotary | None = None,
+) -> Tensor:
     """Compute a whole block from its parts."""
     assert block.norm1 is not None and block.norm2 is not None
     family = block.family
@@ -46,7 +61,7 @@ def forward(block: Block, x: Tensor, mask: Tensor | None = None, causal: bool = 
     after_mlp = [get(path) for path in block.names(family.after_mlp)]
     mlp = [get(path) for path in block.mlp_names]
     if family.norm == "pre":
-        x = x + run(after_attention, attend(block, block.norm1(x), mask, causal))
+        x = x + run(after_attention, attend(block, block.norm1(x), mask, causal, rotary))
         return x + run([*mlp, *after_mlp], block.norm2(x))
-    x = block.norm1(x + run(after_attention, attend(block, x, mask, causal)))
+    x = block.norm1(x + run(after_attention, attend(block, x, mask, causal, rotary)))
     return block.norm2(x + run([*mlp, *after_mlp], x))

@@ -20,6 +20,7 @@ from ..errors import UnsupportedModelError
 from .block import Block
 from .family import Family
 from .multihead import opened
+from .rotary import ARGUMENTS, Rotary, read_rotary
 
 MASKS = ("attention_mask", "attn_mask")
 """What hosts call the mask that is added to (or kept in) the attention's scores."""
@@ -307,21 +308,29 @@ class Understood:
     Attributes:
         mask: Added to (or, boolean, kept in) the scores [batch or 1, 1, queries or 1, keys].
         causal: Whether the host asks for causal attention without a mask; None: it says nothing.
+        rotary: Angles by which queries and keys are turned.
     """
 
     mask: Tensor | None = None
     causal: bool | None = None
+    rotary: Rotary | None = None
 
 
 def understand(
-    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], x: Tensor
+    names: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    x: Tensor,
+    *,
+    rotary: str | None = None,
 ) -> Understood:
     """Read a block's arguments; refuse every one that our own arithmetic would have to drop.
 
     Args:
         names: The block's positional parameters after the states (see `parameter_names`).
         args, kwargs: What the host handed over, beside the states.
-        x: The states, for their type.
+        x: The states, for their type and length.
+        rotary: The form of the host's rotary positions (see `rotary`), where it is known.
 
     Raises:
         UnsupportedModelError: Naming the argument that is not understood.
@@ -329,10 +338,16 @@ def understand(
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     if len(args) > len(names):
         named.update({f"argument {i}": v for i, v in enumerate(args) if i >= len(names)})
-    mask, causal = None, None
+    mask, causal, angles = None, None, None
     for name, value in named.items():
         value = without_cache(value)
         if value is None or name in _WITHOUT_EFFECT:
+            continue
+        if rotary is not None and name in ARGUMENTS:
+            angles = read_rotary(value, rotary, x.shape[1])
+            if angles is not None:
+                continue
+        if rotary is not None and name == "position_ids":  # the angles are made of them
             continue
         if name in MASKS:
             mask = four_dimensional(value, x)
@@ -343,7 +358,7 @@ def understand(
                 f"the host hands its blocks {_in_words(name)}, which our own arithmetic does not "
                 "compute"
             )
-    return Understood(mask, causal)
+    return Understood(mask, causal, angles)
 
 
 def _in_words(name: str) -> str:

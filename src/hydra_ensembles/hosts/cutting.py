@@ -75,12 +75,19 @@ def best_cut(block: Block, heads: Sequence[int], call: BlockCall | None) -> Cut:
     on = tuple(heads)
     if on == everything or call is None:
         return Cut(everything, on)
+    cut = whole_groups(block, on)
+    if cut.there == everything:
+        return cut
+    return cut if why_not_cut(block, cut.there, call) is None else Cut(everything, on)
+
+
+def whole_groups(block: Block, heads: Sequence[int]) -> Cut:
+    """Return the cut that removes all heads but these, groups of queries only as a whole."""
+    site = block.attention
     group = max(1, site.num_heads // max(1, site.kv_heads))
-    groups = {head // group for head in on}
-    there = tuple(head for head in everything if head // group in groups)
-    if there == everything:
-        return Cut(everything, on)
-    return Cut(there, on) if why_not_cut(block, there, call) is None else Cut(everything, on)
+    groups = {head // group for head in heads}
+    there = tuple(head for head in range(site.num_heads) if head // group in groups)
+    return Cut(there, tuple(heads))
 
 
 def why_not_cut(block: Block, there: Sequence[int], call: BlockCall) -> str | None:

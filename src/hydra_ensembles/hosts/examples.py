@@ -47,7 +47,10 @@ def text_config(model: nn.Module) -> Any:
 
 
 def _texts(config: Any, device: torch.device) -> list[Inputs]:
-    special = {getattr(config, f"{name}_token_id", None) for name in ("pad", "eos", "bos")}
+    special = set()
+    for name in ("pad", "eos", "bos"):
+        token = getattr(config, f"{name}_token_id", None)
+        special.update(token if isinstance(token, list) else [token])  # GLM has several ends
     tokens = range(2, min(40, config.vocab_size))
     usable = [token for token in tokens if token not in special][:12]
     rising = torch.tensor(usable, device=device).repeat(2, 1)
@@ -143,9 +146,10 @@ def image_size(model: nn.Module) -> tuple[int, int, int] | None:
     """Return channels, height and width of the images that a model takes, when it tells."""
     for module in model.modules():
         size = getattr(module, "img_size", None)  # timm's patch embedding
-        projection = getattr(module, "proj", None)
-        if size is not None and isinstance(projection, nn.Conv2d):
-            return (projection.in_channels, *_pair(size))
+        if size is not None and module is not model:
+            whole = [m for m in module.modules() if isinstance(m, nn.Conv2d)]
+            if whole:  # the first one: a hybrid has a ResNet there
+                return (whole[0].in_channels, *_pair(size))
         size = getattr(module, "image_size", None)  # open_clip's tower, Hugging Face's embeddings
         for name in ("conv1", "projection", "patch_embedding", "patch_embeddings"):
             projection = getattr(module, name, None)
@@ -159,8 +163,24 @@ def image_size(model: nn.Module) -> tuple[int, int, int] | None:
         return (getattr(config, "num_channels", 3), *_pair(size))
     first = next((m for m in model.modules() if m._parameters), None)
     if config is None and isinstance(first, nn.Conv2d):  # it starts with a convolution: any size
-        return (first.in_channels, 64, 64)
+        return (first.in_channels, *_fixed_size(model))
+    if getattr(model, "main_input_name", None) == "pixel_values":  # its config names no size
+        return (getattr(config, "num_channels", 3), 64, 64)
     return None
+
+
+def _fixed_size(model: Any) -> tuple[int, int]:
+    """Return the size that a timm model without a patch embedding insists on, else a small one."""
+    shape, stride = (
+        getattr(model, "tokens_spatial_shape", None),
+        getattr(model, "patch_stride", None),
+    )
+    if shape is not None and stride is not None:  # Hiera
+        return (shape[0] * stride[0], shape[1] * stride[1])
+    facts = getattr(model, "pretrained_cfg", None) or {}
+    if isinstance(facts, dict) and facts.get("fixed_input_size") and "input_size" in facts:
+        return _pair(facts["input_size"][1:])
+    return (64, 64)
 
 
 def _pair(size: Any) -> tuple[int, int]:

@@ -71,7 +71,7 @@ def _explain(host: HostModel) -> Explanation:
     if closed is not None:
         return Explanation(name=host.name, supported=False, reason=closed)
     site = host.sites[0]
-    removable, fusable = host.why_not_removable(), host.why_not_fusable()
+    removable, fusable = host.why_not_prunable(), host.why_not_fusable()
     task = other_task(host.model)
     if fusable is None and task is not None:
         fusable = f"it is set up for {task}, and members average class probabilities"
@@ -82,6 +82,8 @@ def _explain(host: HostModel) -> Explanation:
         others = ", ".join(host.other_stacks)
         kind = "two towers" if len(host.other_stacks) == 1 else "several stacks"
         notes.append(f"{kind}: this is about {host.blocks_path}; {others} is left alone")
+    if host.shares_layers:
+        notes.append("its layers share weights: every call of the shared layer counts as a layer")
     if site.kv_heads != site.num_heads:
         notes.append(
             f"grouped queries: {site.num_heads} heads on {site.kv_heads} key heads; only whole "
@@ -113,7 +115,10 @@ def _engine(host: HostModel) -> tuple[str, str]:
     """Name the engine that a host's members get, and say why in words."""
     reason = host.why_not_fused()
     if reason is None:
-        return "fused", "our own arithmetic equals the host's blocks, as the host calls them"
+        turned = "" if host.rotary is None else ", rotary positions included"
+        return "fused", (
+            f"our own arithmetic equals the host's blocks, as the host calls them{turned}"
+        )
     price = three_members(host)
     cost = "" if price is None else f"; three members in the last block cost {price:.2f} x"
     return "host", f"{reason}: runs the host's own blocks{cost}"

@@ -28,13 +28,16 @@ from .probe import (
     Readout,
     bare_call,
     find_readout,
+    hands_rotary,
     largest_difference,
     structure_of,
     why_not_computed,
     why_not_understood,
 )
+from .rotary import FORMS
 from .sites import AttentionSite, linear_weight
 from .stacks import find_stack
+from .unrolling import unrolled
 
 
 class HostModel:
@@ -44,10 +47,17 @@ class HostModel:
         model: A Hugging Face, timm or open_clip module, a `ZeroShotClassifier`, or any module whose
             blocks a registered or given `Family` describes.
         family: Describe the blocks yourself; by default every registered family is tried.
+
+    Attributes:
+        model: The model; where its layers share weights (ALBERT), a twin with one block per call
+            around the same parameters.
+        shares_layers: Whether the given model's layers share weights.
     """
 
     def __init__(self, model: nn.Module, *, family: Family | None = None) -> None:
-        self.model = model
+        twin = unrolled(model)  # layers that share weights: one block per call
+        self.shares_layers = twin is not None
+        self.model = model = model if twin is None else twin
         self.name = type(model).__name__
         stack = find_stack(model, family)
         self.family, self.blocks_path, self.other_stacks = stack.family, stack.path, stack.others
@@ -59,6 +69,7 @@ class HostModel:
         self._removable: tuple[str | None] | None = None
         self._hosted: tuple[str | None] | None = None
         self._seen: Inputs | None = None
+        self.rotary: str | None = None  # the form of rotary positions, once it was proven
 
     @property
     def blocks_list(self) -> nn.Module:
@@ -97,6 +108,15 @@ class HostModel:
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+    def why_not_prunable(self) -> str | None:
+        """Say why heads of the given model cannot be removed in place, or None."""
+        if self.shares_layers:
+            return (
+                "its layers share one set of weights, so a head that goes in one layer would go "
+                "in all; fuse() gives every layer its own"
+            )
+        return self.why_not_removable()
 
     def why_not_removable(self) -> str | None:
         """Say why heads cannot be removed physically, or None.
@@ -165,7 +185,7 @@ class HostModel:
         """Run the host on real inputs; remember and return what it handed to its blocks."""
         calls = capture_calls(self, inputs)
         self._passes, self._seen = [*self.passes()[-1:], calls], inputs
-        self._arithmetic = self._removable = self._hosted = None
+        self._arithmetic = self._removable = self._hosted = self.rotary = None
         self.__dict__.pop("forms", None)
         return calls
 
@@ -210,14 +230,21 @@ class HostModel:
         if not self.family.fusable:
             return f"our own arithmetic does not compute the blocks of {self.family.name} models"
         for block in self.blocks:
-            if block.attention.kv_heads != block.attention.num_heads:
-                return f"layer {block.index} has grouped queries"
             if block.norm1 is None or block.norm2 is None or not block.mlp_names:
                 return f"layer {block.index}: no norm or MLP where {self.family.name} has them"
             unknown = block.unknown_parameters()
             if unknown:
                 return f"layer {block.index} has parts that we do not know: {', '.join(unknown)}"
-        return why_not_computed(self.blocks, self.passes())
+        passes = self.passes()
+        reason = why_not_computed(self.blocks, passes)
+        if reason is not None and hands_rotary(passes):
+            for form in FORMS:
+                other = why_not_computed(self.blocks, passes, form)
+                if other is None:
+                    self.rotary, reason = form, None
+                    break
+                reason = f"{other}, with rotary positions"
+        return reason
 
     def why_not_fusable(self) -> str | None:
         """Say why members cannot be fused, or None: by our arithmetic or by the host's own blocks.

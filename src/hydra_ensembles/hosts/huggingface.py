@@ -43,6 +43,23 @@ register_family(
 
 register_family(
     Family(
+        name="albert",  # its layers share weights: see `unrolling`
+        blocks=("albert.encoder.albert_layer_groups", "encoder.albert_layer_groups"),
+        query="albert_layers.0.attention.query",
+        key="albert_layers.0.attention.key",
+        value="albert_layers.0.attention.value",
+        output="albert_layers.0.attention.dense",
+        norm="post",
+        norm1="albert_layers.0.attention.LayerNorm",
+        norm2="albert_layers.0.full_layer_layer_norm",
+        mlp=("albert_layers.0.ffn", "albert_layers.0.activation", "albert_layers.0.ffn_output"),
+        after_attention=("albert_layers.0.attention.output_dropout",),
+        returns_tuple=True,
+    )
+)
+
+register_family(
+    Family(
         name="distilbert",
         query="attention.q_lin",
         key="attention.k_lin",
@@ -80,7 +97,6 @@ register_family(
         mlp=("mlp",),
         after_attention=("attn.resid_dropout",),
         returns_tuple=True,
-        fusable=False,
     )
 )
 
@@ -95,7 +111,6 @@ register_family(
         norm2="post_attention_layernorm",
         mlp=("mlp",),
         returns_tuple=True,
-        fusable=False,
     )
 )
 

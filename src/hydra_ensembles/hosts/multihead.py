@@ -1,6 +1,7 @@
 """Closed attention modules made open: the output projection is called, so that it can be hooked.
 
-`nn.MultiheadAttention` and WavLM's attention hand their weights to one function of torch.
+`nn.MultiheadAttention`, WavLM's attention and torchvision's windows hand their weights to one
+function.
 
 The module's own forward hands its weights to one function, `out_proj` is never *called* and a hook
 there never fires. The forward written here computes the same with the same parameters; it is set on
@@ -78,13 +79,38 @@ def _wavlm(
     return self.out_proj(x.transpose(1, 2).flatten(2)), None
 
 
+def _shifted_window(self: Any, x: Tensor) -> Tensor:
+    """Compute torchvision's window attention; W_O, which acts on single tokens, comes last."""
+    from torchvision.models.swin_transformer import shifted_window_attention
+
+    more = {"logit_scale": self.logit_scale} if hasattr(self, "logit_scale") else {}
+    attended = shifted_window_attention(
+        x,
+        self.qkv.weight,
+        torch.eye(self.proj.in_features, dtype=x.dtype, device=x.device),
+        self.get_relative_position_bias(),
+        self.window_size,
+        self.num_heads,
+        shift_size=self.shift_size,
+        attention_dropout=self.attention_dropout,
+        qkv_bias=self.qkv.bias,
+        training=self.training,
+        **more,
+    )
+    return F.dropout(self.proj(attended), p=self.dropout, training=self.training)
+
+
 _WAVLM = "torch_multi_head_self_attention"
+_WINDOWS = ("ShiftedWindowAttention", "ShiftedWindowAttentionV2")
 
 
 def _open_method(module: nn.Module) -> tuple[str, Callable[..., Any]] | None:
     """Return which method of a closed module is replaced, and by what; None for other modules."""
     if isinstance(module, nn.MultiheadAttention):
         return "forward", _forward
+    kind = type(module)
+    if kind.__name__ in _WINDOWS and kind.__module__.startswith("torchvision."):
+        return "forward", _shifted_window
     return (_WAVLM, _wavlm) if hasattr(type(module), _WAVLM) else None
 
 

@@ -20,8 +20,9 @@ from ..errors import UnsupportedModelError
 from . import block_math
 from .block import Block
 from .calling import BlockCall, Host, Inputs, main_output, parameter_names, run_around, understand
-from .examples import examples
+from .examples import examples, text_config
 from .multihead import opened
+from .rotary import ARGUMENTS
 from .sites import linear_weight
 
 _TOLERANCE = 2e-4
@@ -48,7 +49,8 @@ class Readout:
 
     def __str__(self) -> str:
         if self.positions is not None:
-            return "the end-of-text token of each sample"
+            last = getattr(self.positions, "func", None) is _last_positions
+            return f"the {'last real' if last else 'end-of-text'} token of each sample"
         if self.tokens is None:
             return "all tokens"
         return "token 0" if self.tokens == 1 else f"tokens 0-{self.tokens - 1}"
@@ -60,13 +62,18 @@ ALL_TOKENS = Readout(None, folds=False, why="the model could not be probed: all 
 # --- blocks ---------------------------------------------------------------------------------------
 
 
-def why_not_computed(blocks: Sequence[Block], passes: Sequence[Sequence[BlockCall]]) -> str | None:
+def why_not_computed(
+    blocks: Sequence[Block],
+    passes: Sequence[Sequence[BlockCall]],
+    rotary: str | None = None,
+) -> str | None:
     """Say why our own arithmetic does not compute some blocks, or None when it does.
 
     Args:
         blocks: The blocks of a host.
         passes: What the host handed to each block in some forward passes; without any, blocks run
             on random states by themselves.
+        rotary: The form of rotary positions to try (see `rotary`).
     """
     for found in passes:
         if any(not _same(found[0].given, call.given) for call in found[1:]):
@@ -78,11 +85,19 @@ def why_not_computed(blocks: Sequence[Block], passes: Sequence[Sequence[BlockCal
             key = (structure_of(block.module), _shape_of(call.args), _shape_of(call.kwargs))
             if key in checked:
                 continue
-            reason = check_block(block, call)
+            reason = check_block(block, call, rotary)
             if reason is not None:
                 return f"layer {block.index}: {reason}"
             checked.add(key)
     return None
+
+
+def hands_rotary(passes: Sequence[Sequence[BlockCall]]) -> bool:
+    """Tell whether a host hands rotary positions to its blocks."""
+    for call in (call for calls in passes for call in calls):
+        if any(call.kwargs.get(name) is not None for name in ARGUMENTS):
+            return True
+    return False
 
 
 def why_not_understood(
@@ -100,7 +115,7 @@ def why_not_understood(
     return None
 
 
-def check_block(block: Block, call: BlockCall) -> str | None:
+def check_block(block: Block, call: BlockCall, rotary: str | None = None) -> str | None:
     """Compare a block's own forward with our arithmetic, as the host calls it; None: they agree.
 
     Both run with random weights, so that every bias, position and scale shows, whatever the
@@ -111,7 +126,7 @@ def check_block(block: Block, call: BlockCall) -> str | None:
     call = random_states(call)
     names = parameter_names(module)[1:]
     try:
-        read = understand(names, call.args, call.kwargs, call.hidden)
+        read = understand(names, call.args, call.kwargs, call.hidden, rotary=rotary)
     except UnsupportedModelError as error:
         return str(error)
     if call.form.kind is not None:
@@ -120,7 +135,7 @@ def check_block(block: Block, call: BlockCall) -> str | None:
     try:
         with torch.no_grad(), opened([twin.attention.module]):
             theirs = call.run(module)
-            ours = block_math.forward(twin, call.hidden, read.mask, causal)
+            ours = block_math.forward(twin, call.hidden, read.mask, causal, read.rotary)
     except Exception as error:  # any failure of the host's code means: not what we think
         return f"its block cannot be run by itself ({type(error).__name__}: {error})"
     difference = largest_difference(theirs, ours)
@@ -244,6 +259,10 @@ def find_readout(host: Host) -> Readout:
     positions = end_of_text(host.model)
     if positions is not None:
         return Readout(None, folds=False, why="the host reads the end of text", positions=positions)
+    positions = last_token(host.model)
+    if positions is not None and _reads_only(host, positions):
+        why = "probed: nothing else reaches the output"
+        return Readout(None, folds=False, why=why, positions=positions)
     seen = [_read_tokens(host, inputs) for inputs in examples(host.model)]
     if not seen or any(tokens is None for tokens in seen):
         return ALL_TOKENS if not seen else Readout(None, _folds(host, None), "it pools all tokens")
@@ -264,22 +283,43 @@ def _states(hidden: Tensor, seed: int = 0) -> Tensor:
 
 def _read_tokens(host: Host, inputs: Inputs) -> int | None:
     """Return how many leading tokens are read, or None when all (or nothing sensible) are."""
+    try:
+        gradient = _gradient_by_token(host, inputs)
+    except Exception:  # the host needs more than our example inputs: keep all tokens
+        return None
+    read = gradient.amax(0).nonzero().flatten()
+    tokens = int(read.max()) + 1 if len(read) else None
+    return None if tokens is None or tokens > 4 or tokens >= gradient.shape[1] else tokens
+
+
+def _reads_only(host: Host, positions: Callable[[dict[str, Any]], Tensor]) -> bool:
+    """Check that the host reads one token of each sample, where a rule says."""
+    inputs = [inputs for inputs in examples(host.model) if not inputs[0]]
+    try:
+        for _, kwargs in inputs:
+            read = _gradient_by_token(host, ((), kwargs)) > 0  # [batch, tokens]
+            expected = positions(kwargs)
+            if read.shape[0] != len(expected) or not bool((read.sum(1) == 1).all()):
+                return False
+            if not torch.equal(read.int().argmax(1), expected):
+                return False
+    except Exception:  # the host needs more than our example inputs
+        return False
+    return bool(inputs)
+
+
+def _gradient_by_token(host: Host, inputs: Inputs) -> Tensor:
+    """Return how much the output depends on each token of the last block [batch, tokens]."""
     leaf: list[Tensor] = []
 
     def answer(hidden: Tensor) -> Tensor:
         leaf.append(_states(hidden).requires_grad_())
         return leaf[0]
 
-    try:
-        with torch.enable_grad():
-            output = _run(host, inputs, answer)
-            weights = _states(output, 1)
-            (gradient,) = torch.autograd.grad((output * weights).sum(), leaf[0])
-    except Exception:  # the host needs more than our example inputs: keep all tokens
-        return None
-    read = gradient.abs().amax(dim=(0, 2)).nonzero().flatten()
-    tokens = int(read.max()) + 1 if len(read) else None
-    return None if tokens is None or tokens > 4 or tokens >= gradient.shape[1] else tokens
+    with torch.enable_grad():
+        output = _run(host, inputs, answer)
+        (gradient,) = torch.autograd.grad((output * _states(output, 1)).sum(), leaf[0])
+    return gradient.abs().amax(2)
 
 
 def _same_from_few(host: Host, tokens: int) -> bool:
@@ -363,3 +403,33 @@ def end_of_text(model: nn.Module) -> Callable[[dict[str, Any]], Tensor] | None:
 def _end_positions(eos: int, inputs: dict[str, Any]) -> Tensor:
     ids = inputs["input_ids"].to(torch.int)
     return (ids if eos == 2 else (ids == eos).int()).argmax(-1)
+
+
+def positions_rule(model: nn.Module) -> Callable[[dict[str, Any]], Tensor] | None:
+    """Return the rule by which a host reads one token of each sample, if it may have one."""
+    return end_of_text(model) or last_token(model)
+
+
+def last_token(model: Any) -> Callable[[dict[str, Any]], Tensor] | None:
+    """Return the rule of a decoder that classifies by the last real token of each sample."""
+    if type(model).__name__ == "PromptClassifier":
+        single = len(model.label_ids[0]) == 1  # longer labels are appended to the prompt
+        return partial(_last_positions, None) if single else None
+    if not type(model).__name__.endswith("ForSequenceClassification"):
+        return None
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        return None
+    config = text_config(model)
+    return partial(_last_positions, getattr(config, "pad_token_id", None))
+
+
+def _last_positions(padding: int | None, inputs: dict[str, Any]) -> Tensor:
+    """Find each row's last token that is no padding: by its id, else by the attention mask."""
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if ids is None:
+        states = inputs["inputs_embeds"]  # hosts take the last one then
+        return torch.full((len(states),), states.shape[1] - 1, device=states.device)
+    if padding is not None:
+        mask = ids != padding
+    places = torch.arange(ids.shape[1], device=ids.device)
+    return places.expand_as(ids).max(1).values if mask is None else (mask * places).argmax(1)

@@ -100,8 +100,7 @@ def describe_host(model: Any) -> dict[str, Any]:
             "attention": getattr(config, "_attn_implementation", None),
             "pooler": getattr(model, "pooler", None) is not None,
         }
-    plain = name in ("VisionTransformer", "VisionTransformerDistilled")
-    if root == "timm" and plain and hasattr(model.blocks[0].mlp, "fc1"):
+    if root == "timm" and _is_plain_timm(model):
         return {"library": "timm", "class": name, "arguments": _timm_arguments(model)}
     if root == "timm" and _timm_name(model) is not None:
         return {
@@ -235,6 +234,14 @@ def _rebuild_transformers(description: dict[str, Any]) -> nn.Module:
     if description["class"] in ("ViTModel", "DeiTModel"):
         return cls(config, add_pooling_layer=description.get("pooler", True)).eval()
     return cls(config).eval()
+
+
+def _is_plain_timm(model: Any) -> bool:
+    """Tell whether a timm model is a Vision Transformer that its parts describe wholly."""
+    plain = type(model).__name__ in ("VisionTransformer", "VisionTransformerDistilled")
+    if not plain or not hasattr(model.blocks[0].mlp, "fc1"):
+        return False
+    return type(model.patch_embed).__name__ == "PatchEmbed"  # a hybrid has a ResNet there
 
 
 def _timm_arguments(model: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
-from .family import Family
+from .family import Family, first
 from .multihead import open_attention_
 
 _HEAD_WIDTH = ("head_dim", "attention_head_size")
@@ -70,6 +70,7 @@ class AttentionSite:
         self.key = parts.get("key")
         self.value = parts.get("value")
         self.module = self._owner(block)
+        self.norm_after = self._norm_after(block)
         self.counts_itself = True  # whether the attention module itself tells its heads
         self.head_dim = self._head_dim(block)
         self.scale = float(
@@ -87,6 +88,11 @@ class AttentionSite:
             if any(child is inner for child in module.children()):
                 return module
         raise UnsupportedModelError(f"Layer {self.layer}: the attention module was not found.")
+
+    def _norm_after(self, block: nn.Module) -> nn.Module | None:
+        """Return the post-norm that the attention module itself applies to the sum (ALBERT)."""
+        norm = first(block, self.family.norm1) if self.family.norm == "post" else None
+        return norm if any(part is norm for part in self.module.modules()) else None
 
     def _head_dim(self, block: nn.Module) -> int:
         """Find the width of a head's output, which is its share of W_O's columns."""
@@ -149,6 +155,8 @@ class AttentionSite:
         """Name the attention's parameters that are no projection: they cannot be cut by heads."""
         known = {id(p) for part in self._parts() for p in part.parameters()}
         known |= {id(p) for norm in self.head_norms if norm is not None for p in norm.parameters()}
+        if self.norm_after is not None:
+            known |= {id(p) for p in self.norm_after.parameters()}
         return [name for name, p in self.module.named_parameters() if id(p) not in known]
 
     def _parts(self) -> list[nn.Module]:
@@ -294,9 +302,15 @@ class AttentionSite:
             _set_linear(self.packed, torch.cat(flat), whole)
         _set_linear(self.output, weights.output.transpose(0, 1).flatten(1), output_bias)
         self._note_heads(len(weights.query))
+        for name, value in (("num_key_value_groups", 1), ("num_key_value_heads", len(weights.key))):
+            if isinstance(getattr(self.module, name, None), int):  # every query has its own key
+                setattr(self.module, name, value)
 
     def grow_(self, number: int) -> None:
         """Make room for a number of heads, without storage (for counting), in place."""
+        if self.kv_heads != self.num_heads:
+            self._grow_groups_(number)
+            return
         old = self.weights()
 
         def room(like: Tensor | None) -> Tensor | None:
@@ -307,6 +321,27 @@ class AttentionSite:
         names = HeadWeights.__dataclass_fields__
         weights = HeadWeights(*(room(getattr(old, name)) for name in names))  # type: ignore[arg-type]
         self.replace_(weights, self.output_bias)
+
+    def _grow_groups_(self, number: int) -> None:
+        """Make room for heads on fewer keys: their groups stay as large as they are."""
+        keys = number // (self.num_heads // self.kv_heads)
+
+        def room(part: nn.Module, rows: int | None, columns: int | None) -> None:
+            weight = linear_weight(part)
+            shape = (rows or weight.shape[0], columns or weight.shape[1])
+            bias = part.bias
+            if bias is not None and rows is not None:
+                bias = bias.new_empty(rows, device="meta")  # type: ignore[operator]
+            _set_linear(part, weight.new_empty(shape, device="meta"), bias)  # type: ignore[arg-type]
+
+        if self.packed is not None:
+            room(self.packed, (number + 2 * keys) * self.head_dim, None)
+        else:
+            assert self.query is not None and self.key is not None and self.value is not None
+            for part, count in ((self.query, number), (self.key, keys), (self.value, keys)):
+                room(part, count * self.head_dim, None)
+        room(self.output, None, number * self.head_dim)
+        self._note_heads(number)
 
     def _note_heads(self, number: int) -> None:
         """Tell the attention module how many heads it has now."""
@@ -325,6 +360,7 @@ class AttentionSite:
         inside = any(child is self.output for child in self.module.modules())
         path = next((n for n, m in self.module.named_modules() if m is self.output), "")
         returns_tuple = self.family.returns_tuple
+        norm = next((n for n, m in self.module.named_modules() if m is self.norm_after), None)
 
         def forward(
             this: nn.Module, hidden: Tensor | None = None, *args: Any, **kwargs: Any
@@ -334,6 +370,8 @@ class AttentionSite:
             if inside:
                 bias: Any = this.get_submodule(path).bias
                 result = torch.zeros_like(x) if bias is None else torch.zeros_like(x) + bias
+                if norm is not None:
+                    result = this.get_submodule(norm)(x + result)
             else:
                 result = x.new_zeros(*x.shape[:-1], 0)
             return (result, None) if returns_tuple else result

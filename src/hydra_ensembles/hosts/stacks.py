@@ -112,7 +112,14 @@ def _choose(model: nn.Module, found: list[Stack]) -> Stack:
 
 def _narrow(model: nn.Module, paths: list[str]) -> list[str]:
     """Leave out stacks that a model of this kind is not read from, as long as several are left."""
-    for narrow in (_innermost, _of_the_task, _of_the_decoder, _last_stage, _of_the_image_tower):
+    for narrow in (
+        _innermost,
+        _of_the_task,
+        _of_the_decoder,
+        _without_class_attention,
+        _last_stage,
+        _of_the_image_tower,
+    ):
         if len(paths) > 1:
             paths = narrow(model, paths) or paths
     return paths
@@ -135,6 +142,16 @@ def _of_the_decoder(model: nn.Module, paths: list[str]) -> list[str]:
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return paths
     return [path for path in paths if "decoder" in path.split(".")]
+
+
+def _without_class_attention(model: nn.Module, paths: list[str]) -> list[str]:
+    """Drop blocks that only update the class token (CaiT, XCiT): the host reads out by them."""
+
+    def updates_class_token_only(path: str) -> bool:
+        block = next(model.get_submodule(path).children())
+        return any("ClassAtt" in type(module).__name__ for module in block.modules())
+
+    return [path for path in paths if not updates_class_token_only(path)]
 
 
 def _last_stage(model: nn.Module, paths: list[str]) -> list[str]:
@@ -201,20 +218,57 @@ def _why_none(model: nn.Module, family: Family | None) -> str:
                 'heads are meant. Describe one of them: hydra.Family(name="mine", '
                 f'blocks="{path}", output="{several[-1]}"), and pass it as family=.'
             )
+    if family is None:
+        reason = _why_no_heads(model)
+        if reason is not None:
+            return f"{name} {reason}"
     stacks = [
         f"{path or '(the model)'} ({len(module)} x {type(next(module.children())).__name__})"
         for path, module in _containers(model)
     ]
     seen = "; ".join(stacks[:4]) if stacks else "no ModuleList or Sequential at all"
-    looked = (
-        f"the family {family.name!r}"
-        if family
-        else f"families {', '.join(families)}, nor any with the usual names"
-    )
+    looked = f"the family {family.name!r} names" if family else "the usual names of attention parts"
     return (
-        f"{name}: no block list in which every block has the attention parts of {looked}. Found: "
-        f"{seen}. If it is a transformer, describe one block: "
+        f"{name}: in no list of blocks does every block have {looked}. Found: {seen}. If it is a "
+        "transformer, describe one block: "
         'hydra.Family(name="mine", query="attn.q", key="attn.k", value="attn.v", '
         'output="attn.o", norm1="norm1", norm2="norm2", mlp="mlp"), and pass it as family= or to '
         "register_family()."
     )
+
+
+def _why_no_heads(model: nn.Module) -> str | None:
+    """Say why a model's attention, if it has any, has no heads that could be switched off."""
+    found = [(path, module) for path, module in model.named_modules() if _is_attention(module)]
+    if not found:
+        return (
+            "has no attention heads, and hydra-ensembles prunes attention heads: it needs a "
+            "transformer (a ViT or DeiT for images, a BERT or Llama for texts, say)."
+        )
+    path, module = found[0]
+    where = f"({type(module).__name__} at {path})"
+    kinds = {type(child).__name__ for child in module.modules()}
+    bare = [name for name, p in module.named_parameters(recurse=False) if p.dim() >= 3]
+    if bare and "Linear" not in kinds:
+        return (
+            f"keeps the weights of its attention as bare parameters {where}: {', '.join(bare)}. "
+            "There is no output projection module at which a head could be switched off. Use a "
+            "model whose attention has linear layers (BERT, RoBERTa, DeBERTa)."
+        )
+    if any("Conv" in kind for kind in kinds):
+        return (
+            f"makes the queries, keys or output of its attention by convolutions {where}; heads "
+            "are cut from linear layers. Use a model whose attention has them (ViT, DeiT, Swin; "
+            "BERT, DistilBERT)."
+        )
+    return None
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Tell whether a module calls itself an attention and holds weights."""
+    name = type(module).__name__.lower()
+    named = ("attention" in name or "attn" in name or "mla" in name) and "structure" not in name
+    has_linear = any(
+        isinstance(m, (nn.Linear, nn.Conv1d, nn.Conv2d)) for m in module.modules()
+    ) or any(p.dim() >= 3 for p in module.parameters())
+    return named and has_linear

@@ -37,6 +37,7 @@ from ..hosts.calling import (
     understand,
     why_not_chained,
 )
+from ..hosts.rotary import Rotary
 from ..hosts.sites import HeadWeights
 
 Branch = tuple[int, Tensor]
@@ -83,12 +84,15 @@ class Call:
     inputs: Inputs | None = None
     positions: Tensor | None = None
     length: int = 0
+    rotary: Rotary | None = None
 
     def bytes(self) -> int:
         """Count the bytes of its tensors."""
         held: list[Any] = [self.mask, self.positions]
         if self.inputs is not None:
             held += [*self.inputs[0], *self.inputs[1].values()]
+        if self.rotary is not None:
+            held += [self.rotary.cos, self.rotary.sin]
         shared = {id(v): v for call in self.layers for v in (*call.args, *call.kwargs.values())}
         return sum(_bytes(value) for value in [*held, *shared.values()])
 
@@ -140,10 +144,10 @@ class Engine:
             self.host.model(*inputs[0], **inputs[1])
         (found,) = seen
         names = parameter_names(self.host.blocks[-1].module)[1:]
-        read = understand(names, found.args, found.kwargs, found.hidden)
+        read = understand(names, found.args, found.kwargs, found.hidden, rotary=self.host.rotary)
         causal = self.host.sites[-1].causal if read.causal is None else read.causal
         x = found.hidden
-        return x, Call(len(x), mask=read.mask, causal=causal, length=x.shape[1])
+        return x, Call(len(x), mask=read.mask, causal=causal, length=x.shape[1], rotary=read.rotary)
 
     def _host_call(self, inputs: Inputs) -> tuple[Tensor, Call]:
         """Enter blocks that the host's own code runs, each with its own arguments."""
@@ -219,9 +223,14 @@ class Engine:
                 positions=positions,
                 device=x.device,
             )
-        if rows is not None and key_norm is None and 4 * q.shape[1] * q.shape[2] <= y.shape[2]:
+        if call.rotary is not None:
+            q = call.rotary.turn(q, rows)
+        plain = key_norm is None and call.rotary is None  # keys are linear in the states
+        if rows is not None and plain and 4 * q.shape[1] * q.shape[2] <= y.shape[2]:
             return _few_queries(q, y, weights, mask, site.scale)
         k = project(y, weights.key, weights.key_bias, key_norm)
+        if call.rotary is not None:
+            k = call.rotary.turn(k)
         v = project(y, weights.value, weights.value_bias, None)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=call.causal and mask is None, scale=site.scale

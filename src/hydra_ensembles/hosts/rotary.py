@@ -1,0 +1,95 @@
+"""Rotary positions: queries and keys are turned by angles that the host hands to its blocks.
+
+Hosts differ in how they hand the angles over and in which entries they turn together. Which form a
+host has is not guessed: `probe` tries them all and takes the one that computes the host's block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ARGUMENTS = ("position_embeddings", "rope", "rotary_pos_emb")
+"""What hosts call the angles."""
+
+FORMS = ("halves", "pairs", "pairs of halves")
+"""Entry i turns with i + width / 2 (Llama); with its neighbour (timm); with its neighbour, by the
+first half of the angles (GLM)."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Angles of all tokens.
+
+    Attributes:
+        cos, sin: [batch or 1, tokens, width]; heads wider than that are turned in part.
+        pairs: Whether neighbours turn together.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    pairs: bool
+
+    def turn(self, x: Tensor, rows: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Turn queries or keys [batch, heads, tokens, head width].
+
+        Args:
+            x: The queries or keys; streams may be folded into the batch.
+            rows: Takes the tokens that the queries stand for, where they are not all.
+        """
+        cos, sin = (_folded(part, len(x)).to(x.dtype) for part in (self.cos, self.sin))
+        if rows is not None:
+            cos, sin = (rows(part.expand(len(x), -1, -1)) for part in (cos, sin))
+        cos, sin = cos[:, None], sin[:, None]
+        width = cos.shape[-1]
+        part = x[..., :width]
+        if self.pairs:
+            other = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
+        else:
+            first, second = part.chunk(2, -1)
+            other = torch.cat((-second, first), -1)
+        turned = part * cos + other * sin
+        return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), -1)
+
+
+def read_rotary(value: Any, form: str, tokens: int) -> Rotary | None:
+    """Read the angles that a host hands to a block, or None when they are of no known shape.
+
+    A class token and registers before the patches are not turned.
+
+    Args:
+        value: `(cos, sin)`, or one tensor `[sin | cos]` (timm), `[(batch,) tokens, width]` each.
+        form: One of `FORMS`.
+        tokens: How many tokens the states have.
+    """
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        cos, sin = value
+    elif isinstance(value, Tensor) and value.dim() in (2, 3) and value.shape[-1] % 2 == 0:
+        sin, cos = value.chunk(2, -1)
+    else:
+        return None
+    if not (isinstance(cos, Tensor) and isinstance(sin, Tensor) and cos.shape == sin.shape):
+        return None
+    if not cos.is_floating_point() or cos.dim() not in (2, 3):
+        return None
+    if cos.dim() == 2:
+        cos, sin = cos[None], sin[None]
+    missing = tokens - cos.shape[1]
+    if missing < 0:
+        return None
+    if missing:
+        still = cos.new_ones(len(cos), missing, cos.shape[2])
+        cos, sin = torch.cat((still, cos), 1), torch.cat((still - 1, sin), 1)
+    if form == "pairs of halves":
+        half = cos.shape[-1] // 2
+        cos, sin = (part[..., :half].repeat_interleave(2, -1) for part in (cos, sin))
+    return Rotary(cos, sin, pairs=form != "halves")
+
+
+def _folded(part: Tensor, batch: int) -> Tensor:
+    """Repeat angles of each sample for streams that are folded into the batch."""
+    return part if len(part) in (1, batch) else part.repeat(batch // len(part), 1, 1)
