@@ -162,7 +162,9 @@ def examine(name: str, model: nn.Module, batches: list[Any], real: list[Any]) ->
     }
     if not explanation.supported:
         return result
-    _ask(case, explanation, plain)
+    ran = _ask(case, explanation, plain)
+    if ran is not None:  # fuse takes the next engine where the first fails its check
+        result["engine"] = ran
     return result
 
 
@@ -179,7 +181,8 @@ def _attends(case: Case, plain: Tensor) -> bool:
     return float((case.run(twin, 0) - plain).abs().max()) > 1e-6
 
 
-def _ask(case: Case, explanation: Any, plain: Tensor) -> None:
+def _ask(case: Case, explanation: Any, plain: Tensor) -> str | None:
+    """Check what is promised; return the engine that members ran by."""
     from hydra_ensembles.hosts import host_model
 
     model = case.model
@@ -226,6 +229,10 @@ def _ask(case: Case, explanation: Any, plain: Tensor) -> None:
 
     def fuse() -> None:
         ensembles.append(hydra.fuse(copy.deepcopy(model), members))
+        if ensembles[0].engine != explanation.engine:
+            raise hydra.HydraError(
+                f"explain promised the engine {explanation.engine}, fuse took {ensembles[0].engine}"
+            )
         compare_members(ensembles[0], "member")
 
     def save() -> None:
@@ -246,6 +253,7 @@ def _ask(case: Case, explanation: Any, plain: Tensor) -> None:
         case.step("prune", prune, promised=explanation.removable)
     if case.step("fuse", fuse, promised=explanation.fusable):
         case.step("save", save, promised=explanation.fusable)
+    return ensembles[0].engine if ensembles else None
 
 
 def verdict(result: dict[str, Any]) -> str:

@@ -4,9 +4,8 @@
 
 Heads are scored on a calibration draw, ranked over all layers together, gated in one shot and never
 fine-tuned. Every mask is measured on perplexity of texts, ARC-Easy by likelihood and SST-2 by a
-prompt. Resumes from `docs/results/llama.json`, one mask at a time. Perplexity, which is quick, is
-measured for all draws first, then the tasks draw by draw, so that an unfinished run holds complete
-draws.
+prompt. Resumes from `docs/results/llama.json`, one mask at a time; draws run one after another, so
+that an unfinished run holds complete draws.
 """
 
 from __future__ import annotations
@@ -240,8 +239,9 @@ def measure(args: argparse.Namespace) -> None:
             row[f"{task}_agreement"] = sum(same) / len(same)
         return row
 
-    for figure, run in (("perplexity", sticks.perplexity), ("arc", measure_tasks)):
-        for draw in range(args.draws):
+    for draw in range(args.draws):
+        scores: dict[str, hydra.HeadScores] = {}
+        for figure, run in (("perplexity", sticks.perplexity), ("arc", measure_tasks)):
             wanted = [
                 (name, ratio)
                 for ratio in RATIOS
@@ -249,9 +249,8 @@ def measure(args: argparse.Namespace) -> None:
                 if figure not in record["rows"].get(f"{name}/{ratio}/{draw}", {})
                 and not (name == "magnitude" and draw)  # it looks at no data
             ]
-            if not wanted:
-                continue
-            scores = scores_of(sticks, draw)
+            if wanted and not scores:
+                scores = scores_of(sticks, draw)
             for name, ratio in wanted:
                 start = time.perf_counter()
                 mask = scores[name].top_k(heads - round(ratio * heads), scope="model")

@@ -163,7 +163,7 @@ def test_heads_are_removed_where_the_code_allows_it_and_gated_off_where_not() ->
     pruned = hydra.fuse(zoo.host("vit"), LATE, engine="host").body.branch[-1]
     widths = [block.attention.o_proj.in_features for block in pruned.streams]
     assert widths == [2 * 8, 2 * 8, 1 * 8]
-    shared = hydra.fuse(host("srelpos"), LATE).body.branch[-1]
+    shared = hydra.fuse(host("srelpos"), LATE, engine="host").body.branch[-1]
     assert [block.attn.proj.in_features for block in shared.streams] == [32, 32, 32]
     groups = hydra.fuse(host("llama"), LATE, engine="host").body.branch[-1]
     assert [b.self_attn.o_proj.in_features for b in groups.streams] == [16, 32, 16]

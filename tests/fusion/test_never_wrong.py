@@ -31,7 +31,7 @@ def timm_model(name: str, **options: Any) -> nn.Module:
     ("name", "options", "reason"),
     [
         ("vit_base_patch16_rope_mixed_224", {}, "rotary positions"),
-        ("vit_srelpos_small_patch16_224", {}, "relative-position bias shared by all blocks"),
+        ("beit_base_patch16_224", {}, "relative-position bias"),
     ],
 )
 def test_an_argument_that_is_not_understood_is_refused(

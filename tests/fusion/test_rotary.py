@@ -61,7 +61,7 @@ def test_the_last_block_runs_for_the_last_real_tokens_only() -> None:
     torch.testing.assert_close(readout.positions(inputs), expected)
     rows = []
     ensemble = hydra.fuse(host("llama"), LATE)
-    mlp = ensemble.body.branch[-1].mlp[0]
+    (mlp,) = ensemble.body.branch[-1].mlp
     handle = mlp.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[:-1].numel()))
     members_of(ensemble, inputs)
     handle.remove()

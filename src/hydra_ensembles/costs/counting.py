@@ -227,7 +227,9 @@ class CostModel:
         """Return counted multiply-adds of a plan divided by those of the plain host."""
         total = self.outside.multiply_adds + (len(plan.ends) - 1) * self.heads_after
         for layer, geometry in enumerate(self.geometry[: plan.trunk]):
-            total += geometry.plain(self.outside, len(plan.trunk_heads[layer]))
+            # heads that a bias is handed over for stay, gated off
+            heads = None if self.host.biased else len(plan.trunk_heads[layer])
+            total += geometry.plain(self.outside, heads)
         for layer_plan in plan.layers:
             geometry = self.geometry[layer_plan.layer]
             total += geometry.fused(layer_plan, self.outside, self.host.readout)

@@ -34,7 +34,7 @@ def formula_fits(host: HostModel) -> bool:
         block.norm1 is not None
         and block.norm2 is not None
         and block.mlp_names
-        and block.attention.kv_heads == block.attention.num_heads
+        and not block.has_experts
         and not block.unknown_parameters()
         for block in host.blocks
     )

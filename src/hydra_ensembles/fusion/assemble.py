@@ -64,7 +64,9 @@ def assemble(
     readout = hosts[0].readout
     description = describe_host(hosts[0].model)
     base = host_model(copy.deepcopy(hosts[0].model), family=hosts[0].family)
-    base.__dict__["readout"], base.rotary = readout, hosts[0].rotary  # probed once
+    base.__dict__["readout"] = readout  # probed once, as the next two were
+    base.rotary, base.biased = hosts[0].rotary, hosts[0].biased
+    base.__dict__["forms"] = hosts[0].forms
     merged = _merge_(base, hosts, average)
     if average == "all":
         hosts = _with_averaged_rest(base, hosts)
@@ -81,8 +83,8 @@ def assemble(
         cuts = choose_cuts(plan, hosts)
         hosted, moulds = host_blocks_(base, plan, cuts, hosts=hosts, folds=folds)
         copies = _split_classifiers_(base, plan, hosts, classifier)
-        settings = {"engine": "host", "folds": folds, "cuts": cuts}
-        assembly = Assembly(base.model, hosted, plan, moulds, copies, merged, description, settings)
+        how = {"engine": "host", "folds": folds, "cuts": cuts}
+        assembly = Assembly(base.model, hosted, plan, moulds, copies, merged, description, how)
         return assembly, _references(hosts, masks, average)
     layers = [_LayerParts(hosts, masks, layer) for layer in range(len(base))]
     plan = make_plan(
@@ -102,7 +104,9 @@ def assemble(
         assert isinstance(block, FusedBlock)
         layers[layer_plan.layer].fill_(block, layer_plan, base.family.norm)
     copies.update(_split_classifiers_(base, plan, hosts, classifier))
-    settings = {} if base.rotary is None else {"rotary": base.rotary}
+    settings: dict[str, Any] = {} if base.rotary is None else {"rotary": base.rotary}
+    settings |= {"biased": True} if base.biased else {}
+    settings |= {"form": str(body.form)} if str(body.form) else {}
     assembly = Assembly(base.model, body, plan, moulds, copies, merged, description, settings)
     return assembly, _references(hosts, masks, average)
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from ..heads.plan import Plan
-from ..hosts.calling import full_length, states_of, understand
+from ..hosts.arguments import understand
+from ..hosts.calling import Form, full_length, states_of, without_cache
 from ..hosts.family import Family
 from ..hosts.probe import Readout
 from .layers import Context, FusedBlock, _select, streams_of
@@ -61,6 +62,8 @@ class Body(nn.Module):
         causal: bool,
         names: Sequence[str] = (),
         rotary: str | None = None,
+        biased: int | None = None,
+        form: Form | None = None,
     ) -> None:
         super().__init__()
         self.trunk = nn.ModuleList(trunk)
@@ -71,6 +74,8 @@ class Body(nn.Module):
         self.causal = causal
         self.names = tuple(names)  # what the host's blocks call their positional arguments
         self.rotary = rotary  # the form of its rotary positions, if it has any
+        self.biased = biased  # the number of heads in the bias that it hands over, if it does
+        self.form = form or Form()  # in which the host expects a block's answer
 
     @property
     def folds(self) -> bool:
@@ -109,11 +114,16 @@ class Body(nn.Module):
         call = _call.get()
         return Call(self) if call is None or call.body is not self else call
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run all blocks."""
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run all blocks; answer in the form in which the host's blocks do."""
+        return self.form.fill(self._run(hidden_states, args, kwargs))
+
+    def _run(self, hidden_states: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         call = self._told()
         if call.answer is not None:
             return call.answer
+        args = tuple(map(without_cache, args))  # a decoder's cache, before the trunk can fill it
+        kwargs = {name: without_cache(value) for name, value in kwargs.items()}
         x = hidden_states if call.trunk_states is None else call.trunk_states
         for block in self.trunk if call.trunk_states is None else ():
             x = states_of(block(x, *args, **kwargs))[0]
@@ -123,7 +133,9 @@ class Body(nn.Module):
             call.at_branch(x)
         if self.branch:
             try:
-                read = understand(self.names, args, kwargs, x, rotary=self.rotary)
+                read = understand(
+                    self.names, args, kwargs, x, rotary=self.rotary, heads=self.biased
+                )
             except UnsupportedModelError as error:
                 raise UnsupportedModelError(
                     f'On these inputs {error}. Fuse with engine="host", which runs the host\'s own '
@@ -135,6 +147,7 @@ class Body(nn.Module):
                 tokens=self.readout.tokens,
                 positions=call.positions,
                 rotary=read.rotary,
+                bias=read.bias,
             )
             for block in self.branch:
                 x = block(x, context)

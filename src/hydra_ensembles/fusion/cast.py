@@ -98,6 +98,9 @@ def _cast_block(
     names = list(block.mlp_names)
     heads = plan.heads[stream]
     weights = fused.bank.weights(heads)
+    if fused.places:
+        places = [fused.places[head] for head in heads]
+        weights = weights.spread(places, block.attention.num_heads)
     block.attention.replace_(weights, fused.output_bias.of(stream))
     set_part(block.norm1, fused.norm1, group if family.norm == "pre" else stream)
     set_part(block.norm2, fused.norm2, stream)

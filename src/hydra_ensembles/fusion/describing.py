@@ -14,6 +14,7 @@ from ..errors import FormatError
 from ..heads.masks import HeadMask
 from ..heads.plan import Plan
 from ..hosts import HostModel, families, host_model
+from ..hosts.calling import Form
 from ..hosts.examples import examples
 from ..hosts.probe import Readout, positions_rule
 from ..hosts.rebuild import describe_host, rebuild_host
@@ -100,7 +101,8 @@ def structure(skeleton: nn.Module, config: dict[str, Any]) -> tuple[Assembly, Ho
     plan = Plan.from_dict(config["plan"], masks)
     description = describe_host(skeleton)
     settings = config["switches"]
-    view.rotary = settings.get("rotary")
+    view.rotary, view.biased = settings.get("rotary"), settings.get("biased") is True
+    view.__dict__["forms"] = [Form.parse(settings.get("form", ""))] * len(view)
     body: Any
     if settings.get("engine") == "host":
         body, moulds = host_blocks_(view, plan, settings["cuts"], folds=settings["folds"])

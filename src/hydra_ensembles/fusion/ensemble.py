@@ -136,7 +136,7 @@ class HydraEnsemble(nn.Module):
         view.model = assembly.model
         view.blocks = []  # they are in the body now
         view.__dict__["readout"] = assembly.body.readout
-        view.__dict__["forms"] = [Form()]  # of the body
+        view.__dict__["forms"] = [getattr(assembly.body, "form", Form())]
         ensemble = cls(assembly, view, mode=mode)
         ensemble.switches = dict(switches)
         ensemble.train(assembly.model.training)

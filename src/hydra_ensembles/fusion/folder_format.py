@@ -274,6 +274,8 @@ def _switches(value: Any) -> str | None:
             return f"{key} is {switch!r:.60}"
     if value.get("engine", "fused") not in ("fused", "host"):
         return f"engine is {value['engine']!r:.60}"
+    if not re.fullmatch(r"|(tuple|list) \d", str(value.get("form", ""))):
+        return f"form is {value['form']!r:.60}"
     if value.get("rotary", FORMS[0]) not in FORMS:
         return f"rotary is {value['rotary']!r:.60}"
     if value.get("engine") == "host" and type(value.get("folds")) is not bool:

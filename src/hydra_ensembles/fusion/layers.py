@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..heads.plan import LayerPlan
-from ..hosts.calling import rows_of_mask, take_rows
+from ..hosts.arguments import add_bias, rows_of_mask
+from ..hosts.calling import take_rows
 from ..hosts.rotary import Rotary
 from .bank import HeadBank, Packed
 
@@ -38,6 +39,7 @@ class Context:
         tokens: Leading tokens that the readout takes, or None.
         positions: Positions of the readout of each sample [batch], or None.
         rotary: Angles by which queries and keys are turned, or None.
+        bias: Added to the scores of each of the host's heads [batch or 1, heads, queries, keys].
     """
 
     mask: Tensor | None
@@ -45,6 +47,7 @@ class Context:
     tokens: int | None
     positions: Tensor | None
     rotary: Rotary | None = None
+    bias: Tensor | None = None
 
 
 class PerStream(nn.Module):
@@ -106,9 +109,11 @@ class FusedBlock(nn.Module):
         key_norm: PerStream | None,
         scale: float,
         dropout: float,
+        places: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.bank = bank
+        self.places = tuple(places)  # of the bank's heads among the host's
         self.output_bias = output_bias
         self.norm1, self.norm2 = norm1, norm2
         self.mlp = nn.ModuleList(mlp)
@@ -190,10 +195,25 @@ class FusedBlock(nn.Module):
                 device=y.device,
             )
         causal = context.causal and mask is None
+        bias = context.bias
+        if bias is not None and rows is not None:
+            bias = rows_of_mask(
+                bias,
+                causal=False,
+                keys=y.shape[1],
+                queries=length,
+                positions=context.positions,
+                device=y.device,
+            )
         grouped = y.device.type != "cpu" if self.grouped is None else self.grouped
+        grouped = grouped and bias is None  # groups of heads have biases of their own
         attend = self._attend_grouped if grouped and packed.qkv is not None else self._attend_each
         turn = None if context.rotary is None else partial(_turn, context.rotary, rows)
-        heads = attend(y, None if rows is None else queries, packed, inputs, mask, causal, turn)
+        few = None if rows is None else queries
+        if bias is None:
+            heads = attend(y, few, packed, inputs, mask, causal, turn)
+        else:
+            heads = self._attend_each(y, few, packed, inputs, mask, causal, turn, bias)
         if grouped and packed.output is not None and len(heads) == len(packed.outputs):
             return self._project_grouped(heads, packed.output).view(-1, length, y.shape[2])
         outputs = []
@@ -218,6 +238,7 @@ class FusedBlock(nn.Module):
         mask: Tensor | None,
         causal: bool,
         turn: Turn | None,
+        head_bias: Tensor | None = None,
     ) -> list[Tensor]:
         """Project and attend group by group: each [batch * queries, heads * width].
 
@@ -244,7 +265,12 @@ class FusedBlock(nn.Module):
                 None if norm is None else norm.each[group if len(norm.each) > 1 else 0]
                 for norm in (self.query_norm, self.key_norm)
             ]
-            result.append(self._attend(q, k, v, norms, mask, causal, turn).flatten(0, 1))
+            shown = mask
+            if head_bias is not None:
+                places = [self.places[head] for head in self.bank.plan.groups()[group][1]]
+                shown = add_bias(mask, head_bias[:, places], causal=causal)
+            found = self._attend(q, k, v, norms, shown, causal and shown is None, turn)
+            result.append(found.flatten(0, 1))
         return result
 
     def _attend_grouped(
@@ -333,6 +359,9 @@ class FusedBlock(nn.Module):
     def untie_(self, *, mlps: bool = False) -> None:
         """Give every stream its own heads, norms and output bias, and its own MLP if asked to."""
         streams = self.bank.plan.streams
+        if self.places:
+            heads = [head for kept in self.bank.plan.heads for head in kept]
+            self.places = tuple(self.places[head] for head in heads)
         self.bank.untie_()
         self.output_bias.untie_(streams)
         for part in (self.norm2, *self.after_attention, *self.after_mlp):

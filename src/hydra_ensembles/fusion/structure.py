@@ -7,7 +7,7 @@ in afterwards, by `assemble` from members or by `from_pretrained` from a file.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from ..heads.plan import LayerPlan, Plan
 from ..hosts import Block, HostModel
 from ..hosts.calling import parameter_names
-from ..hosts.cutting import whole_groups
+from ..hosts.cutting import Cut, whole_groups
 from ..hosts.sites import HeadWeights
 from .bank import HeadBank
 from .body import Body
@@ -42,19 +42,45 @@ def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tupl
             there = now.indices(layer)
             kept = [there.index(head) for head in kept]
         if len(kept) != block.attention.num_heads:
-            whole_groups(block, kept).apply_(block)
+            # a bias of all heads is handed to the block: none goes, the others are gated off
+            everything = tuple(range(block.attention.num_heads))
+            cut = Cut(everything, tuple(kept)) if host.biased else whole_groups(block, kept)
+            cut.apply_(block)
         trunk.append(block.module)
-    branch = [fused_block(host.blocks[p.layer], p, copies) for p in plan.layers]
+    branch = [
+        fused_block(host.blocks[p.layer], p, copies, _places(plan, p) if host.biased else ())
+        for p in plan.layers
+    ]
     moulds = tuple(copy.deepcopy(host.blocks[p.layer].module).to("meta") for p in plan.layers)
     names = parameter_names(host.blocks[-1].module)[1:]
+    causal, biased = host.sites[-1].causal, host.head_counts[-1] if host.biased else None
     body = Body(
-        trunk, branch, plan, readout, host.family, host.sites[-1].causal, names, host.rotary
+        trunk,
+        branch,
+        plan,
+        readout,
+        host.family,
+        causal,
+        names,
+        rotary=host.rotary,
+        biased=biased,
+        form=host.forms[-1],
     )
     host.replace_blocks_([body])
     return body, moulds
 
 
-def fused_block(block: Block, plan: LayerPlan, copies: Copies) -> FusedBlock:
+def _places(plan: Plan, layer: LayerPlan) -> tuple[int, ...]:
+    """Return the place among the host's heads of every head of a layer's bank."""
+    places: dict[int, int] = {}
+    for member, heads in zip(layer.members, layer.heads, strict=True):
+        places.update(zip(heads, plan.masks[member].indices(layer.layer), strict=True))
+    return tuple(places[head] for head in range(len(places)))
+
+
+def fused_block(
+    block: Block, plan: LayerPlan, copies: Copies, places: Sequence[int] = ()
+) -> FusedBlock:
     """Make the fused form of one block, its parts copied from the block."""
     get = block.module.get_submodule
     site = block.attention
@@ -89,6 +115,7 @@ def fused_block(block: Block, plan: LayerPlan, copies: Copies) -> FusedBlock:
         key_norm=None if key_norm is None else parts("key_norm", key_norm),
         scale=site.scale,
         dropout=site.dropout,
+        places=places,
     )
 
 

@@ -42,6 +42,15 @@ class Block:
         found = [first_path(self.module, path) for path in self.family.mlp_paths()]
         return [path for path in found if path is not None]
 
+    @cached_property
+    def has_experts(self) -> bool:
+        """Whether the MLP is a mixture of experts, of which a token passes a few only."""
+        names = (n for path in self.mlp_names for n, _ in self._inside(path))
+        return any("expert" in name.lower() for name in names)
+
+    def _inside(self, path: str) -> list[tuple[str, nn.Module]]:
+        return list(self.module.get_submodule(path).named_modules())
+
     def names(self, paths: Sequence[str]) -> list[str]:
         """Keep the paths that name a module of this block."""
         return [path for path in paths if first_path(self.module, path) is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .arguments import add_bias
 from .block import Block
 from .rotary import Rotary
 
@@ -22,6 +23,7 @@ def attend(
     mask: Tensor | None = None,
     causal: bool = False,
     rotary: Rotary | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Compute the attention of a block, W_O and its bias included; x [batch, tokens, width]."""
     site = block.attention
@@ -36,6 +38,8 @@ def attend(
     q = project(weights.query, weights.query_bias, query_norm)
     k = project(weights.key, weights.key_bias, key_norm)
     v = project(weights.value, weights.value_bias, None)
+    if bias is not None:
+        mask = add_bias(mask, bias, causal=causal)
     if rotary is not None:
         q, k = rotary.turn(q), rotary.turn(k)
     y = F.scaled_dot_product_attention(
@@ -52,6 +56,7 @@ def forward(
     mask: Tensor | None = None,
     causal: bool = False,
     rotary: Rotary | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Compute a whole block from its parts."""
     assert block.norm1 is not None and block.norm2 is not None
@@ -61,7 +66,7 @@ def forward(
     after_mlp = [get(path) for path in block.names(family.after_mlp)]
     mlp = [get(path) for path in block.mlp_names]
     if family.norm == "pre":
-        x = x + run(after_attention, attend(block, block.norm1(x), mask, causal, rotary))
+        x = x + run(after_attention, attend(block, block.norm1(x), mask, causal, rotary, bias))
         return x + run([*mlp, *after_mlp], block.norm2(x))
-    x = block.norm1(x + run(after_attention, attend(block, x, mask, causal, rotary)))
+    x = block.norm1(x + run(after_attention, attend(block, x, mask, causal, rotary, bias)))
     return block.norm2(x + run([*mlp, *after_mlp], x))

@@ -20,22 +20,6 @@ from ..errors import UnsupportedModelError
 from .block import Block
 from .family import Family
 from .multihead import opened
-from .rotary import ARGUMENTS, Rotary, read_rotary
-
-MASKS = ("attention_mask", "attn_mask")
-"""What hosts call the mask that is added to (or kept in) the attention's scores."""
-
-_WITHOUT_EFFECT = frozenset(
-    {
-        "cache_position",
-        "num_items_in_batch",  # a trainer's, for the loss
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "use_cache",
-    }
-)
-"""Arguments that choose what else is returned or kept, and never change the states."""
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -122,6 +106,15 @@ class Form:
     def hands_on(self) -> bool:
         """Whether a block hands more than its states to the blocks above (a shared bias, say)."""
         return any(value is not None for value in self.rest)
+
+    def __str__(self) -> str:
+        return "" if self.kind is None else f"{self.kind.__name__} {len(self.rest)}"
+
+    @classmethod
+    def parse(cls, text: str) -> Form:
+        """Read what `str` gave; nothing stands after the states but None."""
+        kind, _, rest = text.partition(" ")
+        return cls({"tuple": tuple, "list": list}[kind], (None,) * int(rest)) if text else cls()
 
 
 def states_of(output: Any) -> tuple[Tensor, Form]:
@@ -298,141 +291,6 @@ def repeat_for_streams(value: Any, streams: int, batch: int) -> Any:
     return value
 
 
-# --- the mask -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Understood:
-    """What our own arithmetic needs of a block's arguments.
-
-    Attributes:
-        mask: Added to (or, boolean, kept in) the scores [batch or 1, 1, queries or 1, keys].
-        causal: Whether the host asks for causal attention without a mask; None: it says nothing.
-        rotary: Angles by which queries and keys are turned.
-    """
-
-    mask: Tensor | None = None
-    causal: bool | None = None
-    rotary: Rotary | None = None
-
-
-def understand(
-    names: Sequence[str],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    x: Tensor,
-    *,
-    rotary: str | None = None,
-) -> Understood:
-    """Read a block's arguments; refuse every one that our own arithmetic would have to drop.
-
-    Args:
-        names: The block's positional parameters after the states (see `parameter_names`).
-        args, kwargs: What the host handed over, beside the states.
-        x: The states, for their type and length.
-        rotary: The form of the host's rotary positions (see `rotary`), where it is known.
-
-    Raises:
-        UnsupportedModelError: Naming the argument that is not understood.
-    """
-    named = {**dict(zip(names, args, strict=False)), **kwargs}
-    if len(args) > len(names):
-        named.update({f"argument {i}": v for i, v in enumerate(args) if i >= len(names)})
-    mask, causal, angles = None, None, None
-    for name, value in named.items():
-        value = without_cache(value)
-        if value is None or name in _WITHOUT_EFFECT:
-            continue
-        if rotary is not None and name in ARGUMENTS:
-            angles = read_rotary(value, rotary, x.shape[1])
-            if angles is not None:
-                continue
-        if rotary is not None and name == "position_ids":  # the angles are made of them
-            continue
-        if name in MASKS:
-            mask = four_dimensional(value, x)
-        elif name == "is_causal" and isinstance(value, bool):
-            causal = value
-        else:
-            raise UnsupportedModelError(
-                f"the host hands its blocks {_in_words(name)}, which our own arithmetic does not "
-                "compute"
-            )
-    return Understood(mask, causal, angles)
-
-
-def _in_words(name: str) -> str:
-    """Say what an argument means to a user."""
-    meaning = {
-        "position_embeddings": "rotary positions",
-        "rope": "rotary positions",
-        "rotary_pos_emb": "rotary positions",
-        "freqs_cis": "rotary positions",
-        "position_ids": "position numbers",
-        "position_bias": "a position bias shared by all blocks",
-        "shared_rel_pos": "a relative-position bias shared by all blocks",
-        "relative_pos": "relative positions",
-        "rel_pos": "relative positions",
-        "relative_position_bias": "a relative-position bias",
-    }.get(name)
-    return f"{name!r}" if meaning is None else f"{meaning} ({name!r})"
-
-
-def four_dimensional(mask: Any, x: Tensor) -> Tensor:
-    """Bring an attention mask to [batch or 1, 1, queries or 1, keys].
-
-    Hosts pass a 4-D mask (eager, sdpa), a 2-D [batch, keys] padding mask (flash) or a 2-D
-    [queries, keys] additive one (open_clip).
-    """
-    if not isinstance(mask, Tensor):
-        raise UnsupportedModelError(
-            f"The host hands its blocks a {type(mask).__name__} as attention mask: expected a "
-            'tensor. Load it with attn_implementation="sdpa" or "eager".'
-        )
-    if mask.dim() == 2:
-        mask = mask[None, None] if mask.is_floating_point() else mask[:, None, None].bool()
-    if mask.dim() != 4 or mask.shape[1] != 1:
-        raise UnsupportedModelError(
-            f"An attention mask of shape {tuple(mask.shape)} is not supported: expected "
-            "[batch, 1, queries, keys], the same for all heads."
-        )
-    return mask.to(x.dtype) if mask.is_floating_point() else mask
-
-
-def rows_of_mask(
-    mask: Tensor | None,
-    *,
-    causal: bool,
-    keys: int,
-    queries: int,
-    positions: Tensor | None,
-    device: torch.device | None,
-) -> Tensor | None:
-    """Cut a mask to the query rows that are read: the first ones, or one position per sample.
-
-    Args:
-        mask: [batch or 1, 1, queries or 1, keys], or None.
-        causal: Causal attention, where there is no mask.
-        keys: Number of tokens.
-        queries: How many of the first rows are read, where positions is None.
-        positions: The row that each sample reads [batch], or None.
-        device: Where a mask is made, if one must be.
-    """
-    if mask is None:
-        if not causal:
-            return None
-        place = torch.arange(keys, device=device)
-        rows = place[None, :queries] if positions is None else positions[:, None]
-        return (place <= rows[:, :, None])[:, None]
-    if mask.shape[2] == 1:
-        return mask
-    if positions is None:
-        return mask[:, :, :queries]
-    batch = len(positions)
-    every = torch.arange(batch, device=mask.device)
-    return mask.expand(batch, -1, -1, -1)[every, :, positions][:, :, None]
-
-
 # --- the tokens that are read ---------------------------------------------------------------------
 
 
@@ -486,6 +344,20 @@ class StandIn(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["block"], name)
+
+
+class ShortList(nn.ModuleList):
+    """Blocks that stand for a longer list.
+
+    Hosts that count their blocks (ALBERT does) find one that hands the states on after the last.
+    """
+
+    form = Form()
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int) and index >= len(self):
+            return StandIn(self[0], _hand_on, self.form)
+        return super().__getitem__(index)
 
 
 @contextmanager

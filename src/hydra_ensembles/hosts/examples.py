@@ -47,7 +47,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def _texts(config: Any, device: torch.device) -> list[Inputs]:
-    special = set()
+    special: set[int | None] = set()
     for name in ("pad", "eos", "bos"):
         token = getattr(config, f"{name}_token_id", None)
         special.update(token if isinstance(token, list) else [token])  # GLM has several ends
@@ -107,15 +107,16 @@ def _frames(model: nn.Module) -> int | None:
 
 def _loose_patches(model: nn.Module) -> dict[str, Tensor] | None:
     """Make patches with their places for models that take images of any shape (SigLIP 2)."""
-    config = getattr(model, "config", None)
+    towers = (m for m in model.modules() if type(m).__name__.startswith("Siglip2"))
+    config: Any = getattr(next(towers, None), "config", None)
     config = getattr(config, "vision_config", config)
     patches = getattr(config, "num_patches", None)
-    if not isinstance(patches, int) or not type(model).__name__.startswith("Siglip2"):
+    if not isinstance(patches, int):
         return None
     side = math.isqrt(patches)
     device = device_of(model)
     generator = torch.Generator().manual_seed(0)
-    width = config.num_channels * config.patch_size**2  # type: ignore[union-attr]
+    width = config.num_channels * config.patch_size**2
     return {
         "pixel_values": torch.randn(2, side * side, width, generator=generator).to(device),
         "pixel_attention_mask": torch.ones(2, side * side, dtype=torch.long, device=device),
@@ -161,7 +162,9 @@ def image_size(model: nn.Module) -> tuple[int, int, int] | None:
     size = getattr(config, "image_size", None)
     if size is not None:
         return (getattr(config, "num_channels", 3), *_pair(size))
-    first = next((m for m in model.modules() if m._parameters), None)
+    timm = hasattr(model, "pretrained_cfg")
+    wanted = (m for m in model.modules() if m._parameters and not (timm and m is model))
+    first = next(wanted, None)
     if config is None and isinstance(first, nn.Conv2d):  # it starts with a convolution: any size
         return (first.in_channels, *_fixed_size(model))
     if getattr(model, "main_input_name", None) == "pixel_values":  # its config names no size

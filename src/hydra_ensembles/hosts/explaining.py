@@ -93,7 +93,7 @@ def _explain(host: HostModel) -> Explanation:
     return Explanation(
         name=host.name,
         supported=True,
-        reason=removable or fusable or "",
+        reason=fusable or removable or "",
         family=host.family.name,
         blocks=host.blocks_path,
         head_counts=host.head_counts,
@@ -115,9 +115,10 @@ def _engine(host: HostModel) -> tuple[str, str]:
     """Name the engine that a host's members get, and say why in words."""
     reason = host.why_not_fused()
     if reason is None:
-        turned = "" if host.rotary is None else ", rotary positions included"
+        more = "" if host.rotary is None else ", rotary positions included"
+        more += ", the bias of each head included" if host.biased else ""
         return "fused", (
-            f"our own arithmetic equals the host's blocks, as the host calls them{turned}"
+            f"our own arithmetic equals the host's blocks, as the host calls them{more}"
         )
     price = three_members(host)
     cost = "" if price is None else f"; three members in the last block cost {price:.2f} x"

@@ -17,6 +17,7 @@ from .calling import (
     ClosedAttentionError,
     Form,
     Inputs,
+    ShortList,
     capture_calls,
     main_output,
     stand_ins,
@@ -28,6 +29,7 @@ from .probe import (
     Readout,
     bare_call,
     find_readout,
+    hands_bias,
     hands_rotary,
     largest_difference,
     structure_of,
@@ -70,6 +72,7 @@ class HostModel:
         self._hosted: tuple[str | None] | None = None
         self._seen: Inputs | None = None
         self.rotary: str | None = None  # the form of rotary positions, once it was proven
+        self.biased = False  # whether a bias of each head is handed to its blocks, once proven
 
     @property
     def blocks_list(self) -> nn.Module:
@@ -78,8 +81,15 @@ class HostModel:
 
     def replace_blocks_(self, blocks: Sequence[nn.Module]) -> None:
         """Put other modules in the place of the blocks, in place."""
-        sequential = isinstance(self.blocks_list, nn.Sequential)
-        self.put_blocks_(nn.Sequential(*blocks) if sequential else nn.ModuleList(blocks))
+        old: Any = self.blocks_list
+        if isinstance(old, nn.Sequential):
+            self.put_blocks_(nn.Sequential(*blocks))
+        elif len(blocks) == len(old) and not isinstance(old, ShortList):
+            self.put_blocks_(nn.ModuleList(blocks))
+        else:
+            short = ShortList(blocks)
+            short.form = self.forms[-1]
+            self.put_blocks_(short)
 
     def put_blocks_(self, blocks_list: nn.Module) -> None:
         """Put another list in the place of the list of blocks, in place."""
@@ -128,7 +138,8 @@ class HostModel:
             self._removable = (self._why_not_removable(),)
         return self._removable[0]
 
-    def _why_not_removable(self) -> str | None:
+    def _why_not_taken_apart(self) -> str | None:
+        """Say why the weights of some attention cannot be seen head by head, or None."""
         for block in self.blocks:
             site = block.attention
             reason = site.why_not_removable()
@@ -145,6 +156,12 @@ class HostModel:
                     f"layer {site.layer} has values by head that are not cut along "
                     f"({', '.join(by_head)}: a relative-position bias, say)"
                 )
+        return None
+
+    def _why_not_removable(self) -> str | None:
+        reason = self._why_not_taken_apart()
+        if reason is not None:
+            return reason
         checked: set[Any] = set()
         passes = self.passes()  # without one, blocks run by themselves
         calls = passes[0] if passes else [bare_call(block) for block in self.blocks]
@@ -224,26 +241,30 @@ class HostModel:
         return self._arithmetic[0]
 
     def _why_not_fused(self) -> str | None:
-        reason = self.why_not_removable()
+        biased = hands_bias(self.blocks, self.passes())
+        reason = self._why_not_taken_apart() if biased else self.why_not_removable()
         if reason is not None:  # an argument explains it better than a failure does
             return why_not_understood(self.blocks, self.passes()) or reason
         if not self.family.fusable:
-            return f"our own arithmetic does not compute the blocks of {self.family.name} models"
+            return "no family names its norms and its MLP, which our own arithmetic would need"
         for block in self.blocks:
             if block.norm1 is None or block.norm2 is None or not block.mlp_names:
                 return f"layer {block.index}: no norm or MLP where {self.family.name} has them"
+            if block.has_experts:
+                return f"layer {block.index}: its MLP is a mixture of experts"
             unknown = block.unknown_parameters()
             if unknown:
                 return f"layer {block.index} has parts that we do not know: {', '.join(unknown)}"
         passes = self.passes()
         reason = why_not_computed(self.blocks, passes)
-        if reason is not None and hands_rotary(passes):
+        if reason is not None and hands_rotary(self.blocks, passes):
             for form in FORMS:
                 other = why_not_computed(self.blocks, passes, form)
                 if other is None:
                     self.rotary, reason = form, None
                     break
                 reason = f"{other}, with rotary positions"
+        self.biased = biased and reason is None
         return reason
 
     def why_not_fusable(self) -> str | None:

@@ -60,6 +60,23 @@ register_family(
 
 register_family(
     Family(
+        name="mpnet",  # a bias by relative position and head, shared by all blocks
+        query="attention.attn.q",
+        key="attention.attn.k",
+        value="attention.attn.v",
+        output="attention.attn.o",
+        norm="post",
+        norm1="attention.LayerNorm",
+        norm2="output.LayerNorm",
+        mlp=("intermediate", "output.dense"),
+        after_attention=("attention.dropout",),
+        after_mlp=("output.dropout",),
+        returns_tuple=True,
+    )
+)
+
+register_family(
+    Family(
         name="distilbert",
         query="attention.q_lin",
         key="attention.k_lin",
@@ -110,6 +127,23 @@ register_family(
         norm1="input_layernorm",
         norm2="post_attention_layernorm",
         mlp=("mlp",),
+        returns_tuple=True,
+    )
+)
+
+register_family(
+    Family(
+        name="nomic",  # nomic, gte, jina v3: rotary positions in a post-norm encoder
+        query="self_attn.q_proj",
+        key="self_attn.k_proj",
+        value="self_attn.v_proj",
+        output="self_attn.o_proj",
+        norm="post",
+        norm1="post_attention_layernorm",
+        norm2="post_mlp_layernorm",
+        mlp=("mlp",),
+        after_attention=("post_attention_dropout",),
+        after_mlp=("post_mlp_dropout",),
         returns_tuple=True,
     )
 )

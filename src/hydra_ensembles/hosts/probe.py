@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from . import block_math
+from .arguments import BIASES, understand
 from .block import Block
-from .calling import BlockCall, Host, Inputs, main_output, parameter_names, run_around, understand
+from .calling import BlockCall, Host, Inputs, main_output, parameter_names, run_around
 from .examples import examples, text_config
 from .multihead import opened
 from .rotary import ARGUMENTS
@@ -92,10 +93,23 @@ def why_not_computed(
     return None
 
 
-def hands_rotary(passes: Sequence[Sequence[BlockCall]]) -> bool:
+def hands_rotary(blocks: Sequence[Block], passes: Sequence[Sequence[BlockCall]]) -> bool:
     """Tell whether a host hands rotary positions to its blocks."""
-    for call in (call for calls in passes for call in calls):
-        if any(call.kwargs.get(name) is not None for name in ARGUMENTS):
+    return _hands(blocks, passes, ARGUMENTS)
+
+
+def hands_bias(blocks: Sequence[Block], passes: Sequence[Sequence[BlockCall]]) -> bool:
+    """Tell whether a host hands a bias of each head to its blocks."""
+    return _hands(blocks, passes, BIASES)
+
+
+def _hands(
+    blocks: Sequence[Block], passes: Sequence[Sequence[BlockCall]], wanted: Sequence[str]
+) -> bool:
+    for call in (calls[0] for calls in passes):
+        names = parameter_names(blocks[0].module)[1:]
+        named = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+        if any(named.get(name) is not None for name in wanted):
             return True
     return False
 
@@ -126,16 +140,17 @@ def check_block(block: Block, call: BlockCall, rotary: str | None = None) -> str
     call = random_states(call)
     names = parameter_names(module)[1:]
     try:
-        read = understand(names, call.args, call.kwargs, call.hidden, rotary=rotary)
+        heads = twin.attention.num_heads
+        read = understand(names, call.args, call.kwargs, call.hidden, rotary=rotary, heads=heads)
     except UnsupportedModelError as error:
         return str(error)
-    if call.form.kind is not None:
+    if call.form.hands_on:
         return "its blocks answer with more than their states"
     causal = twin.attention.causal if read.causal is None else read.causal
     try:
         with torch.no_grad(), opened([twin.attention.module]):
             theirs = call.run(module)
-            ours = block_math.forward(twin, call.hidden, read.mask, causal, read.rotary)
+            ours = block_math.forward(twin, call.hidden, read.mask, causal, read.rotary, read.bias)
     except Exception as error:  # any failure of the host's code means: not what we think
         return f"its block cannot be run by itself ({type(error).__name__}: {error})"
     difference = largest_difference(theirs, ours)

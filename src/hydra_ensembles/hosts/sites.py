@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,19 @@ class HeadWeights:
     key_bias: Tensor | None
     value_bias: Tensor | None
     output: Tensor
+
+    def spread(self, places: Sequence[int], number: int) -> HeadWeights:
+        """Put these heads at their places among a number of heads; the others are zero."""
+
+        def whole(part: Tensor | None) -> Tensor | None:
+            if part is None:
+                return None
+            result = part.new_zeros(number, *part.shape[1:])
+            result[torch.tensor(places, dtype=torch.long, device=part.device)] = part
+            return result
+
+        parts = (whole(getattr(self, name)) for name in self.__dataclass_fields__)
+        return HeadWeights(*parts)  # type: ignore[arg-type]
 
 
 def linear_weight(module: nn.Module) -> Tensor:

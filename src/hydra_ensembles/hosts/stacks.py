@@ -47,6 +47,7 @@ def find_stack(model: nn.Module, family: Family | None = None) -> Stack:
     _refuse_wrapped(model)
     tried = [family] if family is not None else [families[name] for name in families]
     found = [stack for candidate in tried for stack in _described(model, candidate)]
+    found.sort(key=lambda stack: not _names_all(stack))  # names of attention alone may be shared
     if family is None:
         found += _searched(model, {stack.path for stack in found})
     if not found:
@@ -81,6 +82,13 @@ def _described(model: nn.Module, family: Family) -> Iterator[Stack]:
         blocks = tuple(container.children())
         if all(family.resolve(block) is not None for block in blocks):
             yield Stack(family, path, blocks)
+
+
+def _names_all(stack: Stack) -> bool:
+    """Tell whether a family names the norms and the MLP of a stack's blocks, too."""
+    family, block = stack.family, stack.blocks[0]
+    parts = (family.norm1, family.norm2, *family.mlp_paths())
+    return all(first_path(block, path) is not None for path in parts)
 
 
 def _searched(model: nn.Module, known: set[str]) -> Iterator[Stack]:

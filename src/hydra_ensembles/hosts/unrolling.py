@@ -31,7 +31,7 @@ def unrolled(model: nn.Module) -> nn.Module | None:
         blocks.append(copy.deepcopy(group, own))
     encoder.albert_layer_groups = nn.ModuleList(blocks)
     for module in twin.modules():  # a saved folder must describe the unrolled structure
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "num_hidden_groups"):
             config.num_hidden_groups = len(blocks)
     return twin

@@ -21,6 +21,7 @@ from ..data.running import split_batch
 from ..errors import UnsupportedModelError
 from ..heads.gating import gate
 from ..hosts import HostModel, device_of, main_output
+from ..hosts.arguments import add_bias, rows_of_mask, understand
 from ..hosts.block import Block
 from ..hosts.block_math import run
 from ..hosts.calling import (
@@ -30,11 +31,9 @@ from ..hosts.calling import (
     full_length,
     parameter_names,
     repeat_for_streams,
-    rows_of_mask,
     run_around,
     stand_ins,
     take_rows,
-    understand,
     why_not_chained,
 )
 from ..hosts.rotary import Rotary
@@ -71,7 +70,8 @@ class Call:
     Attributes:
         batch: Number of examples.
         layers: What each block is handed, where they must run by the host's own code.
-        mask: The attention's mask, where our own arithmetic runs [batch or 1, 1, queries, keys].
+        mask: The attention's mask, where our own arithmetic runs [batch or 1, 1 or heads, queries,
+            keys].
         causal: Whether that attention is causal.
         inputs: The host's own inputs, kept only where its readout looks at them again.
         positions: Readout positions of the examples [batch], or None.
@@ -144,10 +144,14 @@ class Engine:
             self.host.model(*inputs[0], **inputs[1])
         (found,) = seen
         names = parameter_names(self.host.blocks[-1].module)[1:]
-        read = understand(names, found.args, found.kwargs, found.hidden, rotary=self.host.rotary)
-        causal = self.host.sites[-1].causal if read.causal is None else read.causal
         x = found.hidden
-        return x, Call(len(x), mask=read.mask, causal=causal, length=x.shape[1], rotary=read.rotary)
+        heads = self.host.head_counts[-1] if self.host.biased else None
+        read = understand(names, found.args, found.kwargs, x, rotary=self.host.rotary, heads=heads)
+        causal = self.host.sites[-1].causal if read.causal is None else read.causal
+        mask = read.mask
+        if read.bias is not None:
+            mask = add_bias(mask, read.bias, causal=causal)
+        return x, Call(len(x), mask=mask, causal=causal, length=x.shape[1], rotary=read.rotary)
 
     def _host_call(self, inputs: Inputs) -> tuple[Tensor, Call]:
         """Enter blocks that the host's own code runs, each with its own arguments."""
