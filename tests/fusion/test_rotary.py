@@ -102,6 +102,21 @@ def test_cost_counts_what_runs_and_the_readout_makes_it_cheaper() -> None:
     assert counted.multiply_adds < hosted.multiply_adds
 
 
+def test_windows_that_our_examples_do_not_reach_are_seen() -> None:
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    def reason(window: int, kinds: list[str]) -> str | None:
+        config = Qwen2Config(
+            **GROUPED, use_sliding_window=True, sliding_window=window, layer_types=kinds
+        )
+        return host_model(Qwen2ForSequenceClassification(config)).why_not_fused()
+
+    full, sliding = "full_attention", "sliding_attention"
+    assert "windows in some of them" in str(reason(4096, [full, sliding, full]))
+    assert "windows in some of them" in str(reason(3, [full, sliding, full]))
+    assert reason(4096, [sliding] * 3) is None
+
+
 def test_a_search_turns_queries_and_keys() -> None:
     model, inputs = host("llama"), batch("llama")
     data = [{**inputs, "labels": torch.tensor([0, 1, 2, 3])}]

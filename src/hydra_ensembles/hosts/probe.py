@@ -32,6 +32,10 @@ _TOLERANCE = 2e-4
 _NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index"})
 
 
+_REACH = ("sliding", "window", "attention_type", "layer_type", "chunk", "is_local", "use_rope")
+"""Parts of names of settings that say which tokens a block looks at."""
+
+
 @dataclass(frozen=True)
 class Readout:
     """Which tokens of the last block the classifier reads.
@@ -76,6 +80,8 @@ def why_not_computed(
             on random states by themselves.
         rotary: The form of rotary positions to try (see `rotary`).
     """
+    if len({_reach(block.module) for block in blocks}) > 1:
+        return "its blocks look at tokens in different ways (windows in some of them)"
     for found in passes:
         if any(not _same(found[0].given, call.given) for call in found[1:]):
             return "its blocks are handed other arguments layer by layer (windows or masks)"
@@ -91,6 +97,22 @@ def why_not_computed(
                 return f"layer {block.index}: {reason}"
             checked.add(key)
     return None
+
+
+def _reach(module: nn.Module) -> str:
+    """Return the settings that say which tokens a block looks at.
+
+    A window that is longer than our examples shows in no mask, so that settings are compared too.
+    """
+    found = []
+    for path, inner in module.named_modules():
+        found += [
+            (path, name, value)
+            for name, value in vars(inner).items()
+            if any(word in name for word in _REACH)
+            and isinstance(value, (bool, int, float, str, type(None)))
+        ]
+    return str(sorted(found, key=str))
 
 
 def hands_rotary(blocks: Sequence[Block], passes: Sequence[Sequence[BlockCall]]) -> bool:
