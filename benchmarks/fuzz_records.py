@@ -182,6 +182,6 @@ def _judge(ensemble: Any, given: tuple[bytes, str | None], answer: str) -> tuple
         found.get("label") == ensemble.id2label[int(alone.label)]
         and abs(found["uncertainty"] - float(alone.uncertainty)) < 1e-3
         and found["score"] == ensemble.score
-        and found["abstain"] == bool(ensemble.abstention.abstains(alone.uncertainty))
+        and found["abstain"] == bool(alone.abstain)
     )
     return (ANSWERED, "") if same else (WRONG, answer[:200])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 
@@ -79,16 +78,3 @@ def test_every_public_name_exists() -> None:
     assert set(hydra_ensembles.__all__) <= set(dir(hydra_ensembles))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         hydra_ensembles.nothing  # noqa: B018
-
-
-def test_no_pickle_is_loaded() -> None:
-    for path in rooms.SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                names = [alias.name for alias in node.names] + [getattr(node, "module", "") or ""]
-                assert not {"pickle", "joblib", "dill", "shelve"} & set(names), path
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
-                "torch.load",
-                "pickle.load",
-            ):
-                raise AssertionError(f"{path} loads a pickle")

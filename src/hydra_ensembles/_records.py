@@ -2,35 +2,163 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import FormatError
+from .errors import DiskError, FormatError
 
 if TYPE_CHECKING:  # torch takes a second to import, and writing a file does not need it
     from torch import Tensor, nn
 
 
+PARTIAL = ".partial"
+"""How the name of a file ends that is being written, or that a killed process left."""
+
+SEAL = "sha256"
+"""Where a sealed record keeps the digest of everything else in it."""
+
+_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_DISK_WORDS = ("no space left", "file too large", "disk quota", "enforce fail", "read-only file")
+
+
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file beside its place and rename it; a failure leaves what was there before.
 
-    Folders that are missing are made.
+    Folders that are missing are made. A device or a pipe is written as it is, and a link stays.
     """
+    target = place_of(path)
+    beside = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL}")
+    with writing(target):
+        if is_device(target):
+            with target.open("wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with beside.open("wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, target)
+        finally:
+            beside.unlink(missing_ok=True)
+        names_to_disk(target.parent)
+
+
+def place_of(path: str | os.PathLike[str]) -> Path:
+    """Return where a file is written: a link stays, and what it leads to is replaced."""
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    return target.resolve() if target.is_symlink() else target
+
+
+def is_device(path: Path) -> bool:
+    """Tell whether a path is a device or a pipe, beside which nothing can be written."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def names_to_disk(folder: Path) -> None:
+    """Make renames in a folder last through a power cut, where the system can."""
+    if os.name != "posix":  # other systems do not open folders
+        return
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        with beside.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, target)
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network disks cannot
+            raise
     finally:
-        beside.unlink(missing_ok=True)
+        os.close(handle)
+
+
+@contextmanager
+def writing(target: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn the system's errors of a disk that is full or read-only into a `DiskError`."""
+    try:
+        yield
+    except DiskError:
+        raise
+    except Exception as error:
+        if not is_disk(error):
+            raise
+        text = " ".join(str(error).split())
+        found = DiskError(
+            f"Cannot write {os.fspath(target)}: {text}. What was there before is still there, and "
+            "finished steps are kept: make room or choose another place, and start again."
+        )
+        found.errno, found.filename = getattr(error, "errno", None), os.fspath(target)
+        raise found from error
+
+
+def is_disk(error: BaseException) -> bool:
+    """Tell whether writing failed; safetensors wraps the system's error in its own."""
+    if isinstance(error, DiskError) or (isinstance(error, OSError) and error.errno in _DISK):
+        return True
+    return any(word in str(error).lower() for word in _DISK_WORDS)
+
+
+def inside(folder: str | os.PathLike[str], name: str) -> Path:
+    """Return a file of a folder; raise when a link or its name leads out of the folder.
+
+    The cache of the hub keeps a snapshot's files as links to its own `blobs`: these are followed.
+    """
+    home = Path(folder).resolve()
+    path = Path(folder) / name
+    try:
+        place = path.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise FormatError(f"{path} leads nowhere ({error}). Copy the folder again.") from None
+    in_cache = home.parent.name == "snapshots" and place.parent == home.parent.parent / "blobs"
+    if not place.is_relative_to(home) and not in_cache:
+        raise FormatError(
+            f"{path} leads out of its folder, to {place}. Nothing outside is read: copy the file "
+            "into the folder, or download the folder again."
+        )
+    return path
+
+
+def json_digest(content: Mapping[str, Any], leave_out: str = SEAL) -> str:
+    """Return the SHA-256 of JSON data, whatever its spacing and order; one key left out."""
+    rest = {key: value for key, value in content.items() if key != leave_out}
+    return sha256_of(json.dumps(rest, sort_keys=True, ensure_ascii=True).encode())
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return data as it is read back from JSON, with the digest that `check_seal` compares."""
+    plain = json.loads(json.dumps(content))
+    return {**plain, SEAL: json_digest(plain)}
+
+
+def check_seal(content: Mapping[str, Any], where: str | os.PathLike[str], advice: str) -> None:
+    """Raise when sealed data was changed; data without a seal passes (older, or made by hand)."""
+    if SEAL in content and content[SEAL] != json_digest(content):
+        raise FormatError(
+            f"{os.fspath(where)} is damaged: its content does not have the SHA-256 that it names. "
+            f"{advice}"
+        )
+
+
+def read_sealed(path: Path, what: str, advice: str) -> dict[str, Any]:
+    """Read a JSON object that was written sealed.
+
+    Args:
+        path: Of the file.
+        what: What it is, for errors: `"the state of a search"`.
+        advice: What to do when it is damaged.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested without end
+        raise FormatError(f"{path} is not {what} ({error}). {advice}") from None
+    if not isinstance(content, dict):
+        raise FormatError(f"{path} is not {what} (a {type(content).__name__}). {advice}")
+    check_seal(content, path, advice)
+    return content
 
 
 def to_record(
@@ -39,9 +167,14 @@ def to_record(
     path: str | os.PathLike[str] | None = None,
     *,
     indent: int | None = None,
+    seal: bool = False,
 ) -> str:
-    """Return a record as JSON text that names its kind; write it whole when a path is given."""
-    text = json.dumps({"kind": kind, "version": 1, **payload}, indent=indent)
+    """Return a record as JSON text that names its kind; write it whole when a path is given.
+
+    A sealed record is not meant to be edited by hand: a change is found when it is read.
+    """
+    content = {"kind": kind, "version": 1, **payload}
+    text = json.dumps(sealed(content) if seal else content, indent=indent)
     if path is not None:
         write_whole(path, text + "\n")
     return text
@@ -56,10 +189,16 @@ def read_json(
         path = Path(source)
         if not path.exists():
             raise error(f"No file {path}: expected a {kind} saved by to_json().")
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as wrong:
+            raise error(
+                f"{path} is not the JSON of a {kind} ({wrong}). It is damaged or something else: "
+                f"write it again with {kind}.to_json()."
+            ) from None
     try:
         return json.loads(text)
-    except ValueError as wrong:
+    except (ValueError, RecursionError) as wrong:
         raise error(
             f"Not the JSON of a {kind} ({wrong}). It must come from {kind}.to_json()."
         ) from None
@@ -86,12 +225,26 @@ def read_record(
             f"This {kind} has version {record['version']}, and this library reads version 1. "
             "Update hydra-ensembles to read it."
         )
+    if record.get(SEAL, "") != json_digest(record) and SEAL in record:
+        raise error(
+            f"This {kind} was changed after it was written: its content does not have the SHA-256 "
+            "that it names. Delete it to make it again, or copy it again from where it was made."
+        )
     return record
 
 
 def sha256_of(content: bytes) -> str:
     """Return the SHA-256 of some bytes in hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
+
+
+def sha256_of_file(path: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 of a file, read piece by piece."""
+    digest = hashlib.sha256()
+    with Path(path).open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def tensor_bytes(tensor: Tensor) -> Any:
@@ -104,14 +257,53 @@ def tensor_bytes(tensor: Tensor) -> Any:
 
 def model_fingerprint(model: nn.Module) -> str:
     """Return a SHA-256 over the names, types, shapes and bytes of a model's tensors."""
+    return tensors_digest(model.state_dict())
+
+
+def tensors_digest(tensors: Mapping[str, Any]) -> str:
+    """Return a SHA-256 over the names, types, shapes and bytes of tensors; others are left out."""
     import torch
 
     whole = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(tensors.items()):
         if isinstance(tensor, torch.Tensor):
             whole.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
             whole.update(tensor_bytes(tensor))
     return whole.hexdigest()
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], record: str = "", *, name: str = "record"
+) -> None:
+    """Write tensors and a text of that name as one safetensors file, whole, with their digest."""
+    from safetensors.torch import save
+
+    digest = sha256_of(f"{tensors_digest(tensors)} {record}".encode())
+    write_whole(path, save(dict(tensors), metadata={name: record, SEAL: digest}))
+
+
+def read_tensors(
+    path: Path, what: str, advice: str, *, name: str = "record"
+) -> tuple[dict[str, Tensor], str]:
+    """Read what `write_tensors` wrote; see `read_sealed` for the arguments.
+
+    A file without a digest (an older one) passes.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            facts = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, ValueError, OSError) as error:
+        raise FormatError(f"{path} is not {what} ({error}). {advice}") from None
+    record: str = facts.get(name, "")
+    digest = sha256_of(f"{tensors_digest(tensors)} {record}".encode())
+    if facts.get(SEAL, digest) != digest:
+        raise FormatError(
+            f"{path} is damaged: its content does not have the SHA-256 that it names. {advice}"
+        )
+    return tensors, record
 
 
 def check_same_run(

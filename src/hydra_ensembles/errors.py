@@ -23,6 +23,13 @@ class FormatError(HydraError, ValueError):
     """A saved folder or file is damaged, newer than this library or not ours."""
 
 
+class DiskError(HydraError, OSError):
+    """A file cannot be written: the disk is full or read-only, or a quota is used up."""
+
+    def __str__(self) -> str:  # OSError would print the number and the file again
+        return str(self.args[0]) if self.args else ""
+
+
 class VerificationError(HydraError, AssertionError):
     """Two computations that must be equal differ."""
 

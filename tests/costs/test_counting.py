@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
 from hydra_ensembles.costs.counting import CostModel, cost
 from hydra_ensembles.errors import DataError
+from hydra_ensembles.hosts.weighing import operation_counter
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, LATE, SWITCHES, TREE
 
@@ -18,7 +18,7 @@ HOSTS = [name for name in zoo.FUSABLE if name != "clip-classifier"]
 
 
 def counted(model: nn.Module, inputs: object) -> int:
-    counter = FlopCounterMode(display=False)
+    counter = operation_counter()
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # one operator that no counter knows
     try:

@@ -15,10 +15,14 @@ import torch
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HydraEnsemble
+from hydra_ensembles._records import model_fingerprint, sha256_of_file
 from hydra_ensembles.errors import FormatError
 from hydra_ensembles.fusion.folder_format import DIGEST, FIELDS, read_config, signed
+from hydra_ensembles.fusion.saving import SAVING, finish_saving
+from hydra_ensembles.hosts.rebuild import rebuild_host
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, TREE
+from tests.loose_files import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model config")
 
@@ -179,8 +183,92 @@ def test_an_end_between_two_renames_is_told(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "replace", die_after_the_first)
     with pytest.raises(KeyboardInterrupt):
         other.save_pretrained(folder)
+    monkeypatch.undo()
     with pytest.raises(FormatError, match="saving was interrupted"):
         HydraEnsemble.from_pretrained(folder)
+    assert finish_saving(folder) and not finish_saving(folder)
+    assert model_fingerprint(HydraEnsemble.from_pretrained(folder)) == model_fingerprint(other)
+    assert not (folder / SAVING).exists()
+
+
+def test_half_a_save_is_not_finished(folder: Path) -> None:
+    before = HydraEnsemble.from_pretrained(folder).masks
+    (folder / SAVING).mkdir()
+    shutil.copy(folder / "config.json", folder / SAVING)
+    (folder / SAVING / "model.safetensors").write_bytes(b"half a file")
+    assert not finish_saving(folder)
+    assert HydraEnsemble.from_pretrained(folder).masks == before
+
+
+def test_files_of_an_older_save_go(folder: Path) -> None:
+    from transformers import ViTImageProcessor
+
+    ensemble = HydraEnsemble.from_pretrained(folder)
+    ensemble.transform = ViTImageProcessor(size={"height": 16, "width": 16})
+    ensemble.save_pretrained(folder)
+    assert (folder / "preprocessor_config.json").is_file()
+    ensemble.transform = None
+    ensemble.save_pretrained(folder)
+    assert not (folder / "preprocessor_config.json").exists()
+    HydraEnsemble.from_pretrained(folder)
+
+
+def test_nothing_outside_the_folder_is_read(folder: Path, tmp_path: Path) -> None:
+    for name in ("model.safetensors", "config.json"):
+        (folder / name).rename(tmp_path / name)
+        (folder / name).symlink_to(tmp_path / name)
+        with pytest.raises(FormatError, match="leads out of its folder"):
+            HydraEnsemble.from_pretrained(folder)
+        (folder / name).unlink()
+        (tmp_path / name).rename(folder / name)
+    rewrite(folder, lambda config: config["files"].update({"../secret": "0" * 64}))
+    with pytest.raises(FormatError, match="not the name of a file"):
+        HydraEnsemble.from_pretrained(folder)
+
+
+def test_links_of_the_hubs_cache_are_followed(folder: Path, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a" / "snapshots" / "1", tmp_path / "models--a" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    assert HydraEnsemble.from_pretrained(snapshot).members == 4
+
+
+def test_a_tokenizer_names_no_code_and_no_other_files(tmp_path: Path) -> None:
+    ensemble = hydra.fuse(zoo.host("bert"), EARLY)
+    ensemble.tokenizer = load("benchmarks/fuzz_records.py").text_tokenizer()
+    ensemble.save_pretrained(tmp_path)
+    assert HydraEnsemble.from_pretrained(tmp_path).tokenizer is not None
+    (tmp_path / "added_tokens.json").write_text('{"new": 3}')
+    with pytest.raises(FormatError, match=r"added_tokens\.json was not there"):
+        HydraEnsemble.from_pretrained(tmp_path)
+    (tmp_path / "added_tokens.json").unlink()
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    for change in ({"auto_map": {"AutoTokenizer": "code.Mine"}}, {"vocab_file": "/etc/passwd"}):
+        path.write_text(json.dumps({**settings, **change}))
+        digest = sha256_of_file(path)
+        rewrite(tmp_path, lambda config, d=digest: config["files"].update({path.name: d}))
+        loaded = HydraEnsemble.from_pretrained(tmp_path)
+        with pytest.raises(FormatError, match="are not loaded"):
+            _ = loaded.tokenizer
+
+
+def test_a_config_fetches_no_kernel_and_no_checkpoint(folder: Path, tmp_path: Path) -> None:
+    kernel = {"attn_implementation": "someone/kernel", "_attn_implementation": "someone/kernel"}
+    rewrite(folder, lambda config: config["host"]["config"].update(kernel))
+    host = HydraEnsemble.from_pretrained(folder).host
+    assert host.config._attn_implementation in ("eager", "sdpa")
+    description = {
+        "library": "timm-name",
+        "class": "VisionTransformer",
+        "architecture": "vit_tiny_patch16_224",
+        "arguments": {"num_classes": 3, "checkpoint_path": "/etc/passwd"},
+    }
+    with pytest.raises(FormatError, match="checkpoint_path"):
+        rebuild_host(description)
 
 
 def test_a_part_in_another_precision_comes_back(tmp_path: Path) -> None:

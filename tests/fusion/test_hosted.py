@@ -20,6 +20,7 @@ from hydra_ensembles.errors import UnsupportedModelError
 from hydra_ensembles.fusion.hosted import HostedBlock
 from hydra_ensembles.hosts import host_model
 from hydra_ensembles.hosts.cutting import Cut, best_cut
+from hydra_ensembles.hosts.weighing import operation_counter
 from hydra_ensembles.search.prefix import Prefix
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, EQUAL, LATE, TREE, gated, members_of, perturbed
@@ -250,9 +251,8 @@ def test_cost_counts_what_runs(name: str) -> None:
     model = zoo.host(name) if name == "vit" else host(name)
     inputs = zoo.batch(name) if name == "vit" else batch(name)
     ensemble = hydra.fuse(model, LATE, engine="host")
-    from torch.utils.flop_counter import FlopCounterMode
 
-    counter = FlopCounterMode(display=False)
+    counter = operation_counter()
     with counter:
         members_of(ensemble, inputs)
     assert cost(ensemble, inputs).multiply_adds == counter.get_total_flops() // 2

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hydra_ensembles._records import sealed
 from hydra_ensembles.costs.budget import Budget
 from hydra_ensembles.costs.counting import CostModel
 from hydra_ensembles.data.batches import take
@@ -209,13 +210,13 @@ def test_from_any_layer_on_it_ends_with_the_same_bits(tmp_path, condition, keep)
     path = tmp_path / "search.json"
     state = json.loads(path.read_text())
     for done in range(len(whole.mask)):
-        path.write_text(json.dumps({**state, "steps": state["steps"][:done]}))
+        path.write_text(json.dumps(sealed({**state, "steps": state["steps"][:done]})))
         assert find_effects(model, id=data, **arguments).to_json() == whole.to_json()
     path.unlink()
     assert find_circuit(model, id=data, **arguments) == whole.mask
     state = json.loads(path.read_text())
     for done in range(len(whole.mask)):
-        path.write_text(json.dumps({**state, "steps": state["steps"][:done]}))
+        path.write_text(json.dumps(sealed({**state, "steps": state["steps"][:done]})))
         assert find_circuit(model, id=data, **arguments) == whole.mask
         assert json.loads(path.read_text()) == state
 

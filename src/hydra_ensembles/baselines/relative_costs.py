@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..data.running import evaluating, member_logits
+from ..hosts.weighing import operation_counter
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def relative_cost(model: nn.Module, host: nn.Module, batch: Any) -> RelativeCost
 
 
 def _multiply_adds(model: nn.Module, batch: Any) -> int:
-    counter = FlopCounterMode(display=False)
+    counter = operation_counter()
     # plain matrix products inside attention: fused kernels are not all known to the counter
     with evaluating(model), sdpa_kernel(SDPBackend.MATH), counter:
         member_logits(model, batch)

@@ -16,10 +16,9 @@
 
 from __future__ import annotations
 
-import errno
-
 from ..errors import (
     DataError,
+    DiskError,
     FormatError,
     HydraError,
     MaskError,
@@ -28,9 +27,6 @@ from ..errors import (
     UnsupportedModelError,
     VerificationError,
 )
-
-_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
-_DISK_WORDS = ("no space left", "file too large", "disk quota", "enforce fail", "read-only file")
 
 
 class Stop(HydraError):
@@ -43,6 +39,8 @@ class Stop(HydraError):
 
 def exit_code(error: BaseException) -> int:
     """Return the exit code of an error."""
+    from .._records import is_disk  # --help imports nothing that it does not need
+
     if isinstance(error, Stop):
         return error.code
     if is_disk(error):
@@ -61,18 +59,13 @@ def exit_code(error: BaseException) -> int:
     return next((code for kind, code in kinds if isinstance(error, kind)), 1)
 
 
-def is_disk(error: BaseException) -> bool:
-    """Tell whether writing failed; safetensors wraps the system's error in its own."""
-    if isinstance(error, OSError) and error.errno in _DISK:
-        return True
-    return any(word in str(error).lower() for word in _DISK_WORDS)
-
-
 def one_line(error: BaseException) -> str:
     """Return an error's message in one line, with what to do next where we know it."""
+    from .._records import is_disk
+
     text = " ".join(str(error).split()) or type(error).__name__
     text = text.replace("pass skip_broken=True", "give --skip-broken")  # as it is called here
-    if is_disk(error):
+    if is_disk(error) and not isinstance(error, DiskError):  # which says all of it itself
         where = getattr(error, "filename", None)
         place = f" at {where}" if where else ""
         return (

@@ -16,6 +16,9 @@ from .hub import hub_access, not_cached
 from .options import DATA_HELP
 from .show import waiting
 
+SAFE = {"trust_remote_code": False, "use_safetensors": True}
+"""How weights of transformers are loaded: no code of the hub, no pickle."""
+
 FILES = (".csv", ".json", ".jsonl", ".ndjson", ".tab", ".tsv", ".txt")
 
 
@@ -313,14 +316,16 @@ def _in_cache(name: str) -> bool:
 def _classifier(transformers: Any, name: str, names: list[str] | None) -> Loaded:
     """Load a transformers classifier, or a dual encoder as one."""
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         dual = hasattr(config, "vision_config") and hasattr(config, "text_config")
         built = " ".join(getattr(config, "architectures", None) or ())
         if dual and "Classification" not in built:
             return _zero_shot(transformers, name, names)
         text = hasattr(config, "vocab_size") and "ImageClassification" not in built
         kind = "AutoModelForSequenceClassification" if text else "AutoModelForImageClassification"
-        model, info = getattr(transformers, kind).from_pretrained(name, output_loading_info=True)
+        model, info = getattr(transformers, kind).from_pretrained(
+            name, output_loading_info=True, **SAFE
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UnsupportedModelError(
@@ -345,11 +350,15 @@ def _processors(loaded: Loaded, source: str, *, text: bool) -> None:
 
     try:
         if text:
-            loaded.tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+            loaded.tokenizer = transformers.AutoTokenizer.from_pretrained(
+                source, trust_remote_code=False
+            )
         else:
             from ..data import image_transform
 
-            processor = transformers.AutoImageProcessor.from_pretrained(source)
+            processor = transformers.AutoImageProcessor.from_pretrained(
+                source, trust_remote_code=False
+            )
             loaded.transform = image_transform(processor)
     except (OSError, ValueError, KeyError, ImportError):
         loaded.transform = None if text else _by_config(loaded.model)
@@ -370,8 +379,8 @@ def _zero_shot(transformers: Any, name: str, names: list[str] | None) -> Loaded:
         raise Stop(
             f"{name} is a dual encoder: give the classes to choose from with --class-names.", 2
         )
-    encoder = transformers.AutoModel.from_pretrained(name).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    encoder = transformers.AutoModel.from_pretrained(name, **SAFE).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     model = ZeroShotClassifier(encoder, names, tokenizer=tokenizer)
     loaded = Loaded(model, name, class_names=names)
     _processors(loaded, name, text=False)

@@ -34,6 +34,7 @@ COMMANDS = {
     "serve": "Answer over HTTP: Open Inference Protocol, /predict, /metrics, a page.",
     "report": "Write one HTML page from saved results.",
     "demo": "Every step on embedded digits, in a few minutes.",
+    "doctor": "Check a saved ensemble or a run's folder; say what can be saved.",
     "env": "Print the versions of everything that matters.",
 }
 

@@ -93,7 +93,7 @@ class Frontier:
                 for point in self.points
             ],
         }
-        return to_record("Frontier", payload, path, indent=1)
+        return to_record("Frontier", payload, path, indent=1, seal=True)
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> Frontier:

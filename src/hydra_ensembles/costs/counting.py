@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..data.batches import move
 from ..data.running import split_batch
@@ -24,6 +23,7 @@ from ..heads.plan import LayerPlan, Plan, make_plan
 from ..hosts import Block, HostModel, host_model
 from ..hosts.calling import run_around
 from ..hosts.probe import Readout
+from ..hosts.weighing import operation_counter
 from .measured import HostedGeometry, formula_fits, hosted_geometry, measure, widest
 
 
@@ -422,7 +422,7 @@ def _outside(
         seen.clear()
         try:
             twin = model(host)
-            counter = FlopCounterMode(display=False)
+            counter = operation_counter()
             with torch.no_grad(), counter:
                 run_around(twin, (move(args, where), move(kwargs, where)), answer)
             counted = counter.get_total_flops() // 2

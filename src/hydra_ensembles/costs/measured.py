@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..data.modes import in_eval
 from ..data.running import move, split_batch
@@ -16,7 +15,7 @@ from ..errors import DataError
 from ..heads.plan import LayerPlan
 from ..hosts import HostModel, device_of
 from ..hosts.calling import Inputs, capture_calls, take_call
-from ..hosts.weighing import BlockWeight, weigh_blocks
+from ..hosts.weighing import BlockWeight, operation_counter, weigh_blocks
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def _measure(model: Any, root: nn.Module, path: str, inputs: Inputs) -> Measured
 
     places = list(root.get_submodule(path).children())
     handle = places[0].register_forward_pre_hook(note, with_kwargs=True)
-    counter = FlopCounterMode(display=False)
+    counter = operation_counter()
     try:
         with torch.no_grad(), counter:
             if hasattr(model, "fused_logits"):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Sized
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
+from ..data.memory import Halving
 from ..data.running import call_model, check_inputs, evaluating, progress_bar, split_batch
 from ..errors import DataError, UnsupportedModelError
 from ..heads.gating import gate
@@ -183,6 +185,7 @@ def _read(
             mean.add(view.layer, values.nan_to_num(0.0).sum(0), count)
 
     total = len(data) if isinstance(data, Sized) else None
+    halving = Halving("calibration data")
     with ExitStack() as stack:
         stack.enter_context(evaluating(host.model))
         watch = None
@@ -191,10 +194,13 @@ def _read(
         for batch in progress_bar(data, description="heads", enabled=progress, total=total):
             check_inputs(batch)
             if by_gate:
-                gradients = gate_gradients(host, batch, loss=loss, watch=watch)
-                for layer, row in enumerate(gradients):
-                    for criterion, mean in by_gate.items():
-                        mean.add(layer, criterion.accumulate(row.double()), len(row))
+                run = partial(gate_gradients, host, loss=loss, watch=watch)
+                # what was watched before memory ran out would count twice
+                parts = halving(run, batch) if watch is None else [(batch, run(batch))]
+                for _, gradients in parts:
+                    for layer, row in enumerate(gradients):
+                        for criterion, mean in by_gate.items():
+                            mean.add(layer, criterion.accumulate(row.double()), len(row))
             else:
                 _run(host, batch, watch)
 

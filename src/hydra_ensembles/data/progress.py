@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from ..errors import DataError
+
 logger = logging.getLogger("hydra_ensembles")
 FIRST, EVERY = 1.0, 10.0
 """Seconds until the first line, and between lines."""
@@ -161,9 +163,28 @@ def progress_bar(
         except TypeError:  # an iterable data set has no length
             total = None
     with Progress(description, total, enabled=enabled, unit=unit) as progress:
-        for item in data:
+        for item in telling_lost_workers(data, description):
             yield item
             progress.update()
+
+
+def telling_lost_workers(data: Iterable[Any], name: str) -> Iterator[Any]:
+    """Iterate over data; say in plain words when a process that loads it dies."""
+    source = iter(data)
+    while True:
+        try:
+            item = next(source)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise DataError(
+                f"A process that loads the {name} died ({' '.join(str(error).split())[:200]}). "
+                "Finished steps are kept; start again. If it dies again, it may lack memory: use "
+                "fewer workers (num_workers=0 has none) or smaller batches."
+            ) from error
+        yield item
 
 
 def _is_on(enabled: bool) -> bool:

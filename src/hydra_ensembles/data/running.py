@@ -8,7 +8,7 @@ answers with a tensor, an object or mapping with `logits`, or has `predict(batch
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from ..errors import DataError, HydraError
 from ..uncertainty import Prediction, as_member_logits
 from .batches import LABEL_KEYS
 from .batches import move as move
+from .memory import Halving
 from .modes import evaluating as evaluating
 from .progress import progress_bar as progress_bar
 
@@ -238,8 +239,9 @@ def iterate_answers(
 ) -> Iterator[Answers]:
     """Yield what a model says about every batch, checked.
 
-    The tokens of a token classifier are examples of their own: padding, and tokens whose label is
-    -100, are left out.
+    A batch that does not fit in memory is run in halves, which a warning says. The tokens of a
+    token classifier are examples of their own: padding, and tokens whose label is -100, are left
+    out.
 
     Args:
         model: see `member_logits`.
@@ -255,6 +257,15 @@ def iterate_answers(
     labelled: bool | None = None
     examples = 0
     runs_in_eval = getattr(model, "keeps_modes", False)
+    halving = Halving(name)
+
+    def answer(part: Any) -> Answers:
+        labels = None if ignore_labels else split_batch(part)[2]
+        said = _answer(model, part, device)
+        logits = member_logits_of(said).detach().cpu()
+        logits, labels = _flat_tokens(model, part, logits, labels)
+        return Answers(logits, labels, *_novelty_of(said, len(logits)))
+
     with torch.no_grad() if runs_in_eval else evaluating(model):
         for index, batch in enumerate(
             progress_bar(data, description=name, enabled=progress, total=_length(data))
@@ -262,21 +273,20 @@ def iterate_answers(
             where = f"batch {index} of the data set {name!r}"
             try:
                 check_inputs(batch, where)
-                labels = None if ignore_labels else split_batch(batch)[2]
-                answer = _answer(model, batch, device)
-                logits = member_logits_of(answer).detach().cpu()
-                logits, labels = _flat_tokens(model, batch, logits, labels)
+                found = [answers for _, answers in halving(answer, batch)]
+                logits, labels, novelty, novelty_score = map(_joined, zip(*found, strict=True))
             except DataError as error:
-                if where in str(error):
+                if where in str(error) or f"data set {name!r}" in str(error):
                     raise
                 raise DataError(f"In {where}: {error}") from error
-            except (HydraError, torch.OutOfMemoryError):
+            except HydraError:
                 raise
             except Exception as error:
                 raise DataError(
                     f"The model failed on {where}, with inputs {_shapes(batch)}: {error}. "
                     "Every data set must be prepared as the model expects it."
                 ) from error
+            assert logits is not None
             _check_logits(logits, where)
             if shape is None:
                 shape = (logits.shape[1], logits.shape[2])
@@ -304,12 +314,20 @@ def iterate_answers(
             examples += len(logits)
             if labels is not None:
                 labels = _check_labels(labels, logits, where)
-            yield Answers(logits, labels, *_novelty_of(answer, len(logits)))
+            yield Answers(logits, labels, novelty, novelty_score)
     if not examples:
         raise DataError(
             f"The data set {name!r} is empty: it gave no examples. If it is a generator, it may "
             "have been used up before: pass a DataLoader or a list."
         )
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Join what was said about the parts of a batch."""
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts):
+        return None
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _novelty_of(answer: Any, examples: int) -> tuple[Tensor | None, Tensor | None]:

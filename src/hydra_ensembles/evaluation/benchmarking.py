@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..data.batches import map_tensors, move
 from ..data.running import device_of, evaluating, progress_bar, split_batch
 from ..errors import DataError
+from ..hosts.weighing import operation_counter
 from .benchmark_results import BenchmarkResult, Timing
 from .peak_memory import PeakMemory
 
@@ -159,7 +159,7 @@ def _time(call: Call, repeats: int, synchronize: Call) -> float:
 
 def _count(call: Call) -> int:
     """Count the multiply-adds of one call: half of its floating-point operations."""
-    counter = FlopCounterMode(display=False)
+    counter = operation_counter()
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # one operator that no counter knows
     try:

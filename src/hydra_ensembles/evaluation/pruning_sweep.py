@@ -240,7 +240,7 @@ class _Measure:
         if self.path is not None:
             outcomes = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
             kept = {"settings": self.settings, "outcomes": outcomes, "scores": self.tables}
-            to_record("PruneSweepState", kept, self.path)
+            to_record("PruneSweepState", kept, self.path, seal=True)
 
     def _read(self, path: Path) -> None:
         kept = read_record("PruneSweepState", path)

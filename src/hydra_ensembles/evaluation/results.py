@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .._records import sha256_of, write_whole
+from .._records import read_sealed, sealed, sha256_of, write_whole
 from ..errors import FormatError, MissingDependencyError, UnknownNameError
 from .figures import Examples
 from .result_tables import CSV_COLUMNS, compare_table, html_text, plain_text
@@ -179,21 +179,22 @@ class Results(Mapping[str, float]):
             write_whole(beside, content)
             digest = sha256_of(content)
             record["examples"] = {"file": beside.name, "sha256": digest}
-        write_whole(path, json.dumps(record, indent=2, allow_nan=False).encode())
+        write_whole(path, json.dumps(sealed(record), indent=2, allow_nan=False))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Results:
         """Read what `save` wrote, with the examples when their file is there."""
         path = Path(path)
-        text = path.read_text()
-        results = cls.from_json(text)
-        entry = json.loads(text).get("examples")
+        advice = "Evaluate again, or copy the file again."
+        record = read_sealed(path, "a record of results", advice)
+        results = cls.from_json(json.dumps(record))
+        entry = record.get("examples")
         # the file lies beside the record whatever its entry says: a path is never followed
         beside = path.with_suffix(".safetensors")
         if not entry or not beside.exists():
             return results
         content = beside.read_bytes()
-        if sha256_of(content) != entry.get("sha256"):
+        if not isinstance(entry, dict) or sha256_of(content) != entry.get("sha256"):
             raise FormatError(
                 f"{beside.name} does not belong to {path.name}: its SHA-256 differs. Save the "
                 "results again, or remove the file to read the figures only."

@@ -6,7 +6,6 @@ not found out later by a crash or by a wrong answer.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import warnings
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .._records import sha256_of
+from .._records import inside, json_digest
 from ..data.transforms import ImageTransform
 from ..errors import FormatError, HydraError
 from ..heads.masks import HeadMask
@@ -42,17 +41,7 @@ _PARTS = r"norm1|norm2|query_norm|key_norm|output_bias|mlp\.\d+|after_attention\
 
 def digest_of(config: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a config's content, whatever its spacing; its own digest left out."""
-    rest = {key: value for key, value in config.items() if key != DIGEST}
-    return sha256_of(json.dumps(rest, sort_keys=True, ensure_ascii=True).encode())
-
-
-def sha256_of_file(path: Path) -> str:
-    """Return the SHA-256 of a file, read piece by piece."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return json_digest(config, DIGEST)
 
 
 def signed(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +52,7 @@ def signed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read and check the config of a saved ensemble."""
-    path = folder / CONFIG
+    path = inside(folder, CONFIG)
     if not path.is_file():
         raise FormatError(
             f"No {CONFIG} in {folder}: expected a folder written by save_pretrained()."

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..data.memory import Halving
 from ..data.modes import in_eval
 from ..data.running import move, progress_bar, split_batch
 from ..errors import DataError, HydraError
@@ -52,20 +54,22 @@ def fit_novelty(
     fit: NoveltyFit | None = None
     model = in_eval(ensemble)
     bar = progress_bar(known, description="known data", enabled=progress)
+    halving = Halving("known data")
     for number, batch in enumerate(bar):
         try:
-            logits, summaries = logits_and_summaries(model, batch)
-        except (HydraError, torch.OutOfMemoryError):
+            parts = list(halving(partial(logits_and_summaries, model), batch))
+        except HydraError:
             raise
         except Exception as error:
             raise DataError(
                 f"The model failed on batch {number} of the known data: {error}. Known data must "
                 "be prepared as the model expects it."
             ) from error
-        classes = logits.shape[-1]
-        if fit is None:
-            fit = NoveltyFit(taps, classes=classes, class_taps=late)
-        fit.add_(summaries, logits, _checked(split_batch(batch)[2], classes, number))
+        for part, (logits, summaries) in parts:
+            classes = logits.shape[-1]
+            if fit is None:
+                fit = NoveltyFit(taps, classes=classes, class_taps=late)
+            fit.add_(summaries, logits, _checked(split_batch(part)[2], classes, number))
     if fit is None:
         raise DataError("The known data is empty: it gave no batch.")
     return fit.finish(names or ())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._records import inside, sha256_of_file
 from ..errors import FormatError, HydraError, MissingDependencyError
 from ..hosts import HostModel
 from ..hosts.examples import examples
@@ -16,7 +17,7 @@ from ..hosts.rebuild import check_sizes, rebuild_host
 from ..uncertainty.novelty import Novelty, from_tensors
 from .assemble import Assembly
 from .describing import fill_, structure
-from .folder_format import CONFIG, NOVELTY, WEIGHTS, read_config, sha256_of_file
+from .folder_format import CONFIG, NOVELTY, WEIGHTS, read_config
 from .known import has_readout_token
 from .saving import versions
 from .taps import tap_names
@@ -36,6 +37,21 @@ _TYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+PREPARATION = frozenset({"tokenizer_config.json", "preprocessor_config.json"})
+"""Files that say that transformers prepares the inputs."""
+
+_READ_BY_TRANSFORMERS = frozenset(
+    {
+        *PREPARATION,
+        *("processor_config.json", "tokenizer.json", "special_tokens_map.json", "vocab.json"),
+        *("added_tokens.json", "vocab.txt", "merges.txt", "spiece.model", "tokenizer.model"),
+        *("sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json"),
+        *("video_preprocessor_config.json", "tekken.json"),
+    }
+)
+"""Files that transformers reads where it finds them, whoever put them there."""
 
 
 def load(
@@ -95,24 +111,37 @@ def find_folder(name_or_folder: Any, revision: str | None) -> Path:
 
 
 def check_files(folder: Path, config: dict[str, Any]) -> None:
-    """Raise unless every file is there with the content that was saved."""
+    """Raise unless every file is there with the content that was saved, and no other is read."""
     for name, expected in {WEIGHTS: config["sha256"], **config["files"]}.items():
-        path = folder / name
-        if not path.is_file():
-            raise FormatError(
-                f"{folder} has a {CONFIG} but no {name}: the folder is incomplete. Copy or "
-                "download it again."
-            )
-        try:
-            found = sha256_of_file(path)
-        except OSError as error:
-            raise FormatError(f"Cannot read {path}: {error}.") from error
-        if found != expected:
-            raise FormatError(
-                f"{path} is not the file that was saved (SHA-256 {found[:12]}…, expected "
-                f"{expected[:12]}…): it was truncated, replaced or changed, or saving was "
-                "interrupted. Download or save it again."
-            )
+        check_file(folder, name, expected)
+    if PREPARATION & config["files"].keys():
+        for path in sorted(folder.iterdir()):
+            if path.name not in config["files"] and path.name in _READ_BY_TRANSFORMERS:
+                raise FormatError(
+                    f"{path} was not there when the ensemble was saved, and would change how its "
+                    "inputs are prepared. Remove it, or save the ensemble again."
+                )
+
+
+def check_file(folder: Path, name: str, expected: str) -> None:
+    """Raise unless one file of an ensemble is there, in the folder, with its SHA-256."""
+    path = inside(folder, name)
+    if not path.is_file():
+        raise FormatError(
+            f"{folder} has a {CONFIG} but no {name}: the folder is incomplete. Copy or "
+            f"download it again; hydra-ensembles doctor {folder} says what is left."
+        )
+    try:
+        found = sha256_of_file(path)
+    except OSError as error:
+        raise FormatError(f"Cannot read {path}: {error}.") from error
+    if found != expected:
+        raise FormatError(
+            f"{path} is not the file that was saved (SHA-256 {found[:12]}…, expected "
+            f"{expected[:12]}…): it was truncated, replaced or changed, or saving was "
+            f"interrupted. Download or save it again; hydra-ensembles doctor {folder} says what "
+            "is left."
+        )
 
 
 def read_header(path: Path, config: dict[str, Any]) -> Header:

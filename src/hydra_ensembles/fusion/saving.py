@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._records import inside, names_to_disk, sha256_of_file, writing
 from ..data.transforms import ImageTransform, ProcessorTransform
 from ..errors import FormatError
 from .describing import checked_description, plain_data
@@ -29,10 +30,13 @@ from .folder_format import (
     NOVELTY,
     WEIGHTS,
     check_fields,
-    sha256_of_file,
+    read_config,
     signed,
 )
 from .hosting import distinct
+
+SAVING = ".saving"
+"""The folder beside the files of an ensemble where new ones are written."""
 
 
 def save(ensemble: Any, folder: Any) -> None:
@@ -40,45 +44,97 @@ def save(ensemble: Any, folder: Any) -> None:
 
     All files are written beside their places first, whole; then they are renamed, the config last.
     A failure before that leaves the folder as it was. An end between two renames leaves a config
-    that names other files, which loading says.
+    that names other files, which loading says; `finish_saving` then does the remaining renames.
     """
-    from safetensors.torch import save_file
-
     target = Path(folder)
-    beside = target / ".saving"
     try:
-        target.mkdir(parents=True, exist_ok=True)
+        with writing(target):
+            target.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise FormatError(f"{target} is a file: give a folder to save the ensemble in.") from None
-    shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed
+    finish_saving(target)  # of a process that was killed: this save may fail before it renames
+    beside = target / SAVING
+    shutil.rmtree(beside, ignore_errors=True)
     try:
-        beside.mkdir()
-        tensors, aliases = distinct(ensemble.host.state_dict())
-        save_file(tensors, beside / WEIGHTS, metadata={"format": "pt"})
-        _save_preparation(ensemble, beside)
-        if ensemble.novelty is not None:
-            statistics = _contiguous(ensemble.novelty.tensors())
-            save_file(statistics, beside / NOVELTY, metadata={"format": "pt"})
-        files = {
-            path.relative_to(beside).as_posix(): sha256_of_file(path)
-            for path in sorted(beside.rglob("*"))
-            if path.is_file() and path.name not in (WEIGHTS, CARD)
-        }
-        config = _config(ensemble, aliases, sha256_of_file(beside / WEIGHTS))
-        config = signed(json.loads(json.dumps({**config, "files": files}, default=plain_data)))
-        check_fields(config, f"This {type(ensemble.host).__name__} cannot be saved")
-        (beside / CARD).write_text(_card(ensemble), encoding="utf-8")
-        (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        names = [WEIGHTS, *files, CARD, CONFIG]
-        for name in names:
-            _to_disk(beside / name)
-        for name in names:
+        with writing(target):
+            beside.mkdir()
+            _write_files(ensemble, beside)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    with writing(target):
+        _rename(beside, target)  # a failure here leaves what `finish_saving` needs
+    shutil.rmtree(beside, ignore_errors=True)
+
+
+def _write_files(ensemble: Any, beside: Path) -> None:
+    """Write all files of an ensemble, to the disk itself and not only to its cache."""
+    from safetensors.torch import save_file
+
+    tensors, aliases = distinct(ensemble.host.state_dict())
+    save_file(tensors, beside / WEIGHTS, metadata={"format": "pt"})
+    _save_preparation(ensemble, beside)
+    if ensemble.novelty is not None:
+        statistics = _contiguous(ensemble.novelty.tensors())
+        save_file(statistics, beside / NOVELTY, metadata={"format": "pt"})
+    files = {
+        path.relative_to(beside).as_posix(): sha256_of_file(path)
+        for path in sorted(beside.rglob("*"))
+        if path.is_file() and path.name not in (WEIGHTS, CARD)
+    }
+    config = _config(ensemble, aliases, sha256_of_file(beside / WEIGHTS))
+    config = signed(json.loads(json.dumps({**config, "files": files}, default=plain_data)))
+    check_fields(config, f"This {type(ensemble.host).__name__} cannot be saved")
+    (beside / CARD).write_text(_card(ensemble), encoding="utf-8")
+    (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name in (WEIGHTS, *files, CARD, CONFIG):
+        _to_disk(beside / name)
+
+
+def _rename(beside: Path, target: Path) -> None:
+    """Move written files to their places, the config last; remove what an older save had more."""
+    files = _listed(beside)
+    before = _listed(target)
+    for name in (WEIGHTS, *sorted(files), CARD, CONFIG):
+        if (beside / name).is_file():  # else it was renamed before the process was killed
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(beside / name, target / name)
-        if NOVELTY not in files:
-            (target / NOVELTY).unlink(missing_ok=True)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    for name in before - files:
+        (target / name).unlink(missing_ok=True)
+    names_to_disk(target)
+
+
+def _listed(folder: Path) -> set[str]:
+    """Return the files that a sound config lists; none where there is no such config."""
+    try:
+        return set(read_config(folder)["files"])
+    except FormatError:
+        return set()
+
+
+def can_finish_saving(folder: Path) -> bool:
+    """Tell whether a save was stopped when all its files were written, and only names are left."""
+    beside = folder / SAVING
+    try:
+        config = read_config(beside)
+        for name, digest in {WEIGHTS: config["sha256"], **config["files"]}.items():
+            places = [inside(folder, f"{SAVING}/{name}"), inside(folder, name)]
+            path = next((place for place in places if place.is_file()), None)
+            if path is None or sha256_of_file(path) != digest:
+                return False
+    except (FormatError, OSError):
+        return False
+    return True
+
+
+def finish_saving(folder: Path) -> bool:
+    """Do the remaining renames of a save that was stopped between them; tell whether there were."""
+    if not can_finish_saving(folder):
+        return False
+    with writing(folder):
+        _rename(folder / SAVING, folder)
+    shutil.rmtree(folder / SAVING, ignore_errors=True)
+    return True
 
 
 def _save_preparation(ensemble: Any, folder: Path) -> None:

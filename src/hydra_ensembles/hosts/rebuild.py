@@ -35,6 +35,23 @@ _FETCHES = frozenset({"TimmWrapperForImageClassification"})
 """Classes whose config may name something to download."""
 
 
+_TIMM_ARGUMENTS = frozenset({"num_classes", "global_pool", "img_size"})
+"""What `_common_arguments` writes: nothing else is passed on from a folder."""
+
+_NAMES_CODE = frozenset(
+    {
+        "auto_map",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "experts_implementation",
+        "_experts_implementation",
+        "_experts_implementation_internal",
+    }
+)
+"""Keys of a transformers config that may name code on the hub (a kernel, a module)."""
+
+
 def known_class(name: Any) -> bool:
     """Tell whether a class of transformers is built by name.
 
@@ -161,7 +178,13 @@ def rebuild_host(description: dict[str, Any]) -> nn.Module:
                 f"The installed timm has no model {architecture!r}. Install the version that the "
                 "folder names, or pass host= to from_pretrained."
             )
-        return timm.create_model(architecture, pretrained=False, **description["arguments"])
+        arguments = description["arguments"]
+        if unknown := set(arguments) - _TIMM_ARGUMENTS:  # checkpoint_path would be read
+            raise FormatError(
+                f"The folder gives timm the arguments {', '.join(sorted(unknown))}, which are not "
+                f"among {', '.join(sorted(_TIMM_ARGUMENTS))}. Save or download it again."
+            )
+        return timm.create_model(architecture, pretrained=False, **arguments)
     if library == "open_clip":
         transformer = _module("open_clip.transformer", "openclip")
         arguments = dict(description["arguments"])
@@ -228,7 +251,7 @@ def _module(path: str, extra: str) -> Any:
 def _rebuild_transformers(description: dict[str, Any]) -> nn.Module:
     transformers = _module("transformers", "transformers")
     cls = getattr(transformers, description["class"])
-    config = cls.config_class.from_dict(dict(description["config"]))
+    config = cls.config_class.from_dict(_without_code(description["config"]))
     if description.get("attention") in ("eager", "sdpa"):
         config._attn_implementation = description["attention"]
     if description["class"] in ("ViTModel", "DeiTModel"):
@@ -242,6 +265,14 @@ def _is_plain_timm(model: Any) -> bool:
     if not plain or not hasattr(model.blocks[0].mlp, "fc1"):
         return False
     return type(model.patch_embed).__name__ == "PatchEmbed"  # a hybrid has a ResNet there
+
+
+def _without_code(config: Any) -> Any:
+    """Leave out of a config, and of configs in it, what may name code to be fetched and run."""
+    if isinstance(config, dict):
+        kept = {key: value for key, value in config.items() if key not in _NAMES_CODE}
+        return {key: _without_code(value) for key, value in kept.items()}
+    return [_without_code(value) for value in config] if isinstance(config, list) else config
 
 
 def _timm_arguments(model: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop
 
 from .block import Block
 from .calling import BlockCall, Host
@@ -37,9 +37,16 @@ class BlockWeight:
         return round(self.whole - self.head * (self.heads - groups * self.group))
 
 
+def operation_counter() -> FlopCounterMode:
+    """Return torch's counter of operations; older ones do not know attention on the CPU."""
+    attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    unknown = {} if attention in flop_registry else {attention: sdpa_flop}
+    return FlopCounterMode(display=False, custom_mapping=unknown)
+
+
 def multiply_adds(run: Callable[[], Any]) -> int:
     """Count the multiply-adds of what runs: matrix products, convolutions and attention."""
-    counter = FlopCounterMode(display=False)
+    counter = operation_counter()
     with torch.no_grad(), counter:
         run()
     return counter.get_total_flops() // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..data.batches import check_reiterable
+from ..data.memory import free_memory, is_out_of_memory
 from ..data.running import check_inputs, check_labels, evaluating, split_batch
 from ..errors import DataError
 from ..heads.masks import HeadMask
@@ -210,7 +212,7 @@ class Prefix:
                 known = None if store is None else store.get(key)
                 if known is None:
                     edit = None if replacement is None else replacement(name, index, call)
-                    known = self._tree(x, call, above, edit, tick).float().cpu()
+                    known = self._fitting_tree(x, call, above, edit, tick).float().cpu()
                     if store is not None:
                         store.put(key, known)
                 elif tick is not None:
@@ -226,6 +228,33 @@ class Prefix:
         sizes = self._sizes[name]
         start = sum(sizes[:index])
         return f"{list(self.data).index(name)}-{start}-{start + sizes[index]}"
+
+    def _fitting_tree(
+        self,
+        x: Tensor,
+        call: Call,
+        above: list[list[Tensor]],
+        edit: Replacement | None,
+        tick: Tick | None,
+    ) -> Tensor:
+        """Run all masks on one batch, half as many at once whenever memory runs out."""
+        while True:
+            try:
+                return self._tree(x, call, above, edit, tick)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if self.engine.streams < 2:
+                    raise DataError(
+                        f"Memory ran out on a batch of {call.batch} examples ({error}). Give the "
+                        "search smaller batches, or less cache_bytes."
+                    ) from error
+            self.engine.streams //= 2
+            free_memory()
+            warnings.warn(
+                f"Memory ran out: going on with {self.engine.streams} candidates at once.",
+                stacklevel=3,
+            )
 
     def _tree(
         self,

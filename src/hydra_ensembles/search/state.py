@@ -8,14 +8,34 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import Tensor
 
-from .._records import check_same_run, write_whole
+from .._records import (
+    SEAL,
+    check_same_run,
+    read_sealed,
+    read_tensors,
+    sealed,
+    write_tensors,
+    write_whole,
+)
 from ..errors import FormatError
 
 VERSION = 1
+ADVICE = "Delete it to start again, or give another folder."
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read the file of a `SearchState`: its version, settings and steps, sound or refused."""
+    saved = read_sealed(path, "the state of a search", ADVICE)
+    keys = {"version", "settings", "steps"}
+    if saved.keys() - {SEAL} != keys:
+        problem = f"it has {', '.join(sorted(saved))[:80]}, expected {', '.join(sorted(keys))}"
+    elif not (isinstance(saved["steps"], list) and isinstance(saved["settings"], dict)):
+        problem = "its steps or settings are no tables"
+    else:
+        return saved
+    raise FormatError(f"{path} is not the state of a search: {problem}. {ADVICE}")
 
 
 class SearchState:
@@ -42,13 +62,8 @@ class SearchState:
             self._read(self.path)
 
     def _read(self, path: Path) -> None:
-        try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
-            version, settings, steps = saved["version"], saved["settings"], saved["steps"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise FormatError(
-                f"{path} is not the state of a search ({error}). Delete it, or give another folder."
-            ) from None
+        saved = read_state(path)
+        version, settings, steps = saved["version"], saved["settings"], saved["steps"]
         if version != VERSION:
             raise FormatError(
                 f"{path} was written as version {version}, this library reads {VERSION}. "
@@ -62,8 +77,8 @@ class SearchState:
         self.steps.append(step)
         if self.path is None:
             return
-        text = json.dumps({"version": VERSION, "settings": self.settings, "steps": self.steps})
-        write_whole(self.path, text.encode())
+        state = {"version": VERSION, "settings": self.settings, "steps": self.steps}
+        write_whole(self.path, json.dumps(sealed(state)))
 
     def find(self, key: str) -> list[Any]:
         """Return the values of finished steps under a key, in order."""
@@ -89,18 +104,21 @@ class TensorStore:
         path = self._path(name)
         if not path.exists():
             return None
-        try:
-            return load_file(path)["tensor"]
-        except (SafetensorError, KeyError) as error:
-            raise FormatError(
-                f"{path} does not hold the logits of a search ({error}). Delete it: it will be "
-                "computed again."
-            ) from None
+        return read_stored(path)
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Keep a tensor."""
-        write_whole(self._path(name), save({"tensor": tensor.contiguous()}))
+        write_tensors(self._path(name), {"tensor": tensor.contiguous()})
 
     def clear(self) -> None:
         """Remove all of them."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def read_stored(path: Path) -> Tensor:
+    """Read the file of one tensor of a `TensorStore`, sound or refused."""
+    advice = "Delete it: it will be computed again."
+    tensors, _ = read_tensors(path, "a file with the logits of a search", advice)
+    if tensors.keys() != {"tensor"}:
+        raise FormatError(f"{path} does not hold the logits of a search. {advice}")
+    return tensors["tensor"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ def check_packages() -> None:
     """Raise when a package of the extra `serve` is missing."""
     for package in ("starlette", "uvicorn", "httptools", "prometheus_client", "python_multipart"):
         try:
-            __import__(package)
+            importlib.import_module(package)
         except ImportError as error:
             raise MissingDependencyError(
                 f"The service needs {package}: pip install 'hydra-ensembles[serve]'."

@@ -12,10 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._records import write_whole
+from .._records import sha256_of, sha256_of_file, write_whole
+from ..data.memory import Halving
 from ..data.running import progress_bar
-from ..errors import DataError
+from ..errors import DataError, FormatError
 from .teachers import Answer, Teacher
+
+DIGEST = ".sha256"
+"""How the name of the file ends that holds a table's SHA-256."""
 
 
 @dataclass(frozen=True)
@@ -101,18 +105,39 @@ def _answers_of(
                 found[key] = _table(answer, wanted[key], key[1], said if progress else "")
                 path = paths[key]
                 if path is not None:
-                    content = io.BytesIO()
-                    np.save(content, found[key], allow_pickle=False)
-                    write_whole(path, content.getvalue())
+                    _keep(path, found[key])
     for key, path in paths.items():
         if path is not None:
-            found[key] = np.load(path, mmap_mode="r", allow_pickle=False)
+            found[key] = read_answers(path)
     return found
+
+
+def _keep(path: Path, table: np.ndarray) -> None:
+    """Write a table's SHA-256 and then the table, so that no new table is without."""
+    content = io.BytesIO()
+    np.save(content, table, allow_pickle=False)
+    write_whole(path.with_suffix(DIGEST), sha256_of(content.getvalue()) + "\n")
+    write_whole(path, content.getvalue())
+
+
+def read_answers(path: Path) -> np.ndarray:
+    """Open a teacher's kept answers, row by row from the disk; raise when they are damaged."""
+    advice = "Delete it: the teacher will be asked again."
+    said = path.with_suffix(DIGEST)
+    if said.exists() and said.read_bytes().strip() != sha256_of_file(path).encode():
+        raise FormatError(
+            f"{path} is damaged: it does not have the SHA-256 in {said.name}. {advice}"
+        )
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise FormatError(f"{path} is not a table of answers ({error}). {advice}") from None
 
 
 def _table(answer: Answer, part: Part, view: int, said: str) -> np.ndarray:
     batches = progress_bar(part.batches(view), description=said, enabled=bool(said))
-    table = torch.cat([answer(batch) for batch in batches]).numpy()
+    halving = Halving(part.name)
+    table = torch.cat([rows for batch in batches for _, rows in halving(answer, batch)]).numpy()
     if len(table) != part.count:
         raise DataError(
             f"A teacher gave {len(table)} answers for {part.count} examples ({part.name})."

@@ -10,38 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._records import write_whole
+from .._records import read_tensors, write_tensors
 from ..errors import FormatError
 
 FILE_NAME = "training.safetensors"
 _HEADER = "hydra_training"
+ADVICE = "Delete it to start the training again, or choose another folder."
 
 
 def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], record: Any) -> None:
     """Write `folder/training.safetensors` beside the old one, then rename: it is always whole."""
-    from safetensors.torch import save
-
     # clone: safetensors refuses tensors that share memory, which trained weights may do
     owned = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    write_whole(folder / FILE_NAME, save(owned, metadata={_HEADER: json.dumps(record)}))
+    write_tensors(folder / FILE_NAME, owned, json.dumps(record), name=_HEADER)
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Any] | None:
     """Return the tensors and the record of a folder, or None if nothing was written there."""
-    from safetensors import SafetensorError, safe_open
-
     path = folder / FILE_NAME
     if not path.exists():
         return None
+    what = "a training checkpoint of this library"
+    tensors, text = read_tensors(path, what, ADVICE, name=_HEADER)
     try:
-        with safe_open(path, "pt") as file:
-            record = json.loads((file.metadata() or {})[_HEADER])
-            return {name: file.get_tensor(name) for name in file.keys()}, record  # noqa: SIM118
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise FormatError(
-            f"{path} is not a training checkpoint of this library ({error}). "
-            "Delete it to start the training again, or choose another folder."
-        ) from error
+        record = json.loads(text)
+    except ValueError as error:
+        raise FormatError(f"{path} is not {what} ({error}). {ADVICE}") from None
+    return tensors, record
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._records import check_same_run, model_fingerprint, write_whole
+from .._records import SEAL, check_same_run, model_fingerprint, read_sealed, sealed, write_whole
 from ..costs.budget import budgeted_masks, counter_of, fit_budget
 from ..costs.counting import cost
 from ..criteria import Criterion, score_heads
@@ -50,6 +50,9 @@ from .views import Views
 DISTILL = Settings(
     epochs=10, learning_rate=5e-4, weight_decay=0.01, distill=1.0, outlier_weight=1.0, views=4
 )
+RUN_FILE = "distill.json"
+"""What a run is made of, in its folder."""
+
 HELD_OUT = 0.1
 KNOWN = 100
 """Validation examples that novelty is fitted on; with fewer, it is fitted on the training data."""
@@ -446,11 +449,14 @@ def _check_folder(
         if lessons.given is None
         else fingerprint(lessons._batches("outliers")(0)),
     }
-    path = folder / "distill.json"
+    path = folder / RUN_FILE
     if path.exists():
-        check_same_run(path, json.loads(path.read_text()), now)
+        advice = f"Delete {folder} to start again, or give another folder."
+        saved = read_sealed(path, "the record of a distillation", advice)
+        saved.pop(SEAL, None)
+        check_same_run(path, saved, now)
     else:
-        write_whole(path, json.dumps(now, indent=1))
+        write_whole(path, json.dumps(sealed(now), indent=1))
 
 
 @dataclass

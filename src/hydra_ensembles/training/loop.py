@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._records import check_same_run, model_fingerprint
-from ..data.progress import Progress
+from ..data.memory import is_out_of_memory
+from ..data.progress import Progress, telling_lost_workers
 from ..data.running import call_model, member_logits_of, split_batch
 from ..errors import DataError, HydraError
 from .checkpoint import (
@@ -189,13 +190,13 @@ class Run:
         self.epoch = epoch
         done = self.step - epoch * self.steps_per_epoch
         self._seed_step(epoch, -1)
-        batches = self.stream.epoch(epoch)
+        batches = telling_lost_workers(self.stream.epoch(epoch), "training data")
         for index in range(self.steps_per_epoch):
             self._seed_step(epoch, index)
             batch = self._own_batch(batches)
             if index < done:  # seen before the stop
                 continue
-            loss, rate = self._update(batch)
+            loss, rate = self._fitting_update(batch)
             self.step += 1
             self.loss_sum += loss
             bar.update()
@@ -223,6 +224,22 @@ class Run:
                 "It must give the same number of batches each time it is iterated."
             )
         return taken[self.accelerator.process_index]
+
+    def _fitting_update(self, batch: Any) -> tuple[float, float]:
+        """Make one step; say in plain words when memory runs out.
+
+        Half a batch would be another step, and other weights in the end: the user decides.
+        """
+        try:
+            return self._update(batch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            kept = "" if self.folder is None else f" Finished steps are kept in {self.folder}."
+            raise HydraError(
+                f"Memory ran out at step {self.step} of member {self.member} ({error}). Train with "
+                f"smaller batches, or on a device with more memory.{kept}"
+            ) from error
 
     def _update(self, batch: Any) -> tuple[float, float]:
         """Make one step of the optimizer; return the loss and the learning rate."""

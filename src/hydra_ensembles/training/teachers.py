@@ -107,7 +107,8 @@ def _from_folder(folder: Path, host: nn.Module) -> nn.Module:
         return HydraEnsemble.from_pretrained(folder)
     load = getattr(type(host), "from_pretrained", None)
     if callable(load):
-        return load(folder)
+        of_transformers = type(host).__module__.startswith("transformers.")
+        return load(folder, use_safetensors=True) if of_transformers else load(folder)
     weights = sorted(folder.glob("*.safetensors"))
     if len(weights) != 1:
         raise FormatError(

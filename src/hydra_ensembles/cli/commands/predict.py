@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
+from ..._records import PARTIAL, is_device, names_to_disk, place_of, writing
 from .. import options
 from ..exits import Stop
 from ..reading import READING, Reading, reads_data
@@ -93,7 +96,7 @@ def command(
         target = sys.stdout
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
-            target = stack.enter_context(output.open("w", encoding="utf-8"))
+            target = stack.enter_context(_written(output))
         for batch in batches(records, reading.batch_size):
             for answer in answers(batch):
                 total += 1
@@ -108,6 +111,24 @@ def command(
         )
     if not total:
         raise Stop("There was nothing to predict: no file, no line.", 3)
+
+
+@contextmanager
+def _written(output: Path) -> Iterator[TextIO]:
+    """Open a file beside `output`; it gets that name when all lines are written."""
+    output = place_of(output)
+    with writing(output):
+        if is_device(output):
+            with output.open("w", encoding="utf-8") as lines:
+                yield lines
+            return
+        beside = output.with_name(output.name + PARTIAL)  # to be seen: it can be read meanwhile
+        with beside.open("w", encoding="utf-8") as lines:
+            yield lines
+            lines.flush()
+            os.fsync(lines.fileno())
+        os.replace(beside, output)
+        names_to_disk(output.parent)
 
 
 def _check_alarm(loaded: Any, alarm: float) -> None:

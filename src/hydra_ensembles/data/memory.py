@@ -1,0 +1,88 @@
+"""When memory runs out: halve the batch, go on, say so."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from ..errors import DataError
+from .batches import batch_length, take
+
+Result = TypeVar("Result")
+
+_WORDS = (
+    "can't allocate memory",  # torch on the CPU
+    "not enough memory",
+    "out of memory",  # CUDA, MPS, XPU
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether memory ran out: torch has an error for it on a GPU, but none on the CPU."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+
+
+def free_memory() -> None:
+    """Give back what a failed call left behind."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class Halving:
+    """Runs batches; where one does not fit in memory, its halves, and later ones as small.
+
+    Args:
+        name: What the data is called in the note.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.most: int | None = None
+
+    def __call__(self, run: Callable[[Any], Result], batch: Any) -> Iterator[tuple[Any, Result]]:
+        """Yield parts of a batch with what `run` says about each; mostly the whole batch."""
+        waiting = self._cut([batch])
+        while waiting:
+            failed = None
+            try:
+                result = run(waiting[0])
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failed = error.with_traceback(None)  # it holds on to the tensors of the call
+            if failed is not None:
+                self._halve(batch_length(waiting[0]), failed)
+                free_memory()
+                waiting = self._cut(waiting)
+                continue
+            yield waiting.pop(0), result
+
+    def _cut(self, batches: list[Any]) -> list[Any]:
+        if self.most is None:
+            return batches
+        return [
+            take(batch, slice(start, start + self.most))
+            for batch in batches
+            for start in range(0, max(1, batch_length(batch)), self.most)
+        ]
+
+    def _halve(self, size: int, error: BaseException) -> None:
+        if size < 2:
+            raise DataError(
+                f"Memory ran out on a single example of the data set {self.name!r} ({error}). Use "
+                "smaller pictures, shorter texts, a smaller model or a device with more memory."
+            ) from error
+        self.most = (size + 1) // 2
+        warnings.warn(
+            f"Memory ran out on {size} examples of the data set {self.name!r}: going on with "
+            f"batches of {self.most}. Set this batch size to spare the tries.",
+            stacklevel=4,
+        )
