@@ -237,7 +237,7 @@ def distill(store: Store, row: Row, draw: int) -> Answers:
     Teachers are the hosts of `seeds`, their `mean`, or made of the host by `make`.
     """
     task, seed = store.task, seed_of(row, draw)
-    options = {"seed": draw, "progress": False, **row.get("options", {})}
+    options = {"seed": draw, "progress": False, "save_every": 20, **row.get("options", {})}
     if "settings" in options:
         options["settings"] = replace(DISTILL, **options["settings"])
     model = hydra.distill(
