@@ -24,12 +24,12 @@ from fuzz_folders import (
     make_ensembles,
     places,
 )
-from hydra_ensembles.runtime.contract import CONTRACT, DIGEST, signed
 
 import hydra_ensembles as hydra
 from hydra_ensembles import runtime
 from hydra_ensembles._records import sha256_of_file
 from hydra_ensembles.errors import HydraError
+from hydra_ensembles.runtime.contract import CONTRACT, DIGEST, signed
 
 PROGRAM = "model.onnx"
 SECRET = b"the content of a file outside"

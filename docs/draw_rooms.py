@@ -20,6 +20,7 @@ ROOMS = {
     "registry": "strings that name things",
     "_records": "files, records, resuming",
     "_html": "tables for notebooks",
+    "runtime": "exported, without torch",
     "uncertainty": "scores, calibration, policies",
     "data": "batches, loaders, running models",
     "hosts": "families, probes, one block",

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .search.headmap import find_circuit as find_circuit
     from .search.headmap import find_effects as find_effects
     from .search.select import EnsembleObjective as EnsembleObjective
+    from .serving.exporting import export as export
     from .training import average_weights as average_weights
     from .training import distill as distill
     from .training import finetune as finetune
@@ -91,6 +92,7 @@ _NAMES = {
     "distill": "training",
     "evaluate": "evaluation",
     "explain": "hosts",
+    "export": "serving.exporting",
     "find_circuit": "search.headmap",
     "find_effects": "search.headmap",
     "finetune": "training",

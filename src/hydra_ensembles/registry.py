@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .errors import UnknownNameError
 
@@ -24,6 +25,16 @@ def check_name(kind: str, name: object, known: Iterable[str]) -> None:
     known = list(known)
     if name not in known:
         raise unknown_name(kind, name, known)
+
+
+def public_function(name: str) -> Any:
+    """Return a function of the library by its public name.
+
+    For a method that hands over to a room that comes later, as `HydraEnsemble.export` does: the
+    library's own table of names knows where it is.
+    """
+    assert __package__ is not None
+    return getattr(importlib.import_module(__package__), name)
 
 
 class Registry(Generic[T]):

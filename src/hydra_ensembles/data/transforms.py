@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..registry import check_name
+from ..runtime.pictures import picture_array, resampling
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -62,33 +62,21 @@ class ImageTransform:
             raise DataError(f"This is no image transform: {error}.") from error
         if not good:
             raise DataError(f"This is no image transform: {dict(data)!r:.300}.")
-        _resampling(made.interpolation)
+        resampling(made.interpolation)
         return made
 
     def __call__(self, picture: Any) -> Tensor:
         """Turn a PIL image into a tensor `[C, H, W]`."""
-        import numpy as np
-
-        height, width = (self.size, self.size) if isinstance(self.size, int) else self.size
-        picture = picture.convert("RGB" if len(self.mean) == 3 else "L")
-        how = _resampling(self.interpolation)
-        if self.crop is None:
-            picture = _resized(picture, (width, height), how)
-        else:
-            # shorter side to floor(size / crop), as timm and torchvision do
-            scale = max(
-                math.floor(height / self.crop) / picture.height,
-                math.floor(width / self.crop) / picture.width,
-            )
-            wide = max(width, int(picture.width * scale + 1e-6))
-            high = max(height, int(picture.height * scale + 1e-6))
-            picture = _resized(picture, (wide, high), how)
-            left, top = round((wide - width) / 2.0), round((high - height) / 2.0)
-            picture = picture.crop((left, top, left + width, top + height))
-        pixels = torch.from_numpy(np.array(picture, dtype=np.uint8)).view(height, width, -1)
-        tensor = pixels.permute(2, 0, 1).float() / 255
-        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
-        return (tensor - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
+        size = (self.size, self.size) if isinstance(self.size, int) else self.size
+        array = picture_array(
+            picture,
+            size=size,
+            crop=self.crop,
+            interpolation=self.interpolation,
+            mean=self.mean,
+            std=self.std,
+        )
+        return torch.from_numpy(array)
 
 
 @dataclass(frozen=True)
@@ -168,14 +156,3 @@ def _as_dict(config: Any) -> Mapping[str, Any]:
 
 def _pair(size: Any) -> int | tuple[int, int]:
     return (int(size[0]), int(size[1])) if isinstance(size, (tuple, list)) else int(size)
-
-
-def _resized(picture: Any, size: tuple[int, int], how: Any) -> Any:
-    return picture if picture.size == size else picture.resize(size, how)
-
-
-def _resampling(name: str) -> Any:
-    from PIL import Image
-
-    check_name("interpolation", name.lower(), [kind.name.lower() for kind in Image.Resampling])
-    return Image.Resampling[name.upper()]

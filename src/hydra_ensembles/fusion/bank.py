@@ -55,6 +55,7 @@ class HeadBank(nn.Module):
             self.bias = nn.Parameter(torch.stack(rows).detach().clone())
         self.output = nn.Parameter(weights.output.detach().clone())
         self._packed: Packed | None = None
+        self._frozen: Packed | None = None
         self._key: tuple[object, ...] = ()
 
     def __len__(self) -> int:
@@ -88,6 +89,8 @@ class HeadBank(nn.Module):
 
         A compiled graph packs too: it cannot ask whether a cache is of the present weights.
         """
+        if self._frozen is not None:
+            return self._frozen
         learns = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         if learns or torch.compiler.is_compiling():
             return self._pack()
@@ -96,6 +99,19 @@ class HeadBank(nn.Module):
             with torch.no_grad():
                 self._packed, self._key = self._pack(), key
         return self._packed
+
+    def freeze_(self) -> None:
+        """Keep the packed weights only, in place: for a graph that is exported and never learns."""
+        packed = self.packed()
+        # tensors of their own: what is exported holds no view of something larger
+        self._frozen = Packed(
+            [(s, w.clone(), None if b is None else b.clone()) for s, w, b in packed.projections],
+            [(group, columns, weight.clone()) for group, columns, weight in packed.outputs],
+            None,
+            None,
+        )
+        for name in ("qkv", "bias", "output"):
+            self._parameters.pop(name, None)
 
     def _pack(self) -> Packed:
         groups = self.plan.groups()

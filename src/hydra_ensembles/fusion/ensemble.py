@@ -27,7 +27,7 @@ from ..hosts.examples import examples
 from ..hosts.huggingface import introduce_to_pipelines
 from ..hosts.probe import modules_after_blocks
 from ..hosts.task import gives_classes
-from ..registry import check_name
+from ..registry import check_name, public_function
 from ..uncertainty import (
     Evidence,
     Novelty,
@@ -537,6 +537,31 @@ class HydraEnsemble(nn.Module):
         if image_processor is not None:
             self.transform = image_processor
         save(self, folder)
+
+    def export(
+        self,
+        folder: Any,
+        *,
+        formats: Sequence[str] = ("onnx", "torch"),
+        example: Any = None,
+        int8: bool = False,
+        alarm: float | None = 0.05,
+        tolerance: float = 1e-4,
+    ) -> Any:
+        """Write programs that run without this library: ONNX, and a `torch.export` archive.
+
+        Preprocessing, thresholds and statistics are inside; see `hydra_ensembles.export` for the
+        arguments and `hydra_ensembles.runtime` for running it without torch.
+        """
+        return public_function("export")(
+            self,
+            folder,
+            formats=formats,
+            example=example,
+            int8=int8,
+            alarm=alarm,
+            tolerance=tolerance,
+        )
 
     @classmethod
     def from_pretrained(

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
@@ -60,12 +59,11 @@ class Collector:
             mean = (mask / mask.sum(1, keepdim=True).clamp_min(1))[:, None]
             self._weights = mean
             if self._readout:
-                if self._positions is None:
-                    chosen = hidden.new_zeros(len(mean), 1, tokens)
-                    chosen[:, :, 0] = 1
-                else:
-                    chosen = F.one_hot(self._positions, tokens)[:, None].to(hidden.dtype)
-                rows = max(len(chosen), len(mean))
+                places = torch.arange(tokens, device=hidden.device)
+                position = 0 if self._positions is None else self._positions[:, None]
+                chosen = (places == position).to(hidden.dtype).view(-1, 1, tokens)
+                # no len(): an exported graph is for any size of batch
+                rows = 1 if self._positions is None and mean.shape[0] == 1 else batch
                 parts = [part.expand(rows, -1, -1) for part in (chosen, mean)]
                 self._weights = torch.cat(parts, 1)
         return self._weights
@@ -82,7 +80,7 @@ class Collector:
         if 1 in self._rows:
             return
         # readout-only blocks leave the readout token first
-        streams = hidden.unflatten(0, (-1, len(self._rows[0][0]))).mean(0)
+        streams = hidden.unflatten(0, (-1, self._rows[0][0].shape[0])).mean(0)
         self._rows[1] = [streams[:, 0].clone() if self._readout else streams.mean(1)]
 
     def summaries(self) -> Tensor:
@@ -141,5 +139,5 @@ def _tap_leaving(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None
 
 
 def _listening() -> Collector | None:
-    # a graph of the model has no listeners
-    return None if torch.compiler.is_compiling() else _active.get()
+    # a compiled graph has no listeners; an exported one, which runs this code once, has
+    return None if torch.compiler.is_dynamo_compiling() else _active.get()

@@ -164,7 +164,7 @@ class PromptClassifier(nn.Module):
     ) -> PromptOutput:
         """Return log P(label | prompt) [batch, class] of prompts padded on either side."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        batch, classes = len(input_ids), len(self.class_names)
+        batch, classes = input_ids.shape[0], len(self.class_names)
         longest = self.label_tokens.shape[1]
         if longest > 1:  # one row per prompt and label; the last token of a label predicts nothing
             ids, mask = _with_endings(input_ids, mask, self.label_tokens[:, :-1].clamp_min(0))
@@ -232,7 +232,7 @@ def _with_endings(ids: Tensor, mask: Tensor, endings: Tensor) -> tuple[Tensor, T
     """Append every ending [labels, length] to every prompt, right after its last real token."""
     labels, length = endings.shape
     ids, mask = (t.repeat_interleave(labels, 0) for t in (ids, mask))
-    endings = endings.repeat(len(ids) // labels, 1)
+    endings = endings.repeat(ids.shape[0] // labels, 1)
     ids, mask = F.pad(ids, (0, length)), F.pad(mask, (0, length))
     places = _last_real(mask)[:, None] + 1 + torch.arange(length, device=ids.device)
     return ids.scatter(1, places, endings), mask.scatter(1, places, torch.ones_like(endings))

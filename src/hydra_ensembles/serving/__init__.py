@@ -1,1 +1,4 @@
-"""Ship an ensemble: the service that answers over HTTP, and what it needs."""
+"""Ship an ensemble: programs that run without torch (`exporting.py`), and the service over HTTP.
+
+Nothing is imported here: the service also runs where torch is not installed.
+"""

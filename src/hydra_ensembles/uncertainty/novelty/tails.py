@@ -41,8 +41,7 @@ class Ranks:
 
     def above(self, values: Tensor) -> Tensor:
         """Count the held-out values that are as large or larger, `[example, term]`."""
-        less = torch.searchsorted(self.values, values.T.contiguous())
-        return (self.values.shape[1] - less).T
+        return (self.values.shape[1] - count_below(self.values, values.T)).T
 
     def held_out_surprise(self, values: Tensor) -> Tensor:
         """Return -log p of the held-out values themselves, each ranked among the others."""
@@ -58,3 +57,23 @@ class Ranks:
         rank = (1.0 + self.above(values)) / (self.values.shape[1] + 1)
         excess = (values - self.values[:, -1]).clamp_min(0) / self.scale
         return excess.log1p() - rank.log()
+
+
+def count_below(rows: Tensor, values: Tensor) -> Tensor:
+    """Count the entries of each sorted row below each value, `[row, value]`; NaN is above all.
+
+    This is `torch.searchsorted`. ONNX has none, so a graph that is exported gets a binary search
+    made of comparisons and gathers, as many as the row's length has bits.
+    """
+    exports = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+    if not exports:
+        return torch.searchsorted(rows, values.contiguous())
+    length = rows.shape[1]
+    bits = length.bit_length()
+    padded = torch.nn.functional.pad(rows, (0, 2**bits - 1 - length), value=torch.inf)
+    below = torch.zeros_like(values, dtype=torch.long)
+    for bit in reversed(range(bits)):
+        step = 2**bit
+        reached = padded.gather(1, below + (step - 1))
+        below = torch.where(reached >= values, below, below + step)
+    return below.clamp_max(length)

@@ -1,0 +1,135 @@
+"""An ensemble as one function of tensors: prepared inputs in, the contract's outputs out.
+
+This is what is exported. It runs the ensemble's own code, with the packed weights in the place of
+the head banks and the statistics of novelty as buffers of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.modes import twin
+from ..errors import UnsupportedModelError
+from ..fusion import FusedBlock, HydraEnsemble
+from ..fusion.known import logits_and_summaries
+from ..runtime.contract import OUTPUTS
+from ..uncertainty import Prediction, predict_from_logits
+from ..uncertainty.novelty import from_tensors
+from .rules import Rule
+
+
+class AnsweringGraph(nn.Module):
+    """The whole answer of an ensemble, for `torch.export`.
+
+    Args:
+        ensemble: What `frozen` returned.
+        names: Names of the inputs, in their order; empty when the host takes them by place.
+        rule: When to abstain.
+    """
+
+    def __init__(self, ensemble: HydraEnsemble, names: Sequence[str], rule: Rule) -> None:
+        super().__init__()
+        self.ensemble = ensemble
+        self._names = tuple(names)
+        self._rule = rule
+        self.novelty: nn.Module | None = None
+        if ensemble.novelty is not None:
+            self.novelty = NoveltyGraph(ensemble.novelty.single())
+
+    @property
+    def output_names(self) -> list[str]:
+        """Names of what `forward` returns."""
+        new = self.novelty is not None
+        return [n for n in OUTPUTS if new or not n.startswith("novelty")]
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs of the contract, in its order."""
+        batch: Any = dict(zip(self._names, inputs, strict=True)) if self._names else inputs
+        if self.novelty is None:
+            logits, summaries = self.ensemble.member_logits(batch).float(), None
+        else:
+            logits, summaries = logits_and_summaries(self.ensemble, batch)
+        answer = predict_from_logits(
+            logits,
+            score=self.ensemble.score,
+            temperature=self.ensemble.temperature,
+            member_temperatures=self.ensemble.member_temperatures,
+            logit_scale=getattr(self.ensemble.host, "logit_scale", None),
+        )
+        outputs = outputs_of(answer)
+        if self.novelty is not None:
+            outputs["novelty"], outputs["novelty_score"] = self.novelty(summaries, logits)
+        outputs["decision"] = self._rule(outputs["uncertainty"], outputs.get("novelty_score"))
+        outputs["abstain"] = outputs["decision"] != 0
+        # an output of its own, even where it is the same tensor: graphs name outputs by tensor
+        return tuple(outputs[name].contiguous().clone() for name in self.output_names)
+
+
+def outputs_of(answer: Prediction) -> dict[str, Tensor]:
+    """Return the outputs of a prediction by name, in the contract's types; no rule applied."""
+    found = {
+        "label": answer.label,
+        "probabilities": answer.probabilities.float(),
+        "uncertainty": answer.uncertainty.float(),
+        "mutual_information": answer.mutual_information.float(),
+        "member_logits": answer.member_logits.float(),
+    }
+    if answer.novelty is not None and answer.novelty_score is not None:
+        found["novelty"] = answer.novelty.float()
+        found["novelty_score"] = answer.novelty_score.float()
+    return found
+
+
+class NoveltyGraph(nn.Module):
+    """The statistics of novelty as buffers, so that they bear names in what is exported."""
+
+    def __init__(self, novelty: Any) -> None:
+        super().__init__()
+        self._facts: dict[str, Any] = {**novelty.facts(), "names": []}
+        self._keys: list[str] = []
+        for name, tensor in novelty.tensors().items():
+            if not name.startswith("bank"):  # known examples, for `why_novel` only
+                self._keys.append(name)
+                self.register_buffer(name.replace(".", "_"), tensor.detach().cpu().contiguous())
+        self.register_buffer("bank", torch.zeros(0))
+
+    def forward(self, summaries: Tensor, member_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return novelty and its score."""
+        tensors = {name: getattr(self, name.replace(".", "_")) for name in self._keys}
+        empty = {"bank": self.bank, "bank_positions": self.bank}
+        novelty, score = from_tensors({**tensors, **empty}, self._facts)(summaries, member_logits)
+        return novelty.float(), score.float()
+
+
+def frozen(ensemble: HydraEnsemble, inputs: Mapping[str, Any]) -> HydraEnsemble:
+    """Return the ensemble as it is exported: on the CPU, in float32, fused, weights packed.
+
+    The ensemble itself stays as it is; tensors are shared with it where they need no change.
+
+    Args:
+        ensemble: Any classifier.
+        inputs: A batch to run it on once.
+    """
+    same = ensemble.device.type == "cpu" and ensemble.dtype == torch.float32
+    ready = twin(ensemble) if same else copy.deepcopy(ensemble).cpu().float()
+    ready = ready.eval()
+    ready.mode, ready.policy = "fused", None  # the rule decides
+    if ready.novelty is not None:
+        ready.novelty = ready.novelty.to("cpu")
+    with torch.no_grad():
+        ready.predict(inputs)  # hooks and caches are made here, not while it is traced
+        if not ready.is_classifier:
+            raise UnsupportedModelError(
+                f"{type(ensemble.host).__name__} gives embeddings, not classes: there is no answer "
+                "to export. Load it with a classifier, or wrap a dual encoder in "
+                "ZeroShotClassifier."
+            )
+        for block in ready.body.branch:
+            if isinstance(block, FusedBlock):
+                block.bank.freeze_()
+    return ready

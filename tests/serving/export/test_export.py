@@ -1,0 +1,238 @@
+"""Exported programs answer as the ensemble does: outputs, rule, preprocessing, every size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import hydra_ensembles as hydra
+from hydra_ensembles import runtime
+from hydra_ensembles.errors import DataError, HydraError, UnsupportedModelError, VerificationError
+from hydra_ensembles.serving.agreeing import check
+from hydra_ensembles.serving.program import load_program
+from hydra_ensembles.serving.rules import Rule, rule_of
+from hydra_ensembles.uncertainty import Policy
+from tests import zoo
+from tests.serving.export.conftest import image_ensemble, images, late_masks, tokenizer
+
+EXACT = ("probabilities", "uncertainty", "mutual_information", "member_logits")
+OUTPUTS = (
+    "label",
+    "probabilities",
+    "uncertainty",
+    "mutual_information",
+    "novelty",
+    "novelty_score",
+    "decision",
+    "abstain",
+    "member_logits",
+)
+
+
+def assert_answers(outputs: dict[str, np.ndarray], answer: hydra.Prediction) -> None:
+    for name in EXACT:
+        wanted = getattr(answer, name).numpy()
+        np.testing.assert_allclose(outputs[name], wanted, atol=1e-4, rtol=1e-5, err_msg=name)
+    np.testing.assert_array_equal(outputs["label"], answer.label.numpy())
+    if answer.novelty is not None:
+        np.testing.assert_allclose(outputs["novelty"], answer.novelty.numpy(), atol=2.5e-2)
+        np.testing.assert_allclose(outputs["novelty_score"], answer.novelty_score, atol=5e-2)
+
+
+@pytest.mark.parametrize("size", [1, 3, 17])
+def test_programs_answer_as_the_ensemble(exported: Any, size: int) -> None:
+    ensemble, folder = exported
+    batch = images(size, seed=200 + size)
+    answer = ensemble.predict(batch)
+    arrays = {name: tensor.numpy() for name, tensor in batch.items()}
+    for run in (runtime.load(folder).run, load_program(folder)):
+        outputs = run(arrays)
+        assert tuple(outputs) == OUTPUTS
+        assert_answers(outputs, answer)
+        np.testing.assert_array_equal(outputs["decision"], answer.decision.numpy())
+        np.testing.assert_array_equal(outputs["abstain"], answer.abstain.numpy())
+
+
+def test_some_answers_are_withheld(exported: Any) -> None:
+    ensemble, folder = exported
+    batch = images(64, seed=400)
+    answer = runtime.load(folder).predict({k: v.numpy() for k, v in batch.items()})
+    assert answer.decisions == ensemble.predict(batch).decisions
+    assert set(answer.decisions) == {"answer", "unsure", "new"}
+    np.testing.assert_array_equal(answer.abstain, answer.decision != 0)
+
+
+def test_without_a_policy_novelty_is_the_rule() -> None:
+    ensemble = image_ensemble()
+    ensemble.policy = None
+    answer = ensemble.predict(images(64, seed=401))
+    decision = rule_of(ensemble, 0.1)(answer.uncertainty, answer.novelty_score)
+    assert torch.equal(decision, (answer.novelty > 0.9).long() * 2)
+    assert decision.sum() > 0
+    assert not rule_of(ensemble, None)(answer.uncertainty, answer.novelty_score).any()
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        rule_of(ensemble, 5)
+
+
+def test_the_ensemble_stays_as_it_was(exported: Any) -> None:
+    ensemble, _ = exported
+    assert all(block.bank.qkv is not None for block in ensemble.body.branch)
+    fresh = image_ensemble()
+    batch = images(4, seed=7)
+    torch.testing.assert_close(
+        ensemble.predict(batch).member_logits, fresh.predict(batch).member_logits
+    )
+
+
+def test_8_bits_are_smaller_and_near(exported: Any) -> None:
+    ensemble, folder = exported
+    batch = images(17, seed=300)
+    small = runtime.load(folder, program="int8").run(
+        {"pixel_values": batch["pixel_values"].numpy()}
+    )
+    answer = ensemble.predict(batch)
+    np.testing.assert_allclose(small["probabilities"], answer.probabilities, atol=0.1)
+    assert not np.allclose(small["probabilities"], answer.probabilities, atol=1e-5)
+    assert (folder / "model.int8.onnx").stat().st_size < (folder / "model.onnx").stat().st_size
+
+
+def test_pictures_are_prepared_inside(exported: Any, tmp_path: Path) -> None:
+    ensemble, folder = exported
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 40, 30, 3), dtype=np.uint8)
+    pictures = [Image.fromarray(p) for p in pixels]
+    model = runtime.load(folder)
+    answer = ensemble.predict(pictures)
+    assert_answers(model.predict(pictures).arrays(), answer)
+    assert_answers(model.predict(list(pixels), batch_size=2).arrays(), answer)
+    for number, picture in enumerate(pictures):
+        picture.save(tmp_path / f"{number}.png")
+    found = model.predict([tmp_path / f"{n}.png" for n in range(3)])
+    assert_answers(found.arrays(), answer)
+    assert found.names == [ensemble.id2label[int(label)] for label in answer.label]
+    assert_answers(model.predict(pictures[0]).arrays(), answer[0])
+
+
+def test_the_contract_says_what_was_exported(exported: Any) -> None:
+    ensemble, folder = exported
+    data = json.loads((folder / "contract.json").read_text())
+    assert data["task"] == "image-classification" and data["members"] == 3
+    assert data["inputs"] == [
+        {"name": "pixel_values", "dtype": "float32", "shape": ["batch", 3, 16, 16]}
+    ]
+    assert [port["name"] for port in data["outputs"]] == list(OUTPUTS)
+    assert data["class_names"] == ["ant", "bee", "cat", "dog", "eel"]
+    assert (data["score"], data["temperature"]) == ("entropy", 1.3)
+    assert data["member_temperatures"] == [1.0, 2.0, 0.7]
+    policy = ensemble.policy
+    assert data["rule"]["uncertainty_above"] == pytest.approx(policy.threshold)
+    assert data["rule"]["novelty_score_above"] == pytest.approx(policy.novelty_threshold)
+    assert data["preprocessing"]["size"] == [16, 16]
+    assert sorted(data["files"]) == ["model.int8.onnx", "model.onnx", "model.pt2"]
+    assert data["agreement"]["largest_difference"]["onnx"]["probabilities"] < 1e-4
+    assert not list(folder.glob(".*"))
+
+
+def test_texts_with_a_tokenizer(tmp_path: Path) -> None:
+    host = zoo._bert(num_labels=3, vocab_size=99)
+    ensemble = hydra.fuse(zoo.seeded(lambda: host), late_masks(host, blocks=3)).eval()
+    ensemble.tokenizer = tokenizer()
+    ensemble.export(tmp_path, formats=["onnx"])
+    model = runtime.load(tmp_path)
+    assert model.task == "text-classification"
+    texts = ["A joy to watch!", "no", "", "fine plot " * 40, "unheard words, no joy"]
+    answer = ensemble.predict(texts)
+    assert_answers(model.predict(texts).arrays(), answer)
+    assert_answers(model.predict(texts, batch_size=2).arrays(), answer)
+    assert model.predict("no").novelty is None
+    assert not model.predict(texts).abstain.any()
+    longest = {port["name"]: np.zeros((1, 25), np.int64) for port in model.contract.inputs}
+    with pytest.raises(DataError, match="more than 24"):
+        model.run(longest)
+
+
+def test_a_decoder_with_padding_on_either_side(tmp_path: Path) -> None:
+    host = zoo.sharp("llama")
+    ensemble = hydra.fuse(host, late_masks(host, blocks=1)).eval()
+    ensemble.fit_novelty_([zoo.texts(side=s) for s in ("left", "right")] * 5, progress=False)
+    given = {k: v for k, v in zoo.texts().items() if k != "labels"}
+    ensemble.export(tmp_path, formats=["onnx"], example=given)
+    model = runtime.load(tmp_path)
+    for side in ("left", "right"):
+        batch = {k: v for k, v in zoo.texts((9, 4, 1), side=side).items() if k != "labels"}
+        outputs = model.run({name: tensor.numpy() for name, tensor in batch.items()})
+        assert_answers(outputs, ensemble.predict(batch))
+
+
+@pytest.mark.parametrize("name", ["timm", "zero-shot-clip", "distilbert"])
+def test_other_hosts_as_programs_of_torch(name: str, tmp_path: Path) -> None:
+    host = zoo.make(name)
+    ensemble = hydra.fuse(host, late_masks(host)).eval()
+    ensemble.score = "mcm" if name == "zero-shot-clip" else "energy"
+    ensemble.export(tmp_path, formats=["torch"])
+    program = load_program(tmp_path)
+    (inputs, *_) = program.contract.inputs
+    batch = zoo.batch(name, size=5, seed=3)
+    named = batch if isinstance(batch, dict) else {inputs["name"]: batch}
+    assert_answers(program({k: v.numpy() for k, v in named.items()}), ensemble.predict(batch))
+
+
+def test_a_token_classifier_answers_for_every_token(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForTokenClassification
+
+    config = BertConfig(**zoo.SIZES, **zoo.TEXT, num_labels=4)
+    host = zoo.seeded(lambda: BertForTokenClassification(config))
+    ensemble = hydra.fuse(host, late_masks(host)).eval()
+    ensemble.export(tmp_path, formats=["torch"])
+    batch = zoo.batch("bert", size=3)
+    outputs = load_program(tmp_path)({k: v.numpy() for k, v in batch.items()})
+    assert_answers(outputs, ensemble.predict(batch))
+    assert outputs["abstain"].shape == (3, 7)
+    assert runtime.read_contract(tmp_path).task == "token-classification"
+
+
+def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+    tower = hydra.fuse(zoo.make("clip-vision"), late_masks(zoo.host("clip-vision")))
+    with pytest.raises(UnsupportedModelError, match="embeddings, not classes"):
+        hydra.export(tower, tmp_path, formats=["torch"])
+    with pytest.raises(UnsupportedModelError, match="Only a HydraEnsemble"):
+        hydra.export(zoo.host("vit"), tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(HydraError, match=r"Unknown format 'onx'\. Did you mean 'onnx'"):
+        hydra.export(tower, tmp_path, formats=["onx"])
+    with pytest.raises(ValueError, match="give at least one"):
+        hydra.export(tower, tmp_path, formats=["torch"], int8=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_program_that_answers_otherwise_is_refused() -> None:
+    good = {
+        "label": np.array([1, 0]),
+        "probabilities": np.array([[0.3, 0.7], [0.5, 0.5]], np.float32),
+        "uncertainty": np.array([0.3, 0.5], np.float32),
+        "mutual_information": np.array([0.1, 0.0], np.float32),
+        "member_logits": np.ones((2, 1, 2), np.float32),
+        "decision": np.array([0, 1]),
+        "abstain": np.array([False, True]),
+    }
+    rule = Rule("policy", Policy(threshold=0.4), "")
+
+    def compare(**changed: np.ndarray) -> None:
+        check({**good, **changed}, good, rule, tolerance=1e-4, ranks=None, what="onnx")
+
+    compare()
+    compare(label=np.array([1, 1]))  # a tie
+    for wrong in (
+        {"label": np.array([0, 0])},
+        {"probabilities": good["probabilities"] + np.float32(2e-4)},
+        {"decision": np.array([2, 1])},
+        {"abstain": np.array([True, True])},
+        {"member_logits": good["member_logits"] * np.float32(np.nan)},
+        {"uncertainty": good["uncertainty"].astype(np.float64)},
+    ):
+        with pytest.raises(VerificationError):
+            compare(**wrong)
