@@ -97,12 +97,13 @@ class NoveltyGraph(nn.Module):
                 self._keys.append(name)
                 self.register_buffer(name.replace(".", "_"), tensor.detach().cpu().contiguous())
         self.register_buffer("bank", torch.zeros(0))
+        self._empty = {"bank": "bank", "bank_positions": "bank"}
 
     def forward(self, summaries: Tensor, member_logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return novelty and its score."""
-        tensors = {name: getattr(self, name.replace(".", "_")) for name in self._keys}
-        empty = {"bank": self.bank, "bank_positions": self.bank}
-        novelty, score = from_tensors({**tensors, **empty}, self._facts)(summaries, member_logits)
+        names = {**{name: name.replace(".", "_") for name in self._keys}, **self._empty}
+        tensors: dict[str, Tensor] = {name: getattr(self, key) for name, key in names.items()}
+        novelty, score = from_tensors(tensors, self._facts)(summaries, member_logits)
         return novelty.float(), score.float()
 
 
