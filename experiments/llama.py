@@ -209,6 +209,21 @@ def scores_of(sticks: Yardsticks, draw: int) -> dict[str, hydra.HeadScores]:
     }
 
 
+def kept_scores(sticks: Yardsticks, draw: int, path: Path) -> dict[str, hydra.HeadScores]:
+    """Score the heads on one draw, or read what is kept in the work folder."""
+    if not path.exists():
+        found = scores_of(sticks, draw)
+        rows = {name: [row.tolist() for row in table] for name, table in found.items()}
+        write_whole(path, json.dumps({"sizes": SIZES, "scores": rows}))
+    kept = json.loads(path.read_text())
+    if kept["sizes"] != SIZES:
+        raise SystemExit(f"{path} was made with other sizes: delete it to begin anew.")
+    return {
+        name: hydra.HeadScores([torch.tensor(row, dtype=torch.float64) for row in rows], name=name)
+        for name, rows in kept["scores"].items()
+    }
+
+
 def measure(args: argparse.Namespace) -> None:
     """Measure what the record does not hold yet."""
     torch.set_num_threads(args.threads)
@@ -250,7 +265,7 @@ def measure(args: argparse.Namespace) -> None:
                 and not (name == "magnitude" and draw)  # it looks at no data
             ]
             if wanted and not scores:
-                scores = scores_of(sticks, draw)
+                scores = kept_scores(sticks, draw, args.work / f"scores-{draw}.json")
             for name, ratio in wanted:
                 start = time.perf_counter()
                 mask = scores[name].top_k(heads - round(ratio * heads), scope="model")

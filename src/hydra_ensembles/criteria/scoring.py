@@ -251,4 +251,15 @@ def gate_gradients(
                 "loss."
             )
         found = torch.autograd.grad(losses.sum(), gates, allow_unused=True)
+    _forget_graphs(host.model)
     return [torch.zeros_like(g) if d is None else d for g, d in zip(gates, found, strict=True)]
+
+
+def _forget_graphs(model: nn.Module) -> None:
+    """Empty caches that hold tensors of the last graph (LeViT's biases): they prevent copies."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, dict) and not name.startswith("_"):
+                tensors = [v for v in value.values() if isinstance(v, Tensor)]
+                if any(tensor.grad_fn is not None for tensor in tensors):
+                    value.clear()

@@ -249,7 +249,7 @@ class HostModel:
             return "no family names its norms and its MLP, which our own arithmetic would need"
         for block in self.blocks:
             if block.norm1 is None or block.norm2 is None or not block.mlp_names:
-                return f"layer {block.index}: no norm or MLP where {self.family.name} has them"
+                return "no family names its norms and its MLP, which our own arithmetic would need"
             if block.has_experts:
                 return f"layer {block.index}: its MLP is a mixture of experts"
             unknown = block.unknown_parameters()

@@ -106,6 +106,20 @@ register_family(
 
 register_family(
     Family(
+        name="opt",  # OPT, Whisper's encoder
+        query="self_attn.q_proj",
+        key="self_attn.k_proj",
+        value="self_attn.v_proj",
+        output="self_attn.out_proj",
+        norm1="self_attn_layer_norm",
+        norm2="final_layer_norm",
+        mlp=("fc1", "activation_fn", "fc2"),
+        returns_tuple=True,
+    )
+)
+
+register_family(
+    Family(
         name="gpt2",
         packed="attn.c_attn",
         output="attn.c_proj",
