@@ -136,7 +136,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "phi": {"partial_rotary_factor": 0.5},
     "persimmon": {"partial_rotary_factor": 0.5},
     "stablelm": {"partial_rotary_factor": 0.5},
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
     "reformer": {
         "attn_layers": ("local", "local"),
         "axial_pos_shape": (8, 8),

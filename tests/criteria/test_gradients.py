@@ -198,3 +198,15 @@ def test_bfloat16_models_can_be_scored():
     close = score_heads(sharp("bert"), [batch], criterion=["his", "entropy"])
     torch.testing.assert_close(scores["entropy"].flat(), close["entropy"].flat(), atol=0.02, rtol=0)
     torch.testing.assert_close(scores["his"].flat(), close["his"].flat(), atol=0.05, rtol=0.2)
+
+
+def test_a_scored_model_can_be_copied() -> None:
+    import copy
+
+    import timm
+
+    sizes = {"embed_dims": (16, 16, 32, 32), "depths": (1, 1, 1, 1), "num_heads": (2, 2, 4, 4)}
+    model = timm.create_model("tiny_vit_5m_224", num_classes=3, **sizes).eval()
+    data = [(torch.randn(2, 3, 64, 64), torch.tensor([0, 2]))]
+    score_heads(model, data, criterion="his", progress=False)
+    copy.deepcopy(model)  # its cache of biases holds no graph

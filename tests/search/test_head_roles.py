@@ -59,11 +59,18 @@ def test_edits_equal_a_hook_that_overwrites_the_head(edit):
     )
 
 
-def test_decoders_are_zeroed_only():
+def test_decoders_are_patched_too():
     model, data = a_host("gpt2")
-    assert head_map(model, id=data, progress=False)["nll"].shape == (3, 3)
+    for edit in ("zero", "patch"):
+        assert head_map(model, id=data, edit=edit, progress=False)["nll"].shape == (3, 3)
+
+
+def test_blocks_that_cannot_be_taken_apart_are_zeroed_only():
+    from tests.fusion.test_hosted import batch, host
+
+    data = [{**batch("gemma3"), "labels": torch.tensor([0, 1, 2, 3])}]
     with pytest.raises(UnsupportedModelError, match="zero-ablation"):
-        head_map(model, id=data, edit="patch", progress=False)
+        head_map(host("gemma3"), id=data, edit="patch", progress=False)
 
 
 def test_the_record_reads_back_and_circuits_overlap():
