@@ -116,6 +116,14 @@ class Service:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(r"VmRSS:\s+(\d+)", status).group(1)) / 1024  # type: ignore[union-attr]
 
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
     def stop(self) -> int:
         """Send SIGTERM and return the exit code."""
         self.process.send_signal(signal.SIGTERM)
@@ -215,12 +223,10 @@ async def drive(
         found["refusals"] = sorted(tally.words)
     if len(memory) >= 20:
         tenth = len(memory) // 10
-        warm = memory[2 * tenth :]  # the first requests fill caches and pools
         found["megabytes"] = {
-            "start": round(memory[0], 1),
-            "after_a_fifth": round(statistics.mean(warm[:tenth]), 1),
-            "end": round(statistics.mean(warm[-tenth:]), 1),
-            "most": round(max(memory), 1),
+            "every_five_seconds": [round(value, 1) for value in memory[::5]],
+            "first_tenth": round(statistics.mean(memory[:tenth]), 1),
+            "last_tenth": round(statistics.mean(memory[-tenth:]), 1),
         }
     return found
 
@@ -242,19 +248,20 @@ def measure(folder: Path, texts: list[str], seconds: float) -> dict[str, Any]:
     """Run all phases against one model."""
     short = max(5.0, seconds / 6)
     found: dict[str, Any] = {}
-    service = Service(folder, "--threads", "1")
-    asyncio.run(drive(service, texts, clients=8, seconds=3))  # warm up
-    found["alone"] = asyncio.run(drive(service, texts, clients=1, seconds=short))
-    found["load"] = asyncio.run(drive(service, texts, clients=CLIENTS, seconds=seconds))
-    found["alone_again"] = asyncio.run(drive(service, texts, clients=1, seconds=short))
-    found["mean_batch"] = batch_sizes(service)
-    found["exit_code"] = service.stop()
-    service = Service(folder, "--threads", "1", "--max-batch", "1")
-    found["unbatched"] = asyncio.run(drive(service, texts, clients=CLIENTS, seconds=short))
-    service.stop()
-    service = Service(folder, "--threads", "1", "--max-queue", "64")
-    found["overload"] = asyncio.run(drive(service, texts, clients=CLIENTS, seconds=short, rows=8))
-    service.stop()
+    with Service(folder, "--threads", "1") as service:
+        # the first calls of each length and the first test for drift fill the allocator's pools
+        asyncio.run(drive(service, texts, clients=CLIENTS, seconds=short))
+        found["alone"] = asyncio.run(drive(service, texts, clients=1, seconds=short))
+        found["load"] = asyncio.run(drive(service, texts, clients=CLIENTS, seconds=seconds))
+        found["alone_again"] = asyncio.run(drive(service, texts, clients=1, seconds=short))
+        found["mean_batch"] = batch_sizes(service)
+        found["exit_code"] = service.stop()
+    with Service(folder, "--threads", "1", "--max-batch", "1") as service:
+        found["unbatched"] = asyncio.run(drive(service, texts, clients=CLIENTS, seconds=short))
+    with Service(folder, "--threads", "1", "--max-queue", "64") as service:
+        found["overload"] = asyncio.run(
+            drive(service, texts, clients=CLIENTS, seconds=short, rows=8)
+        )
     alone = max(found["alone"]["rows_a_second"], found["alone_again"]["rows_a_second"])
     found["load_over_alone"] = round(found["load"]["rows_a_second"] / alone, 2)
     found["load_over_unbatched"] = round(

@@ -67,10 +67,12 @@ def run(
 def listening(host: str, port: int) -> Iterator[socket.socket]:
     """Open a socket; a port that is taken is told in plain words."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family)
+    # asyncio sends answers without delay only for sockets that say they are TCP
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
+        sock.listen(512)  # who connects before the server accepts waits for it
     except (OSError, OverflowError) as error:
         sock.close()
         raise HydraError(

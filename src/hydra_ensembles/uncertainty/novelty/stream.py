@@ -20,6 +20,7 @@ from ...errors import DataError
 from ..prediction import Prediction
 
 PERMUTATIONS = 1999
+CHUNK = 100
 
 
 def ks_gaps(labels: Tensor) -> Tensor:
@@ -43,8 +44,11 @@ def ks_test(known: Tensor, window: Tensor, *, seed: int = 0) -> tuple[float, flo
     shuffled = torch.randperm(len(pooled), generator=draw)  # tied values in a random order
     order = shuffled[pooled[shuffled].argsort(stable=True)]
     gap = float(ks_gaps(labels[order]))
-    share = torch.rand(PERMUTATIONS, len(pooled), generator=draw).argsort(-1)
-    as_large = int((ks_gaps(labels[share]) >= gap - 1e-12).sum())
+    as_large = 0
+    for first in range(0, PERMUTATIONS, CHUNK):  # all at once would take some hundred megabytes
+        rows = min(CHUNK, PERMUTATIONS - first)
+        share = torch.rand(rows, len(pooled), generator=draw).argsort(-1)
+        as_large += int((ks_gaps(labels[share]) >= gap - 1e-12).sum())
     return gap, (1 + as_large) / (PERMUTATIONS + 1)
 
 
