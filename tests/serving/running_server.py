@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 START = "from hydra_ensembles.cli.main import run; run()"
+NO_TORCH = "import sys; sys.modules['torch'] = None; " + START
+"""As where torch is not installed: importing it raises an ImportError."""
 
 
 class Server:
@@ -32,10 +34,10 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *options: str) -> Iterator[Server]:
+def serving(folder: Path, *options: str, start: str = START) -> Iterator[Server]:
     """Serve a folder at a free port until the block ends."""
     process = subprocess.Popen(
-        [sys.executable, "-c", START, "serve", str(folder), "--port", "0", *options],
+        [sys.executable, "-c", start, "serve", str(folder), "--port", "0", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

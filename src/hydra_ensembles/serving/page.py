@@ -34,7 +34,7 @@ async def page(service: Service, request: Request) -> Response:
         "novelty": backend.has_novelty,
         "alarm": backend.alarm,
         "score": backend.score,
-        "rule": backend.rule,
+        "rule": backend.rule.partition("\n")[0],
         "maxText": service.limits.text,
     }
     # "</script>" in a class name must not end the script

@@ -9,7 +9,7 @@ import typer
 
 from .. import options
 from ..exits import Stop
-from ..show import say
+from ..show import say, waiting
 
 if TYPE_CHECKING:
     from ...serving.backend import Backend
@@ -102,7 +102,17 @@ def load_backend(
     device: str | None = None,
     dtype: str = "float32",
 ) -> Backend:
-    """Load what is to be served."""
+    """Load what is to be served: an exported folder by ONNX Runtime, a saved one by torch."""
+    if not folder.is_dir():
+        raise Stop(f"There is no folder {folder}. Give a saved or an exported ensemble.", 3)
+    if (folder / "contract.json").is_file():
+        if alarm is not None or device is not None or dtype != "float32":
+            raise Stop(
+                f"{folder} is an exported ensemble, whose rule and type are fixed: leave --alarm, "
+                "--device and --dtype out, or export it again.",
+                2,
+            )
+        return _by_onnx(folder, threads, class_names)
     if threads is not None:
         import torch
 
@@ -110,13 +120,21 @@ def load_backend(
     return _by_torch(folder, alarm, class_names=class_names, device=device, dtype=dtype)
 
 
+def _by_onnx(folder: Path, threads: int | None, class_names: str | None) -> Backend:
+    from ...runtime import load
+    from ...serving.exported_backend import ExportedBackend
+    from ..loading import read_names
+
+    names = read_names(class_names)
+    with waiting(f"Loading {folder}"):
+        return ExportedBackend(load(folder, threads=threads), class_names=names)
+
+
 def _by_torch(folder: Path, alarm: float | None, **how: Any) -> Backend:
     from ...fusion.ensemble import HydraEnsemble
     from ...serving.torch_backend import TorchBackend
     from ..loading import load_model
 
-    if not folder.is_dir():
-        raise Stop(f"There is no folder {folder}. Give a saved or an exported ensemble.", 3)
     loaded = load_model(str(folder), **how)
     ensemble = loaded.model
     if not isinstance(ensemble, HydraEnsemble):
