@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hydra_ensembles.data.running import collect_logits
-from hydra_ensembles.errors import DataError, HydraError, UnknownNameError
+from hydra_ensembles.errors import DataError, UnknownNameError
 from hydra_ensembles.evaluation import Results, evaluate
 from hydra_ensembles.evaluation.metrics_classification import (
     adaptive_error_of_ranks,
@@ -358,18 +358,3 @@ def test_results_print_well(results):
     assert text.startswith("Results of three on 300 examples, score msp")
     assert "ood/far (90): AUROC" in text
     assert isinstance(results, Results)
-
-
-def test_one_of_several_processes_is_refused() -> None:
-    """A rank that sees its share of the data would report figures of that share."""
-    import torch.distributed
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    model, data = torch.nn.Linear(3, 2), [(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))]
-    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        with pytest.raises(HydraError, match=r"torch\.distributed has 2"):
-            evaluate(model, data)
-    finally:
-        torch.distributed.destroy_process_group()
-    evaluate(model, data)

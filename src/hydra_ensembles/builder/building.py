@@ -14,6 +14,7 @@ from torch import nn
 
 from .._records import model_fingerprint
 from ..costs.budget import Budget
+from ..data import processes
 from ..data.progress import announce
 from ..data.running import call_model, check_inputs, evaluating, member_logits_of
 from ..errors import DataError
@@ -47,6 +48,9 @@ def build(
     progress: bool = True,
 ) -> HydraEnsemble:
     """Build an ensemble of a pretrained model: members, score and temperatures, nothing trained.
+
+    Under `torchrun` or `accelerate launch` the processes share the batches: call it in all of them,
+    and each gets the same members.
 
     Args:
         model: A host model with a classifier; left as it was.
@@ -101,7 +105,7 @@ def build(
         "calibrate": calibrate,
         "seed": seed,
         "model": model_fingerprint(host.model),
-        "data": parts.fingerprints(classes),
+        "data": processes.on_first(lambda: parts.fingerprints(classes)),
     }
     settings = json.loads(json.dumps(settings))
     state = SearchState(folder, settings, name="build.json")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..data.batches import Chained
 from ..data.running import collect_logits
 from ..errors import DataError, UnsupportedModelError
 from ..evaluation.metrics_ood import ood_figures
@@ -97,7 +97,7 @@ def _auto_score(ensemble: HydraEnsemble, parts: Parts, decisions: dict[str, Any]
 
 def learn_known(ensemble: HydraEnsemble, parts: Parts, *, progress: bool) -> str:
     """Fit novelty on all calibration data; return what was done, or why it could not be."""
-    known = chain.from_iterable(parts.data.values())  # one pass is enough
+    known = Chained(list(parts.data.values()))
     try:
         ensemble.fit_novelty_(known, progress=progress)
     except (DataError, UnsupportedModelError) as error:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
-from .records import Record
+from .records import Record, batches
 
 if TYPE_CHECKING:
     from ..uncertainty import Policy, Prediction
@@ -122,6 +122,34 @@ class Answering:
         why = policy.reasons(answer.uncertainty, answer.novelty_score)[0]
         assert words is not None  # there is a policy
         return {"decision": words[0], "abstain": bool(why), **({"why": why} if why else {})}
+
+
+def answered(
+    answers: Answering, records: Iterable[Record], size: int
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the answers to records, in order, as they come; several processes share them.
+
+    The first process reads; it alone gets the answers, the others get none.
+    """
+    from ..data import processes
+
+    several = processes.size()
+    if several == 1:
+        for batch in batches(records, size):
+            yield list(answers(batch))
+        return
+    groups = batches(records, size * several) if processes.is_first() else iter(())
+    while True:
+        group = next(groups, None)
+        told = None if group is None else [asdict(record) for record in group]
+        shared = processes.exchange_plain(told)[0]
+        if shared is None:
+            return
+        start = size * processes.rank()
+        mine = [Record(**plain) for plain in shared[start : start + size]]
+        said = processes.exchange_plain(list(answers(mine)) if mine else [])
+        if processes.is_first():
+            yield [answer for part in said for answer in part]
 
 
 def line_of(answer: dict[str, Any], *, encoding: str | None = "utf-8") -> str:

@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from .clicks import click_module
 from .exits import Stop, exit_code, one_line
+from .launched import is_first, number
 from .life import life
 
 COMMANDS = {
@@ -106,11 +107,11 @@ def main(arguments: list[str] | None = None) -> int:
     problems = click_module("exceptions")
     if not sys.warnoptions:
         warnings.showwarning = _note
-    life.quiet = quiet
+    life.quiet = quiet or not is_first()
     life.soon(f"hydra-ensembles {_command_of(given) or ''}: starting")
     try:
         defaults = _config_of(given, command)
-        with _silenced(quiet):
+        with _silenced(quiet), _one_voice():
             code = int(command.main(given, standalone_mode=False, default_map=defaults) or 0)
         return _say(_stopped(given), 130) if code == 130 else code
     except (typer.Abort, KeyboardInterrupt):
@@ -150,6 +151,16 @@ def _silenced(quiet: bool) -> Iterator[None]:
         silence(False)
 
 
+@contextmanager
+def _one_voice() -> Iterator[None]:
+    """Of several processes let only the first print."""
+    if is_first():
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
 def _command_of(given: list[str]) -> str | None:
     return next((argument for argument in given if argument in COMMANDS), None)
 
@@ -178,7 +189,8 @@ def _note(message: Warning | str, *_: Any, **__: Any) -> None:
 
 def _say(text: str, code: int) -> int:
     life.cancel()
-    typer.echo(f"hydra-ensembles: {text}", err=True)
+    who = "" if is_first() else f" (process {number()})"
+    typer.echo(f"hydra-ensembles{who}: {text}", err=True)
     return code
 
 

@@ -13,6 +13,7 @@ import typer
 
 from .._records import write_whole
 from .clicks import click_module
+from .launched import is_first
 from .life import life
 
 if TYPE_CHECKING:
@@ -96,7 +97,9 @@ def results_table(results: Sequence[Results], costs: Mapping[str, float] | None 
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole, in a folder that need not be there."""
+    """Write a file whole, in a folder that need not be there; of several processes, one does."""
+    if not is_first():
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, overload
@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ..data.memory import Halving
-from ..data.running import call_model, check_inputs, evaluating, progress_bar, split_batch
+from ..data.running import (
+    call_model,
+    check_inputs,
+    evaluating,
+    length_of,
+    progress_bar,
+    split_batch,
+)
+from ..data.sharing import in_order
 from ..errors import DataError, UnsupportedModelError
 from ..heads.gating import gate
 from ..heads.masks import HeadScores
@@ -64,7 +72,8 @@ def score_heads(
     The model runs in eval mode on its own backend and is left as it was. Scores are means over
     samples, in float64, the same for every batch size; padding does not count. Gradients of each
     sample in the gates come from one backward pass of a batch, and attention entropy from its
-    forward pass, so all criteria of a list cost one pass over the data.
+    forward pass, so all criteria of a list cost one pass over the data. Under `torchrun` or
+    `accelerate launch` the processes share the batches, and the scores are the same to the bit.
 
     Args:
         model: A host model.
@@ -155,6 +164,19 @@ class _Mean:
         self.total[layer] += values.detach().double().cpu()
         self.count[layer] += count
 
+    def flat(self) -> Tensor:
+        """Return sums and counts of all heads as one tensor [2, heads]."""
+        return torch.stack([torch.cat(self.total), torch.cat(self.count)])
+
+    def merge(self, flat: Tensor) -> None:
+        """Add what `flat` of another one gave."""
+        sizes = [len(row) for row in self.total]
+        for layer, (total, count) in enumerate(
+            zip(flat[0].split(sizes), flat[1].split(sizes), strict=True)
+        ):
+            self.total[layer] += total
+            self.count[layer] += count
+
     def table(self, name: str) -> HeadScores:
         """Return the means; raise for a head without any sample."""
         for layer, count in enumerate(self.count):
@@ -174,35 +196,46 @@ def _read(
     progress: bool,
 ) -> None:
     """Add up what the criteria need, in one pass."""
-    by_gate = {c: m for c, m in sums.items() if isinstance(c, GateGradient)}
-    by_attention = {c: m for c, m in sums.items() if isinstance(c, AttentionScore)}
+    names = {str(place): criterion for place, criterion in enumerate(sums)}
+    by_gate = [c for c in sums if isinstance(c, GateGradient)]
+    by_attention = [c for c in sums if isinstance(c, AttentionScore)]
+    of_batch: dict[Criterion, _Mean] = {}
 
     def observe(view: AttentionView) -> None:
-        for criterion, mean in by_attention.items():
+        for criterion in by_attention:
             values = criterion.values(view)
             left_in = ~values.isnan()
             count = left_in.double().sum(0).cpu()
-            mean.add(view.layer, values.nan_to_num(0.0).sum(0), count)
+            of_batch[criterion].add(view.layer, values.nan_to_num(0.0).sum(0), count)
 
-    total = len(data) if isinstance(data, Sized) else None
+    def work(index: int, batch: Any) -> dict[str, Tensor]:
+        check_inputs(batch)
+        of_batch.update({criterion: _Mean(host) for criterion in sums})
+        if by_gate:
+            run = partial(gate_gradients, host, loss=loss, watch=watch)
+            # what was watched before memory ran out would count twice
+            parts = halving(run, batch) if watch is None else [(batch, run(batch))]
+            for _, gradients in parts:
+                for layer, row in enumerate(gradients):
+                    for criterion in by_gate:
+                        of_batch[criterion].add(layer, criterion.accumulate(row.double()), len(row))
+        else:
+            _run(host, batch, watch)
+        return {name: of_batch[criterion].flat() for name, criterion in names.items()}
+
     halving = Halving("calibration data")
     with ExitStack() as stack:
         stack.enter_context(evaluating(host.model))
         watch = None
         if by_attention:
             watch = stack.enter_context(watch_attention(host, observe))
-        for batch in progress_bar(data, description="heads", enabled=progress, total=total):
-            check_inputs(batch)
-            if by_gate:
-                run = partial(gate_gradients, host, loss=loss, watch=watch)
-                # what was watched before memory ran out would count twice
-                parts = halving(run, batch) if watch is None else [(batch, run(batch))]
-                for _, gradients in parts:
-                    for layer, row in enumerate(gradients):
-                        for criterion, mean in by_gate.items():
-                            mean.add(layer, criterion.accumulate(row.double()), len(row))
-            else:
-                _run(host, batch, watch)
+        # sums of batches are added in their order: the same bits for any number of processes
+        results = in_order(data, work, name="calibration")
+        for result in progress_bar(
+            results, description="heads", enabled=progress, total=length_of(data)
+        ):
+            for name, criterion in names.items():
+                sums[criterion].merge(result[name])
 
 
 def _run(host: HostModel, batch: Any, watch: Watch | None) -> Any:

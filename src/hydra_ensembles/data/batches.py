@@ -184,8 +184,13 @@ class Batches:
         self.indices, self.batch_size, self.info = list(indices), batch_size, dict(info or {})
 
     def __iter__(self) -> Iterator[Batch]:
-        for start in range(0, len(self.indices), self.batch_size):
-            yield self._load(self.indices[start : start + self.batch_size])
+        for number in range(len(self)):
+            yield self.batch(number)
+
+    def batch(self, number: int) -> Batch:
+        """Load one batch by its number."""
+        start = number * self.batch_size
+        return self._load(self.indices[start : start + self.batch_size])
 
     def __len__(self) -> int:
         return math.ceil(len(self.indices) / self.batch_size)
@@ -218,6 +223,27 @@ class Batches:
             labels=self._all_labels,
             info=self.info,
         )
+
+
+class Chained:
+    """The batches of several data sets, one set after another."""
+
+    def __init__(self, parts: Sequence[Batches]) -> None:
+        self.parts = list(parts)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (batch for part in self.parts for batch in part)
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    def batch(self, number: int) -> Batch:
+        """Load one batch by its number."""
+        for part in self.parts:
+            if number < len(part):
+                return part.batch(number)
+            number -= len(part)
+        raise IndexError(f"Batch {number + len(self)} of {len(self)}.")
 
 
 class Mapped:

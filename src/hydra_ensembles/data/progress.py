@@ -12,12 +12,11 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-
 from ..errors import DataError
+from .processes import seems_first
 
 logger = logging.getLogger("hydra_ensembles")
 FIRST, EVERY = 1.0, 10.0
@@ -148,6 +147,14 @@ class Progress:
             wait = EVERY
 
 
+def length_of(data: Iterable[Any]) -> int | None:
+    """Return the number of items; None for a stream that does not know it."""
+    try:
+        return len(data)  # type: ignore[arg-type]
+    except TypeError:  # a loader of an iterable data set has a __len__ that raises this
+        return None
+
+
 def progress_bar(
     data: Iterable[Any],
     *,
@@ -157,11 +164,7 @@ def progress_bar(
     unit: str = "batches",
 ) -> Iterator[Any]:
     """Iterate over data and report the progress."""
-    if total is None and isinstance(data, Sized):
-        try:
-            total = len(data)
-        except TypeError:  # an iterable data set has no length
-            total = None
+    total = length_of(data) if total is None else total
     with Progress(description, total, enabled=enabled, unit=unit) as progress:
         for item in telling_lost_workers(data, description):
             yield item
@@ -188,5 +191,4 @@ def telling_lost_workers(data: Iterable[Any], name: str) -> Iterator[Any]:
 
 
 def _is_on(enabled: bool) -> bool:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return enabled and not _quiet and not (distributed and torch.distributed.get_rank() != 0)
+    return enabled and not _quiet and seems_first()

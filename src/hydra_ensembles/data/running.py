@@ -20,7 +20,9 @@ from .batches import LABEL_KEYS
 from .batches import move as move
 from .memory import Halving
 from .modes import evaluating as evaluating
+from .progress import length_of as length_of
 from .progress import progress_bar as progress_bar
+from .sharing import in_order
 
 IGNORED = -100
 """Label of a token that does not count."""
@@ -239,9 +241,9 @@ def iterate_answers(
 ) -> Iterator[Answers]:
     """Yield what a model says about every batch, checked.
 
-    A batch that does not fit in memory is run in halves, which a warning says. The tokens of a
-    token classifier are examples of their own: padding, and tokens whose label is -100, are left
-    out.
+    A batch that does not fit in memory is run in halves, which a warning says. Several processes
+    share the batches; all of them get all answers, in order (`sharing`). The tokens of a token
+    classifier are examples of their own: padding, and tokens whose label is -100, are left out.
 
     Args:
         model: see `member_logits`.
@@ -266,27 +268,22 @@ def iterate_answers(
         logits, labels = _flat_tokens(model, part, logits, labels)
         return Answers(logits, labels, *_novelty_of(said, len(logits)))
 
+    def work(index: int, batch: Any) -> dict[str, Tensor]:
+        said = _answers_of(halving, answer, batch, _where(index, name), name)
+        return {key: value for key, value in said._asdict().items() if value is not None}
+
     with torch.no_grad() if runs_in_eval else evaluating(model):
-        for index, batch in enumerate(
-            progress_bar(data, description=name, enabled=progress, total=_length(data))
+        for index, found in enumerate(
+            progress_bar(
+                in_order(data, work, name=name),
+                description=name,
+                enabled=progress,
+                total=length_of(data),
+            )
         ):
-            where = f"batch {index} of the data set {name!r}"
-            try:
-                check_inputs(batch, where)
-                found = [answers for _, answers in halving(answer, batch)]
-                logits, labels, novelty, novelty_score = map(_joined, zip(*found, strict=True))
-            except DataError as error:
-                if where in str(error) or f"data set {name!r}" in str(error):
-                    raise
-                raise DataError(f"In {where}: {error}") from error
-            except HydraError:
-                raise
-            except Exception as error:
-                raise DataError(
-                    f"The model failed on {where}, with inputs {_shapes(batch)}: {error}. "
-                    "Every data set must be prepared as the model expects it."
-                ) from error
-            assert logits is not None
+            where = _where(index, name)
+            answers = Answers(**{"labels": None, **found})
+            logits, labels = answers.logits, answers.labels
             _check_logits(logits, where)
             if shape is None:
                 shape = (logits.shape[1], logits.shape[2])
@@ -314,7 +311,7 @@ def iterate_answers(
             examples += len(logits)
             if labels is not None:
                 labels = _check_labels(labels, logits, where)
-            yield Answers(logits, labels, novelty, novelty_score)
+            yield answers._replace(labels=labels)
     if not examples:
         raise DataError(
             f"The data set {name!r} is empty: it gave no examples. If it is a generator, it may "
@@ -328,6 +325,33 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     if len(found) < len(parts):
         return None
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _where(index: int, name: str) -> str:
+    return f"batch {index} of the data set {name!r}"
+
+
+def _answers_of(
+    halving: Halving, answer: Callable[[Any], Answers], batch: Any, where: str, name: str
+) -> Answers:
+    """Run a model on one batch, in halves if need be; errors name the batch."""
+    try:
+        check_inputs(batch, where)
+        found = [answers for _, answers in halving(answer, batch)]
+        logits, labels, novelty, novelty_score = map(_joined, zip(*found, strict=True))
+    except DataError as error:
+        if where in str(error) or f"data set {name!r}" in str(error):
+            raise
+        raise DataError(f"In {where}: {error}") from error
+    except HydraError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"The model failed on {where}, with inputs {_shapes(batch)}: {error}. "
+            "Every data set must be prepared as the model expects it."
+        ) from error
+    assert logits is not None
+    return Answers(logits, labels, novelty, novelty_score)
 
 
 def _novelty_of(answer: Any, examples: int) -> tuple[Tensor | None, Tensor | None]:
@@ -399,13 +423,6 @@ def _shapes(batch: Any) -> str:
         for key, value in inputs.items()
     ]
     return "(" + ", ".join(shown) + ")"
-
-
-def _length(data: Iterable[Any]) -> int | None:
-    try:
-        return len(data)  # type: ignore[arg-type]
-    except TypeError:  # an iterable data set has no length
-        return None
 
 
 def _check_logits(logits: Tensor, where: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.running import Answers, collect_logits, iterate_answers
-from ..errors import DataError, HydraError
+from ..errors import DataError
 from ..uncertainty import fit_temperature, scale_logits, scores
 from .bootstrap import intervals, resampled_figures
 from .figures import (
@@ -42,7 +42,9 @@ def evaluate(
 ) -> Results:
     """Evaluate a model on labelled data, on out-of-distribution data and under shifts.
 
-    Every data set is read once, in order; nothing grows with classes or members.
+    Every data set is read once, in order; nothing grows with classes or members. It may be a stream
+    without a length. Under `torchrun` or `accelerate launch` the processes share the batches: call
+    it in all of them, with the whole data, and each gets the same results.
 
     Args:
         model: anything that is called on a batch and answers with logits `[batch, class]` or
@@ -70,7 +72,6 @@ def evaluate(
         DataError: naming the data set, for NaN logits, labels out of range or missing, empty data,
             inputs that the model refuses, and classes that differ between sets.
     """
-    _refuse_processes()
     names = [score] if isinstance(score, str) else list(score)
     for each in names:
         if each != NOVELTY:
@@ -132,20 +133,6 @@ def _with_novelty(names: list[str], answers: Answers) -> list[str]:
             "call ensemble.fit_novelty_(known) first."
         )
     return names
-
-
-def _refuse_processes() -> None:
-    """Raise where several processes run: each may see a part, and a figure of a part is wrong."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    processes = torch.distributed.get_world_size()
-    if processes > 1:
-        raise HydraError(
-            f"evaluate() runs in one process, but torch.distributed has {processes}: a rank that "
-            "sees its share of the data would report figures of that share. Evaluate the whole "
-            "data in a process of its own, or before init_process_group() or after "
-            "destroy_process_group()."
-        )
 
 
 def results_of(

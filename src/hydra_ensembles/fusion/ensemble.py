@@ -47,6 +47,7 @@ from .known import fit_novelty, logits_and_summaries, why_novel
 from .layers import FusedBlock, PerStream
 from .loading import check_answers, load
 from .policies import decided
+from .row_answers import RowAnswers
 from .saving import save
 from .summary import summarize, summarize_html
 
@@ -374,6 +375,33 @@ class HydraEnsemble(nn.Module):
             batch_size: Examples per batch, where the data is not in batches yet.
         """
         return predict_proba(self, data, batch_size=batch_size)
+
+    def as_map_function(
+        self,
+        column: str | None = None,
+        *,
+        prefix: str = "predicted_",
+        probabilities: bool = False,
+        batch_size: int = 32,
+    ) -> RowAnswers:
+        """Return a function from columns to columns of answers, for `datasets.map` and its kin.
+
+        Args:
+            column: The column of texts or pictures; by default the usual names.
+            prefix: Of the columns of answers: `predicted_label`, `predicted_uncertainty`, ...
+            probabilities: Add all classes' probabilities.
+            batch_size: Rows that run through the model together.
+
+        Example:
+            >>> answered = dataset.map(ensemble.as_map_function("text"), batched=True)
+        """
+        return RowAnswers(
+            self,
+            column=column,
+            prefix=prefix,
+            probabilities=probabilities,
+            batch_size=batch_size,
+        )
 
     # --- novelty ---------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..data.memory import Halving
 from ..data.modes import in_eval
-from ..data.running import move, progress_bar, split_batch
+from ..data.running import length_of, move, progress_bar, split_batch
+from ..data.sharing import in_order
 from ..errors import DataError, HydraError
 from ..uncertainty.novelty import Evidence, Novelty, NoveltyFit
 from .taps import Collector, collecting, tap_names
@@ -53,9 +54,9 @@ def fit_novelty(
     late = min(CLASS_BLOCKS, blocks) * len(taps) // blocks if blocks else 1
     fit: NoveltyFit | None = None
     model = in_eval(ensemble)
-    bar = progress_bar(known, description="known data", enabled=progress)
     halving = Halving("known data")
-    for number, batch in enumerate(bar):
+
+    def work(number: int, batch: Any) -> dict[str, Tensor]:
         try:
             parts = list(halving(partial(logits_and_summaries, model), batch))
         except HydraError:
@@ -65,11 +66,18 @@ def fit_novelty(
                 f"The model failed on batch {number} of the known data: {error}. Known data must "
                 "be prepared as the model expects it."
             ) from error
-        for part, (logits, summaries) in parts:
-            classes = logits.shape[-1]
-            if fit is None:
-                fit = NoveltyFit(taps, classes=classes, class_taps=late)
-            fit.add_(summaries, logits, _checked(split_batch(part)[2], classes, number))
+        logits = torch.cat([said for _, (said, _) in parts])
+        found = {"logits": logits, "summaries": torch.cat([some for _, (_, some) in parts])}
+        labels = _checked(split_batch(batch)[2], logits.shape[-1], number)
+        return found if labels is None else {**found, "labels": labels}
+
+    total = length_of(known)
+    results = in_order(known, work, name="known data")
+    for found in progress_bar(results, description="known data", enabled=progress, total=total):
+        logits = found["logits"]
+        if fit is None:
+            fit = NoveltyFit(taps, classes=logits.shape[-1], class_taps=late)
+        fit.add_(found["summaries"], logits, found.get("labels"))
     if fit is None:
         raise DataError("The known data is empty: it gave no batch.")
     return fit.finish(names or ())

@@ -189,19 +189,18 @@ def _replacement(
 @torch.no_grad()
 def _mean_heads(prefix: Prefix) -> Tensor:
     """Return the mean head outputs over the ID data: [tokens or 1, heads, head width]."""
-    total, count, lengths = None, 0, set()
-    sums: list[tuple[Tensor, int]] = []
-    for name, _, x, call in prefix.states():
-        if name != "id":
-            continue
+
+    def sum_of(index: int, x: Tensor, call: Call) -> dict[str, Tensor]:
         heads = prefix.engine.heads(prefix.layer, x, call)  # [batch, tokens, heads, width]
-        lengths.add(heads.shape[1])
-        sums.append((heads.sum(0), call.batch))
-    same = len(lengths) == 1
-    for part, batch in sums:
-        value = part if same else part.mean(0, keepdim=True)
+        return {"sum": heads.sum(0), "count": torch.tensor(call.batch)}
+
+    found = list(prefix.over("id", sum_of))
+    same = len({len(one["sum"]) for one in found}) == 1
+    total, count = None, 0
+    for one in found:
+        value = one["sum"] if same else one["sum"].mean(0, keepdim=True)
         total = value if total is None else total + value
-        count += batch
+        count += int(one["count"])
     assert total is not None
     return total / count
 

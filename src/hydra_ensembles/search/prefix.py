@@ -5,14 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..data import processes
 from ..data.batches import check_reiterable
 from ..data.memory import free_memory, is_out_of_memory
 from ..data.running import check_inputs, check_labels, evaluating, split_batch
+from ..data.sharing import in_order, own_batches, own_numbers
 from ..errors import DataError
 from ..heads.masks import HeadMask
 from ..hosts import HostModel
@@ -85,30 +88,42 @@ class Prefix:
         self._read(labelled)
 
     def _read(self, labelled: Sequence[str]) -> None:
-        """Pass over all data once: embed it, keep what fits."""
+        """Pass over all data once: embed it, keep what fits.
+
+        Several processes share the batches: each keeps the states of its own.
+        """
         with evaluating(self.host.model):
             for name, batches in self.data.items():
                 check_reiterable(batches, name=name)
                 labels, sizes = [], []
-                for index, batch in enumerate(batches):
-                    where = f"batch {index} of the data set {name!r}"
-                    check_inputs(batch, where)
-                    x, call = self.engine.enter(batch)
-                    found = split_batch(batch)[2]
-                    if found is None and name in labelled:
-                        raise DataError(
-                            f"Batch {index} of the data set {name!r} has no labels: the search "
-                            "needs them. Give (inputs, labels) or a mapping with 'labels'."
-                        )
-                    sizes.append(call.batch)
-                    if found is not None and name in labelled:
-                        labels.append(check_labels(found, where))
-                    self._keep((name, index), x, call)
+                for found in in_order(batches, partial(self._enter, name, labelled), name=name):
+                    sizes.append(int(found["size"]))
+                    if "labels" in found:
+                        labels.append(found["labels"])
                 if not sizes:
                     raise DataError(f"The data set {name!r} is empty: it gave no batch.")
                 self._sizes[name] = sizes
                 if labels:
                     self.labels[name] = torch.cat(labels)
+
+    def _enter(
+        self, name: str, labelled: Sequence[str], index: int, batch: Any
+    ) -> dict[str, Tensor]:
+        """Embed one batch; return its size and its labels, where they are needed."""
+        where = f"batch {index} of the data set {name!r}"
+        check_inputs(batch, where)
+        x, call = self.engine.enter(batch)
+        found = split_batch(batch)[2]
+        if found is None and name in labelled:
+            raise DataError(
+                f"Batch {index} of the data set {name!r} has no labels: the search needs them. "
+                "Give (inputs, labels) or a mapping with 'labels'."
+            )
+        self._keep((name, index), x, call)
+        size = {"size": torch.tensor(call.batch)}
+        if found is None or name not in labelled:
+            return size
+        return {**size, "labels": check_labels(found, where)}
 
     def _keep(self, key: tuple[str, int], x: Tensor, call: Call) -> None:
         size = x.numel() * x.element_size() + call.bytes()
@@ -133,27 +148,40 @@ class Prefix:
         """Number of batches whose states are kept."""
         return len(self._cache)
 
-    def states(
-        self, sets: Collection[str] | None = None
-    ) -> Iterator[tuple[str, int, Tensor, Call]]:
+    def over(
+        self, name: str, work: Callable[[int, Tensor, Call], dict[str, Tensor]]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield `work(index, states, call)` of all batches of a data set, in their order.
+
+        Several processes share the work; all of them get all results.
+        """
+        states = self._own_states(name)
+
+        def next_one(index: int, _: Any) -> dict[str, Tensor]:
+            one = next(states, None)
+            if one is None:
+                raise self._changed(name, index)
+            return work(*one)
+
+        numbers = list(range(len(self._sizes[name])))
+        return in_order(numbers, next_one, name=f"states of {name}", ahead=1)
+
+    def _own_states(self, name: str) -> Iterator[tuple[int, Tensor, Call]]:
         """Yield the states that enter the current layer; what is not kept is recomputed."""
-        for name, batches in self.data.items():
-            if sets is not None and name not in sets:
+        numbers = own_numbers(len(self._sizes[name]))
+        if all((name, index) in self._cache for index in numbers):
+            for index in numbers:
+                yield index, *self._cache[name, index]
+            return
+        for index, batch in own_batches(self.data[name]):
+            if (name, index) in self._cache:
+                yield index, *self._cache[name, index]
                 continue
-            sizes = self._sizes[name]
-            if all((name, i) in self._cache for i in range(len(sizes))):
-                for index in range(len(sizes)):
-                    yield name, index, *self._cache[name, index]
-                continue
-            for index, batch in enumerate(batches):
-                if (name, index) in self._cache:
-                    yield name, index, *self._cache[name, index]
-                    continue
-                x, call = self.engine.enter(batch)
-                self._check_same(name, index, batch, call)
-                for layer, row in enumerate(self.rows):
-                    x = self.engine.step(layer, x, call, [(0, row)])
-                yield name, index, x, call
+            x, call = self.engine.enter(batch)
+            self._check_same(name, index, batch, call)
+            for layer, row in enumerate(self.rows):
+                x = self.engine.step(layer, x, call, [(0, row)])
+            yield index, x, call
 
     def _check_same(self, name: str, index: int, batch: Any, call: Call) -> None:
         sizes = self._sizes[name]
@@ -164,11 +192,14 @@ class Prefix:
             before = self.labels[name][start : start + call.batch]
             same = found is not None and torch.equal(found.long().cpu(), before)
         if not same:
-            raise DataError(
-                f"The data set {name!r} gave other examples at a second reading (batch {index}). "
-                "Give it in a fixed order (shuffle=False), or raise cache_bytes so that one "
-                "reading is enough."
-            )
+            raise self._changed(name, index)
+
+    def _changed(self, name: str, index: int) -> DataError:
+        return DataError(
+            f"The data set {name!r} gave other examples at a second reading (batch {index}). "
+            "Give it in a fixed order (shuffle=False), or raise cache_bytes so that one "
+            "reading is enough."
+        )
 
     def advance(self, row: Tensor, *, tick: Tick | None = None) -> None:
         """Move up one layer, with these of its heads kept [heads]."""
@@ -179,7 +210,7 @@ class Prefix:
                     call,
                 )
                 if tick is not None:
-                    tick(1)
+                    tick(processes.size())
         self.rows.append(row.clone())
         self.layer += 1
 
@@ -205,19 +236,23 @@ class Prefix:
         """
         above = [[row.float() for row in mask][self.layer :] for mask in masks]
         chosen = [name for name in self.data if sets is None or name in sets]
-        found: dict[str, list[Tensor]] = {name: [] for name in chosen}
+        found: dict[str, list[Tensor]] = {}
+
+        def run(name: str, index: int, x: Tensor, call: Call) -> dict[str, Tensor]:
+            key = f"{label}-{self._span(name, index)}"
+            known = None if store is None else store.get(key)
+            if known is None:
+                edit = None if replacement is None else replacement(name, index, call)
+                known = self._fitting_tree(x, call, above, edit, tick).float().cpu()
+                if store is not None:
+                    store.put(key, known)
+            elif tick is not None:
+                tick(len(masks) * (len(self.host) - self.layer) * processes.size())
+            return {"logits": known}
+
         with evaluating(self.host.model):
-            for name, index, x, call in self.states(chosen):
-                key = f"{label}-{self._span(name, index)}"
-                known = None if store is None else store.get(key)
-                if known is None:
-                    edit = None if replacement is None else replacement(name, index, call)
-                    known = self._fitting_tree(x, call, above, edit, tick).float().cpu()
-                    if store is not None:
-                        store.put(key, known)
-                elif tick is not None:
-                    tick(len(masks) * (len(self.host) - self.layer))
-                found[name].append(known)
+            for name in chosen:
+                found[name] = [one["logits"] for one in self.over(name, partial(run, name))]
         labels = {name: self.labels[name] for name in chosen if name in self.labels}
         for name, values in labels.items():
             check_labels(values, f"the data set {name!r}", classes=found[name][0].shape[-1])
@@ -297,8 +332,8 @@ class Prefix:
                 y = self.engine.step(
                     layer, part, call, local, edit if layer == self.layer else None
                 )
-                if tick is not None:
-                    tick(len(chunk))
+                if tick is not None:  # the other processes do as much at the same time
+                    tick(len(chunk) * processes.size())
                 climb(layer + 1, y, members[start : start + width])
 
         climb(self.layer, x, [list(range(len(above)))])

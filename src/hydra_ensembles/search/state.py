@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from .._records import (
     write_tensors,
     write_whole,
 )
+from ..data import processes
 from ..errors import FormatError
 
 VERSION = 1
@@ -41,6 +43,8 @@ def read_state(path: Path) -> dict[str, Any]:
 class SearchState:
     """A JSON file that remembers finished steps of a search.
 
+    Of several processes only the first reads and writes the file; all of them know its steps.
+
     Args:
         folder: Where to keep it; None keeps nothing.
         settings: What the search depends on (model, data, options): plain data. A state that was
@@ -58,10 +62,14 @@ class SearchState:
         self.path = None if folder is None else Path(folder) / name
         self.settings = json.loads(json.dumps(settings))  # as it will be read back
         self.steps: list[Any] = []
-        if self.path is not None and self.path.exists():
-            self._read(self.path)
+        if processes.size() > 1:
+            processes.check_same("the settings of the search", self.settings)
+        if self.path is not None:
+            self.steps = processes.on_first(partial(self._read, self.path))
 
-    def _read(self, path: Path) -> None:
+    def _read(self, path: Path) -> list[Any]:
+        if not path.exists():
+            return []
         saved = read_state(path)
         version, settings, steps = saved["version"], saved["settings"], saved["steps"]
         if version != VERSION:
@@ -70,12 +78,12 @@ class SearchState:
                 "Give another folder."
             )
         check_same_run(path, settings, self.settings)
-        self.steps = steps
+        return list(steps)
 
     def add(self, step: Any) -> None:
         """Remember a finished step."""
         self.steps.append(step)
-        if self.path is None:
+        if self.path is None or not processes.is_first():
             return
         state = {"version": VERSION, "settings": self.settings, "steps": self.steps}
         write_whole(self.path, json.dumps(sealed(state)))

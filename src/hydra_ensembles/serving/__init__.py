@@ -1,4 +1,5 @@
-"""Ship an ensemble: programs that run without torch (`exporting.py`), and the service over HTTP.
+"""Ship an ensemble: programs that run without torch (`exporting.py`), the service over HTTP, and
+bulk prediction of Parquet files (`bulk.py`).
 
 Nothing is imported here: the service also runs where torch is not installed.
 """

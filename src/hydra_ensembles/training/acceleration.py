@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..data import processes
 from ..errors import HydraError, MissingDependencyError
 
 
@@ -21,6 +22,7 @@ def accelerator(mixed_precision: str) -> Iterator[Any]:
         raise MissingDependencyError(
             "Training needs accelerate. Install it with: pip install 'hydra-ensembles[train]'."
         ) from error
+    processes.size()  # meet the others before accelerate does, so that messages of the CPU pass
     # the precision is fixed for the whole process once a state exists: never touch a user's own
     foreign = AcceleratorState._shared_state.get("_mixed_precision")
     if foreign is not None and foreign != mixed_precision:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from .._records import sha256_of, sha256_of_file, write_whole
+from ..data import processes
 from ..data.memory import Halving
 from ..data.running import progress_bar
+from ..data.sharing import in_order
 from ..errors import DataError, FormatError
 from .teachers import Answer, Teacher
 
@@ -96,7 +98,11 @@ def _answers_of(
         for key in wanted
     }
     found: dict[tuple[str, int], np.ndarray] = {}
-    missing = [key for key, path in paths.items() if path is None or not path.exists()]
+    places = list(wanted)
+    absent: list[int] = processes.on_first(
+        lambda: [i for i, key in enumerate(places) if not _is_file(paths[key])]
+    )
+    missing = [places[i] for i in absent]
     if missing:
         assert teacher.open is not None
         with teacher.open() as answer:
@@ -104,12 +110,17 @@ def _answers_of(
                 said = f"{teacher.name}: {key[0]} {key[1]}"
                 found[key] = _table(answer, wanted[key], key[1], said if progress else "")
                 path = paths[key]
-                if path is not None:
+                if path is not None and processes.is_first():
                     _keep(path, found[key])
+    processes.wait()
     for key, path in paths.items():
-        if path is not None:
+        if path is not None and (path.exists() or key not in found):
             found[key] = read_answers(path)
     return found
+
+
+def _is_file(path: Path | None) -> bool:
+    return path is not None and path.exists()
 
 
 def _keep(path: Path, table: np.ndarray) -> None:
@@ -135,9 +146,14 @@ def read_answers(path: Path) -> np.ndarray:
 
 
 def _table(answer: Answer, part: Part, view: int, said: str) -> np.ndarray:
-    batches = progress_bar(part.batches(view), description=said, enabled=bool(said))
     halving = Halving(part.name)
-    table = torch.cat([rows for batch in batches for _, rows in halving(answer, batch)]).numpy()
+
+    def work(index: int, batch: Any) -> dict[str, Tensor]:
+        return {"answer": torch.cat([rows for _, rows in halving(answer, batch)])}
+
+    answers = in_order(part.batches(view), work, name=f"{part.name} {view}")
+    bar = progress_bar(answers, description=said, enabled=bool(said))
+    table = torch.cat([found["answer"] for found in bar]).numpy()
     if len(table) != part.count:
         raise DataError(
             f"A teacher gave {len(table)} answers for {part.count} examples ({part.name})."

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..data import processes
 from ..data.running import progress_bar
 from ..fusion.ensemble import HydraEnsemble
 from .acceleration import accelerator
@@ -135,7 +136,7 @@ class BranchRun(Run):
 
     def _run_epochs(self) -> None:
         # In the data's own order, whatever was trained before: a resumed run gets the same bits.
-        shown = self.progress and self.accelerator.is_main_process
+        shown = self.progress and processes.is_first()
         torch.manual_seed(derive_seed("trunk", self.seed))
         with self.accelerator.autocast():
             self.model.remember(
@@ -148,7 +149,19 @@ class BranchRun(Run):
         in_order = Stream(self.stream.data, seed=self.seed, shuffle=False)
         return chain(in_order.epoch(0), () if self.outliers is None else self.outliers.stream.data)
 
-    def _loss(self, batch: Any) -> Tensor:
+    def _loss(self, batch: Any, part: int) -> Tensor:
+        batch, share = self._part(batch, part)
+        loss = share * self._labelled_loss(batch) if share else torch.zeros(())
+        if self.outliers is None:
+            return loss
+        odd, share = self._part(self.outliers.at(self.step), part)
+        if not share:
+            return loss
+        answers = self.wrapped(odd).float().log_softmax(-1)
+        sure = -answers.mean(-1) - math.log(answers.shape[-1])  # KL(uniform || answer)
+        return loss + share * self.settings.outlier_weight * self._weighted(sure, odd).mean()
+
+    def _labelled_loss(self, batch: Any) -> Tensor:
         logits, labels = self._answer(batch)
         members = logits.shape[1]
         losses = F.cross_entropy(
@@ -161,14 +174,7 @@ class BranchRun(Run):
         if share:
             own = -(self._soft_labels(batch)[:, None] * logits.log_softmax(-1)).sum(-1)
             losses = (1 - share) * losses + share * own
-        loss = self._weighted(losses, batch).mean()
-        if self.outliers is None:
-            return loss
-        group = self.accelerator
-        odd = self.outliers.at(self.step * group.num_processes + group.process_index)
-        answers = self.wrapped(odd).float().log_softmax(-1)
-        sure = -answers.mean(-1) - math.log(answers.shape[-1])  # KL(uniform || answer)
-        return loss + self.settings.outlier_weight * self._weighted(sure, odd).mean()
+        return self._weighted(losses, batch).mean()
 
     def _weighted(self, losses: Tensor, batch: Any) -> Tensor:
         if not self.settings.bootstrap:

@@ -16,6 +16,7 @@ from .._records import SEAL, check_same_run, model_fingerprint, read_sealed, sea
 from ..costs.budget import budgeted_masks, counter_of, fit_budget
 from ..costs.counting import cost
 from ..criteria import Criterion, score_heads
+from ..data import processes
 from ..data.batches import (
     Batches,
     as_data,
@@ -105,7 +106,8 @@ def distill(
 
     The teachers answer first, one after another, and their answers are kept in `folder`; then the
     members train. A run that was stopped and is started again with the same arguments ends with
-    the same weights to the bit.
+    the same weights to the bit. Under `torchrun` or `accelerate launch` the processes share each
+    batch (`Settings.parts`); call it in all of them.
 
     Args:
         model: The host: the trunk and every member start from its weights. It is not changed.
@@ -194,22 +196,18 @@ def distill(
         raise MaskError(f"The members cost {ratio:.3f} x, more than max_cost={max_cost}.")
     lessons = Lessons(train, outliers, chosen, seed=seed, augment=augment)
     if place is not None:
-        _check_folder(place, lessons, found, start, chosen, seed)
+        processes.on_first(lambda: _check_folder(place, lessons, found, start, chosen, seed))
     trained = CachedTrunk(start, cache_bytes, frozen=chosen.trunk_rate == 0)
     slow = {n for n, p in trained.named_parameters() if not p.requires_grad}
     if chosen.trunk_rate:
         trained.requires_grad_(True)
     with accelerator(chosen.mixed_precision) as group:
-        if place is not None and not group.is_main_process:
-            group.wait_for_everyone()  # the first process writes, the others read
         answers = Answers(
             found,
             lessons.parts,
             folder=None if place is None else place / "answers",
-            progress=progress and group.is_main_process,
+            progress=progress,
         )
-        if place is not None and group.is_main_process:
-            group.wait_for_everyone()
         shares = assign(answers.teachers, members)
         result = DistillRun(
             model=trained,
@@ -475,14 +473,16 @@ class DistillRun(BranchRun):
         assert self.lessons is not None
         return self.lessons.numbered_views()
 
-    def _loss(self, batch: Any) -> Tensor:
-        loss = self._taught("data", self.epoch, batch)
+    def _loss(self, batch: Any, part: int) -> Tensor:
+        batch, share = self._part(batch, part)
+        loss = share * self._taught("data", self.epoch, batch) if share else torch.zeros(())
         if self.outliers is None:
             return loss
-        group = self.accelerator
-        turn = self.step * group.num_processes + group.process_index
-        odd = self._taught("outliers", self.outliers.turn(turn), self.outliers.at(turn))
-        return loss + self.settings.outlier_weight * odd
+        odd, share = self._part(self.outliers.at(self.step), part)
+        if not share:
+            return loss
+        turn = self.outliers.turn(self.step)
+        return loss + share * self.settings.outlier_weight * self._taught("outliers", turn, odd)
 
     def _taught(self, part: str, turn: int, batch: Any) -> Tensor:
         """Return the members' mean loss against their teachers on a view of a batch."""

@@ -13,9 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._records import check_same_run, model_fingerprint
+from ..data import processes
+from ..data.batches import batch_length, take
 from ..data.memory import is_out_of_memory
 from ..data.progress import Progress, telling_lost_workers
 from ..data.running import call_model, member_logits_of, split_batch
+from ..data.sharing import in_order, own_numbers
 from ..errors import DataError, HydraError
 from .checkpoint import (
     pack_optimizer,
@@ -24,6 +27,7 @@ from .checkpoint import (
     with_prefix,
     write_checkpoint,
 )
+from .gradients import Gradients
 from .settings import Settings
 from .stream import Stream, derive_seed
 
@@ -127,10 +131,8 @@ class Run:
         )
 
     def _prepare(self) -> None:
-        world = self.accelerator.num_processes
-        self.steps_per_epoch = len(self.stream) // world
-        if not self.steps_per_epoch:
-            raise DataError(f"{len(self.stream)} batches cannot feed {world} processes.")
+        self.parts = self.settings.parts or processes.size()
+        self.steps_per_epoch = len(self.stream)
         self.steps = self.steps_per_epoch * self.settings.epochs
         self.step, self.epoch, self.loss_sum = 0, 0, 0.0
         self.history: list[dict[str, float]] = []
@@ -156,7 +158,9 @@ class Run:
         pull = self.settings.towards_host
         self.start = {n: p.detach().clone() for n, p in self.trained.items()} if pull else {}
         self.optimizer = torch.optim.AdamW(self._groups(), lr=self.settings.learning_rate)
-        self.wrapped, self.stepper = self.accelerator.prepare(Answer(self.model), self.optimizer)
+        # "evaluation": gradients of several processes are added up here (`Gradients`)
+        self.wrapped = self.accelerator.prepare_model(Answer(self.model), evaluation_mode=True)
+        self.stepper = self.accelerator.prepare_optimizer(self.optimizer)
 
     def _groups(self) -> list[dict[str, Any]]:
         """Group the trained parameters by their share of the learning rate and by decay."""
@@ -178,7 +182,7 @@ class Run:
         with Progress(
             self.action,
             self.steps,
-            enabled=self.progress and self.accelerator.is_main_process,
+            enabled=self.progress and processes.is_first(),
             unit="steps",
             done=self.step,
         ) as bar:
@@ -193,7 +197,7 @@ class Run:
         batches = telling_lost_workers(self.stream.epoch(epoch), "training data")
         for index in range(self.steps_per_epoch):
             self._seed_step(epoch, index)
-            batch = self._own_batch(batches)
+            batch = self._next_batch(batches)
             if index < done:  # seen before the stop
                 continue
             loss, rate = self._fitting_update(batch)
@@ -209,21 +213,20 @@ class Run:
             if self.on_step is not None:
                 self.on_step(StepInfo(self.member, epoch, self.step, self.steps, loss, rate))
 
-    def _seed_step(self, epoch: int, index: int) -> None:
+    def _seed_step(self, epoch: int, index: int, part: int = 0) -> None:
         # inside fork_rng: the caller's generators are untouched
-        rank = self.accelerator.process_index
-        torch.manual_seed(derive_seed("step", self.seed, epoch, index, rank))
+        torch.manual_seed(derive_seed("step", self.seed, epoch, index, part))
 
-    def _own_batch(self, batches: Any) -> Any:
-        """Take one batch for every process and return this process's."""
+    def _next_batch(self, batches: Any) -> Any:
+        """Take the next batch: the same in all processes."""
         missing = object()
-        taken = [next(batches, missing) for _ in range(self.accelerator.num_processes)]
-        if missing in taken:
+        batch = next(batches, missing)
+        if batch is missing:
             raise DataError(
                 f"The data ended before the {len(self.stream)} batches that it announced. "
                 "It must give the same number of batches each time it is iterated."
             )
-        return taken[self.accelerator.process_index]
+        return batch
 
     def _fitting_update(self, batch: Any) -> tuple[float, float]:
         """Make one step; say in plain words when memory runs out.
@@ -247,14 +250,7 @@ class Run:
         factor = schedule(self.step, self.steps, settings.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate * factor * group["share"]
-        loss = self._loss(batch)
-        value = loss.item()
-        if not math.isfinite(value):
-            raise HydraError(
-                f"The loss became {value} at step {self.step} of member {self.member}. "
-                "Lower the learning rate, or check the data for NaN."
-            )
-        self.accelerator.backward(loss)
+        value = self._backward(batch) if self.parts == 1 else self._backward_by_parts(batch)
         self.accelerator.unscale_gradients(self.stepper)
         for name, start in self.start.items():  # the gradient of the pull, added directly
             parameter = self.trained[name]
@@ -266,13 +262,69 @@ class Run:
         self.stepper.zero_grad()
         return value, settings.learning_rate * factor
 
-    def _loss(self, batch: Any) -> Tensor:
-        logits, labels = self._answer(batch)
+    def _backward(self, batch: Any) -> float:
+        """Compute the gradients of a whole batch; return its loss."""
+        loss = self._loss(batch, 0)
+        value = self._check_loss(loss.item())
+        self.accelerator.backward(loss)
+        return value
+
+    def _backward_by_parts(self, batch: Any) -> float:
+        """Compute the gradients of a batch part by part, shared with other processes."""
+        gradients = Gradients(
+            list(self.trained.values()), self.parts, ordered=self.settings.parts > 0
+        )
+        losses: dict[int, float] = {}
+        failure: Exception | None = None
+        try:
+            for part in own_numbers(self.parts):
+                self._seed_step(self.epoch, self.step % self.steps_per_epoch, part + 1)
+                loss = self._loss(batch, part)
+                losses[part] = self._check_loss(loss.item())
+                if loss.requires_grad:
+                    self.accelerator.backward(loss)
+                gradients.take_(part)
+        except Exception as error:  # told to the others, raised by all
+            failure = error
+        said = processes.exchange_plain(
+            {"losses": list(losses.items()), "error": processes.describe_error(failure)}
+        )
+        if failure is not None:
+            raise failure
+        for other in said:
+            if other["error"] is not None:
+                raise processes.error_of(other["error"])
+        gradients.put_()
+        by_part = {part: value for other in said for part, value in other["losses"]}
+        return sum(by_part[part] for part in range(self.parts))
+
+    def _check_loss(self, value: float) -> float:
+        if not math.isfinite(value):
+            raise HydraError(
+                f"The loss became {value} at step {self.step} of member {self.member}. "
+                "Lower the learning rate, or check the data for NaN."
+            )
+        return value
+
+    def _part(self, batch: Any, part: int) -> tuple[Any, float]:
+        """Return a part of a batch and its share of the samples."""
+        if self.parts == 1:
+            return batch, 1.0
+        size = batch_length(batch)
+        start, end = size * part // self.parts, size * (part + 1) // self.parts
+        return take(batch, slice(start, end)), (end - start) / size
+
+    def _loss(self, batch: Any, part: int) -> Tensor:
+        """Return what a part adds to the batch's mean loss."""
+        mine, share = self._part(batch, part)
+        if not share:
+            return torch.zeros(())
+        logits, labels = self._answer(mine)
         if self.loss is not None:
-            return self.loss(logits, labels)
+            return share * self.loss(logits, labels)
         smoothing = self.settings.label_smoothing
         members = [F.cross_entropy(m, labels, label_smoothing=smoothing) for m in logits.unbind(1)]
-        return torch.stack(members).mean()
+        return share * torch.stack(members).mean()
 
     def _answer(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return float32 logits `[B, M, C]` and labels `[B]` or `[B, C]` of a batch, checked."""
@@ -304,15 +356,20 @@ class Run:
     @torch.no_grad()
     def _validate(self, data: Iterable[Any]) -> dict[str, float]:
         self.model.eval()
-        nll, right, count = 0.0, 0.0, 0
-        for batch in data:
+
+        def work(index: int, batch: Any) -> dict[str, Tensor]:
             logits, labels = self._answer(batch)
             if labels.ndim > 1:
                 raise DataError("Validation needs class numbers as labels, not probabilities.")
             log_mean = logits.log_softmax(-1).logsumexp(1) - math.log(logits.shape[1])
-            nll += F.nll_loss(log_mean, labels, reduction="sum").item()
-            right += (log_mean.argmax(1) == labels).sum().item()
-            count += len(labels)
+            nll = F.nll_loss(log_mean, labels, reduction="sum").item()
+            right = (log_mean.argmax(1) == labels).sum().item()
+            return {"sums": torch.tensor([nll, right, len(labels)], dtype=torch.float64)}
+
+        sums = torch.zeros(3, dtype=torch.float64)
+        for found in in_order(data, work, name="validation"):
+            sums += found["sums"]
+        nll, right, count = sums.tolist()
         if not count:
             raise DataError("The validation data has no batches. Check the loader or the filter.")
         return {"nll": nll / count, "accuracy": right / count}
@@ -329,7 +386,7 @@ class Run:
     def _save(self) -> None:
         if self.folder is None:
             return
-        if self.accelerator.is_main_process:
+        if processes.is_first():
             tensors = {f"model/{name}": value for name, value in self._state().items()}
             tensors |= {f"best/{name}": value for name, value in self.best.items()}
             if self.step < self.steps:  # a finished run never steps again
@@ -344,10 +401,13 @@ class Run:
                 "scaler": scaler.state_dict() if scaler is not None else {},
             }
             write_checkpoint(self.folder, tensors, record)
-        self.accelerator.wait_for_everyone()
+        processes.wait()
 
     def _restore(self) -> None:
         saved = None if self.folder is None else read_checkpoint(self.folder)
+        if self.folder is not None:
+            step = None if saved is None else saved[1]["step"]
+            processes.check_same(f"the checkpoint in {self.folder} (do all see it?)", step)
         if self.folder is None or saved is None:
             return
         tensors, record = saved

@@ -72,8 +72,9 @@ class Cycle:
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self._next = -1
+        self._next = 0
         self._batches: Iterator[Any] = iter(())
+        self._last: Any = None
 
     def turn(self, number: int) -> int:
         """Return how often all batches were seen before batch `number`."""
@@ -81,10 +82,13 @@ class Cycle:
 
     def at(self, number: int) -> Any:
         """Return batch `number`."""
+        if number == self._next - 1:  # asked for again, part by part
+            return self._last
         turn, place = divmod(number, len(self.stream))
         if number != self._next or place == 0:
             self._batches = self.stream.epoch(turn)
             for _ in range(place):
                 next(self._batches)
         self._next = number + 1
-        return next(self._batches)
+        self._last = next(self._batches)
+        return self._last

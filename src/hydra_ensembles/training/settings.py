@@ -33,6 +33,9 @@ class Settings:
         trunk_rate: `distill`: learning rate of the trunk as a share of the branch's; 0 freezes it.
         views: `distill`: different variants of each example; epoch e sees variant e mod views.
         teacher_temperature: `distill`: divides the logits of teachers and members in the loss.
+        parts: Each batch is cut into so many parts, whose gradients are added up in order: less
+            memory, and the same bits for any number of processes that share the parts. By default
+            as many as there are processes, and results differ by rounding.
     """
 
     epochs: int = 1
@@ -51,11 +54,14 @@ class Settings:
     trunk_rate: float = 0.0
     views: int = 1
     teacher_temperature: float = 1.0
+    parts: int = 0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "views"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; at least 1 is needed.")
+        if self.parts < 0:
+            raise ValueError(f"parts is {self.parts}; expected 1 or more, or 0 for one a process.")
         if not 0 <= self.distill <= 1:
             raise ValueError(f"distill is {self.distill}; expected a share in [0, 1].")
         if not 0 <= self.warmup < 1:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..data.batches import take
 from ..data.modes import in_eval
+from ..data.sharing import in_order
 from ..errors import HydraError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.structure import split_classifier_
@@ -92,16 +93,32 @@ class CachedTrunk(nn.Module):
         return self.frozen and all(key in self._rows for key in keys)
 
     def remember(self, batches: Iterable[Any]) -> None:
-        """Compute and keep the trunk's output of numbered batches, as many as the bound allows."""
-        for batch in batches if self.cache_bytes > 0 else ():
-            if all(key in self._rows for key in keys_of(batch)):
+        """Compute and keep the trunk's output of numbered batches, as many as the bound allows.
+
+        Several processes share the work; each keeps everything.
+        """
+        if self.cache_bytes <= 0:
+            return
+
+        def work(index: int, batch: Any) -> dict[str, Tensor]:
+            keys = keys_of(batch)
+            if all(key in self._rows for key in keys):
+                return {}
+            shapes = {f"shape {i}": torch.tensor(shape) for i, shape in enumerate(keys[0][1])}
+            return {"states": self._compute(batch["batch"]), "samples": batch["samples"], **shapes}
+
+        for found in in_order(batches, work, name="trunk", ahead=2):
+            if not found:
                 continue
-            states = self._compute(batch["batch"])
+            states = found["states"]
             size = states.numel() * states.element_size()
             if self.used_bytes + size > self.cache_bytes:
                 return
             self.used_bytes += size
-            self._rows.update(zip(keys_of(batch), states.cpu(), strict=True))
+            shapes = [found[f"shape {i}"] for i in range(len(found) - 2)]
+            shape = tuple(torch.Size(sizes.tolist()) for sizes in shapes)
+            keys = [(number, shape) for number in found["samples"].tolist()]
+            self._rows.update(zip(keys, states.cpu(), strict=True))
 
     def trunk_states(self, batch: Any) -> Tensor:
         """Return the trunk's output [batch, tokens, width]; compute only what is not known."""

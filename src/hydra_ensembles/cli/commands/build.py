@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import options
+from ..launched import is_first
 from ..reading import READING, Reading, reads_data
 from ..show import print_json, say, sizes, write_config
 
@@ -93,7 +94,13 @@ def command(
 
 def save(ensemble: Any, folder: Path, loaded: Any) -> None:
     """Save an ensemble with what prepares its inputs, so that the folder is all one needs."""
+    from ...data import processes
+
+    if not is_first():
+        processes.wait()  # the folder is whole when any process goes on
+        return
     if loaded.transform is not None:
         ensemble.transform = loaded.transform
     ensemble.tokenizer = loaded.tokenizer
     ensemble.save_pretrained(folder)
+    processes.wait()

@@ -66,7 +66,7 @@ def command(
     )
     write_text(output / "circuit.json", found.to_json())
     write_config(output)
-    found.mask.to_json(output / "mask.json")
+    write_text(output / "mask.json", found.mask.to_json() + "\n")
     if json:
         print_json(json_module.loads(found.to_json()))
     else:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import options
+from ..launched import is_first
 from ..reading import READING, Reading, reads_data
 from ..show import print_json, results_table, say, sizes, write_config, write_text
 
@@ -84,6 +85,8 @@ def command(
             name=name,
             seed=reading.seed,
         )
+        if not is_first():  # its results are those of the first process
+            continue
         write_config(output)
         found.save(output / f"results-{_file_name(name)}.json")
         results.append(found)
@@ -93,6 +96,8 @@ def command(
         if not facts:
             examples = extreme_examples(loaded, found, known, outliers)
             facts = {"model": loaded.model, "examples": examples}
+    if not is_first():
+        return
     write_text(output / "costs.json", _dump(costs))
     write_text(output / "examples.json", _dump([e.to_dict() for e in facts["examples"]]))
     if json:

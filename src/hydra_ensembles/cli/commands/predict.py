@@ -15,6 +15,7 @@ import typer
 from ..._records import PARTIAL, is_device, names_to_disk, place_of, writing
 from .. import options
 from ..exits import Stop
+from ..launched import is_first
 from ..reading import READING, Reading, reads_data
 from ..show import say
 
@@ -25,7 +26,7 @@ def command(
     files: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Pictures, folders of pictures or text files; - or none: lines of "
+            help="Pictures, folders of pictures, text files or Parquet files; - or none: lines of "
             "standard input (paths of pictures, texts, or JSON objects)."
         ),
     ] = None,
@@ -51,8 +52,21 @@ def command(
         bool, typer.Option("--probabilities", help="Add all classes' probabilities.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="JSONL file; standard output by default.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="JSONL file, standard output by default; of Parquet files, a folder.",
+        ),
     ] = None,
+    ray: Annotated[
+        bool,
+        typer.Option("--ray", help="Answer Parquet files in a pool of Ray Data actors."),
+    ] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Actors of the pool.")] = 2,
+    rows_per_part: Annotated[
+        int, typer.Option(min=1, help="Of Parquet files: rows of each file that is written.")
+    ] = 16384,
     reading: Reading = READING,
     config: options.Config = None,
 ) -> None:
@@ -60,13 +74,25 @@ def command(
 
     Every input gets its line, in order. What cannot be answered says why under "error" and
     abstains; the exit code is then 3. An ensemble that was saved with a policy decides by it.
+
+    Parquet files are answered in parts into the folder OUTPUT, every row exactly once; the same
+    command goes on after a stop.
     """
     from ...fusion import fit_policy
     from ...uncertainty import Policy
-    from ..answering import Answering, line_of
+    from ..answering import Answering, answered, line_of
     from ..loading import check_sources
-    from ..records import batches, read_records
+    from ..records import read_records
 
+    if ray or any(source.endswith(".parquet") for source in files or ()):
+        if {risk, held_out, threshold, alarm} != {None}:
+            raise Stop(
+                "Rows of Parquet files are decided by the policy that was saved with MODEL.", 2
+            )
+        if output is None or not files:
+            raise Stop("Give Parquet files, and a folder for the answers with --output.", 2)
+        _bulk(model, files, output, reading, probabilities, ray, workers, rows_per_part)
+        return
     if risk is not None and held_out is None:
         raise Stop("--risk needs --held-out DATA: labelled examples to fit a policy on.", 2)
     if held_out is not None and risk is None and alarm is None:
@@ -94,11 +120,11 @@ def command(
     failed = total = 0
     with ExitStack() as stack:
         target = sys.stdout
-        if output is not None:
+        if output is not None and is_first():
             output.parent.mkdir(parents=True, exist_ok=True)
             target = stack.enter_context(_written(output))
-        for batch in batches(records, reading.batch_size):
-            for answer in answers(batch):
+        for group in answered(answers, records, reading.batch_size):
+            for answer in group:
                 total += 1
                 failed += "error" in answer
                 target.write(line_of(answer, encoding=target.encoding))
@@ -109,7 +135,7 @@ def command(
             "are answered.",
             3,
         )
-    if not total:
+    if not total and is_first():
         raise Stop("There was nothing to predict: no file, no line.", 3)
 
 
@@ -129,6 +155,33 @@ def _written(output: Path) -> Iterator[TextIO]:
             os.fsync(lines.fileno())
         os.replace(beside, output)
         names_to_disk(output.parent)
+
+
+def _bulk(
+    model: str,
+    files: list[str],
+    output: Path,
+    reading: Reading,
+    probabilities: bool,
+    ray: bool,
+    workers: int,
+    rows_per_part: int,
+) -> None:
+    """Answer Parquet files into a folder."""
+    from ...serving.bulk import BulkOptions, predict_files
+
+    options = BulkOptions(
+        column=reading.text_column,
+        probabilities=probabilities,
+        batch_size=reading.batch_size,
+        rows_per_part=rows_per_part,
+        device=reading.device,
+    )
+    totals = predict_files(model, files, output, options=options, ray=ray, workers=workers)
+    say(
+        f"{totals['rows']} rows in {totals['parts']} parts, {totals['computed']} of them computed "
+        f"now: {output}"
+    )
 
 
 def _check_alarm(loaded: Any, alarm: float) -> None:

@@ -10,7 +10,7 @@ import typer
 from .. import options
 from ..head_grid import scores_grid
 from ..reading import READING, Reading, reads_data
-from ..show import print_json, say, write_config
+from ..show import print_json, say, write_config, write_text
 
 CRITERIA = ["hies"]
 
@@ -40,14 +40,14 @@ def command(
     tables = score_heads(host, calibration, criterion=list(criterion), progress=not json)
     output.mkdir(parents=True, exist_ok=True)
     write_config(output)
-    written = []
+    written = {}
     for name, table in tables.items():
-        table.to_json(output / f"scores-{name}.json")
-        written.append(f"scores-{name}.json")
+        written[f"scores-{name}.json"] = table.to_json()
         if keep is not None:
             mask = ranked(name, table).top_k(keep, scope=scope)
-            mask.to_json(output / f"mask-{name}.json")
-            written.append(f"mask-{name}.json")
+            written[f"mask-{name}.json"] = mask.to_json()
+    for file, text in written.items():
+        write_text(output / file, text + "\n")
     if json:
         print_json({name: table.tolist() for name, table in tables.items()})
     else:
