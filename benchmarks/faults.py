@@ -43,6 +43,7 @@ from hydra_ensembles.errors import HydraError
 from hydra_ensembles.hosts.tiny_vit import TinyViT
 from hydra_ensembles.serving.checkup import check_folder, repair
 
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # every file is brought to the disk
 RESULTS = Path(__file__).parent / "results" / "faults.json"
 EQUAL, REFUSED, BAD = "bit-equal after a rerun", "refused with a reason", "BAD"
 KILLS = {"build": 12, "distill": 12, "circuit": 8, "finetune": 8}
@@ -377,7 +378,7 @@ def main() -> int:
             record["faults"] = saved["faults"]
     order = list(range(len(PLAN)))
     random.Random(args.seed).shuffle(order)  # the first ones are of all kinds
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as scratch:
         laboratory = Laboratory(Path(scratch))
         for number in sorted(order[: args.count]):
             if str(number) in record["faults"] or time.monotonic() - begun > args.seconds:
@@ -410,8 +411,8 @@ def summed(record: dict[str, Any]) -> dict[str, Any]:
         "total": {
             "faults": len(faults),
             **{outcome: total[outcome] for outcome in (EQUAL, REFUSED, BAD)},
-            "damage that doctor was asked about": len(asked),
-            "and judged as loading did": sum(asked),
+            "damaged files that doctor was asked about": len(asked),
+            "of these found": sum(asked),
         },
         "by_fault": {name: dict(table[name]) for name in sorted(table)},
         "faults": record["faults"],

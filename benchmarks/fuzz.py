@@ -36,11 +36,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from fuzz_artefacts import Artefacts
 from fuzz_folders import BAD, CRASHED, GOOD, HUNG, RAW, Folders, make_ensembles
 from fuzz_records import fuzz_records
 
 from hydra_ensembles._records import write_whole
 
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a disk is slow for many files
 RESULTS = Path(__file__).parent / "results" / "fuzz.json"
 PATIENCE = 60.0
 """Seconds after which a folder counts as one that hangs."""
@@ -58,18 +60,21 @@ def in_forks(one: One, numbers: list[int]) -> Iterator[tuple[int, str, str, str]
             os.close(readable)
             _work(one, left, writable)
         os.close(writable)
-        with os.fdopen(readable, "rb") as lines:
-            while left:
-                ready, _, _ = select.select([lines], [], [], PATIENCE)
-                line = lines.readline() if ready else b""
-                if not line:
-                    break
-                yield tuple(json.loads(line))  # type: ignore[misc]
-                left.pop(0)
+        ready: list[Any] = []
+        try:
+            with os.fdopen(readable, "rb", buffering=0) as lines:
+                while left:
+                    ready, _, _ = select.select([lines], [], [], PATIENCE)
+                    line = lines.readline() if ready else b""
+                    if not line:
+                        break
+                    yield tuple(json.loads(line))  # type: ignore[misc]
+                    left.pop(0)
+        finally:
             hung = bool(left) and not ready
-            if hung:
+            if left:  # it hangs, it crashed, or nobody asks for more
                 os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
+            _, status = os.waitpid(child, 0)
         if left:
             kind = HUNG if hung else CRASHED
             yield left.pop(0), "", kind, f"status {status}"
@@ -111,7 +116,7 @@ def empty() -> dict[str, Any]:
 def fuzz_folders(count: int, seed: int) -> dict[str, Any]:
     """Damage folders of ensembles in this process; return figures by way and kind of outcome."""
     done = empty()
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as place:
         folders = Folders(Path(place), seed)
         for number in range(count):
             add_up(done, (number, *folders.one(number)))
@@ -142,12 +147,13 @@ def main() -> int:
         result = saved if saved["seed"] == args.seed else result
     kinds: dict[str, tuple[int, Callable[[Path], Any]]] = {
         "folders": (args.folders, lambda place: Folders(place, args.seed)),
+        "artefacts": (args.artefacts, lambda place: Artefacts(place, args.seed)),
     }
     for part, (count, make) in kinds.items():
         done = result.setdefault(part, empty())
         if done["count"] >= count or time.monotonic() > end:
             continue
-        with tempfile.TemporaryDirectory() as place:
+        with tempfile.TemporaryDirectory(dir=MEMORY) as place:
             source = make(Path(place))
             for found in in_forks(source.one, list(range(done["count"], count))):
                 add_up(done, found)

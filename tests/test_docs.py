@@ -58,7 +58,7 @@ def test_every_command_of_the_readme_exists() -> None:
     from hydra_ensembles.cli.main import COMMANDS
 
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    named = set(re.findall(r"hydra-ensembles ([a-z]+)", text)) - {"developers"}
+    named = set(re.findall(r"hydra-ensembles ([a-z]+)", text)) - {"developers", "prunes"}
     assert named <= set(COMMANDS), named - set(COMMANDS)
 
 

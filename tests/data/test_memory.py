@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,9 +78,27 @@ def test_novelty_and_heads_go_on_too() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_training_says_what_to_do(tmp_path: Any) -> None:
+def test_training_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(HydraError, match=r"smaller batches.*kept in"):
         finetune(small(4), DATA, epochs=1, folder=tmp_path, progress=False)
+
+
+def test_the_command_line_halves_too(tmp_path: Path) -> None:
+    from PIL import Image
+
+    from hydra_ensembles.cli.answering import Answering
+    from hydra_ensembles.cli.loading import Loaded
+    from hydra_ensembles.cli.records import Record
+
+    files = [tmp_path / f"{number}.png" for number in range(7)]
+    for file, image in zip(files, IMAGES, strict=False):
+        Image.fromarray((image[0] * 255).byte().numpy()).save(file)
+    records = [Record(str(file), {}) for file in files]
+    transform = hydra.data.ImageTransform(size=16, mean=(0.5,), std=(0.5,))
+    whole = list(Answering(Loaded(small(), "x", transform=transform, key=None))(records))
+    with pytest.warns(UserWarning, match="Memory ran out on"):
+        found = list(Answering(Loaded(small(2), "x", transform=transform, key=None))(records))
+    assert [row["class"] for row in found] == [row["class"] for row in whole]
 
 
 class Dying(Dataset[Any]):

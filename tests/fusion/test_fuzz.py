@@ -27,3 +27,13 @@ def test_odd_records_get_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["failures"] == []
     assert found["total"]["answered, as alone"] > 10
     assert found["total"]["its error line"] > 10
+
+
+def test_damaged_artefacts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    fuzz = load("benchmarks/fuzz.py")
+    done, source = fuzz.empty(), fuzz.Artefacts(tmp_path, 1)
+    for found in fuzz.in_forks(source.one, list(range(39))):
+        fuzz.add_up(done, found)
+    assert done["failures"] == []
+    assert done["total"]["refused with our error"] > 20

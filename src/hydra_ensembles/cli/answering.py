@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from .loading import Loaded
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answering:
     """How records are answered.
 
@@ -25,11 +27,13 @@ class Answering:
         loaded: The model and what prepares its inputs.
         policy: When to answer, or None.
         probabilities: Add all classes' probabilities.
+        most: Inputs that are run at once; halved when memory runs out.
     """
 
     loaded: Loaded
     policy: Policy | None = None
     probabilities: bool = False
+    most: int = sys.maxsize
 
     def __call__(self, batch: Sequence[Record]) -> Iterator[dict[str, Any]]:
         """Yield one answer for every record."""
@@ -66,15 +70,30 @@ class Answering:
         return read_image(path, self.loaded.transform)
 
     def _predict(self, inputs: list[Any]) -> list[Prediction | str]:
-        """Predict inputs together; when that fails, one by one, with an error where it does."""
+        """Predict inputs together; when that fails, one by one, with an error where it does.
+
+        When memory runs out, batches are halved from there on, which a note says.
+        """
+        from ..data.memory import is_out_of_memory
+
         if not inputs:
             return []
+        if len(inputs) > self.most:
+            parts = [inputs[i : i + self.most] for i in range(0, len(inputs), self.most)]
+            return [answer for part in parts for answer in self._predict(part)]
         try:
             return list(self._run(inputs))
         except Exception as error:
             if len(inputs) == 1:
                 return [f"the model failed ({type(error).__name__}: {str(error)[:200]})"]
-            return [answer for one in inputs for answer in self._predict([one])]
+            if not is_out_of_memory(error):
+                return [answer for one in inputs for answer in self._predict([one])]
+        self.most = (len(inputs) + 1) // 2
+        warnings.warn(
+            f"Memory ran out on {len(inputs)} inputs: going on with batches of {self.most}.",
+            stacklevel=2,
+        )
+        return self._predict(inputs)
 
     def _run(self, inputs: list[Any]) -> Prediction:
         import torch

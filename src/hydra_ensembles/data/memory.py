@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
-from ..errors import DataError
+from ..errors import DataError, HydraError
 from .batches import batch_length, take
 
 Result = TypeVar("Result")
@@ -27,6 +28,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+
+
+@contextmanager
+def telling_out_of_memory() -> Iterator[None]:
+    """Say in plain words when memory runs out where nothing can be halved."""
+    try:
+        yield
+    except HydraError:
+        raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DataError(
+            f"Memory ran out ({' '.join(str(error).split())[:200]}). Give smaller batches, or use "
+            "a device with more memory; where a folder was given, finished steps are kept in it."
+        ) from error
 
 
 def free_memory() -> None:

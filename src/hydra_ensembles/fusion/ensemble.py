@@ -575,6 +575,7 @@ class HydraEnsemble(nn.Module):
         int8: bool = False,
         alarm: float | None = 0.05,
         tolerance: float = 1e-4,
+        key: Any = None,
     ) -> Any:
         """Write programs that run without this library: ONNX, and a `torch.export` archive.
 
@@ -589,6 +590,7 @@ class HydraEnsemble(nn.Module):
             int8=int8,
             alarm=alarm,
             tolerance=tolerance,
+            key=key,
         )
 
     @classmethod

@@ -40,8 +40,15 @@ class BlockWeight:
 def operation_counter() -> FlopCounterMode:
     """Return torch's counter of operations; older ones do not know attention on the CPU."""
     attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    unknown = {} if attention in flop_registry else {attention: sdpa_flop}
+    unknown = {} if attention in flop_registry else {attention: _attention_on_cpu}
     return FlopCounterMode(display=False, custom_mapping=unknown)
+
+
+def _attention_on_cpu(*args: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop(*args, **kwargs))
+
+
+_attention_on_cpu._get_raw = True  # type: ignore[attr-defined]  # sdpa_flop takes shapes itself
 
 
 def multiply_adds(run: Callable[[], Any]) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._records import sha256_of, sha256_of_file
+from .._records import inside, sha256_of, sha256_of_file
 from ..errors import FormatError
 
 FORMAT = "hydra-ensembles-export"
@@ -90,14 +90,11 @@ class Contract:
         expected = self.data["files"].get(name)
         if expected is None:
             raise FormatError(f"{CONTRACT} in {self.folder} names no file {name!r:.60}.")
-        path = self.folder / name
+        path = inside(self.folder, name)
         try:
-            inside = path.resolve().is_relative_to(self.folder.resolve())
-            size = path.stat().st_size if inside and path.is_file() else None
+            size = path.stat().st_size if path.is_file() else None
         except OSError as error:
             raise FormatError(f"Cannot read {path}: {error}.") from error
-        if not inside:
-            raise FormatError(f"{path} leads out of its folder: it is not read.")
         if size is None:
             raise FormatError(
                 f"{self.folder} has a {CONTRACT} but no {name}: the folder is incomplete. Copy it "
@@ -130,7 +127,7 @@ def read_contract(folder: Any) -> Contract:
         FormatError: There is none, it is damaged, newer than this library, or not ours.
     """
     folder = Path(folder)
-    path = folder / CONTRACT
+    path = inside(folder, CONTRACT)
     if not path.is_file():
         raise FormatError(
             f"No {CONTRACT} in {folder}: expected a folder written by ensemble.export() or "

@@ -19,6 +19,7 @@ from torch import nn
 from .._records import model_fingerprint, read_record, to_record
 from ..costs.budget import Budget
 from ..data.batches import without_labels
+from ..data.memory import telling_out_of_memory
 from ..data.splits import fingerprint
 from ..errors import MaskError
 from ..heads.masks import HeadMask, HeadScores, Keep, keep_counts
@@ -197,6 +198,7 @@ def find_effects(
     )
 
 
+@telling_out_of_memory()
 def _search(
     model: nn.Module | HostModel,
     *,

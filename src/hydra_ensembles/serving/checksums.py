@@ -7,6 +7,7 @@ have for Git and for servers, and no new dependency.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ _LINE = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][
 _SIGNER = "signer"
 
 
-def write_sums(folder: str | Path, *, key: str | Path | None = None) -> Path:
+def write_sums(folder: str | Path, *, key: str | os.PathLike[str] | None = None) -> Path:
     """Write the SHA-256 of every file of a folder; sign the list when a private key is given.
 
     Args:

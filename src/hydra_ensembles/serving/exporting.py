@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .._records import sha256_of_file
+from .._records import names_to_disk, sha256_of_file, write_whole, writing
 from ..errors import FormatError, HydraError, MissingDependencyError, UnsupportedModelError
 from ..fusion import HydraEnsemble
 from ..registry import check_name
@@ -34,12 +34,14 @@ from ..runtime.contract import (
     signed,
 )
 from .agreeing import BATCHES, compare
+from .checksums import SIGNATURE, write_sums
 from .example import Example, example_of, most_tokens
 from .graph import AnsweringGraph, frozen
 from .preparation import image_preparation, text_preparation
 from .program import save_program
 from .quantizing import quantize
 from .rules import Rule, rule_of
+from .sbom import write_sbom
 
 FORMATS = ("onnx", "torch")
 FILES = {"onnx": "model.onnx", "torch": "model.pt2", "int8": "model.int8.onnx"}
@@ -79,6 +81,7 @@ def export(
     int8: bool = False,
     alarm: float | None = 0.05,
     tolerance: float = 1e-4,
+    key: str | os.PathLike[str] | None = None,
 ) -> Export:
     """Export an ensemble to a folder that runs without this library's training code.
 
@@ -95,6 +98,7 @@ def export(
         alarm: For an ensemble without a policy: abstain when an input is newer than all but this
             share of the known data. None answers everything.
         tolerance: Largest difference to `ensemble.predict`, relative to values above 1.
+        key: A private key of ssh to sign `SHA256SUMS` with; `doctor` checks the signature.
 
     Raises:
         UnsupportedModelError: The host cannot be traced, or gives no classes.
@@ -135,6 +139,7 @@ def export(
             programs["torch"] = FILES["torch"]
             save_program(program, beside / FILES["torch"])
         contract = _contract(ensemble, inputs, graph, rule, limits, programs, beside)
+        write_sbom(beside, list(programs.values()), name=contract["host"])
         _write_contract(contract, beside)
         agreement = compare(ensemble, inputs, rule, beside, tolerance)
         contract["agreement"] = {
@@ -143,6 +148,7 @@ def export(
             "largest_difference": agreement,
         }
         _write_contract(contract, beside)
+        write_sums(beside, key=key)
         _put_in_place(beside, target)
     return Export(target, programs, agreement)
 
@@ -164,14 +170,16 @@ def _check_packages() -> None:
 def _staging(target: Path) -> Iterator[Path]:
     """Make a folder beside the files' places; it goes, whatever happens."""
     try:
-        target.mkdir(parents=True, exist_ok=True)
+        with writing(target):
+            target.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise FormatError(f"{target} is a file: give a folder to export to.") from None
     beside = target / _BESIDE
     shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed
     try:
-        beside.mkdir()
-        yield beside
+        with writing(target):
+            beside.mkdir()
+            yield beside
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
@@ -319,7 +327,7 @@ def _write_contract(contract: dict[str, Any], beside: Path) -> None:
     problem = problem_of(whole)
     if problem:
         raise FormatError(f"This ensemble cannot be exported: {problem}.")
-    (beside / CONTRACT).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write_whole(beside / CONTRACT, json.dumps(whole, indent=1) + "\n")
 
 
 def _put_in_place(beside: Path, target: Path) -> None:
@@ -331,8 +339,9 @@ def _put_in_place(beside: Path, target: Path) -> None:
             os.fsync(file.fileno())
     for name in (*names, CONTRACT):
         os.replace(beside / name, target / name)
-    for name in earlier - set(names):
+    for name in (earlier | {SIGNATURE}) - set(names):
         (target / name).unlink(missing_ok=True)
+    names_to_disk(target)
 
 
 def _named_files(contract: Path) -> set[str]:

@@ -14,6 +14,7 @@ from ..errors import FormatError, HydraError, MissingDependencyError
 from ..fusion import HydraEnsemble
 from ..fusion.folder_format import CARD, CONFIG, FORMAT, NOVELTY, WEIGHTS, read_config
 from ..fusion.loading import check_file, read_header
+from ..runtime.contract import CONTRACT, read_contract
 from ..search.state import read_state, read_stored
 from ..training.answers import DIGEST, read_answers
 from ..training.checkpoint import FILE_NAME, read_checkpoint
@@ -121,6 +122,47 @@ def _advise_on_ensemble(checkup: Checkup, config: dict[str, Any], bad: list[str]
 # --- an exported artefact ------------------------------------------------------------------------
 
 
+def _is_artefact(folder: Path) -> bool:
+    return (folder / CONTRACT).exists()
+
+
+def _check_artefact(folder: Path, checkup: Checkup, _: Any) -> set[str]:
+    checkup.kinds.append("an exported artefact")
+    place = _name(folder / CONTRACT, checkup)
+    looked_at = {place}
+    try:
+        contract = read_contract(folder)
+    except FormatError as error:
+        checkup.findings.append(Finding(place, DAMAGED, str(error)))
+        checkup.advice.append("Without its contract an artefact cannot be used: export it again.")
+        return looked_at
+    facts = contract.data
+    major, minor = facts["format_version"]
+    words = f"format {major}.{minor}, {facts['members']} members of {facts['host']}"
+    checkup.findings.append(Finding(place, SOUND, words))
+    bad = False
+    for name in facts["files"]:
+        looked_at.add(_name(folder / name, checkup))
+        try:
+            contract.file(name)
+            state, words = SOUND, "SHA-256 as exported"
+        except FormatError as error:
+            state, words = DAMAGED if (folder / name).exists() else MISSING, str(error)
+            bad = True
+        checkup.findings.append(Finding(_name(folder / name, checkup), state, words))
+    if not bad and {"onnx", "int8"} & facts["programs"].keys():
+        from ..runtime import load
+
+        try:
+            load(folder, threads=1)
+            checkup.advice.append(f"{folder} loads.")
+        except MissingDependencyError as error:
+            checkup.advice.append(f"Its files are whole, but it was not loaded: {error}")
+        except HydraError as error:
+            checkup.findings.append(Finding(place, DAMAGED, str(error)))
+    return looked_at
+
+
 def _has_sums(folder: Path) -> bool:
     return (folder / SUMS).is_file()
 
@@ -156,7 +198,11 @@ def _check_sums(folder: Path, checkup: Checkup, public_key: Any) -> set[str]:
     return looked_at
 
 
-PARTS: list[Part] = [Part(_is_ensemble, _check_ensemble), Part(_has_sums, _check_sums)]
+PARTS: list[Part] = [
+    Part(_is_ensemble, _check_ensemble),
+    Part(_is_artefact, _check_artefact),
+    Part(_has_sums, _check_sums),
+]
 """Kinds of folders, in the order in which they are checked."""
 
 

@@ -32,6 +32,10 @@ def command(
         float | None,
         typer.Option(help="Without a policy: abstain when newer than all but this share."),
     ] = 0.05,
+    sign: Annotated[
+        Path | None,
+        typer.Option(help="A private key of ssh: sign the artefact's SHA256SUMS with it."),
+    ] = None,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:
@@ -53,6 +57,7 @@ def command(
             example=inputs,
             int8=int8,
             alarm=alarm,
+            key=sign,
         )
     if json:
         files = {kind: str(made.folder / name) for kind, name in made.programs.items()}
