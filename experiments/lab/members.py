@@ -105,7 +105,9 @@ def write_examples(table: Mapping[str, Any], store: Store, folder: Path) -> None
 def read_examples(table: Mapping[str, Any], folder: Path) -> list[dict[str, str]]:
     """Read what `write_examples` wrote."""
     path = folder / f"{table['name']}-examples.csv"
-    return list(csv.DictReader(path.open(encoding="utf-8"))) if path.exists() else []
+    if not path.exists():
+        return []
+    return list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
 
 
 def mean_of(lines: Sequence[Mapping[str, str]], key: str) -> float:
