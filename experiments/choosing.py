@@ -175,7 +175,9 @@ def run(args: argparse.Namespace) -> None:
         }
 
     record = {
-        "command": f"python experiments/choosing.py {args.task} --hosts HOSTS",
+        "command": f"python experiments/choosing.py {args.task} --hosts HOSTS "
+        f"--seeds {' '.join(map(str, args.seeds))} --draws {args.draws} --masks {args.masks} "
+        f"--rounds {args.rounds}",
         "hosts": args.seeds,
         "draws": args.draws,
         "search": {"masks": args.masks, "rounds": args.rounds},
@@ -244,8 +246,10 @@ def write_page(folder: Path) -> None:
         took = ", ".join(f"`{way}` {value} s" for way, value in record["seconds"].items())
         search = record["search"]
         lines += [
-            f"Processor time of a `build`: {took} (the search with {search['masks']} masks and "
-            f"{search['rounds']} rounds). `{record['command']}` · [{path.name}]({path.name})",
+            f"Processor time of a `build`: {took} (the search: {search['masks']} masks, "
+            f"{search['rounds']} round{'s' * (search['rounds'] != 1)}).",
+            "",
+            f"`{record['command']}` · [{path.name}]({path.name})",
             "",
         ]
     said = folder.parent.parent / "experiments" / "tables" / "choosing.md"
