@@ -191,7 +191,11 @@ class HostModel:
                     self._passes.append(capture_calls(self, inputs))
                     self._seen = inputs
                 except Exception as error:  # the example does not suit this host
-                    self._why_no_pass = f"{type(error).__name__}: {error}"
+                    failure = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                    self._why_no_pass = (
+                        f"our example of an input does not suit it ({failure[:160]}): pass batch=, "
+                        "one of your batches"
+                    )
                     if isinstance(error, ClosedAttentionError):
                         self._why_closed = str(error)
                     if isinstance(error, UnsupportedModelError):
