@@ -33,6 +33,7 @@ ROOMS = {
     "training": "fine-tuning, distilling",
     "builder": "build and replay",
     "baselines": "the rivals",
+    "integrations": "pipelines, callbacks, MLflow",
     "report": "pages and pictures",
     "serving": "export and service",
     "cli": "commands",

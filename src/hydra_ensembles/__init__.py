@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .hosts import ZeroShotClassifier as ZeroShotClassifier
     from .hosts import explain as explain
     from .hosts import register_family as register_family
+    from .integrations.pipelines import pipeline as pipeline
     from .report.page import write_report as write_report
     from .search.head_roles import head_map as head_map
     from .search.head_roles import overlaps as overlaps
@@ -105,6 +106,7 @@ _NAMES = {
     "make_baseline": "baselines",
     "make_teachers": "training",
     "overlaps": "search.head_roles",
+    "pipeline": "integrations.pipelines",
     "prune_heads_": "heads",
     "prune_sweep": "evaluation.pruning_sweep",
     "pruning_shift_gap": "evaluation.shift_gap",

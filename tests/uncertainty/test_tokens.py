@@ -104,3 +104,28 @@ def test_a_fused_tagger_answers_and_is_evaluated_by_token() -> None:
     found = evaluate(ensemble, [{**batch, "labels": labels}], progress=False)
     assert found["cls/Acc"] == 1.0
     assert found.settings["examples"] == {"id": int(real.sum())}
+
+
+@pytest.mark.parametrize("trunk", [0, 2])
+def test_the_novelty_of_a_text_does_not_see_padding(trunk: int) -> None:
+    from transformers import BertConfig, BertForTokenClassification
+
+    def build() -> torch.nn.Module:
+        return BertForTokenClassification(BertConfig(**zoo.SIZES, **zoo.TEXT, num_labels=5))
+
+    model = zoo.seeded(build)
+    full = [[1] * zoo.HEADS] * trunk
+    rest = [[[1, 1, 0, 0]], [[0, 1, 1, 0]], [[0, 0, 1, 1]]]
+    ensemble = fuse(model, [HeadMask([*full, *row * (zoo.LAYERS - trunk)]) for row in rest])
+    assert ensemble.plan.trunk == trunk
+    known = zoo.batch("bert", size=40)
+    labels = torch.zeros_like(known["input_ids"])
+    ensemble.fit_novelty_([{**known, "labels": labels}], progress=False)
+    batch = zoo.batch("bert", size=4, seed=9)
+    answer = ensemble.predict(batch)
+    assert answer.novelty.shape == (4,) and answer.uncertainty.shape == (4, 7)
+    longer = {name: torch.nn.functional.pad(value, (0, 3)) for name, value in batch.items()}
+    torch.testing.assert_close(
+        ensemble.predict(longer).novelty_score, answer.novelty_score, atol=1e-4, rtol=1e-4
+    )
+    assert ensemble.why_novel(batch).surprise.shape[0] == 4

@@ -19,6 +19,7 @@ from ..data.modes import in_eval, twin
 from ..data.running import check_inputs, move, split_batch
 from ..data.transforms import ImageTransform, image_transform
 from ..errors import HydraError, UnsupportedModelError
+from ..evaluation.results import Results
 from ..heads.masks import HeadMask
 from ..heads.plan import Plan
 from ..hosts import HostModel, device_of, host_model, main_output
@@ -40,10 +41,12 @@ from ..uncertainty import (
 )
 from .answering import predict_proba
 from .assemble import Assembly
+from .card import remember_results
 from .cast import cast_full, cast_member
 from .hosted import HostedBody, body_of
+from .hub import push
 from .inputs import Preparation, is_raw, prepare
-from .known import fit_novelty, logits_and_summaries, why_novel
+from .known import fit_novelty, logits_and_summaries, per_text, why_novel
 from .layers import FusedBlock, PerStream
 from .loading import check_answers, load
 from .policies import decided
@@ -248,6 +251,11 @@ class HydraEnsemble(nn.Module):
         return getattr(self.host, "main_input_name", "x")
 
     @property
+    def input_modalities(self) -> Any:
+        """What the host reads, as transformers calls it: text, image ..."""
+        return getattr(self.host, "input_modalities", ())
+
+    @property
     def name_or_path(self) -> str:
         """Where the host came from."""
         return getattr(self.host, "name_or_path", "")
@@ -362,7 +370,7 @@ class HydraEnsemble(nn.Module):
         )
         if self.novelty is not None and summaries is not None:
             self.novelty = self.novelty.to(member_logits.device)  # moved once, not at every call
-            novelty, score = self.novelty(summaries, member_logits)
+            novelty, score = self.novelty(summaries, per_text(member_logits, batch))
             answer = replace(answer, novelty=novelty, novelty_score=score)
         return answer if self.policy is None else decided(answer, self.policy)
 
@@ -553,13 +561,17 @@ class HydraEnsemble(nn.Module):
         *,
         tokenizer: Any = None,
         image_processor: Any = None,
+        results: Results | list[Results] | None = None,
         state_dict: Any = None,
         safe_serialization: bool = True,
     ) -> None:
         """Write `config.json`, `model.safetensors` and a model card into a folder.
 
         The ensemble's own transform and tokenizer are saved along; those given here replace them.
+        The card shows the cost and `results`, what `evaluate` measured of it and of its rivals.
         """
+        if results is not None:
+            remember_results(self, results)
         if tokenizer is not None:
             self.tokenizer = tokenizer
         if image_processor is not None:
@@ -593,6 +605,34 @@ class HydraEnsemble(nn.Module):
             key=key,
         )
 
+    def push_to_hub(
+        self,
+        repo: str,
+        *,
+        results: Results | list[Results] | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        commit_message: str = "Upload a Hydra ensemble",
+    ) -> str:
+        """Give the ensemble to the hub as `owner/name`; returns the address of the commit.
+
+        What is uploaded is the folder of `save_pretrained`, in one commit, with its model card.
+
+        Args:
+            repo: Name on the hub; it is made if there is none.
+            results: What `evaluate` measured, for the card: of the ensemble, and of its rivals.
+            private: Whether a new repository is private.
+            token: Of the hub, when you are not logged in.
+            revision: A branch; made if there is none.
+            commit_message: What the commit says.
+        """
+        if results is not None:
+            remember_results(self, results)
+        return push(
+            self, repo, private=private, token=token, revision=revision, message=commit_message
+        )
+
     @classmethod
     def from_pretrained(
         cls,
@@ -601,9 +641,18 @@ class HydraEnsemble(nn.Module):
         host: nn.Module | None = None,
         mode: Mode | None = None,
         revision: str | None = None,
+        token: str | bool | None = None,
     ) -> HydraEnsemble:
-        """Load from a folder or a hub name what `save_pretrained` wrote."""
-        assembly, view, config = load(name_or_folder, host=host, revision=revision)
+        """Load what `save_pretrained` or `push_to_hub` wrote.
+
+        Args:
+            name_or_folder: A folder, or a name on the hub: `owner/name`.
+            host: The plain host, for models that cannot be built again by name.
+            mode: `"fused"` or `"loop"`; by default as it was saved.
+            revision: Branch, tag or commit on the hub.
+            token: Of the hub, for a private repository when you are not logged in.
+        """
+        assembly, view, config = load(name_or_folder, host=host, revision=revision, token=token)
         mode = mode or config["mode"]
         ensemble = cls.around(assembly, view, mode=mode, switches=config["switches"])
         ensemble.temperature = config["temperature"]

@@ -38,6 +38,17 @@ def logits_and_summaries(ensemble: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return logits.float(), collector.summaries()
 
 
+def per_text(logits: Tensor, batch: Any) -> Tensor:
+    """Return one row of logits per text: the mean over a token classifier's real tokens."""
+    if logits.ndim == 3:
+        return logits
+    mask = split_batch(batch)[1].get("attention_mask")
+    weight = torch.ones_like(logits[:, :1, :, :1])
+    if mask is not None:
+        weight = mask.to(logits)[:, None, :, None]
+    return (logits * weight).sum(2) / weight.sum(2).clamp_min(1)
+
+
 def has_readout_token(readout: Any) -> bool:
     """Tell whether the classifier reads a token of its own, not the mean of all."""
     return readout.tokens is not None or readout.positions is not None
@@ -66,9 +77,12 @@ def fit_novelty(
                 f"The model failed on batch {number} of the known data: {error}. Known data must "
                 "be prepared as the model expects it."
             ) from error
-        logits = torch.cat([said for _, (said, _) in parts])
+        # labels of tokens say nothing about a text
+        by_text = parts[0][1][0].ndim == 3
+        logits = torch.cat([per_text(said, part) for part, (said, _) in parts])
         found = {"logits": logits, "summaries": torch.cat([some for _, (_, some) in parts])}
-        labels = _checked(split_batch(batch)[2], logits.shape[-1], number)
+        given = split_batch(batch)[2] if by_text else None
+        labels = _checked(given, logits.shape[-1], number)
         return found if labels is None else {**found, "labels": labels}
 
     total = length_of(known)
@@ -88,7 +102,9 @@ def why_novel(ensemble: Any, batch: Any, neighbours: int) -> Evidence:
     if ensemble.novelty is None:
         raise HydraError("Novelty is not fitted: call ensemble.fit_novelty_(known) first.")
     logits, summaries = logits_and_summaries(in_eval(ensemble), batch)
-    return ensemble.novelty.to(ensemble.device).explain(summaries, logits, neighbours)
+    return ensemble.novelty.to(ensemble.device).explain(
+        summaries, per_text(logits, batch), neighbours
+    )
 
 
 def _checked(labels: Tensor | None, classes: int, batch: int) -> Tensor | None:

@@ -55,13 +55,17 @@ _READ_BY_TRANSFORMERS = frozenset(
 
 
 def load(
-    name_or_folder: Any, *, host: nn.Module | None = None, revision: str | None = None
+    name_or_folder: Any,
+    *,
+    host: nn.Module | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
 ) -> tuple[Assembly, HostModel, dict[str, Any]]:
     """Read the parts of a saved ensemble: the fused model, its host's view and the config.
 
     The config gets the key `"folder"`, where its other files lie; its `"novelty"` is read.
     """
-    folder = find_folder(name_or_folder, revision)
+    folder = find_folder(name_or_folder, revision, token)
     config = read_config(folder)
     check_files(folder, config)
     header = read_header(folder / WEIGHTS, config)
@@ -88,7 +92,7 @@ def load(
     return assembly, view, {**config, "folder": folder, "novelty": novelty}
 
 
-def find_folder(name_or_folder: Any, revision: str | None) -> Path:
+def find_folder(name_or_folder: Any, revision: str | None, token: str | bool | None = None) -> Path:
     """Return the folder of an ensemble, downloaded when it is a name of the hub."""
     path = Path(name_or_folder)
     if path.is_dir():
@@ -101,7 +105,7 @@ def find_folder(name_or_folder: Any, revision: str | None) -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # no code, no pickle
     try:
-        files = snapshot_download(text, revision=revision, allow_patterns=patterns)
+        files = snapshot_download(text, revision=revision, token=token, allow_patterns=patterns)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise FormatError(
             f"{text!r} is neither a folder here nor a model that the hub gives "

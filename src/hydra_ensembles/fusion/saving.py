@@ -21,6 +21,7 @@ from torch import Tensor
 from .._records import inside, names_to_disk, sha256_of_file, writing
 from ..data.transforms import ImageTransform, ProcessorTransform
 from ..errors import FormatError
+from .card import make_card
 from .describing import checked_description, plain_data
 from .folder_format import (
     CARD,
@@ -39,12 +40,13 @@ SAVING = ".saving"
 """The folder beside the files of an ensemble where new ones are written."""
 
 
-def save(ensemble: Any, folder: Any) -> None:
+def save(ensemble: Any, folder: Any, *, name: str | None = None) -> None:
     """Write an ensemble to a folder (see `HydraEnsemble.save_pretrained`).
 
     All files are written beside their places first, whole; then they are renamed, the config last.
     A failure before that leaves the folder as it was. An end between two renames leaves a config
     that names other files, which loading says; `finish_saving` then does the remaining renames.
+    `name` is what the card calls the ensemble.
     """
     target = Path(folder)
     try:
@@ -58,7 +60,7 @@ def save(ensemble: Any, folder: Any) -> None:
     try:
         with writing(target):
             beside.mkdir()
-            _write_files(ensemble, beside)
+            _write_files(ensemble, beside, name)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
@@ -67,7 +69,7 @@ def save(ensemble: Any, folder: Any) -> None:
     shutil.rmtree(beside, ignore_errors=True)
 
 
-def _write_files(ensemble: Any, beside: Path) -> None:
+def _write_files(ensemble: Any, beside: Path, called: str | None) -> None:
     """Write all files of an ensemble, to the disk itself and not only to its cache."""
     from safetensors.torch import save_file
 
@@ -85,7 +87,7 @@ def _write_files(ensemble: Any, beside: Path) -> None:
     config = _config(ensemble, aliases, sha256_of_file(beside / WEIGHTS))
     config = signed(json.loads(json.dumps({**config, "files": files}, default=plain_data)))
     check_fields(config, f"This {type(ensemble.host).__name__} cannot be saved")
-    (beside / CARD).write_text(_card(ensemble), encoding="utf-8")
+    (beside / CARD).write_text(make_card(ensemble, called or "this-folder"), encoding="utf-8")
     (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in (WEIGHTS, *files, CARD, CONFIG):
         _to_disk(beside / name)
@@ -205,27 +207,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return result
-
-
-def _card(ensemble: Any) -> str:
-    summary = str(ensemble)
-    name = type(ensemble.host).__name__
-    return f"""---
-library_name: hydra-ensembles
-tags: [uncertainty, ensemble, pruning]
----
-# A Hydra ensemble of {name}
-
-One model that is an ensemble of {ensemble.members} members with pruned attention heads.
-
-```
-{summary}
-```
-
-```python
-import hydra_ensembles as hydra
-
-ensemble = hydra.HydraEnsemble.from_pretrained("this-folder")
-answer = ensemble.predict(batch)  # .probabilities .label .uncertainty .member_logits
-```
-"""

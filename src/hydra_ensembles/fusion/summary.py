@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from .._html import table
+from ..costs.counting import CostRatio, cost
 from ..errors import HydraError
 from ..heads.plan import Plan
+from ..hosts.examples import example_batch
 
 
 def summarize_html(ensemble: Any) -> str:
@@ -77,19 +79,24 @@ def _trunk_heads(plan: Plan) -> str:
     return f"{span} of {max(of)} heads"
 
 
-def _cost_lines(ensemble: Any) -> list[str]:
-    from ..costs.counting import cost
-    from ..hosts.examples import example_batch
+def counted_cost(ensemble: Any) -> tuple[CostRatio, str] | None:
+    """Return the cost against the plain host and on what it was counted, where it can be."""
+    try:
+        batch, what = example_batch(ensemble._view.model)
+        return cost(ensemble, batch).relative_to(cost(ensemble.unpruned_host(), batch)), what
+    except (HydraError, StopIteration):
+        return None
 
+
+def _cost_lines(ensemble: Any) -> list[str]:
     size = ensemble.parameter_bytes()
     memory = f"  memory   {size['memory'] / 2**20:.1f} MiB of weights"
     if size["packed"]:
         memory += f", {size['packed'] / 2**20:.1f} MiB of them packed copies for speed"
-    try:
-        batch, what = example_batch(ensemble._view.model)
-        ratio = cost(ensemble, batch).relative_to(cost(ensemble.unpruned_host(), batch))
-    except (HydraError, StopIteration):
+    found = counted_cost(ensemble)
+    if found is None:
         return [memory]
+    ratio, what = found
     return [
         f"  cost     {ratio.multiply_adds:.2f} x multiply-adds, {ratio.bytes_on_disk:.2f} x "
         f"parameters on disk, against the host ({what})",

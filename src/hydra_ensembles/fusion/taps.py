@@ -81,7 +81,10 @@ class Collector:
             return
         # readout-only blocks leave the readout token first
         streams = hidden.unflatten(0, (-1, self._rows[0][0].shape[0])).mean(0)
-        self._rows[1] = [streams[:, 0].clone() if self._readout else streams.mean(1)]
+        if self._readout:
+            self._rows[1] = [streams[:, 0].clone()]
+        else:
+            self._rows[1] = [torch.matmul(self._token_weights(streams), streams)[:, -1]]
 
     def summaries(self) -> Tensor:
         """Return the token summaries, `[batch, tap, width]`, block by block."""

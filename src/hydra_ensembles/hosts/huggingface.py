@@ -178,5 +178,6 @@ def _introduce(kind: type) -> None:
     import transformers
 
     config = type(f"{kind.__name__}Config", (transformers.PretrainedConfig,), {})
-    for name in ("AutoModelForImageClassification", "AutoModelForSequenceClassification"):
+    for task in ("Image", "Sequence", "Token"):
+        name = f"AutoModelFor{task}Classification"
         getattr(transformers, name)._model_mapping.register(config, kind, exist_ok=True)

@@ -1,0 +1,1 @@
+"""Where people work: pipelines of transformers, callbacks of trainers, MLflow."""

@@ -1,0 +1,211 @@
+"""Pipelines of transformers whose answers say how sure and how new.
+
+They are transformers' own: its preparation of inputs, its batching and its options at the call.
+Each entry of an answer has `uncertainty` beside `label` and `score`; `novelty` where it is fitted,
+and `decision` ("answer", "unsure" or "new") where the ensemble has a policy.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError, MissingDependencyError, UnsupportedModelError
+from ..fusion.ensemble import HydraEnsemble
+from ..registry import check_name
+from ..uncertainty import Prediction
+
+DECISIONS = ("answer", "unsure", "new")
+TASKS = ("image-classification", "text-classification", "token-classification")
+
+
+def pipeline(
+    task: str,
+    model: HydraEnsemble | str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    image_processor: Any = None,
+    device: Any = None,
+    batch_size: int | None = None,
+) -> Any:
+    """Make a pipeline of transformers whose answers say how sure and how new.
+
+    Args:
+        task: `"image-classification"`, `"text-classification"` or `"token-classification"`.
+        model: An ensemble of a transformers host, its folder or its hub name.
+        tokenizer, image_processor: What prepares the inputs; by default the ensemble's own.
+        device: Where to run; by default where the ensemble is.
+        batch_size: Inputs per forward pass, when it is called with many.
+
+    Returns:
+        A transformers pipeline; options such as `top_k` and `aggregation_strategy` go to its call.
+
+    Example:
+        >>> classify = hydra.pipeline("text-classification", ensemble)
+        >>> classify("a film to remember")
+        [{'label': 'positive', 'score': 0.97, 'uncertainty': 0.03, 'novelty': 0.41}]
+    """
+    check_name("task", task, TASKS)
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Pipelines are transformers': pip install 'hydra-ensembles[transformers]'."
+        ) from error
+    ensemble = model if isinstance(model, HydraEnsemble) else HydraEnsemble.from_pretrained(model)
+    if not isinstance(ensemble.host, transformers.PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{type(ensemble.host).__name__} is not a model of transformers, whose pipelines need "
+            "one. Call ensemble.predict(pictures, paths or texts)."
+        )
+    given: dict[str, Any] = {"device": ensemble.device if device is None else device}
+    if batch_size is not None:
+        given["batch_size"] = batch_size
+    if task == "image-classification":
+        given["image_processor"] = image_processor or _processor(ensemble)
+    else:
+        given["tokenizer"] = tokenizer if tokenizer is not None else ensemble.tokenizer
+        if given["tokenizer"] is None:
+            raise DataError(
+                "This ensemble has no tokenizer: pass tokenizer=..., or set ensemble.tokenizer, "
+                "which is saved along."
+            )
+    make: Any = transformers.pipeline  # typed by the tasks' literal names
+    return make(task, model=ensemble, pipeline_class=_classes()[task], **given)
+
+
+def _processor(ensemble: HydraEnsemble) -> Any:
+    """Return what makes pixels: the host's processor, or our transform called like one."""
+    transform = ensemble.transform
+    if transform is None:
+        raise DataError(
+            "This ensemble has no transform: pass image_processor=..., or set "
+            "ensemble.transform = hydra_ensembles.data.image_transform(processor)."
+        )
+    processor = getattr(transform, "processor", None)
+    return processor if processor is not None else _AsProcessor(transform)
+
+
+class _AsProcessor:
+    """A transform of pictures, called as the pipelines call an image processor."""
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __call__(self, images: Any, return_tensors: str = "pt") -> Any:
+        import transformers
+
+        return transformers.BatchFeature({"pixel_values": self.transform(images)[None]})
+
+
+@cache
+def _classes() -> dict[str, type]:
+    import transformers
+
+    made = (
+        (_Classifies, transformers.ImageClassificationPipeline),
+        (_Classifies, transformers.TextClassificationPipeline),
+        (_Tags, transformers.TokenClassificationPipeline),
+    )
+    return {
+        task: type(f"Hydra{base.__name__}", (mixin, base), {})
+        for task, (mixin, base) in zip(TASKS, made, strict=True)
+    }
+
+
+def _said(answer: Prediction) -> dict[str, Tensor]:
+    """Return what goes beside the logits, a row per input."""
+    columns = {
+        "uncertainty": answer.uncertainty,
+        "novelty": answer.novelty,
+        "decision": getattr(answer, "decision", None),
+    }
+    return {name: values for name, values in columns.items() if values is not None}
+
+
+def _plain(name: str, value: Tensor) -> float | str:
+    return DECISIONS[int(value)] if name == "decision" else float(value)
+
+
+class _Classifies:
+    """Adds what an ensemble says about an input to each of its entries."""
+
+    model: HydraEnsemble
+
+    def _forward(self, model_inputs: Any) -> dict[str, Tensor]:
+        answer = self.model.predict(dict(model_inputs))
+        return {"logits": answer.logits, **_said(answer)}
+
+    def postprocess(self, model_outputs: dict[str, Tensor], **options: Any) -> Any:
+        entries = super().postprocess(model_outputs, **options)  # type: ignore[misc]
+        said = {
+            name: _plain(name, values[0])
+            for name, values in model_outputs.items()
+            if name != "logits"
+        }
+        if isinstance(entries, dict):
+            return entries | said
+        return [entry | said for entry in entries]
+
+
+class _Tags:
+    """Adds to each entity the uncertainty of its least sure token, and the novelty of its text."""
+
+    model: HydraEnsemble
+    tokenizer: Any
+
+    def _forward(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
+        names = self.tokenizer.model_input_names
+        inputs = {name: value for name, value in model_inputs.items() if name in names}
+        answer = self.model.predict(inputs)
+        rest = {name: value for name, value in model_inputs.items() if name != "logits"}
+        return {"logits": answer.logits, **_said(answer), **rest}
+
+    def postprocess(self, all_outputs: list[dict[str, Any]], **options: Any) -> Any:
+        # first, for transformers shifts the offsets of split words in place
+        tokens = [token for outputs in all_outputs for token in _tokens(outputs)]
+        entities = super().postprocess(all_outputs, **options)  # type: ignore[misc]
+        for entity in entities:
+            unsure = [value for place, *_, value in tokens if place == entity.get("index")]
+            if "index" not in entity:
+                if entity["start"] is None:
+                    raise DataError(
+                        "The tokenizer does not say where its tokens are in the text, which groups "
+                        'need: take a fast tokenizer, or aggregation_strategy="none".'
+                    )
+                first, last = entity["start"], entity["end"]
+                unsure = [value for _, a, b, value in tokens if a < last and b > first]
+            entity["uncertainty"] = max(unsure)
+            entity |= _of_text(all_outputs)
+        return entities
+
+
+def _tokens(outputs: dict[str, Any]) -> list[tuple[int, int, int, float]]:
+    """Return place, start, end and uncertainty of every real token of a piece of text."""
+    uncertainty = outputs["uncertainty"][0].tolist()
+    special = outputs["special_tokens_mask"][0].tolist()
+    offsets = outputs.get("offset_mapping")
+    spans = [(0, 0)] * len(special) if offsets is None else torch.as_tensor(offsets[0]).tolist()
+    words, places = outputs.get("word_ids"), outputs.get("word_to_chars_map")
+    tokens = []
+    for place, (start, end) in enumerate(spans):
+        if special[place]:
+            continue
+        word = None if words is None else words[place]
+        shift = 0 if word is None or places is None else places[word][0]
+        tokens.append((place, start + shift, end + shift, uncertainty[place]))
+    return tokens
+
+
+def _of_text(pieces: list[dict[str, Any]]) -> dict[str, float | str]:
+    """Return novelty and decision of a text: those of its newest piece."""
+    newest = max(pieces, key=lambda piece: float(piece["novelty"][0]) if "novelty" in piece else 0)
+    return {
+        name: _plain(name, newest[name][0])
+        for name in ("novelty", "decision")
+        if name in newest and newest[name][0].ndim == 0
+    }
