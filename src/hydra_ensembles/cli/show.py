@@ -71,8 +71,13 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, default=str))
 
 
-def results_table(results: Sequence[Results], costs: Mapping[str, float] | None = None) -> None:
-    """Print results side by side, within 80 columns."""
+def results_table(
+    results: Sequence[Results],
+    costs: Mapping[str, float] | None = None,
+    *,
+    figures: Mapping[str, str] = FIGURES,
+) -> None:
+    """Print results side by side, within 80 columns; `figures` are keys and heads of columns."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -81,12 +86,12 @@ def results_table(results: Sequence[Results], costs: Mapping[str, float] | None 
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     table.add_column("model", overflow="fold")
-    keys = [key for key in FIGURES if any(key in result for result in results)]
+    keys = [key for key in figures if any(key in result for result in results)]
     if costs:
         table.add_column("cost", justify="right", no_wrap=True)
     for key in keys:
         mark = {1: " ↑", -1: " ↓", 0: ""}[direction(key)]
-        table.add_column(FIGURES[key] + mark, justify="right", no_wrap=True)
+        table.add_column(figures[key] + mark, justify="right", no_wrap=True)
     for result in results:
         cells = [result.name]
         if costs:

@@ -38,7 +38,7 @@ class Demo:
     """A small task with everything that an experiment needs.
 
     Args:
-        train, validation, test: labelled data, 60 / 20 / 20 %, stratified.
+        train, validation, test: labelled data, stratified; 60 / 20 / 20 % by default.
         outliers: unlabelled scribbles, for searches that want OOD validation data.
         ood: unlabelled test outliers by name, of other kinds than `outliers`.
         class_names: of the ten classes.
@@ -62,6 +62,7 @@ def digits(
     batch_size: int = 64,
     key: str | None = "pixel_values",
     outlier_count: int = 300,
+    parts: tuple[float, float, float] = (0.6, 0.2, 0.2),
     seed: int = 0,
 ) -> Demo:
     """Load the 1,797 handwritten digits of scikit-learn, enlarged, with drawn outliers.
@@ -76,6 +77,7 @@ def digits(
         batch_size: examples per batch.
         key: the host's name for images; None gives `(images, labels)`.
         outlier_count: outliers per set, at most (there are fewer rotated and inverted digits).
+        parts: shares of the digits that train, validate and test.
         seed: of the split and of every drawing.
     """
     from sklearn.datasets import load_digits
@@ -95,9 +97,10 @@ def digits(
         return Batches(load, range(len(large)), batch_size=batch_size, labels=targets)
 
     whole = data(images, labels)
-    parts = split(whole, {"train": 0.6, "validation": 0.2, "test": 0.2}, seed=seed)
-    held_out = images[parts["test"].indices]
-    held_labels = labels[parts["test"].indices]
+    shares = dict(zip(("train", "validation", "test"), parts, strict=True))
+    pieces = split(whole, shares, seed=seed)
+    held_out = images[pieces["test"].indices]
+    held_labels = labels[pieces["test"].indices]
     # a 0, 1, 6, 8 or 9 on its side may pass for a digit
     turned = held_out[torch.isin(held_labels, torch.tensor([2, 3, 4, 5, 7]))].rot90(1, (2, 3))
     makers: dict[str, Callable[[int, torch.Generator], Tensor]] = {
@@ -114,7 +117,12 @@ def digits(
     scribbles = _scribbles(outlier_count, torch.Generator().manual_seed(seed * 100))
     names = [str(number) for number in range(10)]
     return Demo(
-        parts["train"], parts["validation"], parts["test"], data(scribbles), ood, class_names=names
+        pieces["train"],
+        pieces["validation"],
+        pieces["test"],
+        data(scribbles),
+        ood,
+        class_names=names,
     )
 
 

@@ -1,0 +1,125 @@
+"""The demo's table on several seeds: one folder per seed, finished ones are not run again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from .._records import check_same_run
+from . import demo_steps as steps
+from .show import print_json, say, write_text
+
+
+def numbers(text: str) -> list[int]:
+    """Read seeds: `0,1,2`, or `0-4`."""
+    found: list[int] = []
+    try:
+        for part in text.split(","):
+            first, dash, last = part.strip().partition("-")
+            found += range(int(first), int(last) + 1) if dash else [int(first)]
+    except ValueError:
+        found = []
+    if not found:
+        raise typer.BadParameter(f"--seeds {text}: expected numbers such as 0,1,2 or 0-4.")
+    return list(dict.fromkeys(found))
+
+
+def run_seeds(
+    seeds: Sequence[int],
+    output: Path,
+    *,
+    epochs: int,
+    members: int,
+    max_cost: float,
+    as_json: bool,
+) -> None:
+    """Run every seed, write `seeds.json`, print the mean table and who is ahead how often."""
+    runs = {}
+    for seed in seeds:
+        say(f"Seed {seed}", json=as_json)
+        settings = {"seed": seed, "epochs": epochs, "members": members, "max_cost": max_cost}
+        runs[seed] = _one(settings, output / f"seed-{seed}", quiet=as_json)
+        write_text(output / "seeds.json", json.dumps(summary(runs), indent=1) + "\n")
+    if as_json:
+        print_json(summary(runs))
+        return
+    _show(runs)
+    say(f"All figures of all seeds: {output / 'seeds.json'}")
+
+
+def _one(settings: dict[str, Any], output: Path, *, quiet: bool) -> tuple[list[Any], Any]:
+    """Return results and costs of one seed, from its folder where it was finished before."""
+    from ..data import digits
+    from ..evaluation import Results
+
+    names = [f"results-{name}.json" for name in ("single", "hydra", "deep-ensemble")]
+    done = output / "finished.json"
+    if done.is_file():
+        record = json.loads(done.read_text())
+        check_same_run(done, record["settings"], settings)
+        return [Results.load(output / name) for name in names], record["costs"]
+    data = digits(16, parts=steps.PARTS, seed=settings["seed"])
+    seeds = range(settings["seed"], settings["seed"] + settings["members"])
+    teachers = steps.train(data, output, epochs=settings["epochs"], seeds=seeds, quiet=quiet)
+    ensemble = steps.taught(
+        teachers[0],
+        teachers,
+        data,
+        output,
+        max_cost=settings["max_cost"],
+        seed=settings["seed"],
+        quiet=quiet,
+    )
+    results, costs = steps.evaluated(
+        teachers[0],
+        ensemble,
+        teachers,
+        data,
+        output,
+        bootstrap=0,
+        seed=settings["seed"],
+        quiet=quiet,
+    )
+    write_text(done, json.dumps({"settings": settings, "costs": costs}, indent=1) + "\n")
+    return results, costs
+
+
+def summary(runs: dict[int, tuple[list[Any], Any]]) -> dict[str, Any]:
+    """Return every figure by model and seed, and on how many seeds the ensemble is ahead."""
+    figures: dict[str, dict[str, Any]] = {}
+    ahead: dict[str, dict[str, list[int]]] = {}
+    for seed, (results, costs) in runs.items():
+        for result in results:
+            row = {**result.figures, "cost": costs[result.name]}
+            figures.setdefault(result.name, {})[str(seed)] = row
+        hydra = results[1]
+        for other in (results[0], results[2]):
+            for column, wins in steps.compared(hydra, other).items():
+                won = ahead.setdefault(other.name, {}).setdefault(column, [])
+                won += [seed] if wins else []
+    return {"seeds": list(runs), "ahead_of": ahead, "figures": figures}
+
+
+def _show(runs: dict[int, tuple[list[Any], Any]]) -> None:
+    from ..evaluation import Results
+    from .show import results_table
+
+    several = [results for results, _ in runs.values()]
+    means = []
+    for same in zip(*several, strict=True):
+        keys = set.intersection(*(set(result.figures) for result in same))
+        figures = {key: sum(result[key] for result in same) / len(same) for key in keys}
+        means.append(Results(name=same[0].name, figures=figures, settings=same[0].settings))
+    costs = {
+        name: sum(found[name] for _, found in runs.values()) / len(runs)
+        for name in next(iter(runs.values()))[1]
+    }
+    typer.echo(f"Mean of {len(runs)} seeds:")
+    results_table(means, costs, figures=steps.SHOWN)
+    for other, columns in summary(runs)["ahead_of"].items():
+        counts = ", ".join(f"{name} {len(won)}" for name, won in columns.items())
+        typer.echo(f"Hydra ahead of {other} on so many of {len(runs)} seeds: {counts}.")
