@@ -1,0 +1,103 @@
+"""Log how calibrated, how rankable and how new, after every validation of a training."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from ..errors import MissingDependencyError
+from ..evaluation.evaluator import evaluate
+from ..fusion.ensemble import HydraEnsemble
+
+LOGGED = {
+    "cls/NLL": "nll",
+    "cal/ECE": "ece",
+    "sc/AURC": "aurc",
+    "novelty/Alarms_5": "novelty_alarms",
+}
+"""What is logged, by the names that `Results` has."""
+
+
+def figures_of(model: nn.Module, data: Any, *, prefix: str) -> dict[str, float]:
+    """Return the figures to log: NLL, ECE, AURC and, where novelty is fitted, the share of alarms.
+
+    The alarm is at novelty above 0.95: 5 % of data like the known. It rises as training moves the
+    features; fit novelty again when training is over.
+    """
+    results = evaluate(model, data, progress=False)
+    return {prefix + name: results[key] for key, name in LOGGED.items() if key in results}
+
+
+def trainer_callback(trainer: Any, data: Any, *, prefix: str = "eval_") -> Any:
+    """Let a `transformers.Trainer` log NLL, ECE, AURC and novelty alarms at each evaluation.
+
+    Args:
+        trainer: The trainer, of an ensemble or of a plain classifier; the callback is added to it.
+        data: Labelled batches; read once per evaluation.
+        prefix: Of the figures' names: `eval_nll`, `eval_ece`, `eval_aurc`, `eval_novelty_alarms`.
+
+    Returns:
+        The callback; `trainer.remove_callback` takes it away.
+    """
+    callback = _trainer_class()(trainer, data, prefix)
+    trainer.add_callback(callback)
+    return callback
+
+
+@cache
+def _trainer_class() -> type:
+    from transformers import TrainerCallback
+
+    class UncertaintyCallback(TrainerCallback):
+        """Logs through the trainer, so that history and reporters have the figures too."""
+
+        def __init__(self, trainer: Any, data: Any, prefix: str) -> None:
+            self.trainer, self.data, self.prefix = trainer, data, prefix
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            found = figures_of(kwargs["model"], self.data, prefix=self.prefix)
+            if kwargs.get("metrics") is not None:  # what evaluate() returns
+                kwargs["metrics"].update(found)
+            self.trainer.log(dict(found))
+
+    return UncertaintyCallback
+
+
+def lightning_callback(data: Any, *, prefix: str = "val_") -> Any:
+    """Return a Lightning callback that logs NLL, ECE, AURC and novelty alarms at each validation.
+
+    The model is the first `HydraEnsemble` in the module, else the module itself, which must answer
+    a batch with logits.
+
+    Args:
+        data: Labelled batches; read once per validation.
+        prefix: Of the figures' names: `val_nll`, `val_ece`, `val_aurc`, `val_novelty_alarms`.
+    """
+    return _lightning_class()(data, prefix)
+
+
+@cache
+def _lightning_class() -> type:
+    try:
+        from lightning.pytorch import Callback
+    except ImportError as error:
+        raise MissingDependencyError(
+            "The callback is Lightning's: pip install lightning."
+        ) from error
+
+    class UncertaintyCallback(Callback):
+        """Logs through the module, at the end of a validation epoch."""
+
+        def __init__(self, data: Any, prefix: str) -> None:
+            self.data, self.prefix = data, prefix
+
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.sanity_checking:
+                return
+            ensembles = (m for m in pl_module.modules() if isinstance(m, HydraEnsemble))
+            found = figures_of(next(ensembles, pl_module), self.data, prefix=self.prefix)
+            pl_module.log_dict(found)
+
+    return UncertaintyCallback

@@ -1,0 +1,27 @@
+"""What MLflow runs to have an ensemble as a pyfunc model; it is copied into the artefact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlflow
+import mlflow.pyfunc
+
+
+class HydraModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc]
+    """Loads the ensemble beside this script and answers with a data frame."""
+
+    def load_context(self, context: Any) -> None:
+        """Load the ensemble from its folder in the artefact."""
+        from hydra_ensembles import HydraEnsemble
+
+        self.ensemble = HydraEnsemble.from_pretrained(context.artifacts["ensemble"])
+
+    def predict(self, context: Any, model_input: Any, params: Any = None) -> Any:
+        """Return one row per input."""
+        from hydra_ensembles.integrations.frames import answers_frame
+
+        return answers_frame(self.ensemble, model_input)
+
+
+mlflow.models.set_model(HydraModel())
