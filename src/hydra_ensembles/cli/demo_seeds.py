@@ -70,6 +70,7 @@ def _one(settings: dict[str, Any], output: Path, *, quiet: bool) -> tuple[list[A
         teachers,
         data,
         output,
+        epochs=settings["epochs"],
         max_cost=settings["max_cost"],
         seed=settings["seed"],
         quiet=quiet,

@@ -95,11 +95,15 @@ def taught(
     data: Any,
     output: Path,
     *,
+    epochs: int,
     max_cost: float,
     seed: int,
     quiet: bool,
 ) -> Any:
-    """Teach one member per teacher; the whole small model is trained, not only its branch."""
+    """Teach one member per teacher; the whole small model is trained, not only its branch.
+
+    `epochs` are those of a teacher; four views of each digit want nearly twice as many.
+    """
     from ..training import distill
 
     return distill(
@@ -110,7 +114,7 @@ def taught(
         max_cost=max_cost,
         validation=data.validation,
         trunk_rate=1.0,
-        epochs=45,
+        epochs=round(1.8 * epochs),
         learning_rate=2e-3,
         views=4,
         seed=seed,

@@ -70,7 +70,14 @@ def command(
 
     say(f"2/4 Distilling them into one model of {members} members, one teacher each", json=json)
     ensemble = steps.taught(
-        single, teachers, data, output, max_cost=max_cost, seed=seed, quiet=json
+        single,
+        teachers,
+        data,
+        output,
+        epochs=epochs,
+        max_cost=max_cost,
+        seed=seed,
+        quiet=json,
     )
     host = fuse(single, [HeadMask.full(single)])
     for name, model in {"ensemble": ensemble, "single": host}.items():
