@@ -79,7 +79,8 @@ def test_lightning_logs_them(tmp_path: Path) -> None:
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
         callbacks=[lightning_callback([batch])],
     )  # fmt: skip
-    trainer.fit(Module(), [batch], [batch])
+    loader = torch.utils.data.DataLoader([batch], batch_size=None)
+    trainer.fit(Module(), loader, loader)
     expected = hydra.evaluate(model, [batch], progress=False)
     for key, name in NAMES.items():
         found = float(trainer.callback_metrics[f"val_{name}"])

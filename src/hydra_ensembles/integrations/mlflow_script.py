@@ -17,8 +17,8 @@ class HydraModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc]
 
         self.ensemble = HydraEnsemble.from_pretrained(context.artifacts["ensemble"])
 
-    def predict(self, context: Any, model_input: Any, params: Any = None) -> Any:
-        """Return one row per input."""
+    def predict(self, context, model_input, params=None):  # type: ignore[no-untyped-def]
+        """Return one row per input; MLflow would read type hints as a schema."""
         from hydra_ensembles.integrations.frames import answers_frame
 
         return answers_frame(self.ensemble, model_input)
