@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import mlflow
-import mlflow.pyfunc
+from mlflow.pyfunc.model import PythonModel
 
 
-class HydraModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc]
+class HydraModel(PythonModel):
     """Loads the ensemble beside this script and answers with a data frame."""
 
     def load_context(self, context: Any) -> None:
@@ -17,7 +17,7 @@ class HydraModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc]
 
         self.ensemble = HydraEnsemble.from_pretrained(context.artifacts["ensemble"])
 
-    def predict(self, context, model_input, params=None):  # type: ignore[no-untyped-def]
+    def predict(self, context, model_input, params=None):
         """Return one row per input; MLflow would read type hints as a schema."""
         from hydra_ensembles.integrations.frames import answers_frame
 
