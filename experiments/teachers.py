@@ -65,33 +65,45 @@ def judged(task: Task, model: Any, name: str) -> dict[str, float]:
     return {figure: round(found[figure], 5) for figure in FIGURES if figure in found.figures}
 
 
-def one_way(task: Task, how: str, draws: int, folder: Path) -> dict[str, Any]:
-    """Make teachers, judge them, distil them, judge the students."""
-    data, host = task.training("train"), task.host(0)
-    begun = time.process_time()
+def teachers_by(task: Task, how: str, folder: Path) -> list[Any]:
+    """Make three teachers of the host, or take the hosts of three seeds."""
     if how == SEPARATE:
-        teachers: list[Any] = [task.host(seed) for seed in (0, 1, 2)]
-    else:
-        teachers = hydra.make_teachers(
-            host, data, how=how, epochs=EPOCHS, progress=False, **WAYS[how]
-        )  # type: ignore[arg-type]
+        return [task.host(seed) for seed in (0, 1, 2)]
+    return hydra.make_teachers(
+        task.host(0),
+        task.training("train"),
+        how=how,  # type: ignore[arg-type]
+        epochs=EPOCHS,
+        folder=folder / "teachers",
+        progress=False,
+        **WAYS[how],
+    )
+
+
+def made(task: Task, how: str, folder: Path) -> dict[str, Any]:
+    """Make teachers, with their processor time, and judge them as an ensemble."""
+    begun = time.process_time()
+    teachers = teachers_by(task, how, folder)
     seconds = time.process_time() - begun
+    return {"seconds": seconds, "teachers": judged(task, MemberStack(teachers).eval(), how)}
+
+
+def distilled(task: Task, how: str, draws: int, folder: Path) -> dict[str, float]:
+    """Distil the teachers and judge the students: means over draws."""
     students = []
     for draw in range(draws):
         student = hydra.distill(
-            host,
-            teachers,
-            data,
+            task.host(0),
+            teachers_by(task, how, folder),
+            task.training("train"),
             validation=task.held_out,
             seed=draw,
             progress=False,
-            folder=folder / how.replace(" ", "-") / str(draw),
+            folder=folder / f"student-{draw}",
             **DISTIL,
         )
         students.append(judged(task, student, how))
-    means = {k: round(sum(s[k] for s in students) / draws, 5) for k in students[0]}
-    made = judged(task, MemberStack(teachers).eval(), how)
-    return {"seconds": seconds, "teachers": made, "distilled": means}
+    return {k: round(sum(s[k] for s in students) / draws, 5) for k in students[0]}
 
 
 def host_seconds(task: Any) -> float:
@@ -122,13 +134,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return json.loads(path.read_text())
 
     one = kept("host", lambda: {"seconds": host_seconds(task)})["seconds"]
+    names = (*WAYS, SEPARATE)
+    work = {how: place / "work" / how.replace(" ", "-") for how in names}
     ways = {
-        how: kept(how, lambda how=how: one_way(task, how, args.draws, place / "work"))
-        for how in (*WAYS, SEPARATE)
+        how: kept(f"{how} teachers", lambda how=how: made(task, how, work[how])) for how in names
     }
     for how, found in ways.items():
         spent = found.pop("seconds")
         found["trainings of the host"] = 3.0 if how == SEPARATE else round(spent / one, 2)
+    for how in names:
+        if how in args.distil:
+            ways[how]["distilled"] = kept(
+                f"{how} distilled", lambda how=how: distilled(task, how, args.draws, work[how])
+            )
     return {
         "command": "python experiments/teachers.py --hosts HOSTS",
         "draws of the distillation": args.draws,
@@ -152,6 +170,8 @@ def write_page(record: dict[str, Any], said: str, folder: Path) -> None:
     for how, found in record["ways"].items():
         price = f"{found['trainings of the host']:.2f}"
         for kind in ("teachers", "distilled"):
+            if kind not in found:
+                continue
             name = f"`{how}`" if how in WAYS else how
             cells = [shown(f, found[kind].get(f)) for f in FIGURES]
             rows.append([f"{name}: {kind}", price if kind == "teachers" else "", *cells])
@@ -192,6 +212,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=Path, default=os.environ.get("HYDRA_HOSTS"))
     parser.add_argument("--cache", type=Path, default=os.environ.get("HYDRA_CACHE", "work/answers"))
     parser.add_argument("--draws", type=int, default=1)
+    parser.add_argument("--distil", nargs="*", default=[*WAYS, SEPARATE], help="ways to distil")
     parser.add_argument("--out", type=Path, default=PAGES)
     parser.add_argument("--page", action="store_true", help="write the page only")
     args = parser.parse_args()
