@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def _reasons(record: dict[str, Any], verdict: str) -> str:
     by_reason: dict[str, list[str]] = defaultdict(list)
     for name, result in record["models"].items():
         if result["verdict"] == verdict:
-            reason = result["reason"].replace(name.partition("/")[2] + ": ", "")
+            # the class's name, with which a reason begins
+            reason = re.sub(r"^[A-Z]\w*(:| (?=has |makes |keeps |is ))\s*", "", result["reason"])
             reason = reason.partition(". ")[0].partition(" (")[0]
             reason = "".join("#" if c.isdigit() else c for c in reason)
             by_reason[reason].append(name.partition("/")[2])
