@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hydra_ensembles import build
-from hydra_ensembles.builder.calibrating import _folds, calibrate
+from hydra_ensembles.builder.calibrating import _folds, calibrate, cross_fit
 from hydra_ensembles.uncertainty import log_mean_probability, mean_probability, scale_logits
 
 from .. import zoo
@@ -45,6 +45,23 @@ def test_too_sure_members_are_calibrated_and_it_shows():
     assert nll(scaled, labels) < report["ensemble"]["NLL"][1] < nll(logits, labels)
 
 
+def test_examples_that_nothing_is_fitted_on_are_judged_by_all_that_is():
+    logits, labels, host = sharp(200)
+    fitted = torch.arange(200) < 150
+    found, judged = cross_fit(logits, labels, host, held_out=~fitted, fitted=fitted)
+    alone = calibrate(logits[fitted], labels[fitted], host[fitted])
+    assert found["calibration"]["fitted_on"] == 150 and found["calibration"]["examples"] == 50
+    scaled = scale_logits(
+        logits,
+        temperature=found["temperature"],
+        member_temperatures=found["member_temperatures"],
+    )
+    assert torch.equal(judged[~fitted], scaled[~fitted])
+    assert not torch.equal(judged[fitted], scaled[fitted])  # out of fold
+    if alone["calibration"]["way"] == found["calibration"]["way"]:
+        assert alone["temperature"] == pytest.approx(found["temperature"], rel=1e-3)
+
+
 def test_what_would_harm_is_refused_and_said():
     logits, labels, host = sharp(60, factor=1.0, seed=3)
     found = calibrate(logits, labels, host)
@@ -72,7 +89,7 @@ def test_figures_are_of_the_examples_that_did_not_select():
 
 def test_folds_hold_every_example_once():
     labels = torch.arange(23) % 3
-    folds = _folds(labels, seed=0)
+    folds = _folds(labels, torch.ones_like(labels, dtype=torch.bool), seed=0)
     assert sorted(torch.cat(folds).tolist()) == list(range(23))
     assert max(map(len, folds)) - min(map(len, folds)) <= 1
 

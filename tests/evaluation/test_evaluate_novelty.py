@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hydra_ensembles import HeadMask, HydraEnsemble, compare, fuse
+from hydra_ensembles import HeadMask, HydraEnsemble, compare, fit_policy, fuse
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.evaluation import evaluate
 from hydra_ensembles.evaluation.metrics_ood import ood_figures
@@ -63,3 +63,29 @@ def test_a_model_without_novelty_is_told(ensemble: HydraEnsemble) -> None:
     with pytest.raises(DataError, match="fit_novelty_"):
         evaluate(zoo.host("vit"), data(0), score="novelty", progress=False)
     assert evaluate(zoo.host("vit"), data(0), progress=False).scores == ["msp"]
+
+
+def test_a_policys_decisions_are_counted(ensemble: HydraEnsemble) -> None:
+    flat = [torch.zeros(4, 3, 16, 16) + 0.1 * i for i in range(3)]
+    without = evaluate(ensemble, data(0), ood={"flat": flat}, progress=False)
+    assert not any("policy" in key for key in without)
+    try:
+        fit_policy(ensemble, data(50, 10), risk=0.7, alarm=0.2, progress=False)
+        found = evaluate(
+            ensemble, data(0), ood={"flat": flat}, temperature=2.0, bootstrap=20, progress=False
+        )
+        answers = [ensemble.predict(batch) for batch in data(0)]
+        decision = torch.cat([answer.decision for answer in answers])  # type: ignore[misc]
+        wrong = torch.cat([answer.label for answer in answers]) != torch.arange(4).repeat(5)
+        assert found["policy/New"] == float((decision == 2).double().mean())
+        assert found["policy/Answered"] == float((decision == 0).double().mean()) > 0
+        assert found["policy/WrongOfAll"] == float(((decision == 0) & wrong).double().mean())
+        assert found["policy/WrongOfAnswered"] == pytest.approx(
+            found["policy/WrongOfAll"] / found["policy/Answered"]
+        )
+        outside = torch.cat([ensemble.predict(b).decision for b in flat])  # type: ignore[misc]
+        assert found["ood/flat/policy/Answered"] == float((outside == 0).double().mean())
+        assert "policy/New" in found.intervals and "policy/New" in str(found)
+        assert not any(key.startswith("post/policy") for key in found)
+    finally:
+        ensemble.policy = None

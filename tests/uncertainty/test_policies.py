@@ -13,7 +13,7 @@ from scipy.stats import binom
 
 from hydra_ensembles.errors import DataError, FormatError, UnknownNameError
 from hydra_ensembles.uncertainty import Policy, Rates, choose_policy
-from hydra_ensembles.uncertainty.policies import STARTS
+from hydra_ensembles.uncertainty.policies import start_sizes
 
 
 def brute_force(uncertainty: list[int], wrong: list[bool], risk: float, method: str) -> float:
@@ -27,14 +27,15 @@ def brute_force(uncertainty: list[int], wrong: list[bool], risk: float, method: 
         if method == "conformal":
             n = len(wrong)
             return n / (n + 1) * (sum(picked) / n) + 1 / (n + 1) <= risk + 1e-12
-        return bool(binom.cdf(sum(picked), len(picked) - 1, risk) <= 0.5 / len(STARTS))
+        return bool(binom.cdf(sum(picked), len(picked) - 1, risk) <= 0.5 / len(sizes))
 
+    sizes = start_sizes(len(wrong) - 1, risk, 0.5)
     if method != "selective":
         return max((t for t in values if fine(t)), default=-math.inf)
     best = -math.inf
-    for share in STARTS:
+    for size in sizes:
         for t in values:
-            if sum(u <= t for u in uncertainty) < math.ceil(share * len(wrong)):
+            if sum(u <= t for u in uncertainty) < size + 1:
                 continue
             if not fine(t):
                 break
@@ -61,6 +62,15 @@ def test_it_is_the_highest_threshold_that_keeps_the_risk(
         delta=0.5,
     )
     assert policy.threshold == brute_force(uncertainty, wrong, risk, method)
+
+
+def test_sequences_start_where_so_many_errors_just_pass() -> None:
+    for most, number in ((100, 0), (200, 1), (475, 2), (5000, 5)):
+        sizes = start_sizes(most, 0.02, 0.1)
+        assert len(sizes) == number
+        for errors, size in zip((0, 2, 6, 14, 30), sizes, strict=False):
+            level = 0.1 / number
+            assert binom.cdf(errors, size, 0.02) <= level < binom.cdf(errors, size - 1, 0.02)
 
 
 def draws(count: int, examples: int, seed: int) -> tuple[torch.Tensor, ...]:

@@ -35,24 +35,43 @@ def calibrate(
 ) -> dict[str, Any]:
     """Fit the temperatures of an ensemble; return them with what they do, as plain data.
 
+    See `cross_fit`.
+    """
+    return cross_fit(member_logits, labels, host_logits, held_out=held_out, seed=seed)[0]
+
+
+def cross_fit(
+    member_logits: Tensor,
+    labels: Tensor,
+    host_logits: Tensor,
+    *,
+    held_out: Tensor | None = None,
+    fitted: Tensor | None = None,
+    seed: int = 0,
+) -> tuple[dict[str, Any], Tensor]:
+    """Fit temperatures; return them as plain data, and all logits under temperatures not their own.
+
     Args:
         member_logits: Raw logits of the ensemble, `[example, member, class]`.
         labels: `[example]`.
         host_logits: Logits of the plain host on the same examples, `[example, 1, class]`.
         held_out: Which examples took no part in choosing members, `[example]`; all by default. The
             figures are those of these examples.
+        fitted: Which examples temperatures may be fitted on, `[example]`; all by default.
         seed: Of the folds.
 
     Returns:
         `temperature`, `member_temperatures` (1 where nothing is gained) and `calibration`: NLL and
         ECE (in %) of host and ensemble before and after, out of fold, the way that was chosen, and
-        a note where temperatures were refused.
+        a note where temperatures were refused. And the ensemble's logits out of fold.
     """
-    held_out = torch.ones_like(labels, dtype=torch.bool) if held_out is None else held_out
-    folds = _folds(labels, seed)
+    everything = torch.ones_like(labels, dtype=torch.bool)
+    held_out = everything if held_out is None else held_out
+    fitted = everything if fitted is None else fitted
+    folds = _folds(labels, fitted, seed)
     members = member_logits.shape[1]
     judged = {"none": member_logits}
-    unsupported = find_temperature(member_logits, labels).note
+    unsupported = find_temperature(member_logits[fitted], labels[fitted]).note
     if not unsupported:
         judged["mean"] = _out_of_fold(member_logits, labels, folds, fit_mean)
         if members > 1:  # for one member both are the same
@@ -62,20 +81,20 @@ def calibrate(
         name: _before_after(member_logits, logits, labels, held_out)
         for name, logits in judged.items()
     }
-    loss = {name: _nll(logits, labels) for name, logits in judged.items()}
+    loss = {name: _nll(logits[fitted], labels[fitted]) for name, logits in judged.items()}
     # what is shown may not be worse; then the lowest NLL over all examples
     able = [name for name in judged if all(old >= new for old, new in figures[name].values())]
     best = min(able, key=lambda name: round(loss[name], 7))  # ties: the simplest
     each, mean = ([1.0] * members, 1.0)
     if best != "none":
-        each, mean = _WAYS[best](member_logits, labels)
+        each, mean = _WAYS[best](member_logits[fitted], labels[fitted])
     scaled = _out_of_fold(host_logits, labels, folds, fit_mean)
     host = _before_after(host_logits, scaled, labels, held_out)
     if any(new > old for old, new in host.values()):
         host = _before_after(host_logits, host_logits, labels, held_out)
     report: dict[str, Any] = {
         "way": best,
-        "fitted_on": len(labels),
+        "fitted_on": int(fitted.sum()),
         "examples": int(held_out.sum()),
         "folds": len(folds),
         "nll_by_way": loss,
@@ -84,7 +103,8 @@ def calibrate(
     }
     if best == "none":
         report["note"] = unsupported or _refused(figures)
-    return {"temperature": mean, "member_temperatures": each, "calibration": report}
+    found = {"temperature": mean, "member_temperatures": each, "calibration": report}
+    return found, judged[best]
 
 
 def fit_mean(member_logits: Tensor, labels: Tensor) -> Temperatures:
@@ -106,12 +126,13 @@ _WAYS: dict[str, Callable[[Tensor, Tensor], Temperatures]] = {
 }
 
 
-def _folds(labels: Tensor, seed: int) -> list[Tensor]:
-    """Return the rows of each fold, stratified by label and seeded."""
+def _folds(labels: Tensor, fitted: Tensor, seed: int) -> list[Tensor]:
+    """Return the fitted rows of each fold, stratified by label and seeded."""
     generator = torch.Generator().manual_seed(seed)
     shuffled = torch.randperm(len(labels), generator=generator)
+    shuffled = shuffled[fitted[shuffled]]
     order = shuffled[labels[shuffled].argsort(stable=True)]
-    count = min(FOLDS, len(labels))
+    count = min(FOLDS, len(order))
     return [order[fold::count].sort().values for fold in range(count)]
 
 
@@ -125,8 +146,11 @@ def _out_of_fold(
     scaled = logits.clone()
     if len(folds) < 2:
         return scaled
-    for rows in folds:
-        others = torch.ones(len(labels), dtype=torch.bool)
+    fitted = torch.zeros(len(labels), dtype=torch.bool)
+    fitted[torch.cat(folds)] = True
+    never = (~fitted).nonzero().flatten()
+    for rows in [*folds, never] if len(never) else folds:
+        others = fitted.clone()
         others[rows] = False
         each, mean = fit(logits[others], labels[others])
         scaled[rows] = scale_logits(logits[rows], temperature=mean, member_temperatures=each)

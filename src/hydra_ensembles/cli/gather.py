@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import HydraError
@@ -9,6 +10,7 @@ from ..errors import HydraError
 if TYPE_CHECKING:
     from ..evaluation import Results
     from ..report.examples import Example
+    from ..uncertainty import Prediction
     from .loading import Loaded
 
 EACH = 6
@@ -34,27 +36,45 @@ def extreme_examples(
     """Return the most and least certain and the newest test examples, and familiar outliers."""
     column = f"score:{results.scores[0]}"
     order = results.examples["id"][column].argsort(stable=True).tolist()
-    found = _describe(loaded, known, order[:each], "Most certain", "test")
-    found += _describe(loaded, known, order[::-1][:each], "Least certain", "test")
+    found = describe(loaded, known, order[:each], "Most certain", "test")
+    found += describe(loaded, known, order[::-1][:each], "Least certain", "test")
     wrong = (~results.examples["id"]["correct"].bool()).nonzero().flatten()
     scores = results.examples["id"][column]
     sure = wrong[scores[wrong].argsort(stable=True)][:each].tolist()
-    found += _describe(loaded, known, sure, "Wrong, and most certain of it", "test")
+    found += describe(loaded, known, sure, "Wrong, and most certain of it", "test")
     if "score:novelty" in results.examples["id"]:
         newest = results.examples["id"]["score:novelty"].argsort(descending=True, stable=True)
-        found += _describe(loaded, known, newest[:each].tolist(), "Newest", "test")
+        found += describe(loaded, known, newest[:each].tolist(), "Newest", "test")
     for name, data in outliers.items():
         familiar = results.examples[f"ood/{name}"][column].argsort(stable=True)
         title = f"Outliers of {name} that it is most certain about"
-        found += _describe(
-            loaded, data, familiar[: each // 2].tolist(), title, name, labelled=False
-        )
+        found += describe(loaded, data, familiar[: each // 2].tolist(), title, name, labelled=False)
     return found
 
 
-def _describe(
-    loaded: Loaded, data: Any, rows: list[int], group: str, name: str, *, labelled: bool = True
+def describe(
+    loaded: Loaded,
+    data: Any,
+    rows: list[int],
+    group: str,
+    name: str,
+    *,
+    labelled: bool = True,
+    answer: Prediction | None = None,
+    notes: Sequence[str] = (),
 ) -> list[Example]:
+    """Return examples as a page shows them.
+
+    Args:
+        loaded: The model; asked about the examples unless there is an `answer`.
+        data: What they are of.
+        rows: Their positions.
+        group: The heading that they stand under.
+        name: Of the data, where its examples have no names.
+        labelled: Whether labels mean something to the model.
+        answer: What was said about these rows.
+        notes: A line for each.
+    """
     from ..data.batches import images_of, indexable, labels_of
     from ..data.running import evaluating, member_logits
     from ..report.examples import Example, picture_address
@@ -65,9 +85,9 @@ def _describe(
     source = indexable(data)
     part = source.subset(rows, batch_size=len(rows))
     batch = next(iter(part))
-    with evaluating(loaded.model):
-        logits = member_logits(loaded.model, batch).float().cpu()
-    answer = predict_from_logits(logits)
+    if answer is None:
+        with evaluating(loaded.model):
+            answer = predict_from_logits(member_logits(loaded.model, batch).float().cpu())
     images, labels = images_of(batch), labels_of(batch) if labelled else None
     texts = getattr(part, "texts", None)
     files = getattr(source, "files", None)
@@ -76,7 +96,8 @@ def _describe(
     for place, row in enumerate(rows):
         where = f"{name} {row}"
         if files is not None:
-            where = files[source.indices[row]].name
+            file = files[source.indices[row]]
+            where = f"{file.parent.name}/{file.name}" if notes else file.name
         found.append(
             Example(
                 group=group,
@@ -89,6 +110,7 @@ def _describe(
                 if images is None
                 else picture_address(images[place], mean=mean, std=std),
                 text="" if texts is None else texts[place],
+                note=notes[place] if notes else "",
             )
         )
     return found

@@ -15,6 +15,7 @@ from .exits import Stop
 from .hub import hub_access, not_cached
 from .options import DATA_HELP
 from .show import waiting
+from .timm_models import is_timm_name
 
 SAFE = {"trust_remote_code": False, "use_safetensors": True}
 """How weights of transformers are loaded: no code of the hub, no pickle."""
@@ -96,6 +97,8 @@ def _load_model(name: str, *, device: str | None, dtype: str, class_names: str |
     names = read_names(class_names)
     if name.startswith("timm:"):
         loaded = _timm(name)
+    elif is_timm_name(name):
+        loaded = _timm(f"timm:{name}")
     elif _is_ensemble(Path(name)):
         loaded = _ensemble(name)
     else:

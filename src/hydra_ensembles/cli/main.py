@@ -35,6 +35,7 @@ COMMANDS = {
     "export": "Write ONNX and torch.export programs that run without this library.",
     "serve": "Answer over HTTP: Open Inference Protocol, /predict, /metrics, a page.",
     "report": "Write one HTML page from saved results.",
+    "try": "Your model, your data: cost, calibration, your strangest files, as a page.",
     "demo": "Every step on embedded digits, in a few minutes.",
     "doctor": "Check a saved ensemble or a run's folder; say what can be saved.",
     "env": "Print the versions of everything that matters.",
@@ -45,6 +46,7 @@ KEPT = {
     "circuit": "hydra-circuit",
     "demo": "hydra-demo",
     "sweep": "hydra-sweep",
+    "try": "hydra-try",
 }
 """Commands that go on where they stopped, and where they write by default."""
 
@@ -60,7 +62,8 @@ class Commands(TyperGroup):
         """Import a command."""
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f".commands.{cmd_name}", __package__)
+        file = "trying" if cmd_name == "try" else cmd_name  # a word of the language
+        module = importlib.import_module(f".commands.{file}", __package__)
         one = typer.Typer(add_completion=False, rich_markup_mode=None)
         one.command(cmd_name)(module.command)
         return typer.main.get_command(one)

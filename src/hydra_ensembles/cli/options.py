@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 MODEL_HELP = (
-    "A hub name, a folder (of a host or of a saved ensemble), or timm:NAME "
+    "A hub name, a folder (of a host or of a saved ensemble), or a timm name, as timm:NAME "
     "(timm:NAME@FILE.safetensors for weights of your own)."
 )
 DATA_HELP = (

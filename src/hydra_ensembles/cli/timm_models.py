@@ -13,6 +13,18 @@ from .hub import hub_access, not_cached
 IMAGENET = 1000
 
 
+def is_timm_name(name: str) -> bool:
+    """Tell whether a bare name, no folder and no hub name, is one of timm's models."""
+    plain = name.partition("@")[0]
+    if "/" in plain or ":" in plain or "_" not in plain or Path(name).exists():
+        return False
+    try:
+        import timm
+    except ImportError:
+        return False
+    return bool(timm.is_model(plain))
+
+
 def load_timm(name: str) -> Any:
     """Make a timm model with pretrained weights, or with those of a safetensors file."""
     try:

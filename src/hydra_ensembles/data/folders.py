@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import DataError
 from .batches import Batch, Batches
 from .labels import encode_labels, pick_column
+from .progress import progress_bar
 from .table_files import read_table
 from .transforms import ImageTransform, image_transform
 
@@ -132,7 +133,9 @@ def _unbroken(
     from PIL import Image
 
     broken = []
-    for row, file in enumerate(files):
+    for row, file in enumerate(
+        progress_bar(files, description="checking pictures", unit="pictures")
+    ):
         try:
             with Image.open(file) as picture:
                 picture.draft("RGB", (32, 32))  # a JPEG is read whole but decoded small

@@ -102,12 +102,14 @@ class Answers(NamedTuple):
         logits: Of the members, `[batch, member, class]`.
         labels: `[batch]`, or None.
         novelty, novelty_score: As in `Prediction`, `[batch]`; None when novelty is not fitted.
+        decision: As in `Prediction`, `[batch]`; None without a policy.
     """
 
     logits: Tensor
     labels: Tensor | None
     novelty: Tensor | None = None
     novelty_score: Tensor | None = None
+    decision: Tensor | None = None
 
 
 def member_logits(model: Any, batch: Any, *, device: Any = None) -> Tensor:
@@ -266,7 +268,8 @@ def iterate_answers(
         said = _answer(model, part, device)
         logits = member_logits_of(said).detach().cpu()
         logits, labels = _flat_tokens(model, part, logits, labels)
-        return Answers(logits, labels, *_novelty_of(said, len(logits)))
+        decision = _decision_of(said, len(logits))
+        return Answers(logits, labels, *_novelty_of(said, len(logits)), decision)
 
     def work(index: int, batch: Any) -> dict[str, Tensor]:
         said = _answers_of(halving, answer, batch, _where(index, name), name)
@@ -361,6 +364,11 @@ def _novelty_of(answer: Any, examples: int) -> tuple[Tensor | None, Tensor | Non
         return None, None
     assert answer.novelty_score is not None  # the two come together
     return answer.novelty.cpu(), answer.novelty_score.cpu()
+
+
+def _decision_of(answer: Any, examples: int) -> Tensor | None:
+    decision = answer.decision if isinstance(answer, Prediction) else None
+    return decision.cpu() if decision is not None and len(decision) == examples else None
 
 
 def _flat_tokens(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..data.running import Answers
 from ..uncertainty import (
+    Rates,
     disagreement,
     mean_probability,
     mutual_information,
@@ -65,6 +66,8 @@ def columns_of(
     if answers.novelty is not None and answers.novelty_score is not None:
         columns[f"score:{NOVELTY}"] = answers.novelty_score.double()
         columns["alarm"] = answers.novelty > 1 - ALARM
+    if answers.decision is not None:
+        columns["decision"] = answers.decision
     if labels is None:
         return columns
     confidence, predicted = mean_probability(logits).max(-1)
@@ -124,6 +127,7 @@ def _figures(ranked: Examples, scores: Sequence[str]) -> dict[str, float]:
                     part[key if score == scores[0] else f"{score}/{key}"] = value
             if "alarm" in columns:
                 part[f"{NOVELTY}/Caught_5"] = float(columns["alarm"].double().mean())
+            part |= policy_figures(columns)
             by_kind[OOD].append(part)
             if "/" in name.removeprefix(OOD):  # a set of a group, as near/textures
                 by_kind.setdefault(name[: name.rindex("/") + 1], []).append(part)
@@ -163,10 +167,32 @@ def labelled_figures(columns: Columns, *, score: str) -> dict[str, float]:
         }
     if "alarm" in columns:
         figures[f"{NOVELTY}/Alarms_5"] = columns["alarm"].double().mean()
+    figures |= policy_figures(columns)  # type: ignore[arg-type]
     figures["div/MI"] = columns["mutual_information"].mean()
     figures["div/Disagreement"] = columns["disagreement"].mean()
     figures["div/PairwiseKL"] = columns["pairwise_kl"].mean()
     return {key: float(value) for key, value in figures.items()}
+
+
+def policy_figures(columns: Columns) -> dict[str, float]:
+    """Return how often a policy takes each decision, and how often its answers are wrong.
+
+    `WrongOfAll` is answered and wrong among all examples, `WrongOfAnswered` among the answered.
+    """
+    if "decision" not in columns:
+        return {}
+    errors = ~columns["correct"] if "correct" in columns else None
+    rates = Rates.of(columns["decision"], errors)
+    figures = {
+        "policy/Answered": rates.answer,
+        "policy/Unsure": rates.unsure,
+        "policy/New": rates.new,
+    }
+    if rates.answered_and_wrong is not None:
+        figures["policy/WrongOfAll"] = rates.answered_and_wrong
+    if rates.wrong_if_answered is not None:
+        figures["policy/WrongOfAnswered"] = rates.wrong_if_answered
+    return figures
 
 
 def _ood_figures(id_ranks: Tensor, ood_ranks: Tensor) -> dict[str, float]:

@@ -14,6 +14,7 @@ from ..errors import DataError
 HIGHER_IS_BETTER = {"Acc", "AUROC", "AUPR", "Cov_5Risk", "Caught_5"}
 LOWER_IS_BETTER = {
     *("NLL", "Brier", "ECE", "aECE", "FPR95", "FPR95_ID_positive", "AURC", "E-AURC", "AUGRC"),
+    *("WrongOfAll", "WrongOfAnswered"),
 }
 NOT_RATES = {"NLL", "Brier", "MI", "PairwiseKL"}
 HEADLINES = (
@@ -21,6 +22,8 @@ HEADLINES = (
     *("ood/mean/AUROC", "ood/mean/AUPR", "ood/mean/FPR95", "sc/AURC", "fail/AUROC"),
     *("ood/mean/novelty/AUROC", "ood/mean/novelty/FPR95", "ood/mean/novelty/Caught_5"),
     "novelty/Alarms_5",
+    *("policy/Answered", "policy/WrongOfAll", "policy/WrongOfAnswered", "policy/New"),
+    "ood/mean/policy/Answered",
     *("shift/mean/cls/Acc", "shift/mean/cls/NLL", "shift/mean/cal/ECE", "div/Disagreement"),
 )
 

@@ -54,15 +54,20 @@ def has_readout_token(readout: Any) -> bool:
     return readout.tokens is not None or readout.positions is not None
 
 
+def novelty_fit(ensemble: Any, classes: int) -> NoveltyFit:
+    """Return statistics of nothing yet, for the taps of an ensemble."""
+    blocks = len(ensemble.body.trunk)
+    taps = tap_names(blocks, readout=has_readout_token(ensemble.readout))
+    late = min(CLASS_BLOCKS, blocks) * len(taps) // blocks if blocks else 1
+    return NoveltyFit(taps, classes=classes, class_taps=late)
+
+
 @torch.no_grad()
 def fit_novelty(
     ensemble: Any, known: Iterable[Any], *, names: Sequence[str] | None, progress: bool
 ) -> Novelty:
     """Fit novelty to known data in one pass (see `HydraEnsemble.fit_novelty_`)."""
     names = _names_of(known) if names is None else names
-    blocks = len(ensemble.body.trunk)
-    taps = tap_names(blocks, readout=has_readout_token(ensemble.readout))
-    late = min(CLASS_BLOCKS, blocks) * len(taps) // blocks if blocks else 1
     fit: NoveltyFit | None = None
     model = in_eval(ensemble)
     halving = Halving("known data")
@@ -90,7 +95,7 @@ def fit_novelty(
     for found in progress_bar(results, description="known data", enabled=progress, total=total):
         logits = found["logits"]
         if fit is None:
-            fit = NoveltyFit(taps, classes=logits.shape[-1], class_taps=late)
+            fit = novelty_fit(ensemble, logits.shape[-1])
         fit.add_(found["summaries"], logits, found.get("labels"))
     if fit is None:
         raise DataError("The known data is empty: it gave no batch.")

@@ -27,6 +27,7 @@ class Example:
         source: Where it comes from: a file, or a set and a number.
         picture: A `data:` address of an image, or empty.
         text: The text itself, or empty.
+        note: One more line, or empty.
     """
 
     group: str
@@ -37,6 +38,7 @@ class Example:
     source: str = ""
     picture: str = ""
     text: str = ""
+    note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""

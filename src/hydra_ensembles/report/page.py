@@ -82,6 +82,28 @@ def write_report(
         sections.shown_examples(examples),
         sections.reproduce(results, settings or {}, command),
     ]
+    thresholds = {result.name: answered_at(result) for result in curved}
+    return write_page(path, parts, title=title, lead=lead, thresholds=thresholds, made=made)
+
+
+def write_page(
+    path: str | os.PathLike[str],
+    parts: Sequence[sections.Section | None],
+    *,
+    title: str,
+    lead: str = "",
+    thresholds: Mapping[str, Any] | None = None,
+    made: str | None = None,
+) -> Path:
+    """Write sections as a page; see `write_report`.
+
+    Args:
+        path: The HTML file; written beside and renamed.
+        parts: The sections in order; None is left out.
+        title, lead: Heading and the lines below it (plain text).
+        thresholds: What the slider of the section `abstention` reads, by model.
+        made: When, as text; now by default.
+    """
     page = (
         _environment()
         .get_template("page.html")
@@ -91,7 +113,7 @@ def write_report(
             sections=[part for part in parts if part is not None],
             policy=POLICY,
             made=made or datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-            data={"thresholds": {result.name: answered_at(result) for result in curved}},
+            data={"thresholds": dict(thresholds or {})},
         )
     )
     target = Path(path)

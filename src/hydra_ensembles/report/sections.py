@@ -36,6 +36,11 @@ LABELS = {
     "ood/mean/novelty/FPR95": "OOD FPR95 by novelty",
     "ood/mean/novelty/Caught_5": "OOD caught at 5 % alarms",
     "novelty/Alarms_5": "alarms on test data at 5 %",
+    "policy/Answered": "answered by the policy",
+    "policy/WrongOfAll": "answered and wrong, of all",
+    "policy/WrongOfAnswered": "wrong, of the answered",
+    "policy/New": "called new",
+    "ood/mean/policy/Answered": "OOD answered by the policy",
     "shift/mean/cls/Acc": "accuracy, shifted",
     "shift/mean/cls/NLL": "NLL, shifted",
     "shift/mean/cal/ECE": "ECE, shifted",
@@ -238,7 +243,9 @@ def legend(results: Sequence[Results]) -> list[dict[str, Any]]:
     return entries
 
 
-def shown_examples(examples: Sequence[Example]) -> Section | None:
+def shown_examples(
+    examples: Sequence[Example], heading: str = "Most and least certain examples"
+) -> Section | None:
     """Show single examples with their picture or text, by group."""
     if not examples:
         return None
@@ -246,7 +253,7 @@ def shown_examples(examples: Sequence[Example]) -> Section | None:
         group: [example for example in examples if example.group == group]
         for group in dict.fromkeys(example.group for example in examples)
     }
-    return Section("examples", "Most and least certain examples", {"groups": groups}, long=True)
+    return Section("examples", heading, {"groups": groups}, long=True)
 
 
 def reproduce(results: Sequence[Results], settings: Mapping[str, Any], command: str) -> Section:

@@ -15,9 +15,10 @@ known. With novelty scores s, uncertainties u and n examples:
   =>  P(answered and wrong) <= risk, in expectation, for any n, any model and any distribution.
 
   `selective`: the error rate *among the answered* is at most risk with probability 1 - delta over
-  the labelled examples. A binomial (Clopper-Pearson) test of each threshold, in a fixed sequence of
-  rising thresholds from each of STARTS shares of the examples, each sequence at level
-  delta / STARTS (Learn then Test: Angelopoulos, Bates, Candes, Jordan & Lei, 2021).
+  the labelled examples. A binomial (Clopper-Pearson) test of each threshold, in fixed sequences of
+  rising thresholds: one starts where so many are answered that no error passes the test, others
+  where 2, 6, 14 or 30 errors do, as far as there are examples; S sequences test at level delta / S
+  (Learn then Test with several starts: Angelopoulos, Bates, Candes, Jordan & Lei, 2021).
 
   `empirical`: the error rate among the answered is at most risk on the labelled examples
   themselves. No promise.
@@ -48,8 +49,8 @@ GIVEN = "given"
 DECISIONS = ("answer", "unsure", "new")
 """Decisions by their number."""
 ANSWER, UNSURE, NEW = range(3)
-STARTS = (0.2, 0.4, 0.6, 0.8, 1.0)
-"""Shares of the known examples from which `selective` tests rising thresholds."""
+STARTS = (0, 2, 6, 14, 30)
+"""Errors that pass the first test of each sequence of `selective`."""
 FOLDS = 5
 
 
@@ -356,17 +357,41 @@ def _tested(wrong: Tensor, answered: Tensor, risk: float, delta: float) -> int |
     """Return the highest threshold whose error rate is tested to be at most the risk."""
     from scipy.special import bdtr
 
+    sizes = start_sizes(int(answered[-1]) - 1, risk, delta)
+    if not sizes:
+        return None
     # P(Binomial(answered - 1, risk) <= wrong); the example at the threshold is no draw
-    p = torch.from_numpy(bdtr(wrong.double().numpy(), (answered - 1).numpy(), risk))
-    passed = ((answered > wrong + 1) & (p <= delta / len(STARTS))).tolist()
+    draws = (answered - 1).double().numpy()
+    p = torch.from_numpy(bdtr(wrong.double().numpy().clip(max=draws), draws, risk))
+    passed = (p <= delta / len(sizes)).tolist()
     best = None
-    for share in STARTS:
-        wanted = math.ceil(share * int(answered[-1]))
-        place = int(torch.searchsorted(answered, wanted))
+    for size in sizes:
+        place = int(torch.searchsorted(answered, size + 1))
         while place < len(passed) and passed[place]:
             best = place if best is None else max(best, place)
             place += 1
     return best
+
+
+def start_sizes(most: int, risk: float, delta: float) -> list[int]:
+    """Return how many examples the first test of each sequence has, at most `most`.
+
+    They depend on no outcome: size k is the least of which STARTS[k] errors pass at the level.
+    """
+    import numpy
+    from scipy.special import bdtr
+
+    counts = numpy.arange(1.0, most + 1)
+    for number in range(len(STARTS), 0, -1):
+        found = []
+        for errors in STARTS[:number]:
+            fits = bdtr(numpy.minimum(errors, counts), counts, risk) <= delta / number
+            if not fits.any():
+                break
+            found.append(int(fits.argmax()) + 1)
+        if len(found) == number:
+            return found
+    return []
 
 
 def _is_good(policy: Policy) -> bool:

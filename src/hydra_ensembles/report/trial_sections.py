@@ -1,0 +1,118 @@
+"""The sections of the page of `try`: what a model and some files say about each other.
+
+Other sections of that page (figures, calibration, examples, what was built) are those of the
+report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..evaluation.result_tables import shown
+from ..uncertainty import Policy
+from ..uncertainty.policies import DECISIONS
+from .inline import page_axes, to_svg
+from .sections import Section
+from .style import colour
+
+if TYPE_CHECKING:
+    from ..builder.trying import Trial
+
+ALARMS = (0.01, 0.02, 0.05, 0.10)
+WORDS = {
+    "answer": "The answer can be used.",
+    "unsure": "It knows this kind of input, but not the answer: ask someone.",
+    "new": "Unlike anything it knows: its answer means nothing, however sure it looks.",
+}
+
+
+def at_a_glance(trial: Trial) -> Section:
+    """Show the figures that matter most as tiles."""
+    rates = trial.policy.measured
+    tiles = [
+        (f"{trial.ratio.multiply_adds:.2f} ×", "multiply-adds of your model"),
+        (f"{trial.ratio.bytes_on_disk:.2f} ×", "of its size on disk"),
+    ]
+    if trial.results:
+        host, ensemble = trial.results
+        tiles += [
+            (f"{shown(key, host[key])} → {shown(key, ensemble[key])}{unit}", label)
+            for key, unit, label in (
+                ("cls/Acc", " %", "accuracy"),
+                ("cal/ECE", " %", "calibration error (ECE)"),
+                ("cls/NLL", "", "negative log-likelihood"),
+            )
+        ]
+    if rates is not None:
+        tiles += [(f"{rates.answer:.0%}", "answered"), (f"{rates.unsure:.0%}", "left as unsure")]
+        tiles.append((f"{rates.new:.0%}", "called new"))
+    cards = [{"value": value, "label": label} for value, label in tiles]
+    held_out = int(trial.held_out.sum()) if trial.results else 0
+    content = {"tiles": cards, "held_out": held_out, "decide": int(trial.decide.sum())}
+    return Section("glance", "At a glance", content)
+
+
+def alarms(trial: Trial, names: Sequence[str]) -> Section:
+    """Say what an alarm level means for these files."""
+    novelty, score = trial.answer.novelty, trial.answer.novelty_score
+    assert novelty is not None and score is not None
+    rows: list[dict[str, Any]] = []
+    seen: set[int] = set()
+    order = score.argsort(descending=True, stable=True)
+    for level in ALARMS:
+        flagged = order[novelty[order] > 1 - level].tolist()
+        newest = [row for row in flagged if row not in seen][:3]
+        seen |= set(flagged)
+        rows.append(
+            {
+                "level": f"{100 * level:.0f} %",
+                "count": len(flagged),
+                "share": f"{100 * len(flagged) / len(novelty):.1f} %",
+                "daily": f"{1000 * level:.0f}",
+                "names": ", ".join(names[row] for row in newest) or "none",
+            }
+        )
+    with page_axes((7.2, 2.7)) as ax:
+        top = float(score.max()) * 1.03
+        ax.hist(score.tolist(), bins=40, range=(0, top), color=colour(0), alpha=0.85)
+        for level in ALARMS[::2]:
+            place = float(torch.quantile(score.double(), 1 - level))
+            ax.axvline(place, color=colour(1), linestyle="--", linewidth=1.2)
+            high = ax.get_ylim()[1]
+            ax.text(place, 0.93 * high, f" {100 * level:.0f} %", color=colour(1))
+        ax.set(xlabel="novelty score, each file scored by what was learnt without it")
+        ax.set_ylabel("files")
+        drawing = to_svg(ax, "Histogram of the files' novelty scores", name="alarms")
+    content = {"rows": rows, "drawing": drawing, "files": len(novelty)}
+    return Section("alarms", "What an alarm level means in your data", content)
+
+
+def policy(found: Policy, note: str) -> Section:
+    """Set promised and measured rates side by side."""
+    promised, rates = found.promises(), found.measured
+    rows: list[dict[str, Any]] = []
+    for name in DECISIONS:
+        measured = "–" if rates is None else f"{100 * getattr(rates, name):.1f} %"
+        rows.append(
+            {"name": name, "words": WORDS[name], "promised": promised[name], "measured": measured}
+        )
+    wrong = None if rates is None else rates.wrong_if_answered
+    among = None if rates is None else rates.answered_and_wrong
+    content = {
+        "rows": rows,
+        "note": note,
+        "examples": found.examples,
+        "wrong": None if wrong is None else f"{100 * wrong:.1f} %",
+        "among": None if among is None else f"{100 * among:.1f} %",
+    }
+    return Section("policy", "Answer, unsure, or new", content)
+
+
+def next_steps(folder: str, labelled: bool, command: str) -> Section:
+    """Say what to do with what was made."""
+    return Section(
+        "next", "Next", {"folder": folder, "labelled": labelled, "command": command}, long=True
+    )
