@@ -64,7 +64,7 @@ def test_files_without_labels_and_labels_that_the_model_does_not_know(
         assert found["policy"]["risk"] is None and found["held_out"] == {}
         assert len(found["novelty"]) == 66 and set(found["decisions"]) <= {"answer", "new"}
         page = (out / "try.html").read_text()
-        assert "no labels" in page and "Calibration</h2>" not in page
+        assert "without labels" in page and "Calibration</h2>" not in page
         assert ("a fish" in page.split("</header>")[0]) == (data == renamed)
 
 

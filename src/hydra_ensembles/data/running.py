@@ -341,7 +341,8 @@ def _answers_of(
     try:
         check_inputs(batch, where)
         found = [answers for _, answers in halving(answer, batch)]
-        logits, labels, novelty, novelty_score = map(_joined, zip(*found, strict=True))
+        columns = map(_joined, zip(*found, strict=True))
+        logits, labels, novelty, novelty_score, decision = columns
     except DataError as error:
         if where in str(error) or f"data set {name!r}" in str(error):
             raise
@@ -354,7 +355,7 @@ def _answers_of(
             "Every data set must be prepared as the model expects it."
         ) from error
     assert logits is not None
-    return Answers(logits, labels, novelty, novelty_score)
+    return Answers(logits, labels, novelty, novelty_score, decision)
 
 
 def _novelty_of(answer: Any, examples: int) -> tuple[Tensor | None, Tensor | None]:

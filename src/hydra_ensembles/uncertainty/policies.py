@@ -361,8 +361,8 @@ def _tested(wrong: Tensor, answered: Tensor, risk: float, delta: float) -> int |
     if not sizes:
         return None
     # P(Binomial(answered - 1, risk) <= wrong); the example at the threshold is no draw
-    draws = (answered - 1).double().numpy()
-    p = torch.from_numpy(bdtr(wrong.double().numpy().clip(max=draws), draws, risk))
+    draws = (answered - 1).numpy()
+    p = torch.from_numpy(bdtr(wrong.numpy().clip(max=draws), draws, risk))
     passed = (p <= delta / len(sizes)).tolist()
     best = None
     for size in sizes:
@@ -381,7 +381,7 @@ def start_sizes(most: int, risk: float, delta: float) -> list[int]:
     import numpy
     from scipy.special import bdtr
 
-    counts = numpy.arange(1.0, most + 1)
+    counts = numpy.arange(1, most + 1)
     for number in range(len(STARTS), 0, -1):
         found = []
         for errors in STARTS[:number]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..loading import Loaded
 
 MOST = 2000
-EACH = 9
+EACH = {"pictures": 12, "texts": 9}
 """Examples shown in a group."""
 
 
@@ -141,10 +141,10 @@ def _examples(loaded: Loaded, files: Any, trial: Trial, names: list[str]) -> lis
     """Return the strangest, the least sure, and the wrong that were sure."""
     from ..gather import describe
 
-    answer = trial.answer
+    answer, each = trial.answer, EACH.get(_kind(files), 9)
     assert answer.novelty is not None and answer.novelty_score is not None
-    strange = answer.novelty_score.argsort(descending=True, stable=True)[:EACH]
-    unsure = answer.uncertainty.argsort(descending=True, stable=True)[:EACH]
+    strange = answer.novelty_score.argsort(descending=True, stable=True)[:each]
+    unsure = answer.uncertainty.argsort(descending=True, stable=True)[:each]
     groups = {
         "The strangest: least like the others": (
             strange,
@@ -158,7 +158,7 @@ def _examples(loaded: Loaded, files: Any, trial: Trial, names: list[str]) -> lis
     }
     if trial.labels is not None:
         wrong = (answer.label != trial.labels).nonzero().flatten()
-        sure = wrong[answer.uncertainty[wrong].argsort(stable=True)][:EACH]
+        sure = wrong[answer.uncertainty[wrong].argsort(stable=True)][:each]
         groups["Wrong, and surest of it (or labelled wrongly)"] = (sure, [""] * len(sure))
     return [
         example
@@ -199,9 +199,9 @@ def _kind(files: Any) -> str:
 
 def _lead(trial: Trial, files: Any, note: str) -> list[str]:
     """Say in a few lines what was done."""
-    asked = "labels" if trial.labels is not None else "no labels"
+    asked = "with labels" if trial.labels is not None else "without labels"
     lines = [
-        f"{files.count} {_kind(files)} of yours, {asked}; {trial.ensemble.members} members within "
+        f"{files.count} {_kind(files)} of yours {asked}; {trial.ensemble.members} members within "
         f"one model at {trial.ratio.multiply_adds:.2f} times the multiply-adds. Nothing was "
         "trained.",
         "Each of them is judged by what was learnt without it.",
