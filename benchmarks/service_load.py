@@ -7,9 +7,10 @@ and a fine-tuned MiniLM; each as a fused ensemble of three members with novelty.
 command `hydra-ensembles serve` in a process of its own with one thread for the model. The clients
 run in this process, each with one connection and one request under way, one sentence per request.
 
-Phases: `alone`, one client; `load`, 64 clients for the whole time, memory read from /proc every
-second; `unbatched`, the same with `--max-batch 1`; `overload`, 64 clients with 8 sentences each
-against a queue of 64. Absolute rates are of this machine, whose other core runs the clients.
+Phases: `load`, 64 clients for the whole time, memory read from /proc every second; `alone` (one
+client) and `together` (64 clients), three times in turn; `unbatched`, 64 clients and one with
+`--max-batch 1`; `overload`, 64 clients with 8 sentences each against a queue of 64. Rates are per
+second and per second of the service's processor time, which other programs disturb less.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 CLIENTS = 64
+BATCHES = {"tiny": 32, "minilm": 16}
 START = "from hydra_ensembles.cli.main import run; run()"
 
 
@@ -116,6 +118,11 @@ class Service:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(r"VmRSS:\s+(\d+)", status).group(1)) / 1024  # type: ignore[union-attr]
 
+    def processor_seconds(self) -> float:
+        """Return the processor time that the service has used."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def __enter__(self) -> Service:
         return self
 
@@ -191,7 +198,7 @@ async def drive(
             for i in range(0, len(texts) - rows, rows)
         ]
     tally, memory = Tally(), []
-    start = time.monotonic()
+    start, used = time.monotonic(), service.processor_seconds()
     end = start + seconds
     tasks = [
         asyncio.create_task(
@@ -203,13 +210,14 @@ async def drive(
         memory.append(service.memory())
         await asyncio.sleep(1)
     await asyncio.gather(*tasks)
-    took = time.monotonic() - start
+    took, used = time.monotonic() - start, service.processor_seconds() - used
     times = sorted(tally.seconds)
     found = {
         "clients": clients,
         "rows_per_request": rows,
         "seconds": round(took, 1),
         "rows_a_second": round(tally.rows / took, 1),
+        "rows_a_processor_second": round(tally.rows / used, 1),
         "statuses": {str(code): count for code, count in sorted(tally.statuses.items())},
         "broken_connections": dict(tally.errors),
         "milliseconds": {
@@ -244,29 +252,35 @@ def batch_sizes(service: Service) -> float:
     return round(total / count, 1)
 
 
-def measure(folder: Path, texts: list[str], seconds: float) -> dict[str, Any]:
+def measure(folder: Path, texts: list[str], seconds: float, batch: int) -> dict[str, Any]:
     """Run all phases against one model."""
-    short = max(5.0, seconds / 6)
-    found: dict[str, Any] = {}
-    with Service(folder, "--threads", "1") as service:
+    short = max(3.0, seconds / 10)
+    options = ("--threads", "1", "--max-batch", str(batch))
+    found: dict[str, Any] = {"max_batch": batch}
+    with Service(folder, *options) as service:
+
+        def ask(clients: int, time: float) -> dict[str, Any]:
+            return asyncio.run(drive(service, texts, clients=clients, seconds=time))
+
         # the first calls of each length and the first test for drift fill the allocator's pools
-        asyncio.run(drive(service, texts, clients=CLIENTS, seconds=short))
-        found["alone"] = asyncio.run(drive(service, texts, clients=1, seconds=short))
-        found["load"] = asyncio.run(drive(service, texts, clients=CLIENTS, seconds=seconds))
-        found["alone_again"] = asyncio.run(drive(service, texts, clients=1, seconds=short))
+        ask(CLIENTS, 2 * short)
+        found["load"] = ask(CLIENTS, seconds)
+        pairs = [(ask(1, short), ask(CLIENTS, short)) for _ in range(3)]
+        found["alone"] = [alone for alone, _ in pairs]
+        found["together"] = [together for _, together in pairs]
         found["mean_batch"] = batch_sizes(service)
         found["exit_code"] = service.stop()
     with Service(folder, "--threads", "1", "--max-batch", "1") as service:
-        found["unbatched"] = asyncio.run(drive(service, texts, clients=CLIENTS, seconds=short))
-    with Service(folder, "--threads", "1", "--max-queue", "64") as service:
+        found["unbatched"] = ask(CLIENTS, short)
+        found["unbatched_alone"] = ask(1, short)  # nobody waits for others here
+    with Service(folder, *options, "--max-queue", "64") as service:
         found["overload"] = asyncio.run(
             drive(service, texts, clients=CLIENTS, seconds=short, rows=8)
         )
-    alone = max(found["alone"]["rows_a_second"], found["alone_again"]["rows_a_second"])
-    found["load_over_alone"] = round(found["load"]["rows_a_second"] / alone, 2)
-    found["load_over_unbatched"] = round(
-        found["load"]["rows_a_second"] / found["unbatched"]["rows_a_second"], 2
-    )
+    found["together_over_alone"] = {
+        key: [round(together[key] / alone[key], 2) for alone, together in pairs]
+        for key in ("rows_a_second", "rows_a_processor_second")
+    }
     return found
 
 
@@ -286,7 +300,8 @@ def main() -> None:
     for kind in args.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
             make_ensemble(kind, args.host, texts, Path(folder) / kind)
-            record["models"][kind] = measure(Path(folder) / kind, texts, args.seconds)
+            found = measure(Path(folder) / kind, texts, args.seconds, BATCHES[kind])
+            record["models"][kind] = found
         print(kind, json.dumps(record["models"][kind], indent=2), flush=True)
         path.write_text(json.dumps(record, indent=2) + "\n")
 

@@ -2,7 +2,8 @@
 
 While the model works, inputs queue up; when it is free it takes all that wait, up to a batch. An
 input that finds the model idle waits a moment for others. Inputs of different shapes do not mix:
-the oldest one decides which kind goes next.
+the oldest one decides which kind goes next. When more texts wait than a batch holds, those nearest
+in length to the oldest go with it, since they are padded to the longest of them.
 """
 
 from __future__ import annotations
@@ -163,14 +164,17 @@ class Batcher:
     def _take(self) -> list[Entry]:
         """Take a batch of the oldest input's kind; leave out whom nobody waits for any more."""
         kind = min(self._kinds, key=lambda k: self._kinds[k][0].since)
-        queue = self._kinds[kind]
-        taken: list[Entry] = []
-        while queue and len(taken) < self._limits.batch:
-            entry = queue.popleft()
-            self.waiting -= 1
-            if not entry.owner.future.done():
-                taken.append(entry)
-        if not queue:
+        alive = [entry for entry in self._kinds[kind] if not entry.owner.future.done()]
+        self.waiting -= len(self._kinds[kind]) - len(alive)
+        taken = alive[: self._limits.batch]
+        if len(taken) < len(alive):
+            taken = _alike(alive, self._limits.batch)
+        gone = set(map(id, taken))
+        left = deque(entry for entry in alive if id(entry) not in gone)
+        self.waiting -= len(taken)
+        if left:
+            self._kinds[kind] = left
+        else:
             del self._kinds[kind]
         return taken
 
@@ -194,6 +198,14 @@ class Batcher:
         if batches:
             answers = join([batch.take(rows) for batch, rows in batches.values()])
             self._on_batch(answers, took, waits)
+
+
+def _alike(entries: Sequence[Entry], count: int) -> list[Entry]:
+    """Return the oldest input and those nearest to its length: texts are padded to the longest."""
+    if not isinstance(entries[0].row, str):
+        return list(entries[:count])
+    length = len(entries[0].row)
+    return sorted(entries, key=lambda entry: abs(len(entry.row) - length))[:count]
 
 
 def _kind(row: Row) -> Hashable:
