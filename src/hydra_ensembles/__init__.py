@@ -123,7 +123,17 @@ __all__ = sorted(_NAMES)
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_NAMES[name]}", __name__), name)
+    try:
+        value = getattr(importlib.import_module(f".{_NAMES[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("torch", __name__):
+            raise
+        from .errors import MissingDependencyError
+
+        raise MissingDependencyError(
+            f"{name} needs the whole library with torch, and this install has the runtime only "
+            f"({error}). Install hydra-ensembles in the place of hydra-ensembles-runtime."
+        ) from error
     globals()[name] = value
     return value
 

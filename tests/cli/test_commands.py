@@ -230,3 +230,22 @@ def test_predict_reads_standard_input(
     plain, tagged, bad = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert tagged["id"] == 7 and tagged["uncertainty"] == pytest.approx(plain["uncertainty"])
     assert "expected a JSON object" in bad["error"] and bad["abstain"]
+
+
+def test_export_writes_programs_that_answer_as_the_ensemble(
+    shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hydra_ensembles.serving.program import load_program
+
+    out = tmp_path / "exported"
+    example = ("--example", shelf / "digits", "--format", "torch", "--json")
+    assert run("export", ensemble, out, *example) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["largest_difference"]["torch"]["probabilities"] < 1e-4
+    program = load_program(out)
+    images = {"pixel_values": next(iter(digits(16, seed=0).test))["pixel_values"][:4]}
+    expected = HydraEnsemble.from_pretrained(ensemble).predict(images)
+    outputs = program({name: tensor.numpy() for name, tensor in images.items()})
+    assert outputs["label"].tolist() == expected.label.tolist()
+    assert run("export", ensemble, out, "--format", "coreml") == 2
+    assert run("export", ensemble, out, "--example", tmp_path / "nothing") == 3
