@@ -13,7 +13,7 @@ classifier of SST-2 (a Llama). For each, in one run:
   ratios with a bootstrap interval), one thread each;
 - what 8-bit weights cost: accuracy, NLL, AUROC of outliers by uncertainty and by novelty.
 
-Writes `benchmarks/results/export.json` after every model; models that are there are not run again.
+Writes `benchmarks/results/export.json` after every part; parts that are there are not run again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,9 @@ from hydra_ensembles.serving.program import load_program
 RESULTS = Path(__file__).parent / "results" / "export.json"
 TEMPLATE = "Review: {}\nSentiment:"
 SIZES = (1, 8, 32)
+PARTS = {"start", "latency", "quality"}
 START = """
-import resource, sys
+import sys
 import numpy as np
 way, folder, saved, inputs = sys.argv[1:]
 arrays = dict(np.load(inputs))
@@ -63,7 +64,8 @@ else:
     from hydra_ensembles import runtime
     runtime.load(folder, program=way, threads=1).run(arrays)
     assert "torch" not in sys.modules
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+with open("/proc/self/status") as status:  # not getrusage: that counts the parent's memory too
+    print(next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM")))
 """
 
 
@@ -180,27 +182,32 @@ def decoder(data: Path, folder: Path) -> Subject:
     )
 
 
-def measure(subject: Subject, folder: Path, rounds: int, starts: int) -> dict[str, Any]:
-    """Export a model and compare every program with it."""
+def measure(
+    subject: Subject, folder: Path, rounds: int, starts: int, found: dict[str, Any]
+) -> Iterator[None]:
+    """Export a model and compare every program with it; add what is not there, part by part."""
     ensemble = subject.ensemble
-    made = ensemble.export(
-        folder / "exported", example=subject.batch(subject.test[0][:17]), int8=True
-    )
+    example = subject.batch(subject.test[0][:17])
+    made = ensemble.export(folder / "exported", example=example, int8=True)
     ensemble.save_pretrained(folder / "saved")
-    found: dict[str, Any] = {"largest_difference": made.differences}
+    found["largest_difference"] = made.differences
     found["mebibytes"] = {
         "saved": size_of(folder / "saved" / "model.safetensors")
         + size_of(folder / "saved" / "novelty.safetensors"),
         **{kind: size_of(made.folder / name) for kind, name in made.programs.items()},
     }
-    print("exported", flush=True)
-    found["start"] = cold_starts(subject, folder, starts)
-    found["latency"] = {str(size): latency(subject, made.folder, size, rounds) for size in SIZES}
-    found["quality"] = {
-        kind: quality(subject, runtime.load(made.folder, program=kind, threads=1))
-        for kind in ("onnx", "int8")
+    parts: dict[str, Callable[[], Any]] = {
+        "start": lambda: cold_starts(subject, folder, starts),
+        "latency": lambda: {str(n): latency(subject, made.folder, n, rounds) for n in SIZES},
+        "quality": lambda: {
+            kind: quality(subject, runtime.load(made.folder, program=kind, threads=1))
+            for kind in ("onnx", "int8")
+        },
     }
-    return found
+    for name, part in parts.items():
+        if name not in found:
+            found[name] = part()
+            yield
 
 
 def size_of(path: Path) -> float:
@@ -305,13 +312,15 @@ def main() -> None:
         "starts": args.starts,
     }
     for name, make in makers.items():
-        if make is None or name in record["models"] or args.only not in (None, name):
-            print(f"{name}: {'is there' if name in record['models'] else 'not asked for'}")
+        done = record["models"].get(name, {}).keys() >= PARTS
+        if make is None or done or args.only not in (None, name):
+            print(f"{name}: {'is there' if done else 'not asked for'}")
             continue
+        found = record["models"].setdefault(name, {})
         with tempfile.TemporaryDirectory() as folder:
-            record["models"][name] = measure(make(), Path(folder), args.rounds, args.starts)
-        write_whole(args.out, json.dumps(record, indent=1) + "\n")
-        print(name, json.dumps(record["models"][name], indent=1))
+            for _ in measure(make(), Path(folder), args.rounds, args.starts, found):
+                write_whole(args.out, json.dumps(record, indent=1) + "\n")
+        print(name, json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ class TinyViT(nn.Module):
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Classify images by the class token."""
         x = self.projection(pixel_values).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.positions
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1) + self.positions
         for block in self.blocks:
             x = block(x)
         return self.classifier(self.norm(x)[:, 0])

@@ -207,9 +207,11 @@ def _trace(graph: AnsweringGraph, inputs: Example, limits: dict[str, int]) -> An
         raise
     except Exception as error:  # torch.export has many kinds of errors, of its own and of the host
         reason = " ".join(str(error).split())[:300]
+        fixed = "specialized it to be a constant" in reason
+        hint = " Its forward may call len(tensor): write tensor.shape[0]." if fixed else ""
         raise UnsupportedModelError(
-            f"{type(graph.ensemble.host).__name__} cannot be exported: {type(error).__name__}: "
-            f"{reason}"
+            f"{type(graph.ensemble.host).__name__} cannot be exported for any size of batch: "
+            f"{type(error).__name__}: {reason}.{hint}"
         ) from error
 
 

@@ -236,3 +236,18 @@ def test_a_program_that_answers_otherwise_is_refused() -> None:
     ):
         with pytest.raises(VerificationError):
             compare(**wrong)
+
+
+def test_a_host_of_a_fixed_batch_is_refused_with_what_to_change(tmp_path: Path) -> None:
+    from hydra_ensembles.hosts.tiny_vit import TinyViT
+
+    class Fixed(TinyViT):
+        def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+            return super().forward(pixel_values[: len(pixel_values)])
+
+    host = Fixed().eval()
+    ensemble = hydra.fuse(host, late_masks(host, blocks=1))
+    images = {"pixel_values": torch.rand(2, 1, 16, 16)}
+    with pytest.raises(UnsupportedModelError, match=r"write tensor\.shape\[0\]"):
+        ensemble.export(tmp_path, formats=["torch"], example=images)
+    assert not list(tmp_path.iterdir())
