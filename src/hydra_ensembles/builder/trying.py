@@ -28,7 +28,7 @@ from ..costs.counting import CostRatio, cost
 from ..data.batches import Batches, as_data, images_of, indexable, join, take, without_labels
 from ..data.memory import Halving
 from ..data.modes import in_eval
-from ..data.progress import Progress
+from ..data.progress import Progress, progress_bar
 from ..data.running import Answers, collect_logits
 from ..data.splits import split
 from ..errors import DataError
@@ -162,7 +162,9 @@ def try_model(
         ensemble, logits, summaries, labels, decide, risk=risk, alarm=alarm, method=method
     )
     ensemble.policy = policy
-    rank, score, neighbours = _out_of_fold(ensemble, summaries, logits, labels, seed)
+    rank, score, neighbours = _out_of_fold(
+        ensemble, summaries, logits, labels, seed, progress=progress
+    )
     answer = replace(predict_from_logits(scaled), novelty=rank, novelty_score=score)
     batch = next(iter(source))
     return Trial(
@@ -257,13 +259,18 @@ def _out_of_fold(
     logits: Tensor,
     labels: Tensor | None,
     seed: int,
+    *,
+    progress: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return every example's novelty, its score and its nearest neighbour, fitted without it."""
     count = len(logits)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     rank, score = torch.empty(count), torch.empty(count)
     nearest = torch.empty(count, dtype=torch.long)
-    for fold in range(FOLDS):
+    folds = progress_bar(
+        range(FOLDS), description="how new each is", enabled=progress, unit="folds"
+    )
+    for fold in folds:
         rows = order[fold::FOLDS]
         others = torch.ones(count, dtype=torch.bool)
         others[rows] = False
