@@ -197,6 +197,11 @@ def trains(folder: Path) -> dict[str, Any]:
         progress=False,
     )
     found["finetune"] = _described(tuned.model, tuned.history)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        dropping = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+    (tuned,) = hydra.finetune(dropping, listed(), settings=settings, progress=False, keep="last")
+    found["dropout"] = _described(tuned.model, tuned.history)
     branch = finetune_branch(
         ensemble(),
         listed(),

@@ -73,7 +73,7 @@ def test_training_is_the_same_to_the_bit_where_batches_are_cut_alike(
 ) -> None:
     alone = json.loads(json.dumps(jobs.trains(tmp_path)))
     for said in several["trains"]:
-        for name in ("cut", "finetune", "branch"):
+        for name in ("cut", "finetune", "dropout", "branch"):
             assert said[name] == alone[name]
         assert said["plain"]["fingerprint"] != alone["plain"]["fingerprint"]  # rounding
         for key in ("logits", "history"):
