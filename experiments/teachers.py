@@ -30,7 +30,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "branch": {"learning_rate": 1e-3},
     "lora": {"learning_rate": 2e-3},
     "snapshots": {"learning_rate": 1e-3},
-    "full": {"learning_rate": 1e-3},
 }
 EPOCHS = 10
 DISTIL: dict[str, Any] = {
