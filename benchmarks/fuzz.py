@@ -13,7 +13,7 @@ contract and their ONNX program. Records (`fuzz_records.py`): lines for `hydra-e
 
 Everything is drawn from its number and the seed, and runs in a forked process of 4 GB: one that
 crashes or hangs takes nothing with it and is counted. It goes on where it stopped; `--seconds` ends
-early. Writes `benchmarks/results/fuzz.json`.
+early, and failures are tried again at the next start. Writes `benchmarks/results/fuzz.json`.
 
 Wanted: no error that is not ours, none that shows at predict only, nothing loaded that the folder
 does not say, nothing read outside the folder, no crash, no hang, no record without its line.
@@ -108,6 +108,16 @@ def add_up(done: dict[str, Any], found: tuple[int, str, str, str]) -> None:
         done["failures"].append({"number": number, "way": way, "kind": kind, "error": error})
 
 
+def forget_failures(done: dict[str, Any]) -> list[int]:
+    """Take the failures out of the counts, to try them again: a fix then shows."""
+    failures, done["failures"] = done["failures"], []
+    for failure in failures:
+        done["count"] -= 1
+        done["total"][failure["kind"]] -= 1
+        done["by_way"][failure["way"]][failure["kind"]] -= 1
+    return [failure["number"] for failure in failures]
+
+
 def empty() -> dict[str, Any]:
     """Return counts of nothing."""
     return {"count": 0, "total": dict.fromkeys((*GOOD, *BAD), 0), "by_way": {}, "failures": []}
@@ -151,11 +161,14 @@ def main() -> int:
     }
     for part, (count, make) in kinds.items():
         done = result.setdefault(part, empty())
-        if done["count"] >= count or time.monotonic() > end:
+        tried = done["count"] >= count and not done["failures"]
+        if tried or not count or time.monotonic() > end:
             continue
         with tempfile.TemporaryDirectory(dir=MEMORY) as place:
             source = make(Path(place))
-            for found in in_forks(source.one, list(range(done["count"], count))):
+            new = range(done["count"], count)
+            left = [*forget_failures(done), *new]
+            for found in in_forks(source.one, left):
                 add_up(done, found)
                 if done["count"] % 100 == 0:
                     write_whole(args.out, json.dumps(result, indent=1) + "\n")

@@ -30,10 +30,11 @@ from hydra_ensembles import runtime
 from hydra_ensembles._records import sha256_of_file
 from hydra_ensembles.errors import HydraError
 from hydra_ensembles.runtime.contract import CONTRACT, DIGEST, signed
-from hydra_ensembles.serving.checksums import SUMS
-from hydra_ensembles.serving.sbom import SBOM
 
 PROGRAM = "model.onnx"
+READ = (CONTRACT, PROGRAM, "tokenizer.json")
+"""What the runtime opens; a link in the place of another file leads nowhere."""
+
 SECRET = b"the content of a file outside"
 
 
@@ -144,7 +145,7 @@ def lead_out(folder: Path, draw: random.Random) -> bool:
     outside = folder.parent / "outside"
     for path in _files(folder):
         shutil.copy(path, outside / path.name)
-    path = draw.choice([path for path in _files(folder) if path.name not in (SBOM, SUMS)])
+    path = draw.choice([path for path in _files(folder) if path.name in READ])
     way = draw.choice(["link", "relative", "circle", "pipe", "device", "name"])
     if way == "name":
         contract = json.loads((folder / CONTRACT).read_text())

@@ -256,6 +256,21 @@ def test_a_tokenizer_names_no_code_and_no_other_files(tmp_path: Path) -> None:
             _ = loaded.tokenizer
 
 
+def test_a_policy_is_whole(tmp_path: Path) -> None:
+    ensemble = hydra.fuse(zoo.host("vit"), EARLY)
+    images = zoo.batch("vit", 16)
+    labelled = [(images, ensemble.predict(images).label)]
+    hydra.fit_policy(ensemble, labelled, risk=0.5, alarm=None, progress=False)
+    ensemble.save_pretrained(tmp_path)
+    assert HydraEnsemble.from_pretrained(tmp_path).policy == ensemble.policy
+    for key in ensemble.policy.to_dict():
+        whole = (tmp_path / "config.json").read_text()
+        rewrite(tmp_path, lambda config, k=key: config["policy"].pop(k))
+        with pytest.raises(FormatError, match="policy is wrong"):
+            HydraEnsemble.from_pretrained(tmp_path)
+        (tmp_path / "config.json").write_text(whole)
+
+
 def test_a_config_fetches_no_kernel_and_no_checkpoint(folder: Path, tmp_path: Path) -> None:
     kernel = {"attn_implementation": "someone/kernel", "_attn_implementation": "someone/kernel"}
     rewrite(folder, lambda config: config["host"]["config"].update(kernel))

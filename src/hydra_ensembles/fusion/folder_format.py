@@ -321,8 +321,9 @@ def _copies(value: Any) -> str | None:
 def _policy(value: Any) -> str | None:
     if not isinstance(value, dict):
         return f"{value!r:.60} is not a policy"
-    Policy.from_dict(value)
-    return None
+    whole = Policy.from_dict(value).to_dict()
+    lacks = whole.keys() - value.keys()  # a default in its place would be another policy
+    return f"it lacks {', '.join(sorted(lacks))}" if lacks else None
 
 
 def _transform(value: Any) -> str | None:

@@ -109,7 +109,9 @@ def _rename(beside: Path, target: Path) -> None:
 def _listed(folder: Path) -> set[str]:
     """Return the files that a sound config lists; none where there is no such config."""
     try:
-        return set(read_config(folder)["files"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what an older config lacks is of no interest here
+            return set(read_config(folder)["files"])
     except FormatError:
         return set()
 
