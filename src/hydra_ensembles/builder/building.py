@@ -15,7 +15,7 @@ from torch import nn
 from .._records import model_fingerprint
 from ..costs.budget import Budget
 from ..data import processes
-from ..data.memory import telling_out_of_memory
+from ..data.memory import in_plain_words
 from ..data.progress import announce
 from ..data.running import call_model, check_inputs, evaluating, member_logits_of
 from ..errors import DataError
@@ -32,7 +32,7 @@ from .parts import Parts
 from .task import Task
 
 
-@telling_out_of_memory()
+@in_plain_words()
 def build(
     model: nn.Module | HostModel,
     calibration: Any,

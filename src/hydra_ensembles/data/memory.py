@@ -12,6 +12,7 @@ import torch
 
 from ..errors import DataError, HydraError
 from .batches import batch_length, take
+from .progress import is_lost_worker, lost_worker
 
 Result = TypeVar("Result")
 
@@ -31,13 +32,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def telling_out_of_memory() -> Iterator[None]:
-    """Say in plain words when memory runs out where nothing can be halved."""
+def in_plain_words() -> Iterator[None]:
+    """Say plainly that memory ran out, or that a loader's process died; nothing is halved."""
     try:
         yield
     except HydraError:
         raise
     except Exception as error:
+        if is_lost_worker(error):
+            raise lost_worker(error, "data") from error
         if not is_out_of_memory(error):
             raise
         raise DataError(

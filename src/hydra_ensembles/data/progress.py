@@ -180,14 +180,24 @@ def telling_lost_workers(data: Iterable[Any], name: str) -> Iterator[Any]:
         except StopIteration:
             return
         except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+            if not is_lost_worker(error):
                 raise
-            raise DataError(
-                f"A process that loads the {name} died ({' '.join(str(error).split())[:200]}). "
-                "Finished steps are kept; start again. If it dies again, it may lack memory: use "
-                "fewer workers (num_workers=0 has none) or smaller batches."
-            ) from error
+            raise lost_worker(error, name) from error
         yield item
+
+
+def is_lost_worker(error: BaseException) -> bool:
+    """Tell whether a process of a `DataLoader` died; torch has no error of its own for it."""
+    return isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
+
+
+def lost_worker(error: BaseException, name: str) -> DataError:
+    """Return what to say about a process that loaded data and died."""
+    return DataError(
+        f"A process that loads the {name} died ({' '.join(str(error).split())[:200]}). Finished "
+        "steps are kept; start again. If it dies again, it may lack memory: use fewer workers "
+        "(num_workers=0 has none) or smaller batches."
+    )
 
 
 def _is_on(enabled: bool) -> bool:

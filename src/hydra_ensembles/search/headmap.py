@@ -19,7 +19,7 @@ from torch import nn
 from .._records import model_fingerprint, read_record, to_record
 from ..costs.budget import Budget
 from ..data.batches import without_labels
-from ..data.memory import telling_out_of_memory
+from ..data.memory import in_plain_words
 from ..data.splits import fingerprint
 from ..errors import MaskError
 from ..heads.masks import HeadMask, HeadScores, Keep, keep_counts
@@ -198,7 +198,7 @@ def find_effects(
     )
 
 
-@telling_out_of_memory()
+@in_plain_words()
 def _search(
     model: nn.Module | HostModel,
     *,

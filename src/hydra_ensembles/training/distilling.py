@@ -28,7 +28,7 @@ from ..data.batches import (
     take,
     without_labels,
 )
-from ..data.memory import telling_out_of_memory
+from ..data.memory import in_plain_words
 from ..data.running import collect_logits
 from ..data.splits import fingerprint, split
 from ..errors import DataError, HydraError, MaskError
@@ -62,7 +62,7 @@ POOL_BYTES = 2**29
 """Views are kept in memory up to this size, so that they are made once for all teachers."""
 
 
-@telling_out_of_memory()
+@in_plain_words()
 def distill(
     model: nn.Module | HostModel,
     teachers: Any,
