@@ -133,9 +133,9 @@ def _findings(table: dict[tuple[str, float], dict[str, list[float]]], ratios: li
     if all(worse):
         lines.append(
             "\nKeeping the heads of low entropy alone is worse than keeping random ones, at every "
-            "ratio: in this decoder the heads that look at many tokens are the ones it cannot do "
-            "without. HIES mixes that order into HIS, and is behind HIS everywhere. The paper "
-            "reports gains on classifiers from 30 % on; this language model does not show them."
+            "ratio, which suggests that this decoder needs heads that look at many tokens. HIES "
+            "mixes that order into HIS, and is behind HIS at every ratio here. The paper reports "
+            "gains over HIS on classifiers from 30 % on; this language model does not show them."
         )
     return "\n".join(lines)
 

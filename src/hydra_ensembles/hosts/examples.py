@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from ..data.modes import in_eval
 from .calling import Inputs, device_of
 
 
@@ -166,24 +168,39 @@ def image_size(model: nn.Module) -> tuple[int, int, int] | None:
     wanted = (m for m in model.modules() if m._parameters and not (timm and m is model))
     first = next(wanted, None)
     if config is None and isinstance(first, nn.Conv2d):  # it starts with a convolution: any size
-        return (first.in_channels, *_fixed_size(model))
+        return (first.in_channels, *_fixed_size(model, first.in_channels))
     if getattr(model, "main_input_name", None) == "pixel_values":  # its config names no size
         return (getattr(config, "num_channels", 3), 64, 64)
     return None
 
 
-def _fixed_size(model: Any) -> tuple[int, int]:
+def _fixed_size(model: Any, channels: int) -> tuple[int, int]:
     """Return the size that a timm model without a patch embedding insists on, else a small one."""
-    shape, stride = (
-        getattr(model, "tokens_spatial_shape", None),
-        getattr(model, "patch_stride", None),
-    )
+    shape = getattr(model, "tokens_spatial_shape", None)
+    stride = getattr(model, "patch_stride", None)
     if shape is not None and stride is not None:  # Hiera
         return (shape[0] * stride[0], shape[1] * stride[1])
     facts = getattr(model, "pretrained_cfg", None) or {}
-    if isinstance(facts, dict) and facts.get("fixed_input_size") and "input_size" in facts:
-        return _pair(facts["input_size"][1:])
-    return (64, 64)
+    if not isinstance(facts, dict) or not facts.get("fixed_input_size"):
+        return (64, 64)
+    if model not in _takes_small:
+        _takes_small[model] = _takes(model, channels)
+    return (64, 64) if _takes_small[model] else _pair(facts["input_size"][1:])
+
+
+_takes_small: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Models that take small images though they are published with one size."""
+
+
+@torch.no_grad()
+def _takes(model: nn.Module, channels: int) -> bool:
+    parameter = next(model.parameters())
+    image = torch.zeros(1, channels, 64, 64, dtype=parameter.dtype, device=parameter.device)
+    try:
+        in_eval(model)(image)
+    except Exception:  # windows or positions of another size
+        return False
+    return True
 
 
 def _pair(size: Any) -> tuple[int, int]:
