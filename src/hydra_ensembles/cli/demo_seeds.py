@@ -119,7 +119,7 @@ def _show(runs: dict[int, tuple[list[Any], Any]]) -> None:
         name: sum(found[name] for _, found in runs.values()) / len(runs)
         for name in next(iter(runs.values()))[1]
     }
-    typer.echo(f"Mean of {len(runs)} seeds:")
+    typer.echo(f"Mean of {len(runs)} seed{'s' * (len(runs) > 1)}:")
     results_table(means, costs, figures=steps.SHOWN)
     for other, columns in summary(runs)["ahead_of"].items():
         counts = ", ".join(f"{name} {len(won)}" for name, won in columns.items())
