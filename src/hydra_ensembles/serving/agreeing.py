@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ BATCHES = (1, 3, 17)
 EXACT = ("probabilities", "uncertainty", "mutual_information", "member_logits")
 """Outputs that must agree to the tolerance; the others follow from them by comparisons."""
 
+OTHERWISE = 0.25
+"""Share of decisions from which on a program with 8-bit weights is warned of."""
+
 Arrays = dict[str, np.ndarray]
 
 
@@ -28,7 +32,8 @@ def compare(
 ) -> dict[str, dict[str, float]]:
     """Return the largest difference by program and output; raise when a program is wrong.
 
-    Programs with 8-bit weights are measured, not judged.
+    Programs with 8-bit weights are measured, not refused; a warning says when they decide
+    otherwise.
     """
     contract = read_contract(folder)
     expected = [_expected(ensemble, inputs, rule, size) for size in BATCHES]
@@ -43,6 +48,13 @@ def compare(
                 check(outputs, answer, rule, tolerance=tolerance, ranks=ranks, what=kind)
             parts.append(differences(outputs, answer))
         found[kind] = {name: max(part[name] for part in parts) for name in parts[0]}
+        if kind == "int8" and parts[-1]["decision"] > OTHERWISE:
+            warnings.warn(
+                f"The 8-bit program decides otherwise on {parts[-1]['decision']:.0%} of the "
+                "example: the policy and the statistics of novelty are those of the full weights. "
+                "Use model.onnx, or read label, probabilities and uncertainty only.",
+                stacklevel=5,
+            )
     return found
 
 

@@ -251,3 +251,14 @@ def test_a_host_of_a_fixed_batch_is_refused_with_what_to_change(tmp_path: Path) 
     with pytest.raises(UnsupportedModelError, match=r"write tensor\.shape\[0\]"):
         ensemble.export(tmp_path, formats=["torch"], example=images)
     assert not list(tmp_path.iterdir())
+
+
+def test_8_bits_that_decide_otherwise_are_warned_of(exported: Any, monkeypatch: Any) -> None:
+    from hydra_ensembles.serving import agreeing
+    from hydra_ensembles.serving.example import example_of
+
+    ensemble, folder = exported
+    inputs = example_of(ensemble, images(17, 99))
+    monkeypatch.setattr(agreeing, "OTHERWISE", -1.0)
+    with pytest.warns(UserWarning, match="8-bit program decides otherwise on"):
+        agreeing.compare(ensemble, inputs, rule_of(ensemble, None), folder, 1e-4)
