@@ -390,7 +390,8 @@ def main() -> int:
                 found = laboratory.fault(kind, work, draw)
             except RuntimeError as error:
                 found = {"outcome": BAD, "reason": str(error)[-1500:]}
-            record["faults"][str(number)] = {"fault": kind, "work": work, **found}
+            plain = json.loads(json.dumps(found).replace(f"{scratch}/", ""))  # no path of a machine
+            record["faults"][str(number)] = {"fault": kind, "work": work, **plain}
             write_whole(args.out, json.dumps(summed(record), indent=1) + "\n")
             print(number, kind, work, found["outcome"], found.get("reason", "")[:300], flush=True)
     write_whole(args.out, json.dumps(summed(record), indent=1) + "\n")

@@ -323,6 +323,8 @@ def _policy(value: Any) -> str | None:
         return f"{value!r:.60} is not a policy"
     whole = Policy.from_dict(value).to_dict()
     lacks = whole.keys() - value.keys()  # a default in its place would be another policy
+    if whole.get("measured"):
+        lacks |= whole["measured"].keys() - value["measured"].keys()
     return f"it lacks {', '.join(sorted(lacks))}" if lacks else None
 
 

@@ -243,7 +243,7 @@ def _load_novelty(folder: Path, facts: dict[str, Any] | None) -> Novelty | None:
         return from_tensors(load_file(path), facts)
     except HydraError:
         raise
-    except (SafetensorError, OSError, TypeError, ValueError, RuntimeError) as error:
+    except (SafetensorError, OSError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise FormatError(f"Cannot read {path} ({error}). Save or download it again.") from None
 
 
