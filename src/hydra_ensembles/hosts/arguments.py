@@ -189,6 +189,6 @@ def rows_of_mask(
         return mask
     if positions is None:
         return mask[:, :, :queries]
-    batch = len(positions)
+    batch = positions.shape[0]
     every = torch.arange(batch, device=mask.device)
     return mask.expand(batch, -1, -1, -1)[every, :, positions][:, :, None]

@@ -304,8 +304,9 @@ def take_rows(tokens: int | None, positions: Tensor | None) -> Callable[[Tensor]
     if positions is not None:
 
         def take(x: Tensor) -> Tensor:
-            index = positions.repeat(len(x) // len(positions))
-            return x[torch.arange(len(x), device=x.device), index][:, None]
+            # len() would fix the size of an exported graph
+            index = positions.repeat(x.shape[0] // positions.shape[0])
+            return x[torch.arange(x.shape[0], device=x.device), index][:, None]
 
         return take
     return None if tokens is None else lambda x: x[:, :tokens]
@@ -315,8 +316,8 @@ def full_length(stream: Tensor, positions: Tensor | None, length: int) -> Tensor
     """Put rows that were read back at their places, for a host that looks for them itself."""
     if positions is None or stream.shape[1] == length:
         return stream
-    whole = stream.new_zeros(len(stream), length, stream.shape[2])
-    whole[torch.arange(len(stream), device=stream.device), positions] = stream[:, 0]
+    whole = stream.new_zeros(stream.shape[0], length, stream.shape[2])
+    whole[torch.arange(stream.shape[0], device=stream.device), positions] = stream[:, 0]
     return whole
 
 

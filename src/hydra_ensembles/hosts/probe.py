@@ -465,7 +465,7 @@ def _last_positions(padding: int | None, inputs: dict[str, Any]) -> Tensor:
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if ids is None:
         states = inputs["inputs_embeds"]  # hosts take the last one then
-        return torch.full((len(states),), states.shape[1] - 1, device=states.device)
+        return torch.full((states.shape[0],), states.shape[1] - 1, device=states.device)
     if padding is not None:
         mask = ids != padding
     places = torch.arange(ids.shape[1], device=ids.device)

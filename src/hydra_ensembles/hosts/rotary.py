@@ -41,9 +41,9 @@ class Rotary:
             x: The queries or keys; streams may be folded into the batch.
             rows: Takes the tokens that the queries stand for, where they are not all.
         """
-        cos, sin = (_folded(part, len(x)).to(x.dtype) for part in (self.cos, self.sin))
+        cos, sin = (_folded(part, x.shape[0]).to(x.dtype) for part in (self.cos, self.sin))
         if rows is not None:
-            cos, sin = (rows(part.expand(len(x), -1, -1)) for part in (cos, sin))
+            cos, sin = (rows(part.expand(x.shape[0], -1, -1)) for part in (cos, sin))
         cos, sin = cos[:, None], sin[:, None]
         width = cos.shape[-1]
         part = x[..., :width]
@@ -82,7 +82,7 @@ def read_rotary(value: Any, form: str, tokens: int) -> Rotary | None:
     if missing < 0:
         return None
     if missing:
-        still = cos.new_ones(len(cos), missing, cos.shape[2])
+        still = cos.new_ones(cos.shape[0], missing, cos.shape[2])
         cos, sin = torch.cat((still, cos), 1), torch.cat((still - 1, sin), 1)
     if form == "pairs of halves":
         half = cos.shape[-1] // 2
@@ -92,4 +92,4 @@ def read_rotary(value: Any, form: str, tokens: int) -> Rotary | None:
 
 def _folded(part: Tensor, batch: int) -> Tensor:
     """Repeat angles of each sample for streams that are folded into the batch."""
-    return part if len(part) in (1, batch) else part.repeat(batch // len(part), 1, 1)
+    return part if part.shape[0] in (1, batch) else part.repeat(batch // part.shape[0], 1, 1)
