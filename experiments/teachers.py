@@ -3,7 +3,7 @@
     python experiments/teachers.py --hosts HOSTS --cache CACHE
 
 Each way makes three teachers of one host; they are distilled into three members, one each. Time is
-processor time against one training of the host in the same process. Answers are kept in CACHE, so
+processor time against one training of the host. Answers are kept in CACHE, so
 that a stopped run goes on. Writes docs/results/teachers.json and the page beside it.
 """
 
@@ -186,7 +186,8 @@ def write_page(record: dict[str, Any], said: str, folder: Path) -> None:
         f"{record['epochs of each teacher']} epochs per teacher; `{SEPARATE}` are hosts of three "
         "seeds, the Deep Ensembles of the other pages.",
         "- Cost: processor time of all three teachers, in trainings of the host (30 epochs), "
-        "measured in one process.",
+        "on a busy machine; in several processes, since stopped runs went on. `three trainings` are the rows of "
+        "[what members are for](members.md), draw 0.",
         "- `teachers`: the three as an ensemble, at 3 x the cost of an answer. `distilled`: three "
         f"members, one teacher each, mean over {record['draws of the distillation']} draws; trunk "
         "trained, 30 epochs. Raw but for `NLL scaled`. 359 test digits.",
