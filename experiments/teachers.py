@@ -186,7 +186,8 @@ def write_page(record: dict[str, Any], said: str, folder: Path) -> None:
         f"{record['epochs of each teacher']} epochs per teacher; `{SEPARATE}` are hosts of three "
         "seeds, the Deep Ensembles of the other pages.",
         "- Cost: processor time of all three teachers, in trainings of the host (30 epochs), "
-        "on a busy machine; in several processes, since stopped runs went on. `three trainings` are the rows of "
+        "on a busy machine, in several processes, since stopped runs went on. `three "
+        "trainings` are rows of "
         "[what members are for](members.md), draw 0.",
         "- `teachers`: the three as an ensemble, at 3 x the cost of an answer. `distilled`: three "
         f"members, one teacher each, mean over {record['draws of the distillation']} draws; trunk "
