@@ -171,3 +171,16 @@ def test_bad_arguments_are_named(model: nn.Module) -> None:
         hydra.PromptClassifier(model, Letters(), "no place", ["a", "b"])
     with pytest.raises(hydra.HydraError, match="no two the same"):
         hydra.PromptClassifier(model, Letters(), TEMPLATE, ["a", "a"])
+
+
+def test_texts_are_put_into_the_prompt(model: nn.Module, tmp_path: Path) -> None:
+    host = hydra.PromptClassifier(model, Letters(), TEMPLATE, [" yes", " no"])
+    masks = [hydra.HeadMask([[1] * 4, [1] * 4, row]) for row in ([1, 0, 1, 0], [0, 1, 1, 1])]
+    ensemble = hydra.fuse(host, masks)
+    texts = ["one", "two three"]
+    expected = ensemble.predict(host.encode(texts)).member_logits
+    assert torch.equal(ensemble.predict(texts).member_logits, expected)
+    ensemble.save_pretrained(tmp_path)
+    loaded = hydra.HydraEnsemble.from_pretrained(tmp_path)
+    loaded.tokenizer = Letters()
+    torch.testing.assert_close(loaded.predict(texts).member_logits, expected)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..data.folders import image_batch, read_image
 from ..data.transforms import ImageTransform, ProcessorTransform, image_transform
 from ..errors import DataError, FormatError, MissingDependencyError
+from ..hosts.prompting import PromptClassifier
 
 
 class Preparation:
@@ -126,8 +127,10 @@ def _is_picture(item: Any) -> bool:
 def prepare(ensemble: Any, raw: Any) -> Any:
     """Make a batch of pictures, paths or texts by the ensemble's own transform or tokenizer."""
     items = list(raw) if isinstance(raw, (list, tuple)) else [raw]
-    if ensemble.tokenizer is not None:
-        return _tokenized(ensemble, items)
+    prompts = ensemble.host if isinstance(ensemble.host, PromptClassifier) else None
+    if ensemble.tokenizer is not None or (prompts is not None and prompts.tokenizer is not None):
+        _check_texts(ensemble, items)
+        return _tokenized(ensemble, items) if prompts is None else _prompted(ensemble, items)
     transform = ensemble.transform
     if transform is None:
         what = "a picture" if _is_picture(items[0]) else repr(items[0])[:60]
@@ -149,13 +152,25 @@ def image_key(ensemble: Any) -> str | None:
     return name if name == "pixel_values" else None
 
 
-def _tokenized(ensemble: Any, items: list[Any]) -> dict[str, Tensor]:
+def _check_texts(ensemble: Any, items: list[Any]) -> None:
     for item in items:
         if not isinstance(item, str):
             raise DataError(
                 f"Found a {type(item).__name__} where a text was expected: "
                 f"{type(ensemble.host).__name__} reads strings."
             )
+
+
+def _prompted(ensemble: Any, items: list[str]) -> dict[str, Tensor]:
+    """Put texts into the prompt of a prompted language model: its answer needs the template."""
+    host = ensemble.host
+    if host.tokenizer is None:  # loaded from a folder
+        host.tokenizer = ensemble.tokenizer
+    encoded: dict[str, Tensor] = host.encode(items)
+    return encoded
+
+
+def _tokenized(ensemble: Any, items: list[str]) -> dict[str, Tensor]:
     limit = token_limit(ensemble.config, ensemble.tokenizer)
     encoded = ensemble.tokenizer(
         items, padding=True, truncation=True, max_length=limit, return_tensors="pt"
