@@ -133,7 +133,8 @@ def test_the_contract_says_what_was_exported(exported: Any) -> None:
     assert data["rule"]["uncertainty_above"] == pytest.approx(policy.threshold)
     assert data["rule"]["novelty_score_above"] == pytest.approx(policy.novelty_threshold)
     assert data["preprocessing"]["size"] == [16, 16]
-    assert sorted(data["files"]) == ["model.int8.onnx", "model.onnx", "model.pt2"]
+    files = ["model.int8.onnx", "model.onnx", "model.pt2", "sbom.json"]
+    assert sorted(data["files"]) == files
     assert data["agreement"]["largest_difference"]["onnx"]["probabilities"] < 1e-4
     assert not list(folder.glob(".*"))
 
