@@ -15,6 +15,10 @@ pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
+LONG = {"distilling_a_deep_ensemble", "llama_as_classifier", "serving_it"}
+MARKED = [
+    pytest.param(path, marks=[pytest.mark.slow] if path.stem in LONG else []) for path in NOTEBOOKS
+]
 NEEDS = {"serving_it": ("starlette", "uvicorn", "onnxruntime", "onnxscript")}
 
 
@@ -23,7 +27,7 @@ def read(path: Path) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", MARKED, ids=lambda value: value.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
     for package in NEEDS.get(path.stem, ()):
         pytest.importorskip(package)

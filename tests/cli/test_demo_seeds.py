@@ -18,6 +18,7 @@ def test_seeds_are_read() -> None:
     assert main(["demo", "--seeds", "some"]) == 2
 
 
+@pytest.mark.slow
 def test_it_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     order = ["demo", "--epochs", "1", "-o", str(tmp_path), "--seeds"]
     assert main([*order, "0"]) == 0

@@ -19,6 +19,7 @@ def test_damaged_folders_are_refused_or_load_what_they_say(monkeypatch: pytest.M
     assert sum(found["total"].values()) == 54
 
 
+@pytest.mark.slow
 def test_odd_records_get_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     fuzz = load("benchmarks/fuzz.py")
@@ -29,6 +30,7 @@ def test_odd_records_get_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["total"]["its error line"] > 10
 
 
+@pytest.mark.slow
 def test_damaged_artefacts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     fuzz = load("benchmarks/fuzz.py")

@@ -14,6 +14,8 @@ import torch
 
 from . import jobs
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PROCESSES = 3
 
