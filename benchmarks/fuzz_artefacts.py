@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable
@@ -21,6 +20,9 @@ from fuzz_folders import (
     REFUSED,
     SAME,
     VALUES,
+    files_of,
+    lead_away,
+    lose_file,
     make_ensembles,
     places,
 )
@@ -36,10 +38,6 @@ READ = (CONTRACT, PROGRAM, "tokenizer.json")
 """What the runtime opens; a link in the place of another file leads nowhere."""
 
 SECRET = b"the content of a file outside"
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_file())
 
 
 def sign_files(folder: Path) -> None:
@@ -75,7 +73,7 @@ def change_contract(folder: Path, draw: random.Random, *, sign: bool, remove: bo
 
 def damage_bytes(folder: Path, draw: random.Random, *, sign: bool = False) -> bool:
     """Flip, cut, add or clear bytes of a file; sign it anew where asked for."""
-    names = [p for p in _files(folder) if p.name != CONTRACT] if sign else _files(folder)
+    names = [p for p in files_of(folder) if p.name != CONTRACT] if sign else files_of(folder)
     path = draw.choice(names)
     content = bytearray(path.read_bytes())
     way = draw.choice(["flip", "cut", "add", "clear", "empty", "head"])
@@ -143,9 +141,9 @@ def change_graph(folder: Path, draw: random.Random) -> bool:
 def lead_out(folder: Path, draw: random.Random) -> bool:
     """Let a file lead out of the folder: by a link, by its name, in a circle, to a pipe."""
     outside = folder.parent / "outside"
-    for path in _files(folder):
+    for path in files_of(folder):
         shutil.copy(path, outside / path.name)
-    path = draw.choice([path for path in _files(folder) if path.name in READ])
+    path = draw.choice([path for path in files_of(folder) if path.name in READ])
     way = draw.choice(["link", "relative", "circle", "pipe", "device", "name"])
     if way == "name":
         contract = json.loads((folder / CONTRACT).read_text())
@@ -154,32 +152,7 @@ def lead_out(folder: Path, draw: random.Random) -> bool:
         contract["programs"]["onnx"] = name
         (folder / CONTRACT).write_text(json.dumps(signed(contract)))
         return False
-    path.unlink()
-    if way == "link":
-        path.symlink_to(outside / path.name)
-    elif way == "relative":
-        path.symlink_to(f"../outside/{path.name}")
-    elif way == "circle":
-        path.symlink_to(path.name)
-    elif way == "device":
-        path.symlink_to(draw.choice(["/dev/zero", "/dev/urandom"]))
-    else:
-        os.mkfifo(path)
-    return False
-
-
-def lose_file(folder: Path, draw: random.Random) -> bool:
-    """Remove a file, put a folder in its place, or exchange two."""
-    path, other = draw.sample(_files(folder), 2)
-    way = draw.choice(["remove", "folder", "exchange"])
-    if way == "exchange":
-        one, two = path.read_bytes(), other.read_bytes()
-        path.write_bytes(two)
-        other.write_bytes(one)
-        return False
-    path.unlink()
-    if way == "folder":
-        path.mkdir()
+    lead_away(path, outside, way, draw, devices=["/dev/zero", "/dev/urandom"])
     return False
 
 

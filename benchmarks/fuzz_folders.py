@@ -132,7 +132,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 def damage_bytes(folder: Path, draw: random.Random) -> bool:
     """Flip, cut, add or clear bytes of a random file."""
-    path = draw.choice(_files(folder))
+    path = draw.choice(files_of(folder))
     content = bytearray(path.read_bytes())
     way = draw.choice(["flip", "cut", "add", "clear", "double", "empty"])
     spot = draw.randrange(len(content))
@@ -155,7 +155,7 @@ def damage_bytes(folder: Path, draw: random.Random) -> bool:
 
 def lose_file(folder: Path, draw: random.Random) -> bool:
     """Remove a file, put a folder in its place, or exchange two."""
-    path, other = draw.sample(_files(folder), 2)
+    path, other = draw.sample(files_of(folder), 2)
     way = draw.choice(["remove", "folder", "exchange"])
     if way == "exchange":
         one, two = path.read_bytes(), other.read_bytes()
@@ -168,7 +168,8 @@ def lose_file(folder: Path, draw: random.Random) -> bool:
     return False
 
 
-def _files(folder: Path) -> list[Path]:
+def files_of(folder: Path) -> list[Path]:
+    """List the files of a folder, its card left out."""
     return sorted(path for path in folder.iterdir() if path.is_file() and path.suffix != ".md")
 
 
@@ -249,7 +250,7 @@ def change_header(folder: Path, draw: random.Random) -> bool:
 
 def change_preparation(folder: Path, draw: random.Random) -> bool:
     """Change a value of the tokenizer's or transform's files; sign them anew."""
-    files = [path for path in _files(folder) if path.suffix == ".json" and path.name != CONFIG]
+    files = [path for path in files_of(folder) if path.suffix == ".json" and path.name != CONFIG]
     if not files:
         return change_value(folder, draw, sign=True)
     path = draw.choice(files)
@@ -280,7 +281,7 @@ def lead_out(folder: Path, draw: random.Random) -> bool:
     outside = folder.parent / "outside"
     shutil.rmtree(outside, ignore_errors=True)
     shutil.copytree(folder, outside)
-    path = draw.choice(_files(folder))
+    path = draw.choice(files_of(folder))
     way = draw.choice(["link", "relative", "folder", "circle", "pipe", "device", "name"])
     if way == "name":
         config = json.loads((folder / CONFIG).read_text())
@@ -292,6 +293,15 @@ def lead_out(folder: Path, draw: random.Random) -> bool:
         moved = folder.rename(folder.parent / "moved")
         folder.symlink_to(moved)
         return False
+    devices = ["/dev/zero", "/dev/urandom", "/proc/self/mem"]
+    lead_away(path, outside, way, draw, devices=devices)
+    return False
+
+
+def lead_away(
+    path: Path, outside: Path, way: str, draw: random.Random, *, devices: list[str]
+) -> None:
+    """Put a link to somewhere else, or a pipe, in the place of a file."""
     path.unlink()
     if way == "link":
         path.symlink_to(outside / path.name)
@@ -300,10 +310,9 @@ def lead_out(folder: Path, draw: random.Random) -> bool:
     elif way == "circle":
         path.symlink_to(path.name)
     elif way == "device":
-        path.symlink_to(draw.choice(["/dev/zero", "/dev/urandom", "/proc/self/mem"]))
+        path.symlink_to(draw.choice(devices))
     else:
         os.mkfifo(path)
-    return False
 
 
 def add_file(folder: Path, draw: random.Random) -> bool:

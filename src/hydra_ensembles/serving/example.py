@@ -64,14 +64,9 @@ def example_of(ensemble: HydraEnsemble, given: Any) -> Example:
         ensemble: What is exported.
         given: A batch of the host, pictures or texts; or None.
     """
-    host: Any = ensemble.host
     if given is None:
         return _made_up(ensemble)
-    if isinstance(host, PromptClassifier) and is_raw(given) and host.tokenizer is not None:
-        given = host.encode([given] if isinstance(given, str) else list(given))
-    elif is_raw(given):
-        given = prepare(ensemble, given)
-    args, kwargs, _ = split_batch(given)
+    args, kwargs, _ = split_batch(prepare(ensemble, given) if is_raw(given) else given)
     return _example(ensemble, args, kwargs, real=True)
 
 
