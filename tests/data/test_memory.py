@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import time
 import warnings
+from multiprocessing.resource_sharer import DupFd
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import hydra_ensembles as hydra
 from hydra_ensembles.data.memory import is_out_of_memory
+from hydra_ensembles.data.progress import telling_lost_workers
 from hydra_ensembles.data.running import collect_logits
 from hydra_ensembles.errors import DataError, HydraError
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
@@ -108,9 +114,6 @@ class Dying(Dataset[Any]):
         return 8
 
     def __getitem__(self, index: int) -> Any:
-        import os
-        import signal
-
         if index == 5:
             os.kill(os.getpid(), signal.SIGKILL)
         return IMAGES[index], index
@@ -120,3 +123,34 @@ def test_a_loading_process_that_dies_is_told() -> None:
     loader = DataLoader(Dying(), batch_size=2, num_workers=1)
     with pytest.raises(DataError, match="A process that loads the known data died"):
         collect_logits(nn.Flatten(), loader, name="known data")
+
+
+def _announce_memory(connection: Any) -> None:
+    with open(os.devnull) as file:
+        connection.send(DupFd(file.fileno()))
+    time.sleep(60)
+
+
+def test_memory_of_a_process_that_died_is_told() -> None:
+    """A batch may be announced just before its process dies; it cannot be fetched any more."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_announce_memory, args=(there,))
+    process.start()
+    announced = here.recv()
+    process.kill()
+    process.join()
+
+    def batches() -> Any:
+        yield announced.detach()
+
+    with pytest.raises(DataError, match="A process that loads the known data died"):
+        list(telling_lost_workers(batches(), "known data"))
+
+
+def test_an_error_of_the_data_itself_stays() -> None:
+    def batches() -> Any:
+        raise ConnectionResetError("the database is gone")
+        yield
+
+    with pytest.raises(ConnectionResetError, match="database"):
+        list(telling_lost_workers(batches(), "known data"))

@@ -17,7 +17,7 @@ from ..costs.budget import Budget
 from ..data import processes
 from ..data.memory import in_plain_words
 from ..data.progress import announce
-from ..data.running import call_model, check_inputs, evaluating, member_logits_of
+from ..data.running import call_model, check_data, check_inputs, evaluating, member_logits_of
 from ..errors import DataError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fusing import fuse
@@ -96,6 +96,7 @@ def build(
     if score != "auto":
         scores[score]  # an unknown name fails now
     host = host_model(model)
+    check_data(host.model, calibration)
     parts = Parts(calibration, validation, ood, seed, proxies=way.proxies)
     classes, seconds = _try(host, parts.first_batch())
     settings: dict[str, Any] = {

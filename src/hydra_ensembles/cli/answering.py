@@ -105,8 +105,9 @@ class Answering:
         model = self.loaded.model
         if self.loaded.tokenizer is None:
             return answer_of(model, image_batch(torch.stack(inputs), None, self.loaded.key))
-        limit = token_limit(getattr(model, "config", None), self.loaded.tokenizer)
-        encoded = self.loaded.tokenizer(
+        tokenize = self.loaded.texts
+        limit = token_limit(getattr(model, "config", None), tokenize)
+        encoded = tokenize(
             inputs, padding=True, truncation=True, max_length=limit, return_tensors="pt"
         )
         return answer_of(model, dict(encoded))

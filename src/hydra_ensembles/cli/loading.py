@@ -61,6 +61,18 @@ class Loaded:
             4,
         )
 
+    @property
+    def texts(self) -> Any:
+        """What turns texts into inputs: the tokenizer, inside the prompt of a prompted model."""
+        from ..fusion.ensemble import HydraEnsemble
+        from ..fusion.inputs import text_tokenizer
+
+        if isinstance(self.model, HydraEnsemble) and self.tokenizer is not None:
+            if self.model.tokenizer is None:  # saved without
+                self.model.tokenizer = self.tokenizer
+            return text_tokenizer(self.model)
+        return self.tokenizer
+
     def class_name(self, number: int) -> str:
         """Return what a class is called."""
         names = self.class_names
@@ -140,7 +152,7 @@ def load_set(loaded: Loaded, source: str, *, outliers: bool = False, **options: 
     with nullcontext() if folder.exists() else hub_access():
         data = load_data(
             source,
-            tokenizer=loaded.tokenizer,
+            tokenizer=loaded.texts,
             transform=loaded.transform,
             labels=False if outliers else labels or True,
             class_names=None if outliers else names,

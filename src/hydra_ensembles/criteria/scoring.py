@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..data.memory import Halving
 from ..data.running import (
     call_model,
+    check_data,
     check_inputs,
     evaluating,
     length_of,
@@ -97,6 +98,7 @@ def score_heads(
     wanted: Sequence[Any] = criterion if isinstance(criterion, (list, tuple)) else [criterion]
     asked = [as_criterion(one) for one in wanted]
     host = host_model(model)
+    check_data(host.model, data)
     tables = gather(host, data, asked, loss=loss, progress=progress)
     setting = Setting(host, held_out=held_out, progress=progress)
     scores = {c.label: _score(c, tables, setting) for c in asked}

@@ -12,6 +12,7 @@ import logging
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -179,7 +180,7 @@ def telling_lost_workers(data: Iterable[Any], name: str) -> Iterator[Any]:
             item = next(source)
         except StopIteration:
             return
-        except RuntimeError as error:
+        except (RuntimeError, OSError, EOFError) as error:
             if not is_lost_worker(error):
                 raise
             raise lost_worker(error, name) from error
@@ -188,7 +189,18 @@ def telling_lost_workers(data: Iterable[Any], name: str) -> Iterator[Any]:
 
 def is_lost_worker(error: BaseException) -> bool:
     """Tell whether a process of a `DataLoader` died; torch has no error of its own for it."""
-    return isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
+    if isinstance(error, RuntimeError):
+        return "DataLoader worker" in str(error)
+    # It may die after it announced a batch: then fetching the batch's memory from it fails.
+    return isinstance(error, (OSError, EOFError)) and _was_fetching(error)
+
+
+def _was_fetching(error: BaseException) -> bool:
+    """Tell whether an error came up while memory was fetched from another process."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(
+        frame.f_globals.get("__name__") == "multiprocessing.resource_sharer" for frame, _ in frames
+    )
 
 
 def lost_worker(error: BaseException, name: str) -> DataError:

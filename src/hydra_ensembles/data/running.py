@@ -52,6 +52,13 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | N
     return (), inputs, _as_labels(labels)
 
 
+def check_data(model: Any, data: Any) -> None:
+    """Raise when a host says that data is not made for it (`PromptClassifier.check_data`)."""
+    check = getattr(getattr(model, "host", model), "check_data", None)
+    if callable(check):
+        check(data)
+
+
 def _as_labels(labels: Any) -> Tensor | None:
     return None if labels is None else torch.as_tensor(labels)
 
@@ -257,6 +264,7 @@ def iterate_answers(
         progress: show a bar on a terminal.
         classes: the number of classes that another data set showed, to compare with.
     """
+    check_data(model, data)
     shape: tuple[int, int] | None = None
     labelled: bool | None = None
     examples = 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,12 +16,12 @@ from torch import Tensor, nn
 
 from ..data.modes import in_eval, twin
 from ..data.running import check_inputs, move, split_batch
-from ..data.transforms import ImageTransform, image_transform
+from ..data.transforms import ImageTransform
 from ..errors import HydraError, UnsupportedModelError
 from ..evaluation.results import Results
 from ..heads.masks import HeadMask
 from ..heads.plan import Plan
-from ..hosts import HostModel, device_of, host_model, main_output
+from ..hosts import HostModel, host_model, main_output
 from ..hosts.calling import Form
 from ..hosts.examples import examples
 from ..hosts.huggingface import introduce_to_pipelines
@@ -43,12 +42,14 @@ from .answering import predict_proba
 from .assemble import Assembly
 from .card import remember_results
 from .cast import cast_full, cast_member
+from .citizen import Citizen
 from .hosted import HostedBody, body_of
 from .hub import push
 from .inputs import Preparation, is_raw, prepare
 from .known import fit_novelty, logits_and_summaries, per_text, why_novel
 from .layers import FusedBlock, PerStream
 from .loading import check_answers, load
+from .outputs import with_embedding, with_logits, with_signature_of
 from .policies import decided
 from .row_answers import RowAnswers
 from .saving import save
@@ -58,32 +59,7 @@ Mode = Literal["fused", "loop"]
 _REFUSED = ("output_attentions", "output_hidden_states")
 
 
-@dataclass
-class HydraOutput:
-    """What an ensemble returns with labels when its host returns plain tensors."""
-
-    logits: Tensor
-    loss: Tensor | None = None
-
-
-def _shown(original: Callable[..., Any], host: type[nn.Module]) -> Callable[..., Any]:
-    """Return `original` with the signature of a host's forward, and `labels`: trainers read it."""
-    parameters = list(inspect.signature(host.forward).parameters.values())
-    if "labels" not in {p.name for p in parameters}:
-        label = inspect.Parameter("labels", inspect.Parameter.KEYWORD_ONLY, default=None)
-        rest = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        more = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
-        parameters = [*rest, label, *more]
-
-    @functools.wraps(original)
-    def forward(self: HydraEnsemble, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs)
-
-    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return forward
-
-
-class HydraEnsemble(nn.Module):
+class HydraEnsemble(Citizen):
     """M pruned members of one host, fused. Made by `fuse`, `build` or `from_pretrained`.
 
     Called like its host: the same inputs, the same kind of output; `logits` are the log of the mean
@@ -124,10 +100,8 @@ class HydraEnsemble(nn.Module):
         self._assembly = assembly
         self._view = host
         self._cast: tuple[tuple[Any, ...], list[nn.Module]] | None = None
-        self._names: dict[int, str] | None = None
-        self._preparation = Preparation()
         self._gives_classes: bool | None = None
-        shown = _shown(HydraEnsemble.forward, type(self.host))
+        shown = with_signature_of(HydraEnsemble.forward, type(self.host))
         self.forward = types.MethodType(shown, self)  # type: ignore[method-assign]
 
     @classmethod
@@ -228,93 +202,6 @@ class HydraEnsemble(nn.Module):
                 stacklevel=3,
             )
 
-    # --- a citizen of the host's library -------------------------------------------------------
-
-    @property
-    def config(self) -> Any:
-        """The host's config, where it has one."""
-        return getattr(self.host, "config", None)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return device_of(self)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The parameters' type."""
-        return next(p.dtype for p in self.parameters())
-
-    @property
-    def main_input_name(self) -> str:
-        """Name of the host's main input."""
-        return getattr(self.host, "main_input_name", "x")
-
-    @property
-    def input_modalities(self) -> Any:
-        """What the host reads, as transformers calls it: text, image ..."""
-        return getattr(self.host, "input_modalities", ())
-
-    @property
-    def name_or_path(self) -> str:
-        """Where the host came from."""
-        return getattr(self.host, "name_or_path", "")
-
-    def can_generate(self) -> bool:
-        """Tell pipelines that this is a classifier."""
-        return False
-
-    @property
-    def id2label(self) -> dict[int, str] | None:
-        """Class names by number: those that were set, or the host's; None when neither knows."""
-        if self._names is not None:
-            return dict(self._names)
-        labels = getattr(self.config, "id2label", None) or getattr(self.host, "id2label", None)
-        return None if labels is None else {int(k): str(v) for k, v in labels.items()}
-
-    @id2label.setter
-    def id2label(self, names: Mapping[int, str] | Sequence[str] | None) -> None:
-        if names is not None:
-            pairs = names.items() if isinstance(names, Mapping) else enumerate(names)
-            named = {int(number): str(name) for number, name in pairs}
-            if not named or set(named) != set(range(len(named))):
-                raise ValueError(
-                    f"Class names for {sorted(named)[:5]} ...: expected one for every class from 0."
-                )
-            names = dict(sorted(named.items()))
-            if hasattr(self.config, "id2label"):  # pipelines read it there
-                self.config.id2label = dict(names)
-                self.config.label2id = {name: number for number, name in names.items()}
-        self._names = names
-
-    # --- what prepares its inputs ----------------------------------------------------------------
-
-    @property
-    def transform(self) -> Any:
-        """Turns a PIL image into a tensor `[C, H, W]`; None when nobody has told."""
-        return self._preparation.find_transform(self.host)
-
-    @transform.setter
-    def transform(self, source: Any) -> None:
-        self._preparation.transform = None if source is None else image_transform(source)
-
-    @property
-    def tokenizer(self) -> Any:
-        """Turns texts into inputs; None when nobody has told."""
-        return self._preparation.find_tokenizer()
-
-    @tokenizer.setter
-    def tokenizer(self, tokenizer: Any) -> None:
-        self._preparation.tokenizer = tokenizer
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
-        """Trade time for memory in the trunk, where the host can."""
-        self.host.gradient_checkpointing_enable(gradient_checkpointing_kwargs)  # type: ignore[operator]
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Undo `gradient_checkpointing_enable`."""
-        self.host.gradient_checkpointing_disable()  # type: ignore[operator]
-
     # --- forward ---------------------------------------------------------------------------------
 
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
@@ -327,12 +214,12 @@ class HydraEnsemble(nn.Module):
         if not self.is_classifier:
             if labels is not None:
                 raise UnsupportedModelError(f"{type(self.host).__name__} has no classes to label.")
-            return _with_embedding(output, member_logits.mean(1))
+            return with_embedding(output, member_logits.mean(1))
         logits = log_mean_probability(self._scaled(member_logits))
         loss = None
         if labels is not None:  # a token classifier's [batch, token, class]; -100 does not count
             loss = F.nll_loss(logits.flatten(0, -2), labels.to(logits.device).flatten())
-        return _with_logits(output, logits, loss, kwargs.get("return_dict"))
+        return with_logits(output, logits, loss, kwargs.get("return_dict"))
 
     def member_logits(self, batch: Any) -> Tensor:
         """Return the members' raw logits [batch, member, class] (or embeddings, of a tower)."""
@@ -709,24 +596,3 @@ def _copies_of(body: Any) -> dict[str, int]:
         if block.output_bias.value is not None:
             copies[f"{layer}.output_bias"] = len(block.output_bias.value)
     return copies
-
-
-def _with_logits(output: Any, logits: Tensor, loss: Tensor | None, return_dict: Any) -> Any:
-    """Put the ensemble's logits where the host's were; drop what belongs to single streams."""
-    if isinstance(output, Tensor):
-        return logits if loss is None else HydraOutput(logits=logits, loss=loss)
-    fields = {"logits": logits} if loss is None else {"loss": loss, "logits": logits}
-    if isinstance(output, tuple) and not hasattr(output, "_fields"):
-        return tuple(fields.values())
-    result = type(output)(**fields)
-    return tuple(fields.values()) if return_dict is False else result
-
-
-def _with_embedding(output: Any, embedding: Tensor) -> Any:
-    """Put the members' mean embedding where the host's was."""
-    if isinstance(output, Tensor):
-        return embedding
-    for name in ("image_embeds", "text_embeds", "pooler_output", "last_hidden_state"):
-        if getattr(output, name, None) is not None:
-            return type(output)(**{name: embedding})
-    raise UnsupportedModelError(f"{type(output).__name__} holds neither logits nor embeddings.")

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..data.folders import image_batch, read_image
 from ..data.transforms import ImageTransform, ProcessorTransform, image_transform
 from ..errors import DataError, FormatError, MissingDependencyError
-from ..hosts.prompting import PromptClassifier
+from ..hosts.prompting import PromptClassifier, PromptTokenizer
 
 
 class Preparation:
@@ -44,10 +44,12 @@ class Preparation:
                 return None
         return self.transform
 
-    def find_tokenizer(self) -> Any:
-        """Return the tokenizer that was set or saved, or None."""
+    def find_tokenizer(self, host: Any) -> Any:
+        """Return the tokenizer that was set or saved, or that a prompted host has; or None."""
         if self.tokenizer is None and "tokenizer_config.json" in self._files:
             self.tokenizer = self._saved("AutoTokenizer")
+        if self.tokenizer is None and isinstance(host, PromptClassifier):
+            return host.tokenizer
         return self.tokenizer
 
     def _saved(self, kind: str) -> Any:
@@ -95,6 +97,7 @@ def _check_names_nothing(path: Path) -> None:
 def remember_inputs(ensemble: Any, data: Any) -> None:
     """Let an ensemble keep the transform, tokenizer and class names of the data that built it."""
     transform, tokenizer = getattr(data, "transform", None), getattr(data, "tokenizer", None)
+    tokenizer = getattr(tokenizer, "plain", tokenizer)  # the prompt is the host's
     if isinstance(transform, (ImageTransform, ProcessorTransform)):
         ensemble.transform = transform
     if hasattr(tokenizer, "save_pretrained"):
@@ -127,10 +130,14 @@ def _is_picture(item: Any) -> bool:
 def prepare(ensemble: Any, raw: Any) -> Any:
     """Make a batch of pictures, paths or texts by the ensemble's own transform or tokenizer."""
     items = list(raw) if isinstance(raw, (list, tuple)) else [raw]
-    prompts = ensemble.host if isinstance(ensemble.host, PromptClassifier) else None
-    if ensemble.tokenizer is not None or (prompts is not None and prompts.tokenizer is not None):
+    tokenize = text_tokenizer(ensemble)
+    if tokenize is not None:
         _check_texts(ensemble, items)
-        return _tokenized(ensemble, items) if prompts is None else _prompted(ensemble, items)
+        limit = token_limit(ensemble.config, tokenize)
+        found = tokenize(
+            items, padding=True, truncation=True, max_length=limit, return_tensors="pt"
+        )
+        return dict(found)
     transform = ensemble.transform
     if transform is None:
         what = "a picture" if _is_picture(items[0]) else repr(items[0])[:60]
@@ -161,25 +168,20 @@ def _check_texts(ensemble: Any, items: list[Any]) -> None:
             )
 
 
-def _prompted(ensemble: Any, items: list[str]) -> dict[str, Tensor]:
-    """Put texts into the prompt of a prompted language model: its answer needs the template."""
-    host = ensemble.host
+def text_tokenizer(ensemble: Any) -> Any:
+    """Return what tokenizes texts for an ensemble, inside its prompt if it has one; or None."""
+    tokenizer, host = ensemble.tokenizer, ensemble.host
+    if tokenizer is None or not isinstance(host, PromptClassifier):
+        return tokenizer
     if host.tokenizer is None:  # loaded from a folder
-        host.tokenizer = ensemble.tokenizer
-    encoded: dict[str, Tensor] = host.encode(items)
-    return encoded
-
-
-def _tokenized(ensemble: Any, items: list[str]) -> dict[str, Tensor]:
-    limit = token_limit(ensemble.config, ensemble.tokenizer)
-    encoded = ensemble.tokenizer(
-        items, padding=True, truncation=True, max_length=limit, return_tensors="pt"
-    )
-    return dict(encoded)
+        host.tokenizer = tokenizer
+    return host.prompts
 
 
 def token_limit(config: Any, tokenizer: Any) -> int | None:
     """Return how many tokens a host and its tokenizer take at most, or None when neither says."""
+    if isinstance(tokenizer, PromptTokenizer):
+        return tokenizer.model_max_length
     limits = []
     most = getattr(tokenizer, "model_max_length", None)
     if isinstance(most, int) and most < 10**6:  # larger means: not told

@@ -144,7 +144,7 @@ def finish_saving(folder: Path) -> bool:
 def _save_preparation(ensemble: Any, folder: Path) -> None:
     """Write the tokenizer and the image processor; our own transform is part of the config."""
     transform, tokenizer = ensemble.transform, ensemble.tokenizer
-    if tokenizer is not None:
+    if hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(str(folder))
     if isinstance(transform, ProcessorTransform):
         transform.processor.save_pretrained(str(folder))

@@ -124,6 +124,20 @@ class PromptClassifier(nn.Module):
         """Class index to name."""
         return dict(enumerate(self.class_names))
 
+    @property
+    def prompts(self) -> PromptTokenizer:
+        """Turns texts into prompts, wherever a tokenizer is taken (`text_data`, `load_data`)."""
+        return PromptTokenizer(self)
+
+    def check_data(self, data: Any) -> None:
+        """Raise for texts that are tokenized without the prompt: answers would mean nothing."""
+        tokenizer = getattr(data, "tokenizer", None)
+        if tokenizer is not None and not isinstance(tokenizer, PromptTokenizer):
+            raise DataError(
+                f"The texts are tokenized by {type(tokenizer).__name__}, without the prompt "
+                f"{self.template!r:.80}. Make the data with classifier.prompts as its tokenizer."
+            )
+
     def encode(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """Put texts into the prompt and tokenize them: `input_ids`, `attention_mask`, right-padded.
 
@@ -205,6 +219,59 @@ class PromptClassifier(nn.Module):
         logits = logits if not isinstance(scale, (int, float)) else logits * scale
         cap = getattr(config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+class PromptTokenizer:
+    """Puts texts into the prompt of a classifier and tokenizes them; called like a tokenizer.
+
+    Args:
+        classifier: Its template, tokenizer and longest prompt are used.
+    """
+
+    def __init__(self, classifier: PromptClassifier) -> None:
+        self._classifier = classifier
+
+    @property
+    def plain(self) -> Any:
+        """The tokenizer without the prompt."""
+        return self._classifier.tokenizer
+
+    @property
+    def model_max_length(self) -> int:
+        """The longest prompt in tokens."""
+        return self._classifier.max_length
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Tokens that are not the text's: special ones and the words of the prompt."""
+        words = self._classifier.template.split("{}")
+        prompt = [token for part in words for token in _ids(self.plain, part)]
+        return sorted({*getattr(self.plain, "all_special_ids", ()), *prompt})
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return all tokens with their ids; empty when the tokenizer does not tell."""
+        vocabulary = getattr(self.plain, "get_vocab", None)
+        return {} if vocabulary is None else dict(vocabulary())
+
+    def __call__(
+        self,
+        texts: str | Sequence[str],
+        pairs: Sequence[str] | None = None,
+        *,
+        padding: bool | str = True,
+        truncation: bool = True,
+        max_length: int | None = None,
+        return_tensors: str = "pt",
+    ) -> dict[str, Tensor]:
+        """Return `input_ids` and `attention_mask`: always padded, cut and tensors of torch."""
+        if pairs is not None:
+            raise DataError("A prompt takes one text, but texts come in pairs: join them first.")
+        if max_length is not None and max_length != self.model_max_length:
+            raise DataError(
+                f"max_length is {max_length}, but the classifier's own is {self.model_max_length}: "
+                "set classifier.max_length, so that every prompt is cut alike."
+            )
+        return self._classifier.encode([texts] if isinstance(texts, str) else texts)
 
 
 def _names_and_texts(labels: Sequence[str] | Mapping[str, str]) -> tuple[list[str], list[str]]:

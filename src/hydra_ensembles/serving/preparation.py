@@ -116,9 +116,8 @@ def text_preparation(
 
     Only tokenizers with a `tokenizer.json` run without transformers.
     """
-    host: Any = ensemble.host
-    prompts = isinstance(host, PromptClassifier)
-    tokenizer = ensemble.tokenizer or (host.tokenizer if prompts else None)
+    prompts = isinstance(ensemble.host, PromptClassifier)
+    tokenizer = ensemble.tokenizer
     if tokenizer is None:
         return None
     problem = None
@@ -136,7 +135,7 @@ def text_preparation(
             "pad_token": str(tokenizer.pad_token or ""),
             "padding_side": "right" if prompts else tokenizer.padding_side,
             "truncation_side": tokenizer.truncation_side,
-            "template": host.template if prompts else None,
+            "template": ensemble.host.template if prompts else None,
         }
         problem = _text_difference(ensemble, settings, inputs, folder)
         if problem is None:

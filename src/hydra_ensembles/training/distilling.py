@@ -29,7 +29,7 @@ from ..data.batches import (
     without_labels,
 )
 from ..data.memory import in_plain_words
-from ..data.running import collect_logits
+from ..data.running import check_data, collect_logits
 from ..data.splits import fingerprint, split
 from ..errors import DataError, HydraError, MaskError
 from ..fusion.ensemble import HydraEnsemble
@@ -162,6 +162,7 @@ def distill(
         raise ValueError(f"members={members}: expected 1 or more.")
     chosen = (settings or DISTILL).updated(locals())
     host = host_model(model)
+    check_data(host.model, data)
     place = None if folder is None else Path(folder)
     found = read_teachers(teachers, host.model)
     train, held = _parts(as_data(data), validation, seed)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..data.running import check_data
 from .acceleration import accelerator
 from .loop import FinetunedMember, Run, StepInfo
 from .settings import Settings
@@ -84,6 +85,7 @@ def finetune(
     members = _members_and_seeds(model_or_members, seed)
     trained = []
     for index, (model, member_seed) in enumerate(members):
+        check_data(model, data)
         with accelerator(chosen.mixed_precision) as group:
             run = Run(
                 model=copy.deepcopy(model),
