@@ -64,14 +64,9 @@ class Loaded:
     @property
     def texts(self) -> Any:
         """What turns texts into inputs: the tokenizer, inside the prompt of a prompted model."""
-        from ..fusion.ensemble import HydraEnsemble
-        from ..fusion.inputs import text_tokenizer
+        from ..fusion.inputs import prompted
 
-        if isinstance(self.model, HydraEnsemble) and self.tokenizer is not None:
-            if self.model.tokenizer is None:  # saved without
-                self.model.tokenizer = self.tokenizer
-            return text_tokenizer(self.model)
-        return self.tokenizer
+        return prompted(getattr(self.model, "host", self.model), self.tokenizer)
 
     def class_name(self, number: int) -> str:
         """Return what a class is called."""

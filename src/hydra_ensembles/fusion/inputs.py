@@ -130,7 +130,7 @@ def _is_picture(item: Any) -> bool:
 def prepare(ensemble: Any, raw: Any) -> Any:
     """Make a batch of pictures, paths or texts by the ensemble's own transform or tokenizer."""
     items = list(raw) if isinstance(raw, (list, tuple)) else [raw]
-    tokenize = text_tokenizer(ensemble)
+    tokenize = prompted(ensemble.host, ensemble.tokenizer)
     if tokenize is not None:
         _check_texts(ensemble, items)
         limit = token_limit(ensemble.config, tokenize)
@@ -168,9 +168,8 @@ def _check_texts(ensemble: Any, items: list[Any]) -> None:
             )
 
 
-def text_tokenizer(ensemble: Any) -> Any:
-    """Return what tokenizes texts for an ensemble, inside its prompt if it has one; or None."""
-    tokenizer, host = ensemble.tokenizer, ensemble.host
+def prompted(host: Any, tokenizer: Any) -> Any:
+    """Return what tokenizes texts for a host: the tokenizer, inside the host's prompt if any."""
     if tokenizer is None or not isinstance(host, PromptClassifier):
         return tokenizer
     if host.tokenizer is None:  # loaded from a folder
