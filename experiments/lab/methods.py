@@ -10,7 +10,9 @@ A row of a table file names its `method`; all other keys are the method's option
     branch           recorded masks (`source`, or `host`), then `finetune_branch` with `options`
     distill          `hydra.distill` of the hosts of `seeds`, or of teachers by `make`; a student
                      has `members: 1`; with `mean: true` the hosts' mean is the only teacher;
-                     with `start: mean` the student starts from the mean of their weights
+                     with `start: mean` the student starts from the mean of their weights;
+                     `trial` are changes of the loss that the library does not offer (trials.py)
+    folds            another method (`of`) on five folds of the digits, answers pooled (folds.py)
     teachers         what `hydra.make_teachers` makes with the options in `make`, as an ensemble
     baseline         `make_baseline(name, ...)` with `options`
 
@@ -45,7 +47,9 @@ from hydra_ensembles.training.distilling import DISTILL
 from hydra_ensembles.uncertainty import fit_temperature
 
 from .answers import Answers, Store, ask
-from .tasks import Task
+from .folds import FOLDS, pooled
+from .tasks import Task, open_task
+from .trials import trying
 
 Row = Mapping[str, Any]
 MASKS = Path(__file__).parents[1] / "masks"
@@ -236,19 +240,24 @@ def distill(store: Store, row: Row, draw: int) -> Answers:
 
     Teachers are the hosts of `seeds`, their `mean`, or made of the host by `make`.
     """
+    return answers_of_model(store.task, distilled(store, row, draw), row, seed_of(row, draw))
+
+
+def distilled(store: Store, row: Row, draw: int) -> HydraEnsemble:
+    """Return the model of a row that distils; a finished one is read from its folder."""
     task, seed = store.task, seed_of(row, draw)
     options = {"seed": draw, "progress": False, "save_every": 20, **row.get("options", {})}
     if "settings" in options:
         options["settings"] = replace(DISTILL, **options["settings"])
-    model = hydra.distill(
-        start_of(task, row, seed),
-        teachers_of(store, row, seed),
-        task.training(row.get("part", "train"), row.get("count")),
-        validation=task.calibration,
-        folder=work_folder(store, row, draw),
-        **options,
-    )
-    return answers_of_model(task, model, row, seed)
+    with trying(row.get("trial", {})):
+        return hydra.distill(
+            start_of(task, row, seed),
+            teachers_of(store, row, seed),
+            task.training(row.get("part", "train"), row.get("count")),
+            validation=task.calibration,
+            folder=work_folder(store, row, draw),
+            **options,
+        )
 
 
 def start_of(task: Task, row: Row, seed: int) -> nn.Module:
@@ -302,6 +311,18 @@ class Mean(nn.Module):
         """Answer with the log of the mean."""
         answers = [main_output(model(*args, **kwargs)).softmax(-1) for model in self.models]
         return torch.stack(answers).mean(0).log()
+
+
+@methods.register("folds")
+def folds(store: Store, row: Row, draw: int) -> Answers:
+    """Run another method on every fold of the digits, and pool what it answers."""
+    of_fold = {**row["of"], "name": row["name"]}
+    found = []
+    for name in FOLDS:
+        task = open_task(name, store.task._data, store.task._hosts)
+        found.append(answer(Store(store.folder.parent, task), of_fold, draw))
+    cost = {key: max(one.about[key] for one in found) for key in ("cost", "parameters")}
+    return Answers(pooled([one.sets for one in found]), cost)
 
 
 @methods.register("teachers")

@@ -461,6 +461,11 @@ def open_task(name: str, data: Path | None = None, hosts: Path | None = None) ->
         from .zeroshot import ZeroShot
 
         return ZeroShot(data, hosts)
+    if name.startswith("digits-fold"):
+        from .folds import DigitsFold
+
+        torch.set_num_threads(1)
+        return DigitsFold(int(name.removeprefix("digits-fold")), hosts)
     if name not in TASKS:
         raise DataError(f"Unknown task {name!r}; expected zeroshot, {', '.join(TASKS)}.")
     torch.set_num_threads(1)

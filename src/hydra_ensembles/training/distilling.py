@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from .._records import SEAL, check_same_run, model_fingerprint, read_sealed, sealed, write_whole
 from ..costs.budget import budgeted_masks, counter_of, fit_budget
@@ -18,15 +17,12 @@ from ..costs.counting import cost
 from ..criteria import Criterion, score_heads
 from ..data import processes
 from ..data.batches import (
-    Batches,
     as_data,
     batch_length,
     check_reiterable,
-    columns,
     count,
     labels_of,
     take,
-    without_labels,
 )
 from ..data.memory import in_plain_words
 from ..data.running import check_data, collect_logits
@@ -38,16 +34,14 @@ from ..heads.masks import HeadMask
 from ..hosts import HostModel, host_model
 from ..uncertainty.calibration import find_temperature
 from .acceleration import accelerator
-from .answers import Answers, Part, assign
-from .branch import BranchRun
+from .answers import Answers, assign
+from .distill_run import DistillRun
+from .lessons import Lessons
 from .loop import StepInfo
-from .numbered import keys_of, numbered
-from .outliers import FIRST_NUMBER, Cycle
 from .settings import Settings
-from .stream import Stream, _pool, derive_seed, generator
+from .stream import Stream, generator
 from .teachers import Teacher, read_teachers
 from .trunk import CachedTrunk, untied
-from .views import Views
 
 DISTILL = Settings(
     epochs=10, learning_rate=5e-4, weight_decay=0.01, distill=1.0, outlier_weight=1.0, views=4
@@ -58,8 +52,6 @@ RUN_FILE = "distill.json"
 HELD_OUT = 0.1
 KNOWN = 100
 """Validation examples that novelty is fitted on; with fewer, it is fitted on the training data."""
-POOL_BYTES = 2**29
-"""Views are kept in memory up to this size, so that they are made once for all teachers."""
 
 
 @in_plain_words()
@@ -324,113 +316,6 @@ def _start(
     return untied(ensemble, mlps=own_mlps and members > 1)
 
 
-class Lessons:
-    """What members are taught on: numbered views of the data, and outliers.
-
-    Args:
-        data: Batches, the same at each pass.
-        outliers: `"auto"`, batches, batches by family, or None.
-        settings: `views` is read.
-        seed: Of the views and of the outliers' order.
-        augment: Whether views after the first are changed.
-    """
-
-    def __init__(
-        self, data: Any, outliers: Any, settings: Settings, *, seed: int, augment: bool
-    ) -> None:
-        self.seed, self.views = seed, settings.views
-        self._pools: dict[tuple[str, int], Any] = {}
-        self._room = POOL_BYTES
-        makes = outliers == "auto" if isinstance(outliers, str) else False
-        if isinstance(outliers, str) and not makes:
-            raise ValueError(f'outliers is {outliers!r}; expected batches, a mapping, or "auto".')
-        if isinstance(data, Batches) and "input_ids" in _names(data):
-            data = list(data)  # texts keep one padding, so that the trunk's outputs can be kept
-        wanted = makes or (augment and self.views > 1)
-        self._views = Views(data, seed=seed, augment=augment) if wanted else None
-        if self._views is None:
-            self.views = 1
-        self.data = numbered(data, need_labels=False)
-        self.given: list[Any] | None = None
-        self.kinds: list[str] = list(self._views.kinds) if makes and self._views else []
-        if outliers is not None and not makes:
-            families = outliers if hasattr(outliers, "items") else {"outliers": outliers}
-            self.kinds = list(families)
-            batches = [b for family in families.values() for b in as_data(family)]
-            if not batches:
-                raise DataError("The outliers have no batches. Leave them out, or fill them.")
-            self.given = list(numbered(batches, need_labels=False))
-        self.count = sum(len(b["samples"]) for b in self._in_order(self.data))
-        self.parts = [Part("data", self.count, self.views, self._batches("data"))]
-        if self.given is not None:
-            total = sum(len(b["samples"]) for b in self.given)
-            self.parts.append(Part("outliers", total, 1, self._batches("outliers")))
-        elif makes:
-            self.parts.append(Part("outliers", self.count, self.views, self._batches("outliers")))
-
-    def outlier_cycle(self) -> Cycle | None:
-        """Return the outliers in an order of their own."""
-        if len(self.parts) == 1:
-            return None
-        source = self.data if self.given is None else self.given
-        return Cycle(Stream(source, seed=derive_seed("outliers", self.seed)))
-
-    def number(self, part: str, view: int, samples: Tensor) -> Tensor:
-        """Return numbers that tell the views of all examples apart."""
-        first = 0 if part == "data" else FIRST_NUMBER
-        return first + view * self.count + samples
-
-    def made(self, part: str, view: int, batch: dict[str, Any]) -> Any:
-        """Return the view of a numbered batch."""
-        if (part, view) in self._pools:
-            return take(self._pools[part, view], batch["samples"])
-        if part == "outliers" and self.given is None:
-            assert self._views is not None
-            return self._views.destroyed(batch["batch"], batch["samples"], view)
-        if self._views is None or part == "outliers":
-            return batch["batch"]
-        return self._views.light(batch["batch"], batch["samples"], view)
-
-    def numbered_views(self) -> Iterator[dict[str, Any]]:
-        """Give all views of all examples, numbered, in one order."""
-        for part in self.parts:
-            source = self.given if part.name == "outliers" and self.given else self.data
-            for view in range(part.views):
-                for batch in self._in_order(source):
-                    samples = self.number(part.name, view, batch["samples"])
-                    yield {**batch, "samples": samples, "batch": self.made(part.name, view, batch)}
-
-    def _batches(self, part: str) -> Callable[[int], Iterable[Any]]:
-        def batches(view: int) -> Iterator[Any]:
-            source = self.given if part == "outliers" and self.given is not None else self.data
-            changes = self._views is not None and (part == "outliers" or view > 0)
-            made: list[Any] = []
-            for batch in self._in_order(source):
-                made.append(without_labels(self.made(part, view, batch)))
-                yield made[-1]
-                if not changes or (part, view) in self._pools or _bytes(made) > self._room:
-                    made.clear()
-                    changes = False
-            if made and (pool := _pool(made)) is not None:
-                self._pools[part, view] = pool
-                self._room -= _bytes(made)
-
-        return batches
-
-    def _in_order(self, data: Any) -> Iterator[Any]:
-        return Stream(data, seed=0, shuffle=False).epoch(0)
-
-
-def _bytes(batches: Sequence[Any]) -> int:
-    leaves = [leaf for batch in batches for _, leaf in columns(batch) if isinstance(leaf, Tensor)]
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-
-
-def _names(data: Batches) -> tuple[str, ...]:
-    first = next(iter(data.subset([0])))
-    return tuple(first) if hasattr(first, "keys") else ()
-
-
 def _check_folder(
     folder: Path,
     lessons: Lessons,
@@ -458,56 +343,3 @@ def _check_folder(
         check_same_run(path, saved, now)
     else:
         write_whole(path, json.dumps(sealed(now), indent=1))
-
-
-@dataclass
-class DistillRun(BranchRun):
-    """A run in which every member has a teacher of its own."""
-
-    lessons: Lessons | None = None
-    answers: Answers | None = None
-    shares: Tensor | None = None
-    slow: frozenset[str] = frozenset()
-
-    def _rate_of(self, name: str) -> float:
-        return self.settings.trunk_rate if name in self.slow else 1.0
-
-    def _remembered(self) -> Iterable[Any]:
-        assert self.lessons is not None
-        return self.lessons.numbered_views()
-
-    def _loss(self, batch: Any, part: int) -> Tensor:
-        batch, share = self._part(batch, part)
-        loss = share * self._taught("data", self.epoch, batch) if share else torch.zeros(())
-        if self.outliers is None:
-            return loss
-        odd, share = self._part(self.outliers.at(self.step), part)
-        if not share:
-            return loss
-        turn = self.outliers.turn(self.step)
-        return loss + share * self.settings.outlier_weight * self._taught("outliers", turn, odd)
-
-    def _taught(self, part: str, turn: int, batch: Any) -> Tensor:
-        """Return the members' mean loss against their teachers on a view of a batch."""
-        assert self.lessons is not None and self.answers is not None and self.shares is not None
-        view = turn % self.answers.parts[part].views
-        samples, heat = batch["samples"], self.settings.teacher_temperature
-        target = self.answers.rows(part, view, samples).to(self.accelerator.device)
-        target = (target / heat).softmax(-1)  # [batch, teacher, class]
-        target = torch.einsum("mt,btc->bmc", self.shares.to(target), target)
-        shown = {**batch, "samples": self.lessons.number(part, view, samples)}
-        if not self.model.knows(keys_of(shown)):
-            shown["batch"] = self.lessons.made(part, view, batch)
-        logits = self.wrapped(shown).float()
-        losses = -(target * (logits / heat).log_softmax(-1)).sum(-1) * heat**2
-        share = self.settings.distill
-        if share < 1 and part == "data":
-            labels = batch["labels"].to(logits.device).long()[:, None].expand(losses.shape)
-            hard = F.cross_entropy(
-                logits.transpose(1, 2),
-                labels,
-                reduction="none",
-                label_smoothing=self.settings.label_smoothing,
-            )
-            losses = share * losses + (1 - share) * hard
-        return self._weighted(losses, shown).mean()

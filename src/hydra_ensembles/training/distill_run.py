@@ -1,0 +1,74 @@
+"""The run of `distill`: every member against its own teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .answers import Answers
+from .branch import BranchRun
+from .lessons import Lessons
+from .numbered import keys_of
+
+
+@dataclass
+class DistillRun(BranchRun):
+    """A run in which every member has a teacher of its own."""
+
+    lessons: Lessons | None = None
+    answers: Answers | None = None
+    shares: Tensor | None = None
+    slow: frozenset[str] = frozenset()
+
+    def _rate_of(self, name: str) -> float:
+        return self.settings.trunk_rate if name in self.slow else 1.0
+
+    def _remembered(self) -> Iterable[Any]:
+        assert self.lessons is not None
+        return self.lessons.numbered_views()
+
+    def _loss(self, batch: Any, part: int) -> Tensor:
+        batch, share = self._part(batch, part)
+        loss = share * self._taught("data", self.epoch, batch) if share else torch.zeros(())
+        if self.outliers is None:
+            return loss
+        odd, share = self._part(self.outliers.at(self.step), part)
+        if not share:
+            return loss
+        turn = self.outliers.turn(self.step)
+        return loss + share * self.settings.outlier_weight * self._taught("outliers", turn, odd)
+
+    def _taught(self, part: str, turn: int, batch: Any) -> Tensor:
+        """Return the members' mean loss against their teachers on a view of a batch."""
+        assert self.lessons is not None and self.answers is not None and self.shares is not None
+        view = turn % self.answers.parts[part].views
+        samples, heat = batch["samples"], self.settings.teacher_temperature
+        target = self.answers.rows(part, view, samples).to(self.accelerator.device)
+        target = (target / heat).softmax(-1)  # [batch, teacher, class]
+        target = torch.einsum("mt,btc->bmc", self.shares.to(target), target)
+        shown = {**batch, "samples": self.lessons.number(part, view, samples)}
+        if not self.model.knows(keys_of(shown)):
+            shown["batch"] = self.lessons.made(part, view, batch)
+        logits = self.wrapped(shown).float()
+        losses = self._losses(part, target, logits, batch)
+        return self._weighted(losses, shown).mean()
+
+    def _losses(self, part: str, target: Tensor, logits: Tensor, batch: Any) -> Tensor:
+        """Return each member's loss against its own target, `[batch, member]`."""
+        heat, share = self.settings.teacher_temperature, self.settings.distill
+        losses = -(target * (logits / heat).log_softmax(-1)).sum(-1) * heat**2
+        if share == 1 or part != "data":
+            return losses
+        labels = batch["labels"].to(logits.device).long()[:, None].expand(losses.shape)
+        hard = F.cross_entropy(
+            logits.transpose(1, 2),
+            labels,
+            reduction="none",
+            label_smoothing=self.settings.label_smoothing,
+        )
+        return share * losses + (1 - share) * hard
