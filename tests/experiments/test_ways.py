@@ -8,11 +8,11 @@ import pytest
 import torch
 from lab.folds import FOLDS, pooled
 from lab.tasks import open_task
-from lab.trials import Trial, TrialRun, mutual_information, trying
+from lab.trials import Trial, mutual_information, trying
 from run import read_table
 
 from hydra_ensembles.data.demo import digits
-from hydra_ensembles.training import Settings, distill
+from hydra_ensembles.training import distill
 from hydra_ensembles.uncertainty import score_logits
 from tests import zoo
 
@@ -70,17 +70,6 @@ def distilled(**trial: Any) -> Any:
         )
 
 
-def difference(a: Any, b: Any) -> float:
-    ours, theirs = a.state_dict(), b.state_dict()
-    return max(float((ours[k] - theirs[k]).abs().max()) for k in ours)
-
-
-def test_weights_are_averaged_over_the_last_epochs() -> None:
-    plain = distilled()
-    assert difference(plain, distilled(average_from=0.5)) == 0  # the mean over one epoch
-    assert difference(plain, distilled(average_from=0.0)) > 1e-5
-
-
 def test_repulsion_drives_members_apart_on_label_destroying_inputs() -> None:
     noise = zoo.batch("vit", 16, seed=2)
 
@@ -89,28 +78,6 @@ def test_repulsion_drives_members_apart_on_label_destroying_inputs() -> None:
             return float(score_logits(model.member_logits(noise), "mutual-information").mean())
 
     assert spread(distilled(repel=20.0, beyond=5.0)) > spread(distilled())
-
-
-@pytest.mark.parametrize("part", ["data", "outliers"])
-@pytest.mark.parametrize("labels_on_mean", [False, True])
-def test_a_share_of_the_loss_is_that_of_the_mean(part: str, labels_on_mean: bool) -> None:
-    run = object.__new__(TrialRun)
-    run.settings = Settings(distill=0.7)
-    run.trial = Trial(joint=0.25, labels_on_mean=labels_on_mean)  # type: ignore[misc]
-    source = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(6, 3, 5, generator=source)
-    target = torch.randn(6, 3, 5, generator=source).softmax(-1)
-    labels = torch.randint(5, (6,), generator=source)
-    said = logits.softmax(-1)
-    own = -(target * said.log()).sum(-1)
-    mean = -(target.mean(1) * said.mean(1).log()).sum(-1)
-    if part == "data":
-        rows = torch.arange(6)
-        mean = 0.7 * mean - 0.3 * said.mean(1)[rows, labels].log()
-        if not labels_on_mean:
-            own = 0.7 * own - 0.3 * said[rows, :, labels].log()
-    found = run._losses(part, target, logits, {"labels": labels})
-    torch.testing.assert_close(found, 0.75 * own + 0.25 * mean[:, None])
 
 
 def test_mutual_information_is_that_of_the_library() -> None:

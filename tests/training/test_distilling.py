@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from hydra_ensembles.data import as_data
 from hydra_ensembles.errors import DataError, FormatError, MaskError
 from hydra_ensembles.training import Settings, distill, finetune
 from hydra_ensembles.training.answers import assign
+from hydra_ensembles.training.distill_run import DistillRun
+from hydra_ensembles.training.distilling import DISTILL
 from hydra_ensembles.training.views import Views
 from tests import zoo
 
@@ -106,6 +109,49 @@ def main(model: nn.Module, batch: Any) -> torch.Tensor:
     from hydra_ensembles.data.running import call_model, member_logits_of
 
     return member_logits_of(call_model(model, batch))[:, 0]
+
+
+@pytest.mark.parametrize("part", ["data", "outliers"])
+def test_a_share_of_the_loss_is_that_of_the_mean(part):
+    run = object.__new__(DistillRun)
+    run.settings = Settings(distill=0.7, joint=0.25, teacher_temperature=2.0)
+    source = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(6, 3, 5, generator=source)
+    target = torch.randn(6, 3, 5, generator=source).softmax(-1)
+    labels = torch.randint(5, (6,), generator=source)
+    found = run._losses(part, target, logits, {"labels": labels})
+
+    warm, plain = (logits / 2).softmax(-1), logits.softmax(-1)
+    own = -4 * (target * warm.log()).sum(-1)
+    mean = -4 * (target.mean(1) * warm.mean(1).log()).sum(-1)
+    if part == "data":
+        rows = torch.arange(6)
+        own = 0.7 * own - 0.3 * plain[rows, :, labels].log()
+        mean = 0.7 * mean - 0.3 * plain.mean(1)[rows, labels].log()
+    torch.testing.assert_close(found, 0.75 * own + 0.25 * mean[:, None])
+
+
+def test_joint_brings_the_mean_nearer_to_the_teachers_and_leaves_one_student_as_it_is():
+    teachers = [teacher(place) for place in range(3)]
+
+    def distance(joint: float) -> float:
+        student = train(
+            teachers, settings=replace(DISTILL, joint=joint), epochs=20, outliers=None, views=1
+        )
+        with torch.no_grad():
+            ours = torch.cat([student.member_logits(b) for b in data()]).softmax(-1).mean(1)
+            theirs = torch.stack([torch.cat([main(t, b) for b in data()]) for t in teachers])
+        return float((ours - theirs.softmax(-1).mean(0)).abs().mean())
+
+    assert distance(0.8) < distance(0.0)
+    one = {"masks": None, "members": 1}
+    alone = [train(teachers, **one, settings=replace(DISTILL, joint=j)) for j in (0.0, 0.8)]
+    assert largest_difference(*alone) == 0
+
+
+def test_joint_is_a_share():
+    with pytest.raises(ValueError, match="joint is 1"):
+        Settings(joint=1.0)
 
 
 def test_the_trunk_is_frozen_slow_or_trained():

@@ -1,7 +1,8 @@
-"""The run of `distill`: every member against its own teacher."""
+"""The run of `distill`: every member against its own teacher, and their mean against the mean."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -59,9 +60,23 @@ class DistillRun(BranchRun):
         return self._weighted(losses, shown).mean()
 
     def _losses(self, part: str, target: Tensor, logits: Tensor, batch: Any) -> Tensor:
-        """Return each member's loss against its own target, `[batch, member]`."""
-        heat, share = self.settings.teacher_temperature, self.settings.distill
-        losses = -(target * (logits / heat).log_softmax(-1)).sum(-1) * heat**2
+        """Return each member's loss against its target, and its share of the mean's."""
+        heat, joint = self.settings.teacher_temperature, self.settings.joint
+        losses = self._cross_entropy(part, target, (logits / heat).log_softmax(-1), logits, batch)
+        if not joint or logits.shape[1] == 1:  # one member is its own mean
+            return losses
+        together = log_mean(logits)[:, None]
+        mean = self._cross_entropy(
+            part, target.mean(1, keepdim=True), log_mean(logits / heat)[:, None], together, batch
+        )
+        return (1 - joint) * losses + joint * mean
+
+    def _cross_entropy(
+        self, part: str, target: Tensor, answer: Tensor, logits: Tensor, batch: Any
+    ) -> Tensor:
+        """Mix the loss of softened answers (log-probabilities) with that of the labels."""
+        losses = -(target * answer).sum(-1) * self.settings.teacher_temperature**2
+        share = self.settings.distill
         if share == 1 or part != "data":
             return losses
         labels = batch["labels"].to(logits.device).long()[:, None].expand(losses.shape)
@@ -72,3 +87,8 @@ class DistillRun(BranchRun):
             label_smoothing=self.settings.label_smoothing,
         )
         return share * losses + (1 - share) * hard
+
+
+def log_mean(logits: Tensor) -> Tensor:
+    """Return the log of the members' mean probability, `[batch, class]`."""
+    return logits.log_softmax(-1).logsumexp(1) - math.log(logits.shape[1])

@@ -33,6 +33,8 @@ class Settings:
         trunk_rate: `distill`: learning rate of the trunk as a share of the branch's; 0 freezes it.
         views: `distill`: different variants of each example; epoch e sees variant e mod views.
         teacher_temperature: `distill`: divides the logits of teachers and members in the loss.
+        joint: `distill`: share of the loss that is the mean's, in [0, 1): the mean of the members'
+            probabilities learns the mean of their teachers, beside each member its own.
         parts: Each batch is cut into so many parts, whose gradients are added up in order: less
             memory, and the same bits for any number of processes that share the parts. By default
             as many as there are processes, and results differ by rounding.
@@ -54,6 +56,7 @@ class Settings:
     trunk_rate: float = 0.0
     views: int = 1
     teacher_temperature: float = 1.0
+    joint: float = 0.0
     parts: int = 0
 
     def __post_init__(self) -> None:
@@ -64,6 +67,8 @@ class Settings:
             raise ValueError(f"parts is {self.parts}; expected 1 or more, or 0 for one a process.")
         if not 0 <= self.distill <= 1:
             raise ValueError(f"distill is {self.distill}; expected a share in [0, 1].")
+        if not 0 <= self.joint < 1:
+            raise ValueError(f"joint is {self.joint}; expected a share of the loss in [0, 1).")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup is {self.warmup}; expected a share of the steps in [0, 1).")
         if self.trunk_rate < 0:
