@@ -94,9 +94,9 @@ def distill(
 
         L = sum_m E_x [-sum_c q_m(c | x) log p_m(c | x)],
 
-    never the loss of the mean (Tran et al., 2020, arXiv 2001.04694; arXiv 2301.11323), over the
-    data, lightly changed, and over variants of it whose label is destroyed, where teachers disagree
-    most. Labels are not needed.
+    never that of the mean alone (Tran et al., 2020, arXiv 2001.04694; arXiv 2301.11323;
+    `Settings.joint` adds a share of it), over the data, lightly changed, and over variants of it
+    whose label is destroyed, where teachers disagree most. Labels are not needed.
 
     The teachers answer first, one after another, and their answers are kept in `folder`; then the
     members train. A run that was stopped and is started again with the same arguments ends with
