@@ -228,10 +228,14 @@ def _ask(case: Case, explanation: Any, plain: Tensor) -> str | None:
                 case.compare(fused[:, member], alone, index, f"{what} {member}, batch {index}")
 
     def fuse() -> None:
-        ensembles.append(hydra.fuse(copy.deepcopy(model), members))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            ensembles.append(hydra.fuse(copy.deepcopy(model), members))
         if ensembles[0].engine != explanation.engine:
+            told = [str(w.message) for w in said if "failed its check" in str(w.message)]
             raise hydra.HydraError(
-                f"explain promised the engine {explanation.engine}, fuse took {ensembles[0].engine}"
+                f"explain promised the engine {explanation.engine}, fuse took "
+                f"{ensembles[0].engine}: {' '.join(told) or 'and did not say so'}"
             )
         compare_members(ensembles[0], "member")
 

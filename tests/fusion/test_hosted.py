@@ -25,6 +25,7 @@ from hydra_ensembles.search.prefix import Prefix
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, EQUAL, LATE, TREE, gated, members_of, perturbed
 
+EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}
 GROUPED = {**zoo.SIZES, **zoo.TEXT, "num_labels": 5, "num_key_value_heads": 2}
 TIMM = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4}
 
@@ -61,6 +62,14 @@ def _mixtral() -> nn.Module:
     return MixtralForSequenceClassification(MixtralConfig(**GROUPED, num_local_experts=3))
 
 
+def _gpt_oss() -> nn.Module:
+    from transformers import GptOssConfig, GptOssForSequenceClassification
+
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = GptOssConfig(**GROUPED, head_dim=8, sliding_window=3, layer_types=kinds, **EXPERTS)
+    return GptOssForSequenceClassification(config)
+
+
 def _gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2ForSequenceClassification
 
@@ -90,6 +99,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "glm": _glm,  # half of each head is turned, neighbours together
     "gemma3": _gemma3,  # windows by layer, two sets of rotary positions
     "mixtral": _mixtral,  # a mixture of experts
+    "gpt_oss": _gpt_oss,  # experts, windows by layer, sinks of attention
     "gpt2": _gpt2,  # learnt positions, causal
     "beit": _beit,  # a bias by relative position and head
     "eva02": _timm("eva02_tiny_patch14_224"),
@@ -101,10 +111,14 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
 @cache
 def host(name: str) -> nn.Module:
     """Return a shared tiny model, its weights large enough for positions and biases to matter."""
-    generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = MAKERS[name]().eval()
+        return scale_(MAKERS[name]().eval())
+
+
+def scale_(model: nn.Module) -> nn.Module:
+    """Redraw the weights, large enough for every part to matter, in place."""
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -216,7 +230,7 @@ def test_members_come_out_as_plain_hosts() -> None:
         assert not any(isinstance(module, HostedBlock) for module in plain.modules())
         torch.testing.assert_close(zoo.run(plain, inputs), expected[:, member])
     hydra.verify(ensemble, inputs)
-    assert hydra.explain(host("gemma3")).engine == "host"
+    assert hydra.explain(host("gpt_oss")).engine == "host"
 
 
 def test_untied_members_train_apart() -> None:
@@ -246,7 +260,7 @@ def test_finetuned_members_share_what_is_equal() -> None:
     assert norms[0] is norms[1] is norms[2]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llama", "vit"])
+@pytest.mark.parametrize("name", ["gpt_oss", "llama", "vit"])
 def test_cost_counts_what_runs(name: str) -> None:
     model = zoo.host(name) if name == "vit" else host(name)
     inputs = zoo.batch(name) if name == "vit" else batch(name)
@@ -258,12 +272,12 @@ def test_cost_counts_what_runs(name: str) -> None:
     assert cost(ensemble, inputs).multiply_adds == counter.get_total_flops() // 2
     ratio = cost(ensemble, inputs).relative_to(cost(model, inputs)).multiply_adds
     assert ratio > 1
-    if name == "gemma3":  # whose own engine this is
+    if name == "gpt_oss":  # whose own engine this is
         assert CostModel(model, inputs).ratio(LATE) == pytest.approx(ratio, rel=0.02)
 
 
 def test_a_search_runs_the_hosts_own_blocks_with_their_own_arguments() -> None:
-    model, inputs = host("gemma3"), batch("gemma3")
+    model, inputs = host("gpt_oss"), batch("gpt_oss")
     data = [{**inputs, "labels": torch.tensor([0, 1, 2, 3])}]
     prefix = Prefix(host_model(model), {"id": data})
     found = prefix.logits([*EARLY, *LATE]).logits["id"]

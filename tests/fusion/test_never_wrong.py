@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ def timm_model(name: str, **options: Any) -> nn.Module:
     ("name", "options", "reason"),
     [
         ("vit_base_patch16_rope_mixed_224", {}, "rotary positions"),
-        ("beit_base_patch16_224", {}, "relative-position bias"),
+        ("vit_relpos_base_patch16_cls_224", {}, "relative-position bias"),
     ],
 )
 def test_an_argument_that_is_not_understood_is_refused(
@@ -66,10 +68,46 @@ def test_fuse_checks_itself_on_the_given_batch(monkeypatch: pytest.MonkeyPatch) 
     inputs = zoo.batch("vit")
     with pytest.raises(VerificationError, match="differs by"):
         hydra.fuse(zoo.host("vit"), LATE, batch=inputs, engine="fused")
-    ensemble = hydra.fuse(zoo.host("vit"), LATE, batch=inputs)
+    with pytest.warns(UserWarning, match="failed its check"):
+        ensemble = hydra.fuse(zoo.host("vit"), LATE, batch=inputs)
     assert ensemble.engine == "host", "what is not right is not taken"
     expected = gated(zoo.host("vit"), LATE, inputs)
     torch.testing.assert_close(ensemble.predict(inputs).member_logits, expected)
+
+
+def test_auto_says_that_its_first_engine_failed() -> None:
+    """Blocks that bound large states differ from our arithmetic on real states only."""
+    from transformers.models.vit.modeling_vit import ViTLayer
+
+    class BoundedLayer(ViTLayer):
+        def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(hidden_states.clamp(-8, 8), *args, **kwargs)
+
+    model = copy.deepcopy(zoo.host("vit"))
+    for layer in model.vit.layers:
+        layer.__class__ = BoundedLayer
+    inputs = zoo.batch("vit")
+    with torch.no_grad():
+        model.vit.embeddings.position_embeddings *= 1000.0
+    explanation = hydra.explain(model)
+    assert explanation.engine == "fused", "random states are too small to tell"
+    with pytest.raises(VerificationError, match="differs by"):
+        hydra.fuse(model, LATE, batch=inputs, engine="fused")
+    with pytest.warns(UserWarning, match="failed its check") as said:
+        ensemble = hydra.fuse(model, LATE, batch=inputs)
+    (warning,) = said
+    text = str(warning.message)
+    assert "ViTForImageClassification" in text
+    assert "exact and slower" in text
+    assert re.search(r"member \d differs by \d", text)
+    assert f"explain() says 'fused' ({explanation.engine_why})" in text
+    assert warning.filename == __file__
+    assert ensemble.engine == "host"
+    expected = gated(model, LATE, inputs)
+    torch.testing.assert_close(ensemble.predict(inputs).member_logits, expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # asked for, it needs no warning
+        assert hydra.fuse(model, LATE, batch=inputs, engine="host").engine == "host"
 
 
 def test_an_embedding_is_not_a_probability() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hydra_ensembles.hosts.rotary import read_rotary
 from hydra_ensembles.search.prefix import Prefix
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, LATE, TREE, gated, members_of, perturbed
-from tests.fusion.test_hosted import GROUPED, batch, host
+from tests.fusion.test_hosted import GROUPED, batch, host, scale_
 
 BROKEN = [HeadMask([[1, 0, 1, 1], [0, 0, 0, 1], row.tolist()]) for row in (m[2] for m in LATE)]
 """Groups of queries are {0, 1} and {2, 3}: the trunk keeps parts of them."""
@@ -102,19 +103,55 @@ def test_cost_counts_what_runs_and_the_readout_makes_it_cheaper() -> None:
     assert counted.multiply_adds < hosted.multiply_adds
 
 
-def test_windows_that_our_examples_do_not_reach_are_seen() -> None:
+@pytest.mark.parametrize("window", [3, 20])
+def test_windows_that_our_examples_do_not_reach_are_masked(window: int) -> None:
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-    def reason(window: int, kinds: list[str]) -> str | None:
-        config = Qwen2Config(
-            **GROUPED, use_sliding_window=True, sliding_window=window, layer_types=kinds
-        )
-        return host_model(Qwen2ForSequenceClassification(config)).why_not_fused()
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    config = Qwen2Config(
+        **GROUPED, use_sliding_window=True, sliding_window=window, layer_types=kinds
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = scale_(Qwen2ForSequenceClassification(config).eval())
+    ensemble = hydra.fuse(model, LATE, engine="fused")
+    assert ensemble.switches["by_layer"] is True
+    ids = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = gated(model, LATE, inputs)
+    wide = copy.deepcopy(model)
+    wide.config.sliding_window = 100
+    assert (gated(wide, LATE, inputs) - expected).abs().max() > 1e-2, "the window must matter"
+    torch.testing.assert_close(members_of(ensemble, inputs), expected, atol=1e-4, rtol=0)
 
-    full, sliding = "full_attention", "sliding_attention"
-    assert "windows in some of them" in str(reason(4096, [full, sliding, full]))
-    assert "windows in some of them" in str(reason(3, [full, sliding, full]))
-    assert reason(4096, [sliding] * 3) is None
+
+def test_windows_that_no_mask_tells_are_seen() -> None:
+    from transformers import GPTNeoConfig, GPTNeoForSequenceClassification
+
+    def reason(kinds: list[Any]) -> str | None:
+        config = GPTNeoConfig(
+            hidden_size=32,
+            num_layers=3,
+            num_heads=4,
+            vocab_size=99,
+            attention_types=kinds,
+            window_size=20,  # more than our examples have tokens
+            **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 98},
+        )
+        family = hydra.Family(
+            name="neo",
+            query="attn.attention.q_proj",
+            key="attn.attention.k_proj",
+            value="attn.attention.v_proj",
+            output="attn.attention.out_proj",
+            norm1="ln_1",
+            norm2="ln_2",
+            returns_tuple=True,
+        )
+        return host_model(GPTNeoForSequenceClassification(config), family=family).why_not_fused()
+
+    assert "windows in some of them" in str(reason([[["global", "local", "global"], 1]]))
+    assert "windows in some of them" not in str(reason([[["global"], 3]]))
 
 
 def test_a_search_turns_queries_and_keys() -> None:

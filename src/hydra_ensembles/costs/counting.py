@@ -227,8 +227,9 @@ class CostModel:
         """Return counted multiply-adds of a plan divided by those of the plain host."""
         total = self.outside.multiply_adds + (len(plan.ends) - 1) * self.heads_after
         for layer, geometry in enumerate(self.geometry[: plan.trunk]):
-            # heads that a bias is handed over for stay, gated off
-            heads = None if self.host.biased else len(plan.trunk_heads[layer])
+            # heads that its own blocks need stay, gated off
+            keeps = self.host.arithmetic.keeps_heads
+            heads = None if keeps else len(plan.trunk_heads[layer])
             total += geometry.plain(self.outside, heads)
         for layer_plan in plan.layers:
             geometry = self.geometry[layer_plan.layer]

@@ -65,7 +65,7 @@ def assemble(
     description = describe_host(hosts[0].model)
     base = host_model(copy.deepcopy(hosts[0].model), family=hosts[0].family)
     base.__dict__["readout"] = readout  # probed once, as the next two were
-    base.rotary, base.biased = hosts[0].rotary, hosts[0].biased
+    base.arithmetic = hosts[0].arithmetic
     base.__dict__["forms"] = hosts[0].forms
     merged = _merge_(base, hosts, average)
     if average == "all":
@@ -104,8 +104,7 @@ def assemble(
         assert isinstance(block, FusedBlock)
         layers[layer_plan.layer].fill_(block, layer_plan, base.family.norm)
     copies.update(_split_classifiers_(base, plan, hosts, classifier))
-    settings: dict[str, Any] = {} if base.rotary is None else {"rotary": base.rotary}
-    settings |= {"biased": True} if base.biased else {}
+    settings = base.arithmetic.settings()
     settings |= {"form": str(body.form)} if str(body.form) else {}
     assembly = Assembly(base.model, body, plan, moulds, copies, merged, description, settings)
     return assembly, _references(hosts, masks, average)
@@ -245,10 +244,7 @@ def _with_averaged_rest(base: HostModel, hosts: list[HostModel]) -> list[HostMod
             family = block.family
             paths = block.names(family.after_attention + family.after_mlp)
             for path in paths:
-                average_(
-                    block.module.get_submodule(path),
-                    [other.module.get_submodule(path) for other in others],
-                )
+                average_(block.part(path), [other.part(path) for other in others])
             for name in ("norm1", "norm2"):
                 if getattr(block, name) is not None:
                     average_(getattr(block, name), [getattr(other, name) for other in others])
@@ -300,7 +296,7 @@ class _LayerParts:
         self.norm = identities(norms)  # type: ignore[arg-type]
         after = first.names(first.family.after_attention + first.family.after_mlp)
         self.rest = identities(
-            [[b.norm2, *(b.module.get_submodule(path) for path in after)] for b in self.blocks]  # type: ignore[list-item]
+            [[b.norm2, *(b.part(path) for path in after)] for b in self.blocks]  # type: ignore[list-item]
         )
         self.bias = _equal_tensors([b.attention.output_bias for b in self.blocks])
         self._find_heads(hosts, masks)
@@ -363,6 +359,8 @@ class _LayerParts:
                 [getattr(weights, name)[place] for name in ("query", "key", "value")]
             )
             bank.output[number] = weights.output[place]
+            if bank.positions is not None and weights.positions is not None:
+                bank.positions[number] = weights.positions[place]
             if bank.bias is not None:
                 for row, name in enumerate(("query_bias", "key_bias", "value_bias")):
                     bias = getattr(weights, name)
@@ -375,18 +373,15 @@ class _LayerParts:
                 self._fill(part, groups, partial(_head_norm, index))
         for name in ("after_attention", "after_mlp"):
             paths = self.blocks[0].names(getattr(self.blocks[0].family, name))
-            real = [p for p in paths if not isinstance(self._module(0, p), nn.Identity)]
+            real = [p for p in paths if not isinstance(self.blocks[0].part(p), nn.Identity)]
             for part, path in zip(getattr(fused, name), real, strict=True):
-                self._fill(part, streams, partial(_submodule, path))
+                self._fill(part, streams, partial(_part, path))
         if fused.output_bias.value is not None:
             members = streams if len(fused.output_bias.value) > 1 else streams[:1]
             for row, member in enumerate(members):
                 bias = self.blocks[member].attention.output_bias
                 assert bias is not None
                 fused.output_bias.value[row] = bias
-
-    def _module(self, member: int, path: str) -> nn.Module:
-        return self.blocks[member].module.get_submodule(path)
 
     def _fill(self, part: PerStream, members: Sequence[int], get: Callable[[Any], Any]) -> None:
         for module, member in zip(part.each, members, strict=False):
@@ -397,8 +392,8 @@ def _head_norm(index: int, block: Block) -> nn.Module | None:
     return block.attention.head_norms[index]
 
 
-def _submodule(path: str, block: Block) -> nn.Module:
-    return block.module.get_submodule(path)
+def _part(path: str, block: Block) -> nn.Module:
+    return block.part(path)
 
 
 def _group_members(plan: LayerPlan) -> list[int]:

@@ -36,6 +36,7 @@ class Packed:
 class HeadBank(nn.Module):
     """The distinct heads of one block: `qkv` [3, heads, width, d], `output` [heads, d, width].
 
+    Where heads have a table by relative position, `positions` [heads, entries] holds their columns.
     Members refer to heads by index; shared heads are stored once and gradients meet in them.
     `untie_` gives every stream its own copies.
     """
@@ -53,7 +54,14 @@ class HeadBank(nn.Module):
             zero = torch.zeros_like(weights.query[..., 0])
             rows = [zero if bias is None else bias for bias in biases]
             self.bias = nn.Parameter(torch.stack(rows).detach().clone())
+        # a bias that the host does not have stays zero, also in training
+        missing = [i for i, bias in enumerate(biases) if bias is None]
+        self._no_bias = missing if len(missing) < 3 else []
         self.output = nn.Parameter(weights.output.detach().clone())
+        if weights.positions is None:
+            self.register_parameter("positions", None)
+        else:
+            self.positions = nn.Parameter(weights.positions.detach().clone())
         self._packed: Packed | None = None
         self._frozen: Packed | None = None
         self._key: tuple[object, ...] = ()
@@ -66,7 +74,9 @@ class HeadBank(nn.Module):
         index = torch.tensor(list(heads), dtype=torch.long, device=self.qkv.device)
         q, k, v = self.qkv.detach()[:, index]
         bias = [None] * 3 if self.bias is None else list(self.bias.detach()[:, index])
-        return HeadWeights(q, k, v, bias[0], bias[1], bias[2], self.output.detach()[index])
+        positions = None if self.positions is None else self.positions.detach()[index]
+        output = self.output.detach()[index]
+        return HeadWeights(q, k, v, bias[0], bias[1], bias[2], output, positions)
 
     def untie_(self) -> None:
         """Give every stream its own copy of its heads, in place."""
@@ -76,6 +86,8 @@ class HeadBank(nn.Module):
         self.output = nn.Parameter(self.output.detach()[index].clone())
         if self.bias is not None:
             self.bias = nn.Parameter(self.bias.detach()[:, index].clone())
+        if self.positions is not None:
+            self.positions = nn.Parameter(self.positions.detach()[index].clone())
         offsets = [sum(len(h) for h in self.plan.heads[:s]) for s in range(self.plan.streams)]
         heads = tuple(
             tuple(range(start, start + len(h)))
@@ -116,10 +128,14 @@ class HeadBank(nn.Module):
     def _pack(self) -> Packed:
         groups = self.plan.groups()
         projections: list[tuple[int, Tensor, Tensor | None]] = []
+        biases: Tensor | None = self.bias
+        if biases is not None and self._no_bias:
+            there = [float(row not in self._no_bias) for row in range(3)]
+            biases = biases * torch.tensor(there, device=biases.device).to(biases)[:, None, None]
         for stream, heads in groups:
             weight, bias = self._take(self.qkv, heads), None
-            if self.bias is not None:
-                bias = self._take(self.bias, heads).flatten()
+            if biases is not None:
+                bias = self._take(biases, heads).flatten()
             projections.append((stream, weight.flatten(0, 2), bias))
         outputs = []
         for s, heads in enumerate(self.plan.heads):
@@ -135,10 +151,8 @@ class HeadBank(nn.Module):
             weights, shifts = (_stack(parts) for parts in list(zip(*projections, strict=True))[1:])
             assert weights is not None
             qkv = weights, shifts
-            biases = [None] * len(weights) if shifts is None else list(shifts)
-            projections = [
-                (p[0], w, b) for p, w, b in zip(projections, weights, biases, strict=True)
-            ]
+            rows = [None] * len(weights) if shifts is None else list(shifts)
+            projections = [(p[0], w, b) for p, w, b in zip(projections, weights, rows, strict=True)]
             own = [heads for _, heads in groups]
             if len(own) == len(outputs) and [o[0] for o in outputs] == list(range(len(own))):
                 output = _stack([o[2] for o in outputs])

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from ..errors import UnsupportedModelError
 from ..heads.plan import Plan
 from ..hosts.arguments import understand
+from ..hosts.arithmetic import Arithmetic
 from ..hosts.calling import Form, full_length, states_of, without_cache
 from ..hosts.family import Family
 from ..hosts.probe import Readout
+from ..hosts.relative import Grid
+from .handing import Given, take_handed
 from .layers import Context, FusedBlock, _select, streams_of
 
 
@@ -59,10 +62,12 @@ class Body(nn.Module):
         plan: Plan,
         readout: Readout,
         family: Family,
+        *,
+        names: Sequence[str],
         causal: bool,
-        names: Sequence[str] = (),
-        rotary: str | None = None,
-        biased: int | None = None,
+        arithmetic: Arithmetic,
+        heads: int | None = None,
+        grid: Grid | None = None,
         form: Form | None = None,
     ) -> None:
         super().__init__()
@@ -73,8 +78,9 @@ class Body(nn.Module):
         self.family = family
         self.causal = causal
         self.names = tuple(names)  # what the host's blocks call their positional arguments
-        self.rotary = rotary  # the form of its rotary positions, if it has any
-        self.biased = biased  # the number of heads in the bias that it hands over, if it does
+        self.arithmetic = arithmetic
+        self.heads = heads  # in the bias that the host hands over, if it does
+        self.grid = grid  # of its tables by relative position, if it has them
         self.form = form or Form()  # in which the host expects a block's answer
 
     @property
@@ -124,35 +130,26 @@ class Body(nn.Module):
             return call.answer
         args = tuple(map(without_cache, args))  # a decoder's cache, before the trunk can fill it
         kwargs = {name: without_cache(value) for name, value in kwargs.items()}
+        given: list[Given] = [(args, kwargs)] * self.plan.depth
+        if self.arithmetic.by_layer:
+            given = [*take_handed(), (args, kwargs)]
         x = hidden_states if call.trunk_states is None else call.trunk_states
-        for block in self.trunk if call.trunk_states is None else ():
-            x = states_of(block(x, *args, **kwargs))[0]
+        for layer, block in enumerate(self.trunk if call.trunk_states is None else ()):
+            x = states_of(block(x, *given[layer][0], **given[layer][1]))[0]
             if call.states is not None:
                 call.states.append(x)
         if call.at_branch is not None:
             call.at_branch(x)
-        if self.branch:
-            try:
-                read = understand(
-                    self.names, args, kwargs, x, rotary=self.rotary, heads=self.biased
-                )
-            except UnsupportedModelError as error:
-                raise UnsupportedModelError(
-                    f'On these inputs {error}. Fuse with engine="host", which runs the host\'s own '
-                    "blocks."
-                ) from error
-            context = Context(
-                mask=read.mask,
-                causal=self.causal if read.causal is None else read.causal,
-                tokens=self.readout.tokens,
-                positions=call.positions,
-                rotary=read.rotary,
-                bias=read.bias,
-            )
-            for block in self.branch:
-                x = block(x, context)
-                if call.states is not None:
-                    call.states.append(x)
+        tokens = x  # of one stream, all of them
+        context, form = None, None
+        for layer, block in enumerate(self.branch, start=len(self.trunk)):
+            same = form == self.arithmetic.rotary_of(layer) and not self.arithmetic.by_layer
+            if context is None or not same:
+                form = self.arithmetic.rotary_of(layer)
+                context = self._context(given[layer], tokens, form, call.positions)
+            x = block(x, context)
+            if call.states is not None:
+                call.states.append(x)
         inputs = self.plan.layers[-1].streams if self.plan.layers else 1
         if self.plan.ends != tuple(range(inputs)):
             x = _select(x, self.plan.ends, inputs)
@@ -161,3 +158,25 @@ class Body(nn.Module):
         streams = streams_of(x, len(self.plan.ends))
         call.streams.extend(full_length(s, call.positions, hidden_states.shape[1]) for s in streams)
         return call.streams[0]
+
+    def _context(
+        self, given: Given, x: Tensor, rotary: str | None, positions: Tensor | None
+    ) -> Context:
+        """Read what the host handed to a block."""
+        try:
+            read = understand(
+                self.names, *given, x, rotary=rotary, heads=self.heads, grid=self.grid
+            )
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f'On these inputs {error}. Fuse with engine="host", which runs the host\'s own '
+                "blocks."
+            ) from error
+        return Context(
+            mask=read.mask,
+            causal=self.causal if read.causal is None else read.causal,
+            tokens=self.readout.tokens,
+            positions=positions,
+            rotary=read.rotary,
+            bias=read.bias,
+        )

@@ -11,6 +11,7 @@ from torch import nn
 from ..data.modes import twin
 from ..heads.plan import LayerPlan
 from ..hosts import Block
+from ..hosts.block import Scale
 from ..hosts.family import Family
 from ..hosts.host import HostModel
 from ..hosts.sites import AttentionSite
@@ -69,7 +70,11 @@ def _cast_block(
     fused: FusedBlock, mould: nn.Module, family: Family, layer: LayerPlan, stream: int
 ) -> nn.Module:
     """Fill a mould with one stream's weights: shared parts by reference, its heads by copy."""
+    device = fused.bank.qkv.device
     module = copy.deepcopy(mould)
+    for part in module.modules():  # parameters come from the fused block, buffers from here
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = buffer.to(device)
     block = Block.of(layer.layer, module, family)
     plan = fused.bank.plan
     group = layer.parents[stream] if plan.shared else stream
@@ -83,14 +88,14 @@ def _cast_block(
 
     assert block.norm1 is not None and block.norm2 is not None
     after = [
-        (part, module.get_submodule(path))
+        (each, path)
         for name in ("after_attention", "after_mlp")
-        for part, path in zip(
+        for each, path in zip(
             getattr(fused, name),
             [
                 p
                 for p in block.names(getattr(family, name))
-                if not isinstance(module.get_submodule(p), nn.Identity)
+                if not isinstance(block.part(p), nn.Identity)
             ],
             strict=True,
         )
@@ -105,11 +110,13 @@ def _cast_block(
     set_part(block.norm1, fused.norm1, group if family.norm == "pre" else stream)
     set_part(block.norm2, fused.norm2, stream)
     query_norm, key_norm = block.attention.head_norms
-    for old, part in ((query_norm, fused.query_norm), (key_norm, fused.key_norm)):
-        if old is not None and part is not None:
-            set_part(old, part, group)
-    for part, old in after:
-        set_part(old, part, stream)
+    for old, head_norm in ((query_norm, fused.query_norm), (key_norm, fused.key_norm)):
+        if old is not None and head_norm is not None:
+            set_part(old, head_norm, group)
+    for each, path in after:
+        own = each.each[stream if len(each.each) > 1 else 0]
+        owner, _, leaf = path.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, own.weight if isinstance(own, Scale) else own)
     for path, mlp in zip(names, fused.mlp_of(stream), strict=True):
         owner, _, leaf = path.rpartition(".")
         setattr(module.get_submodule(owner), leaf, mlp)
@@ -144,7 +151,7 @@ def cast_full(
         if layer < body.plan.trunk:
             module = copy.deepcopy(body.trunk[layer]).to("meta")
         else:
-            module = copy.deepcopy(moulds[layer - body.plan.trunk])
+            module = copy.deepcopy(moulds[layer - body.plan.trunk]).to("meta")
         site = AttentionSite(layer, module, host.family)
         if site.num_heads != shape[layer]:
             site.grow_(shape[layer])

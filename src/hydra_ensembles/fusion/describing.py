@@ -14,6 +14,7 @@ from ..errors import FormatError
 from ..heads.masks import HeadMask
 from ..heads.plan import Plan
 from ..hosts import HostModel, families, host_model
+from ..hosts.arithmetic import Arithmetic
 from ..hosts.calling import Form
 from ..hosts.examples import examples
 from ..hosts.probe import Readout, positions_rule
@@ -101,7 +102,7 @@ def structure(skeleton: nn.Module, config: dict[str, Any]) -> tuple[Assembly, Ho
     plan = Plan.from_dict(config["plan"], masks)
     description = describe_host(skeleton)
     settings = config["switches"]
-    view.rotary, view.biased = settings.get("rotary"), settings.get("biased") is True
+    view.arithmetic = Arithmetic.read(settings)
     view.__dict__["forms"] = [Form.parse(settings.get("form", ""))] * len(view)
     body: Any
     if settings.get("engine") == "host":

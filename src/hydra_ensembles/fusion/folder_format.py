@@ -18,7 +18,7 @@ from ..data.transforms import ImageTransform
 from ..errors import FormatError, HydraError
 from ..heads.masks import HeadMask
 from ..heads.plan import Plan
-from ..hosts.rotary import FORMS
+from ..hosts.rotary import FORMS, UNUSED
 from ..uncertainty import Policy, checked_temperature, scores
 
 FORMAT = "hydra-ensembles"
@@ -259,14 +259,15 @@ def _switches(value: Any) -> str | None:
     if not isinstance(value, dict):
         return f"{value!r:.60} is not a table of switches"
     for key, switch in value.items():
-        if not isinstance(switch, (bool, str)) and key != "cuts":
+        if not isinstance(switch, (bool, str)) and key not in ("cuts", "rotary"):
             return f"{key} is {switch!r:.60}"
     if value.get("engine", "fused") not in ("fused", "host"):
         return f"engine is {value['engine']!r:.60}"
     if not re.fullmatch(r"|(tuple|list) \d", str(value.get("form", ""))):
         return f"form is {value['form']!r:.60}"
-    if value.get("rotary", FORMS[0]) not in FORMS:
-        return f"rotary is {value['rotary']!r:.60}"
+    rotary = value.get("rotary", FORMS[0])
+    if not all(form in (*FORMS, UNUSED) for form in (rotary if type(rotary) is list else [rotary])):
+        return f"rotary is {rotary!r:.60}"
     if value.get("engine") == "host" and type(value.get("folds")) is not bool:
         return f"folds is {value.get('folds')!r:.60}"
     return None

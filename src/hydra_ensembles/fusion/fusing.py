@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from ..heads.masks import HeadMask
 from ..hosts import Family, HostModel, device_of, host_model
 from ..hosts.calling import Inputs
 from ..hosts.examples import examples
+from ..hosts.explaining import engine_of
 from ..hosts.task import other_task
 from .assemble import assemble
 from .ensemble import HydraEnsemble, Mode
@@ -59,7 +61,8 @@ def fuse(
         engine: `"fused"`, our own arithmetic of attention and MLP, the quickest; `"host"`, which
             runs the host's own blocks once per stream and is exact for any block whose heads meet
             in a linear output projection; `"auto"` takes the first where it is proven equal on the
-            arguments that the host hands its blocks, else the second. `explain` says which.
+            arguments that the host hands its blocks, else the second. `explain` says which. Where
+            the first then differs from the members after all, `"auto"` warns and takes the second.
 
     Returns:
         The ensemble. None of the switches changes its output.
@@ -86,7 +89,7 @@ def fuse(
         "average": average,
     }
     inputs = _inputs_for(hosts[0], batch)
-    failure: HydraError | None = None
+    failures: dict[str, HydraError] = {}
     for name, folds in _ways(hosts[0], engine):
         assembly, references = assemble(
             hosts,
@@ -105,16 +108,30 @@ def fuse(
             if inputs is not None:
                 check_against(ensemble, references, inputs)
         except HydraError as error:
-            failure = error
+            failures[name] = error
         except Exception as error:  # the host's code does not take this way: try the next
-            failure = VerificationError(
+            failures[name] = VerificationError(
                 f"{hosts[0].name} cannot run its members by the {name} engine "
                 f"({type(error).__name__}: {error})."
             )
         else:
+            if name == "host" and "fused" in failures:
+                _warn_of_fallback(hosts[0], failures["fused"])
             return ensemble
-    assert failure is not None
-    raise failure
+    raise list(failures.values())[-1]
+
+
+def _warn_of_fallback(host: HostModel, failure: HydraError) -> None:
+    """Say that the quick engine was tried, what it got wrong, and what runs instead."""
+    engine, why = engine_of(host)
+    warnings.warn(
+        f"{host.name} is fused by the host's own blocks, which are exact and slower, because our "
+        f"own arithmetic failed its check: {failure} explain() says {engine!r} ({why}), which "
+        'does not hold on these inputs. Pass engine="host" to choose it yourself, and please '
+        "report the model.",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def _ways(host: HostModel, engine: Engine) -> list[tuple[str, bool]]:

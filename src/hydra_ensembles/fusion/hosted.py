@@ -259,4 +259,4 @@ class HostedBody:
 def body_of(blocks: nn.Module) -> Any:
     """Return the body that stands in a host's list of blocks."""
     modules = list(blocks.children())
-    return HostedBody(modules) if isinstance(modules[0], HostedBlock) else modules[0]  # type: ignore[arg-type]
+    return HostedBody(modules) if isinstance(modules[0], HostedBlock) else modules[-1]  # type: ignore[arg-type]

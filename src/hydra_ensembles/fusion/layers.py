@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +18,17 @@ from torch import Tensor, nn
 
 from ..heads.plan import LayerPlan
 from ..hosts.arguments import add_bias, rows_of_mask
+from ..hosts.attending import attend
 from ..hosts.calling import take_rows
+from ..hosts.relative import bias_of
 from ..hosts.rotary import Rotary
 from .bank import HeadBank, Packed
 
 Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """What turns queries and keys by their positions."""
+
+BiasFor = Callable[[Sequence[int]], Tensor]
+"""What gives the bias of some of a bank's heads."""
 
 CACHED_BYTES = 6 * 2**20
 """Size of an MLP's hidden layer that a CPU's caches hold (measured: 4 to 8 MiB are best)."""
@@ -109,11 +114,15 @@ class FusedBlock(nn.Module):
         key_norm: PerStream | None,
         scale: float,
         dropout: float,
+        softcap: float | None = None,
         places: Sequence[int] = (),
+        index: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.bank = bank
-        self.places = tuple(places)  # of the bank's heads among the host's
+        self.places = tuple(places)  # of the bank's heads among the host's, where those stay
+        # into the heads' tables by relative position [tokens, tokens]
+        self.register_buffer("index", index, persistent=False)
         self.output_bias = output_bias
         self.norm1, self.norm2 = norm1, norm2
         self.mlp = nn.ModuleList(mlp)
@@ -123,6 +132,7 @@ class FusedBlock(nn.Module):
         self.norm = norm
         self.scale = scale
         self.dropout = dropout
+        self.softcap = softcap
         self.grouped: bool | None = None  # one batched product for all groups; None: not on a CPU
         shapes = [p.shape for p in self.mlp.parameters() if p.dim() == 2]
         widest = max((max(shape) for shape in shapes), default=0)
@@ -195,25 +205,15 @@ class FusedBlock(nn.Module):
                 device=y.device,
             )
         causal = context.causal and mask is None
-        bias = context.bias
-        if bias is not None and rows is not None:
-            bias = rows_of_mask(
-                bias,
-                causal=False,
-                keys=y.shape[1],
-                queries=length,
-                positions=context.positions,
-                device=y.device,
-            )
+        bias_for = self._biases(context, None if rows is None else length)
         grouped = y.device.type != "cpu" if self.grouped is None else self.grouped
-        grouped = grouped and bias is None  # groups of heads have biases of their own
-        attend = self._attend_grouped if grouped and packed.qkv is not None else self._attend_each
+        grouped = grouped and bias_for is None  # groups of heads have biases of their own
         turn = None if context.rotary is None else partial(_turn, context.rotary, rows)
         few = None if rows is None else queries
-        if bias is None:
-            heads = attend(y, few, packed, inputs, mask, causal, turn)
+        if grouped and packed.qkv is not None:
+            heads = self._attend_grouped(y, few, packed, inputs, mask, causal, turn)
         else:
-            heads = self._attend_each(y, few, packed, inputs, mask, causal, turn, bias)
+            heads = self._attend_each(y, few, packed, inputs, mask, causal, turn, bias_for)
         if grouped and packed.output is not None and len(heads) == len(packed.outputs):
             return self._project_grouped(heads, packed.output).view(-1, length, y.shape[2])
         outputs = []
@@ -229,6 +229,46 @@ class FusedBlock(nn.Module):
         result = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return result.view(-1, length, y.shape[2])
 
+    def _biases(self, context: Context, queries: int | None) -> BiasFor | None:
+        """Return what gives the bias of some heads [batch or 1, heads, queries, keys], or None.
+
+        Args:
+            context: Of the forward pass.
+            queries: How many rows are read, or None for all.
+        """
+        index: Any = self.index
+        if context.bias is None and index is None:
+            return None
+
+        def rows(table: Tensor) -> Tensor:
+            if queries is None:
+                return table
+            cut = rows_of_mask(
+                table,
+                causal=False,
+                keys=table.shape[-1],
+                queries=queries,
+                positions=context.positions,
+                device=table.device,
+            )
+            assert cut is not None
+            return cut
+
+        handed = None if context.bias is None else rows(context.bias)
+        looked_up = None if index is None else rows(index[None, None])[:, 0]
+
+        def bias_for(heads: Sequence[int]) -> Tensor:
+            own = None
+            if looked_up is not None:
+                own = bias_of(self.bank.positions[list(heads)], looked_up)
+            if handed is None:
+                assert own is not None
+                return own
+            shared = handed[:, [self.places[head] for head in heads]]
+            return shared if own is None else shared + own
+
+        return bias_for
+
     def _attend_each(
         self,
         y: Tensor,
@@ -238,7 +278,7 @@ class FusedBlock(nn.Module):
         mask: Tensor | None,
         causal: bool,
         turn: Turn | None,
-        head_bias: Tensor | None = None,
+        bias_for: BiasFor | None = None,
     ) -> list[Tensor]:
         """Project and attend group by group: each [batch * queries, heads * width].
 
@@ -266,9 +306,9 @@ class FusedBlock(nn.Module):
                 for norm in (self.query_norm, self.key_norm)
             ]
             shown = mask
-            if head_bias is not None:
-                places = [self.places[head] for head in self.bank.plan.groups()[group][1]]
-                shown = add_bias(mask, head_bias[:, places], causal=causal)
+            if bias_for is not None:
+                own = bias_for(self.bank.plan.groups()[group][1])
+                shown = add_bias(mask, own, causal=causal)
             found = self._attend(q, k, v, norms, shown, causal and shown is None, turn)
             result.append(found.flatten(0, 1))
         return result
@@ -326,14 +366,15 @@ class FusedBlock(nn.Module):
         q, k = (x if norm is None else norm(x) for x, norm in zip((q, k), norms, strict=True))
         if turn is not None:
             q, k = turn(q, k)
-        a = F.scaled_dot_product_attention(
+        a = attend(
             q,
             k,
             v,
-            attn_mask=mask,
-            is_causal=causal,
+            mask=mask,
+            causal=causal,
             scale=self.scale,
-            dropout_p=self.dropout if self.training else 0.0,
+            softcap=self.softcap,
+            dropout=self.dropout if self.training else 0.0,
         )
         return a.transpose(1, 2).flatten(2)
 

@@ -19,6 +19,7 @@ from ..hosts.cutting import Cut, whole_groups
 from ..hosts.sites import HeadWeights
 from .bank import HeadBank
 from .body import Body
+from .handing import Place, plain_settings, show_
 from .layers import FusedBlock, OutputBias, PerStream
 
 Copies = Mapping[str, int]
@@ -29,8 +30,8 @@ def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tupl
     """Replace a host's blocks by a body, in place.
 
     Returns:
-        The body, and the branched blocks as they were, without storage (on the meta device): the
-        moulds from which a member can be cast again.
+        The body, and the branched blocks as they were, their parameters without storage (on the
+        meta device): the moulds from which a member can be cast again.
     """
     readout = host.readout
     trunk = []
@@ -42,32 +43,53 @@ def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tupl
             there = now.indices(layer)
             kept = [there.index(head) for head in kept]
         if len(kept) != block.attention.num_heads:
-            # a bias of all heads is handed to the block: none goes, the others are gated off
             everything = tuple(range(block.attention.num_heads))
-            cut = Cut(everything, tuple(kept)) if host.biased else whole_groups(block, kept)
+            keeps = host.arithmetic.keeps_heads
+            cut = Cut(everything, tuple(kept)) if keeps else whole_groups(block, kept)
             cut.apply_(block)
         trunk.append(block.module)
     branch = [
-        fused_block(host.blocks[p.layer], p, copies, _places(plan, p) if host.biased else ())
+        fused_block(
+            host.blocks[p.layer],
+            p,
+            copies,
+            _places(plan, p) if host.arithmetic.keeps_heads else (),
+        )
         for p in plan.layers
     ]
-    moulds = tuple(copy.deepcopy(host.blocks[p.layer].module).to("meta") for p in plan.layers)
-    names = parameter_names(host.blocks[-1].module)[1:]
-    causal, biased = host.sites[-1].causal, host.head_counts[-1] if host.biased else None
+    moulds = tuple(_mould(host.blocks[p.layer].module) for p in plan.layers)
+    last = host.blocks[-1]
+    places = []
+    if host.arithmetic.by_layer:
+        places = [
+            Place(layer, form, plain_settings(block.module))
+            for layer, (block, form) in enumerate(zip(host.blocks[:-1], host.forms, strict=False))
+        ]
     body = Body(
         trunk,
         branch,
         plan,
         readout,
         host.family,
-        causal,
-        names,
-        rotary=host.rotary,
-        biased=biased,
+        names=parameter_names(last.module)[1:],
+        causal=last.attention.causal,
+        arithmetic=host.arithmetic,
+        heads=last.attention.num_heads if host.arithmetic.biased else None,
+        grid=last.attention.grid,
         form=host.forms[-1],
     )
-    host.replace_blocks_([body])
+    if places:
+        show_(body, plain_settings(last.module))
+    host.replace_blocks_([*places, body])
     return body, moulds
+
+
+def _mould(block: nn.Module) -> nn.Module:
+    """Copy a block without its parameters' storage; its buffers (an index, say) stay."""
+    memo: dict[int, object] = {id(buffer): buffer for buffer in block.buffers()}
+    for parameter in block.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+    return copy.deepcopy(block, memo)
 
 
 def _places(plan: Plan, layer: LayerPlan) -> tuple[int, ...]:
@@ -91,8 +113,8 @@ def fused_block(
         return PerStream([copy.deepcopy(module) for _ in range(count)])
 
     def line(name: str, paths: tuple[str, ...]) -> list[PerStream]:
-        found = enumerate(block.names(paths))
-        return [parts(f"{name}.{i}", get(path)) for i, path in found if not _identity(get(path))]
+        found = [(i, block.part(path)) for i, path in enumerate(block.names(paths))]
+        return [parts(f"{name}.{i}", part) for i, part in found if not _identity(part)]
 
     def mlp(place: int, path: str) -> nn.Module:
         name = f"mlp.{place}"  # a copy for each stream only where members own their MLPs
@@ -115,7 +137,9 @@ def fused_block(
         key_norm=None if key_norm is None else parts("key_norm", key_norm),
         scale=site.scale,
         dropout=site.dropout,
+        softcap=site.softcap,
         places=places,
+        index=None if site.table is None else site.table.index,
     )
 
 

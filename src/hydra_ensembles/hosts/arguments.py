@@ -14,12 +14,13 @@ from torch import Tensor
 
 from ..errors import UnsupportedModelError
 from .calling import without_cache
-from .rotary import ARGUMENTS, Rotary, read_rotary
+from .relative import Grid
+from .rotary import ARGUMENTS, UNUSED, Rotary, read_rotary
 
 MASKS = ("attention_mask", "attn_mask")
 """What hosts call the mask that is added to (or kept in) the attention's scores."""
 
-BIASES = ("position_bias", "shared_rel_pos")
+BIASES = ("position_bias", "shared_rel_pos", "shared_rel_pos_bias")
 """What hosts call a bias of each head that is added to the scores of all blocks."""
 
 _WITHOUT_EFFECT = frozenset(
@@ -61,6 +62,7 @@ def understand(
     *,
     rotary: str | None = None,
     heads: int | None = None,
+    grid: Grid | None = None,
 ) -> Understood:
     """Read a block's arguments; refuse every one that our own arithmetic would have to drop.
 
@@ -70,6 +72,7 @@ def understand(
         x: The states, for their type and length.
         rotary: The form of the host's rotary positions (see `rotary`), where it is known.
         heads: The number of heads that a bias must have; None: a bias is refused.
+        grid: The pictures that a table by relative position is made for, where there is one.
 
     Raises:
         UnsupportedModelError: Naming the argument that is not understood.
@@ -78,15 +81,24 @@ def understand(
     if len(args) > len(names):
         named.update({f"argument {i}": v for i, v in enumerate(args) if i >= len(names)})
     mask, causal, angles, bias = None, None, None, None
+    if grid is not None and grid.tokens != x.shape[1]:
+        raise UnsupportedModelError(
+            f"there are {x.shape[1]} tokens, and the table of relative positions is for "
+            f"{grid.tokens}, which the host would interpolate"
+        )
     for name, value in named.items():
         value = without_cache(value)
         if value is None or name in _WITHOUT_EFFECT:
+            continue
+        if name in ("resolution", "interpolate_pos_encoding") and _same_size(name, value, grid):
+            continue
+        if rotary == UNUSED and name in ARGUMENTS:
             continue
         if rotary is not None and name in ARGUMENTS:
             angles = read_rotary(value, rotary, x.shape[1])
             if angles is not None:
                 continue
-        if heads is not None and name in BIASES:
+        if heads is not None and is_bias(name, value):
             bias = _bias(value, heads, x)
             if bias is not None:
                 continue
@@ -100,6 +112,19 @@ def understand(
                 "compute"
             )
     return Understood(mask, causal, angles, bias)
+
+
+def is_bias(name: str, value: Any) -> bool:
+    """Tell whether an argument is a bias of each head; some hosts hand it over as the mask."""
+    by_head = isinstance(value, Tensor) and value.dim() == 4 and value.shape[1] > 1
+    return name in BIASES or (name in MASKS and by_head)
+
+
+def _same_size(name: str, value: Any, grid: Grid | None) -> bool:
+    """Tell whether pictures have the size that the host's positions are made for."""
+    if name == "interpolate_pos_encoding":
+        return value is False
+    return grid is None or grid.resolution is None or tuple(value) == grid.resolution
 
 
 def _bias(value: Any, heads: int, x: Tensor) -> Tensor | None:
@@ -135,6 +160,9 @@ def _in_words(name: str) -> str:
         "relative_pos": "relative positions",
         "rel_pos": "relative positions",
         "relative_position_bias": "a relative-position bias",
+        "shared_rel_pos_bias": "a relative-position bias shared by all blocks",
+        "resolution": "pictures of another size",
+        "interpolate_pos_encoding": "positions to interpolate",
     }.get(name)
     return f"{name!r}" if meaning is None else f"{meaning} ({name!r})"
 

@@ -6,10 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import nn
+from torch import Tensor, nn
 
 from .family import Family, first, first_path
 from .sites import AttentionSite
+
+
+class Scale(nn.Module):
+    """A layer scale that a host keeps as a bare parameter of its block."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale the states."""
+        return x * self.weight
 
 
 @dataclass
@@ -52,8 +64,20 @@ class Block:
         return list(self.module.get_submodule(path).named_modules())
 
     def names(self, paths: Sequence[str]) -> list[str]:
-        """Keep the paths that name a module of this block."""
-        return [path for path in paths if first_path(self.module, path) is not None]
+        """Keep the paths that name a module or a bare parameter of this block."""
+        return [path for path in paths if self._at(path) is not None]
+
+    def part(self, path: str) -> nn.Module:
+        """Return what stands at a path; a bare parameter as a `Scale` by it."""
+        found = self._at(path)
+        assert found is not None
+        return Scale(found) if isinstance(found, nn.Parameter) else found
+
+    def _at(self, path: str) -> nn.Module | nn.Parameter | None:
+        found: object = self.module
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        return found if isinstance(found, (nn.Module, nn.Parameter)) else None
 
     def unknown_parameters(self) -> list[str]:
         """Name parameters of the block that no known part holds."""
@@ -61,6 +85,7 @@ class Block:
         parts += [self.norm1, self.norm2]
         parts += [self.module.get_submodule(path) for path in self.mlp_names]
         after = self.names(self.family.after_attention + self.family.after_mlp)
-        parts += [self.module.get_submodule(path) for path in after]
+        parts += [self.part(path) for path in after]
         known = {id(p) for part in parts if part is not None for p in part.parameters()}
+        known |= {id(table.weight) for table in (self.attention.table,) if table is not None}
         return [name for name, p in self.module.named_parameters() if id(p) not in known]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .arguments import add_bias
+from .arguments import Understood, add_bias
+from .attending import attend as attend_heads
 from .block import Block
-from .rotary import Rotary
+from .relative import bias_of
 
 
 def run(modules: list[nn.Module], x: Tensor) -> Tensor:
@@ -17,14 +18,7 @@ def run(modules: list[nn.Module], x: Tensor) -> Tensor:
     return x
 
 
-def attend(
-    block: Block,
-    x: Tensor,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    rotary: Rotary | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
+def attend(block: Block, x: Tensor, read: Understood, *, causal: bool) -> Tensor:
     """Compute the attention of a block, W_O and its bias included; x [batch, tokens, width]."""
     site = block.attention
     weights = site.weights()
@@ -38,35 +32,30 @@ def attend(
     q = project(weights.query, weights.query_bias, query_norm)
     k = project(weights.key, weights.key_bias, key_norm)
     v = project(weights.value, weights.value_bias, None)
-    if bias is not None:
-        mask = add_bias(mask, bias, causal=causal)
-    if rotary is not None:
-        q, k = rotary.turn(q), rotary.turn(k)
-    y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=site.scale
-    )
+    mask = read.mask
+    if read.bias is not None:
+        mask = add_bias(mask, read.bias, causal=causal)
+    if weights.positions is not None:
+        index = site.table.index if site.table is not None else None
+        assert index is not None
+        mask = add_bias(mask, bias_of(weights.positions, index[None]), causal=causal)
+    if read.rotary is not None:
+        q, k = read.rotary.turn(q), read.rotary.turn(k)
+    y = attend_heads(q, k, v, mask=mask, causal=causal, scale=site.scale, softcap=site.softcap)
     return F.linear(
         y.transpose(1, 2).flatten(2), weights.output.transpose(0, 1).flatten(1), site.output_bias
     )
 
 
-def forward(
-    block: Block,
-    x: Tensor,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    rotary: Rotary | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Compute a whole block from its parts."""
+def forward(block: Block, x: Tensor, read: Understood, *, causal: bool) -> Tensor:
+    """Compute a whole block from its parts, with what was understood of its arguments."""
     assert block.norm1 is not None and block.norm2 is not None
     family = block.family
-    get = block.module.get_submodule
-    after_attention = [get(path) for path in block.names(family.after_attention)]
-    after_mlp = [get(path) for path in block.names(family.after_mlp)]
-    mlp = [get(path) for path in block.mlp_names]
+    after_attention = [block.part(path) for path in block.names(family.after_attention)]
+    mlp = [block.module.get_submodule(path) for path in block.mlp_names]
+    mlp += [block.part(path) for path in block.names(family.after_mlp)]
     if family.norm == "pre":
-        x = x + run(after_attention, attend(block, block.norm1(x), mask, causal, rotary, bias))
-        return x + run([*mlp, *after_mlp], block.norm2(x))
-    x = block.norm1(x + run(after_attention, attend(block, x, mask, causal, rotary, bias)))
-    return block.norm2(x + run([*mlp, *after_mlp], x))
+        x = x + run(after_attention, attend(block, block.norm1(x), read, causal=causal))
+        return x + run(mlp, block.norm2(x))
+    x = block.norm1(x + run(after_attention, attend(block, x, read, causal=causal)))
+    return block.norm2(x + run(mlp, x))

@@ -363,18 +363,27 @@ class ShortList(nn.ModuleList):
 
 @contextmanager
 def stand_ins(
-    host: Host, answer: Callable[[BlockCall], Tensor], forms: Sequence[Form] | None = None
+    host: Host,
+    answer: Callable[[BlockCall], Tensor],
+    forms: Sequence[Form] | None = None,
+    note: Callable[[BlockCall], None] | None = None,
 ) -> Iterator[None]:
     """Let the host run its own embeddings and head around `answer`, which stands for its blocks.
 
-    The blocks below the last hand their states on; the last one answers.
+    The blocks below the last hand their states on, and `note` takes their calls; the last answers.
     """
+
+    def below(call: BlockCall) -> Tensor:
+        if note is not None:
+            note(call)
+        return call.hidden
+
     original = host.blocks_list
     modules = list(original.children())
     forms = list(forms or host.forms)
     if len(forms) != len(modules):  # one body stands for all blocks
         forms = forms[-1:] * len(modules)
-    answers = [_hand_on] * (len(modules) - 1) + [answer]
+    answers = [below] * (len(modules) - 1) + [answer]
     stands = [StandIn(m, a, f) for m, a, f in zip(modules, answers, forms, strict=True)]
     was_training = host.model.training
     host.replace_blocks_(stands)

@@ -89,7 +89,7 @@ def _explain(host: HostModel) -> Explanation:
             f"grouped queries: {site.num_heads} heads on {site.kv_heads} key heads; only whole "
             "groups can be removed, heads within one are gated off"
         )
-    engine, engine_why = ("", "") if fusable is not None else _engine(host)
+    engine, engine_why = ("", "") if fusable is not None else engine_of(host)
     return Explanation(
         name=host.name,
         supported=True,
@@ -111,12 +111,15 @@ def _explain(host: HostModel) -> Explanation:
     )
 
 
-def _engine(host: HostModel) -> tuple[str, str]:
+def engine_of(host: HostModel) -> tuple[str, str]:
     """Name the engine that a host's members get, and say why in words."""
     reason = host.why_not_fused()
     if reason is None:
-        more = "" if host.rotary is None else ", rotary positions included"
-        more += ", the bias of each head included" if host.biased else ""
+        own = host.arithmetic
+        more = "" if own.rotary is None else ", rotary positions included"
+        tables = any(site.table is not None for site in host.sites)
+        more += ", the bias of each head included" if own.biased or tables else ""
+        more += ", windows and masks of each layer included" if own.by_layer else ""
         return "fused", (
             f"our own arithmetic equals the host's blocks, as the host calls them{more}"
         )

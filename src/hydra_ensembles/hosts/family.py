@@ -32,7 +32,10 @@ class Family:
         norm1, norm2: The norms of attention and MLP.
         mlp: The modules of the MLP, applied one after another.
         after_attention, after_mlp: What stands between the projection and the residual sum
-            (dropout, layer scale, drop path); those that a model lacks are skipped.
+            (dropout, a norm, layer scale, drop path): modules, or bare parameters that scale;
+            those that a model lacks are skipped.
+        scales_queries: Whether queries are divided by the root of the head width before the
+            attention scales its scores by what it says (ESM).
         blocks: Path to the list of blocks from the model; found by search when empty.
         returns_tuple: Whether the attention module returns `(output, weights)`.
         fusable: False for families that can be gated and scored but not fused.
@@ -52,6 +55,7 @@ class Family:
     mlp: tuple[Path, ...] | str = ("mlp",)
     after_attention: tuple[str, ...] = ()
     after_mlp: tuple[str, ...] = ()
+    scales_queries: bool = False
     blocks: Path = ()
     returns_tuple: bool = False
     fusable: bool = True

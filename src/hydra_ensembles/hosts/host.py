@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from ..data.modes import in_eval
 from ..errors import UnsupportedModelError
+from .arithmetic import Arithmetic, find_arithmetic, hands_bias, why_not_understood
 from .block import Block
 from .calling import (
     BlockCall,
@@ -23,20 +25,15 @@ from .calling import (
     stand_ins,
 )
 from .cutting import why_not_cut
-from .examples import examples
+from .examples import examples, text_config
 from .family import Family
 from .probe import (
     Readout,
     bare_call,
     find_readout,
-    hands_bias,
-    hands_rotary,
     largest_difference,
     structure_of,
-    why_not_computed,
-    why_not_understood,
 )
-from .rotary import FORMS
 from .sites import AttentionSite, linear_weight
 from .stacks import find_stack
 from .unrolling import unrolled
@@ -67,12 +64,11 @@ class HostModel:
         self._passes: list[list[BlockCall]] | None = None
         self._why_no_pass: str | None = None
         self._why_closed: str | None = None
-        self._arithmetic: tuple[str | None] | None = None
+        self._why_not_fused: tuple[str | None] | None = None
         self._removable: tuple[str | None] | None = None
         self._hosted: tuple[str | None] | None = None
         self._seen: Inputs | None = None
-        self.rotary: str | None = None  # the form of rotary positions, once it was proven
-        self.biased = False  # whether a bias of each head is handed to its blocks, once proven
+        self.arithmetic = Arithmetic()  # what our own needs to know, once it was proven equal
 
     @property
     def blocks_list(self) -> nn.Module:
@@ -142,7 +138,7 @@ class HostModel:
         """Say why the weights of some attention cannot be seen head by head, or None."""
         for block in self.blocks:
             site = block.attention
-            reason = site.why_not_removable()
+            reason = site.why_not_taken_apart()
             if reason is not None:
                 return f"layer {site.layer}: {reason}"
             parameters = dict(block.module.named_parameters())
@@ -169,6 +165,9 @@ class HostModel:
             group = max(1, block.attention.num_heads // max(1, block.attention.kv_heads))
             half = range(0, max(1, block.attention.num_heads // group // 2) * group)
             key = structure_of(block.module)
+            reason = block.attention.why_not_removable()
+            if reason is not None:
+                return f"layer {block.index}: {reason}"
             if key in checked or len(half) == block.attention.num_heads:
                 continue
             reason = why_not_cut(block, half, call)
@@ -206,7 +205,7 @@ class HostModel:
         """Run the host on real inputs; remember and return what it handed to its blocks."""
         calls = capture_calls(self, inputs)
         self._passes, self._seen = [*self.passes()[-1:], calls], inputs
-        self._arithmetic = self._removable = self._hosted = self.rotary = None
+        self._why_not_fused = self._removable = self._hosted = None
         self.__dict__.pop("forms", None)
         return calls
 
@@ -240,36 +239,29 @@ class HostModel:
 
     def why_not_fused(self) -> str | None:
         """Say why our own arithmetic cannot run the blocks, or None when it is proven equal."""
-        if self._arithmetic is None:
-            self._arithmetic = (self._why_not_fused(),)
-        return self._arithmetic[0]
+        if self._why_not_fused is None:
+            found = self._find_arithmetic()
+            refused = isinstance(found, str)
+            self.arithmetic = Arithmetic() if isinstance(found, str) else found
+            self._why_not_fused = (found if refused else None,)  # type: ignore[assignment]
+        assert self._why_not_fused is not None
+        return self._why_not_fused[0]
 
-    def _why_not_fused(self) -> str | None:
-        biased = hands_bias(self.blocks, self.passes())
-        reason = self._why_not_taken_apart() if biased else self.why_not_removable()
-        if reason is not None:  # an argument explains it better than a failure does
-            return why_not_understood(self.blocks, self.passes()) or reason
-        if not self.family.fusable:
-            return "no family names its norms and its MLP, which our own arithmetic would need"
-        for block in self.blocks:
-            if block.norm1 is None or block.norm2 is None or not block.mlp_names:
-                return "no family names its norms and its MLP, which our own arithmetic would need"
-            if block.has_experts:
-                return f"layer {block.index}: its MLP is a mixture of experts"
-            unknown = block.unknown_parameters()
-            if unknown:
-                return f"layer {block.index} has parts that we do not know: {', '.join(unknown)}"
+    def _find_arithmetic(self) -> Arithmetic | str:
         passes = self.passes()
-        reason = why_not_computed(self.blocks, passes)
-        if reason is not None and hands_rotary(self.blocks, passes):
-            for form in FORMS:
-                other = why_not_computed(self.blocks, passes, form)
-                if other is None:
-                    self.rotary, reason = form, None
-                    break
-                reason = f"{other}, with rotary positions"
-        self.biased = biased and reason is None
-        return reason
+        reason = self._why_not_taken_apart()
+        if reason is not None:  # an argument explains it better than a failure does
+            return why_not_understood(self.blocks, passes) or reason
+        found = find_arithmetic(self.blocks, passes, self._kinds())
+        if isinstance(found, str):
+            return found
+        keeps = hands_bias(self.blocks, passes) or self.why_not_removable() is not None
+        return replace(found, keeps_heads=keeps)
+
+    def _kinds(self) -> list[str] | None:
+        """Return what the config calls the kinds of layers, by which transformers chooses masks."""
+        kinds = getattr(text_config(self.model), "layer_types", None)
+        return kinds if isinstance(kinds, list) else None
 
     def why_not_fusable(self) -> str | None:
         """Say why members cannot be fused, or None: by our arithmetic or by the host's own blocks.

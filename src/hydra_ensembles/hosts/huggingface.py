@@ -10,7 +10,7 @@ from .family import Family, register_family
 
 register_family(
     Family(
-        name="vit",  # ViT, DeiT, DINOv2, and their kin
+        name="vit",  # ViT, DeiT, DINOv2, BEiT and their kin
         query=("attention.q_proj", "attention.attention.query"),
         key=("attention.k_proj", "attention.attention.key"),
         value=("attention.v_proj", "attention.attention.value"),
@@ -18,8 +18,14 @@ register_family(
         norm1=("layernorm_before", "norm1"),
         norm2=("layernorm_after", "norm2"),
         mlp=(("mlp", "intermediate"), "output.dense"),
-        after_attention=("attention.output.dropout", "dropout", "layer_scale1", "drop_path"),
-        after_mlp=("output.dropout", "dropout", "layer_scale2", "drop_path"),
+        after_attention=(
+            "attention.output.dropout",
+            "dropout",
+            "layer_scale1",
+            "lambda_1",
+            "drop_path",
+        ),
+        after_mlp=("output.dropout", "dropout", "layer_scale2", "lambda_2", "drop_path"),
         returns_tuple=True,
     )
 )
@@ -133,6 +139,22 @@ register_family(
 
 register_family(
     Family(
+        name="gemma",  # Gemma 2 and 3: norms before and after attention and MLP
+        query="self_attn.q_proj",
+        key="self_attn.k_proj",
+        value="self_attn.v_proj",
+        output="self_attn.o_proj",
+        norm1="input_layernorm",
+        norm2="pre_feedforward_layernorm",
+        mlp=("mlp",),
+        after_attention=("post_attention_layernorm",),
+        after_mlp=("post_feedforward_layernorm",),
+        returns_tuple=True,
+    )
+)
+
+register_family(
+    Family(
         name="llama",  # Llama, Mistral, Qwen and their kin: rotary positions, grouped queries
         query="self_attn.q_proj",
         key="self_attn.k_proj",
@@ -141,6 +163,52 @@ register_family(
         norm1="input_layernorm",
         norm2="post_attention_layernorm",
         mlp=("mlp",),
+        after_attention=("post_self_attn_layernorm",),  # GLM 4 has these two
+        after_mlp=("post_mlp_layernorm",),
+        returns_tuple=True,
+    )
+)
+
+register_family(
+    Family(
+        name="phi3",  # one linear for queries, keys and values
+        packed="self_attn.qkv_proj",
+        output="self_attn.o_proj",
+        norm1="input_layernorm",
+        norm2="post_attention_layernorm",
+        mlp=("mlp",),
+        after_attention=("resid_attn_dropout",),
+        after_mlp=("resid_mlp_dropout",),
+        returns_tuple=True,
+    )
+)
+
+register_family(
+    Family(
+        name="modernbert",  # windows in two of three blocks, each kind with its rotary positions
+        packed="attn.Wqkv",
+        output="attn.Wo",
+        norm1="attn_norm",
+        norm2="mlp_norm",
+        mlp=("mlp",),
+        after_attention=("attn.out_drop",),
+        returns_tuple=True,
+    )
+)
+
+register_family(
+    Family(
+        name="esm",  # as BERT, with the norms before
+        query="attention.self.query",
+        key="attention.self.key",
+        value="attention.self.value",
+        output="attention.output.dense",
+        norm1="attention.LayerNorm",
+        norm2="LayerNorm",
+        mlp=("intermediate", "output.dense"),
+        after_attention=("attention.output.dropout",),
+        after_mlp=("output.dropout",),
+        scales_queries=True,
         returns_tuple=True,
     )
 )

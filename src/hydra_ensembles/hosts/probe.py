@@ -8,7 +8,7 @@ host's own code takes a gradient of.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,22 +18,17 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from . import block_math
-from .arguments import BIASES, understand
+from .arguments import understand
 from .block import Block
 from .calling import BlockCall, Host, Inputs, main_output, parameter_names, run_around
 from .examples import examples, text_config
 from .multihead import opened
-from .rotary import ARGUMENTS
 from .sites import linear_weight
 
 _TOLERANCE = 2e-4
 """Of a block's largest output, on random weights in float32: what is left out shows far above."""
 
 _NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index"})
-
-
-_REACH = ("sliding", "window", "attention_type", "layer_type", "chunk", "is_local", "use_rope")
-"""Parts of names of settings that say which tokens a block looks at."""
 
 
 @dataclass(frozen=True)
@@ -67,90 +62,6 @@ ALL_TOKENS = Readout(None, folds=False, why="the model could not be probed: all 
 # --- blocks ---------------------------------------------------------------------------------------
 
 
-def why_not_computed(
-    blocks: Sequence[Block],
-    passes: Sequence[Sequence[BlockCall]],
-    rotary: str | None = None,
-) -> str | None:
-    """Say why our own arithmetic does not compute some blocks, or None when it does.
-
-    Args:
-        blocks: The blocks of a host.
-        passes: What the host handed to each block in some forward passes; without any, blocks run
-            on random states by themselves.
-        rotary: The form of rotary positions to try (see `rotary`).
-    """
-    if len({_reach(block.module) for block in blocks}) > 1:
-        return "its blocks look at tokens in different ways (windows in some of them)"
-    for found in passes:
-        if any(not _same(found[0].given, call.given) for call in found[1:]):
-            return "its blocks are handed other arguments layer by layer (windows or masks)"
-    checked: set[Any] = set()
-    for block in blocks:
-        calls = [calls[block.index] for calls in passes]
-        for call in calls or [bare_call(block)]:
-            key = (structure_of(block.module), _shape_of(call.args), _shape_of(call.kwargs))
-            if key in checked:
-                continue
-            reason = check_block(block, call, rotary)
-            if reason is not None:
-                return f"layer {block.index}: {reason}"
-            checked.add(key)
-    return None
-
-
-def _reach(module: nn.Module) -> str:
-    """Return the settings that say which tokens a block looks at.
-
-    A window that is longer than our examples shows in no mask, so that settings are compared too.
-    """
-    found = []
-    for path, inner in module.named_modules():
-        found += [
-            (path, name, value)
-            for name, value in vars(inner).items()
-            if any(word in name for word in _REACH)
-            and isinstance(value, (bool, int, float, str, type(None)))
-        ]
-    return str(sorted(found, key=str))
-
-
-def hands_rotary(blocks: Sequence[Block], passes: Sequence[Sequence[BlockCall]]) -> bool:
-    """Tell whether a host hands rotary positions to its blocks."""
-    return _hands(blocks, passes, ARGUMENTS)
-
-
-def hands_bias(blocks: Sequence[Block], passes: Sequence[Sequence[BlockCall]]) -> bool:
-    """Tell whether a host hands a bias of each head to its blocks."""
-    return _hands(blocks, passes, BIASES)
-
-
-def _hands(
-    blocks: Sequence[Block], passes: Sequence[Sequence[BlockCall]], wanted: Sequence[str]
-) -> bool:
-    for call in (calls[0] for calls in passes):
-        names = parameter_names(blocks[0].module)[1:]
-        named = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-        if any(named.get(name) is not None for name in wanted):
-            return True
-    return False
-
-
-def why_not_understood(
-    blocks: Sequence[Block], passes: Sequence[Sequence[BlockCall]]
-) -> str | None:
-    """Name an argument of a block that our own arithmetic does not know, or None."""
-    for calls in passes:
-        for block in blocks:
-            call = calls[block.index]
-            names = parameter_names(block.module)[1:]
-            try:
-                understand(names, call.args, call.kwargs, call.hidden)
-            except UnsupportedModelError as error:
-                return f"layer {block.index}: {error}"
-    return None
-
-
 def check_block(block: Block, call: BlockCall, rotary: str | None = None) -> str | None:
     """Compare a block's own forward with our arithmetic, as the host calls it; None: they agree.
 
@@ -162,8 +73,15 @@ def check_block(block: Block, call: BlockCall, rotary: str | None = None) -> str
     call = random_states(call)
     names = parameter_names(module)[1:]
     try:
-        heads = twin.attention.num_heads
-        read = understand(names, call.args, call.kwargs, call.hidden, rotary=rotary, heads=heads)
+        read = understand(
+            names,
+            call.args,
+            call.kwargs,
+            call.hidden,
+            rotary=rotary,
+            heads=twin.attention.num_heads,
+            grid=twin.attention.grid,
+        )
     except UnsupportedModelError as error:
         return str(error)
     if call.form.hands_on:
@@ -172,7 +90,7 @@ def check_block(block: Block, call: BlockCall, rotary: str | None = None) -> str
     try:
         with torch.no_grad(), opened([twin.attention.module]):
             theirs = call.run(module)
-            ours = block_math.forward(twin, call.hidden, read.mask, causal, read.rotary, read.bias)
+            ours = block_math.forward(twin, call.hidden, read, causal=causal)
     except Exception as error:  # any failure of the host's code means: not what we think
         return f"its block cannot be run by itself ({type(error).__name__}: {error})"
     difference = largest_difference(theirs, ours)
@@ -251,31 +169,6 @@ def structure_of(module: nn.Module) -> Any:
         shapes = {name: tuple(p.shape) for name, p in inner.named_parameters(recurse=False)}
         parts.append((path, type(inner), str(sorted(plain.items())), str(shapes)))
     return tuple(parts)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Tell whether two arguments are equal, tensors by their values."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return a.shape == b.shape and bool(torch.equal(a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
-
-
-def _shape_of(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return (tuple(value.shape), value.dtype)
-    if isinstance(value, dict):
-        return tuple((name, _shape_of(inner)) for name, inner in value.items())
-    if isinstance(value, (tuple, list)):
-        return tuple(_shape_of(inner) for inner in value)
-    return str(value)
 
 
 # --- the readout ----------------------------------------------------------------------------------

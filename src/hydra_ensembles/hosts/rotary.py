@@ -20,6 +20,9 @@ FORMS = ("halves", "pairs", "pairs of halves")
 """Entry i turns with i + width / 2 (Llama); with its neighbour (timm); with its neighbour, by the
 first half of the angles (GLM)."""
 
+UNUSED = "unused"
+"""The form of a block that is handed angles and does not look at them (SmolLM3 has some)."""
+
 
 @dataclass(frozen=True)
 class Rotary:

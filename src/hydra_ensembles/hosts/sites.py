@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import UnsupportedModelError
 from .family import Family, first
 from .multihead import open_attention_
+from .relative import Grid, find_table
 
 _HEAD_WIDTH = ("head_dim", "attention_head_size")
 _HEAD_NUMBER = (
@@ -33,7 +34,8 @@ class HeadWeights:
     """The weights of one attention layer, head by head.
 
     Shapes: `query`, `key`, `value` [heads, head width, model width], their biases
-    [heads, head width] or None; `output` [heads, model width, head width].
+    [heads, head width] or None; `output` [heads, model width, head width]; `positions`
+    [heads, entries], the heads' columns of a table by relative position (see `relative`), or None.
     """
 
     query: Tensor
@@ -43,6 +45,7 @@ class HeadWeights:
     key_bias: Tensor | None
     value_bias: Tensor | None
     output: Tensor
+    positions: Tensor | None = None
 
     def spread(self, places: Sequence[int], number: int) -> HeadWeights:
         """Put these heads at their places among a number of heads; the others are zero."""
@@ -71,6 +74,8 @@ class AttentionSite:
         module: The module whose forward does the attention.
         output: The output projection, at whose input a head is gated.
         head_dim, num_heads, kv_heads, scale, causal: Its geometry.
+        softcap: What its scores are bent to stay below, or None.
+        table: Its table by relative position, or None.
     """
 
     def __init__(self, layer: int, block: nn.Module, family: Family) -> None:
@@ -92,6 +97,10 @@ class AttentionSite:
             or getattr(self.module, "scale", None)
             or self.head_dim**-0.5
         )
+        if family.scales_queries:
+            self.scale *= self.head_dim**-0.5
+        self.softcap: float | None = getattr(self.module, "attn_logit_softcapping", None)
+        self.table = find_table(block)
         self.causal = bool(getattr(self.module, "is_causal", False))
 
     def _owner(self, block: nn.Module) -> nn.Module:
@@ -155,6 +164,11 @@ class AttentionSite:
         return 0.0
 
     @property
+    def grid(self) -> Grid | None:
+        """The pictures that its table by relative position is made for, where it has one."""
+        return None if self.table is None else self.table.grid
+
+    @property
     def output_bias(self) -> Tensor | None:
         """Bias of the output projection; it stays when heads go."""
         return self.output.bias  # type: ignore[return-value]
@@ -171,6 +185,8 @@ class AttentionSite:
         known |= {id(p) for norm in self.head_norms if norm is not None for p in norm.parameters()}
         if self.norm_after is not None:
             known |= {id(p) for p in self.norm_after.parameters()}
+        known |= {id(bias) for bias in self._bare_biases}
+        known |= {id(self.table.weight)} if self.table is not None else set()
         return [name for name, p in self.module.named_parameters() if id(p) not in known]
 
     def _parts(self) -> list[nn.Module]:
@@ -196,6 +212,8 @@ class AttentionSite:
             sizes = [n * self.head_dim for n in (self.num_heads, self.kv_heads, self.kv_heads)]
             weights = list(weight.split(sizes))
             biases = [None] * 3 if bias is None else list(bias.split(sizes))
+            if self._bare_biases:
+                biases[0], biases[2] = self._bare_biases
         q, k, v = (w.unflatten(0, (-1, self.head_dim)) for w in weights)
         bq, bk, bv = (None if b is None else b.unflatten(0, (-1, self.head_dim)) for b in biases)
         if self.kv_heads != self.num_heads:
@@ -204,7 +222,26 @@ class AttentionSite:
             bk = None if bk is None else bk.repeat_interleave(group, 0)
             bv = None if bv is None else bv.repeat_interleave(group, 0)
         output = linear_weight(self.output).unflatten(1, (-1, self.head_dim)).transpose(0, 1)
-        return HeadWeights(q, k, v, bq, bk, bv, output)
+        positions = None if self.table is None else self.table.weight.t()[: self.num_heads]
+        return HeadWeights(q, k, v, bq, bk, bv, output, positions)
+
+    @property
+    def _bare_biases(self) -> tuple[Tensor, ...]:
+        """The biases of queries and values that timm keeps beside one linear for all three."""
+        if self.packed is None or isinstance(self.packed, nn.MultiheadAttention):
+            return ()
+        found = [getattr(self.module, name, None) for name in ("q_bias", "v_bias")]
+        return tuple(found) if all(isinstance(bias, nn.Parameter) for bias in found) else ()  # type: ignore[arg-type]
+
+    def _put_bare_biases_(self, query: Tensor, value: Tensor) -> None:
+        """Give queries and values other bare biases; keys have none, which is kept as zeros."""
+        for name, bias in (("q_bias", query), ("v_bias", value)):
+            old: Any = getattr(self.module, name)
+            new = nn.Parameter(bias.detach().clone().contiguous(), requires_grad=old.requires_grad)
+            setattr(self.module, name, new)
+        zeros: Any = getattr(self.module, "k_bias", None)
+        if isinstance(zeros, Tensor):
+            self.module.k_bias = torch.zeros_like(value)
 
     def _packed_parameters(self) -> tuple[Tensor, Tensor | None]:
         if isinstance(self.packed, nn.MultiheadAttention):
@@ -232,11 +269,18 @@ class AttentionSite:
 
     def why_not_removable(self) -> str | None:
         """Say why heads cannot be removed physically here, or None."""
+        reason = self.why_not_taken_apart()
+        if reason is None and not self.counts_itself:
+            return "its number of heads is fixed in its config"
+        return reason
+
+    def why_not_taken_apart(self) -> str | None:
+        """Say why the attention's parameters are not all seen head by head, or None."""
         reason = self.why_no_weights()
         if reason is not None:
             return reason
-        if not self.counts_itself:
-            return "its number of heads is fixed in its config"
+        if self.table is not None and self.num_heads not in (0, self.table.weight.shape[1]):
+            return "its table of relative positions has not one column for each head"
         unknown = self.unknown_parameters()
         if unknown:
             return (
@@ -266,6 +310,8 @@ class AttentionSite:
             _cut(self.key, self._rows(kv_heads), 0)
             _cut(self.value, self._rows(kv_heads), 0)
         _cut(self.output, columns, 1)
+        if self.table is not None:
+            self.table.cut_(heads)
         self._note_heads(len(heads))
 
     def _kept_groups(self, heads: list[int]) -> list[int]:
@@ -296,6 +342,10 @@ class AttentionSite:
             index = triple.to(weight.device)
             _set_linear(self.packed, weight[index], None if bias is None else bias[index])
         else:
+            if self._bare_biases:
+                query, value = self._bare_biases
+                index, other = rows.to(query.device), kv_rows.to(value.device)
+                self._put_bare_biases_(query[index], value[other])
             _cut(self.packed, triple, 0)
 
     def replace_(self, weights: HeadWeights, output_bias: Tensor | None) -> None:
@@ -312,8 +362,13 @@ class AttentionSite:
                 assert part is not None
                 _set_linear(part, weight, bias)
         else:
-            whole = None if flat_biases[0] is None else torch.cat(flat_biases)  # type: ignore[arg-type]
+            bare = bool(self._bare_biases)
+            whole = None if bare or flat_biases[0] is None else torch.cat(flat_biases)  # type: ignore[arg-type]
             _set_linear(self.packed, torch.cat(flat), whole)
+            if bare:
+                self._put_bare_biases_(flat_biases[0], flat_biases[2])  # type: ignore[arg-type]
+        if self.table is not None and weights.positions is not None:
+            self.table.put_(weights.positions.t())
         _set_linear(self.output, weights.output.transpose(0, 1).flatten(1), output_bias)
         self._note_heads(len(weights.query))
         for name, value in (("num_key_value_groups", 1), ("num_key_value_heads", len(weights.key))):

@@ -21,7 +21,8 @@ from ..data.running import split_batch
 from ..errors import UnsupportedModelError
 from ..heads.gating import gate
 from ..hosts import HostModel, device_of, main_output
-from ..hosts.arguments import add_bias, rows_of_mask, understand
+from ..hosts.arguments import Understood, add_bias, rows_of_mask, understand
+from ..hosts.attending import attend
 from ..hosts.block import Block
 from ..hosts.block_math import run
 from ..hosts.calling import (
@@ -36,7 +37,7 @@ from ..hosts.calling import (
     take_rows,
     why_not_chained,
 )
-from ..hosts.rotary import Rotary
+from ..hosts.relative import bias_of
 from ..hosts.sites import HeadWeights
 
 Branch = tuple[int, Tensor]
@@ -70,30 +71,28 @@ class Call:
     Attributes:
         batch: Number of examples.
         layers: What each block is handed, where they must run by the host's own code.
-        mask: The attention's mask, where our own arithmetic runs [batch or 1, 1 or heads, queries,
-            keys].
-        causal: Whether that attention is causal.
+        reads: What each block is handed as our own arithmetic reads it, where that runs; a bias of
+            each head is in the mask.
         inputs: The host's own inputs, kept only where its readout looks at them again.
         positions: Readout positions of the examples [batch], or None.
     """
 
     batch: int
     layers: tuple[BlockCall, ...] = ()
-    mask: Tensor | None = None
-    causal: bool = False
+    reads: tuple[Understood, ...] = ()
     inputs: Inputs | None = None
     positions: Tensor | None = None
     length: int = 0
-    rotary: Rotary | None = None
 
     def bytes(self) -> int:
         """Count the bytes of its tensors."""
-        held: list[Any] = [self.mask, self.positions]
+        held: list[Any] = [self.positions]
         if self.inputs is not None:
             held += [*self.inputs[0], *self.inputs[1].values()]
-        if self.rotary is not None:
-            held += [self.rotary.cos, self.rotary.sin]
         shared = {id(v): v for call in self.layers for v in (*call.args, *call.kwargs.values())}
+        for read in self.reads:
+            angles = () if read.rotary is None else (read.rotary.cos, read.rotary.sin)
+            shared.update({id(value): value for value in (read.mask, *angles)})
         return sum(_bytes(value) for value in [*held, *shared.values()])
 
 
@@ -133,25 +132,40 @@ class Engine:
         return hidden, call
 
     def _own_call(self, inputs: Inputs) -> tuple[Tensor, Call]:
-        """Enter blocks that our own arithmetic runs: all of them have the same arguments."""
+        """Enter blocks that our own arithmetic runs."""
         seen: list[BlockCall] = []
 
-        def note(call: BlockCall) -> Tensor:
+        def answer(call: BlockCall) -> Tensor:
             seen.append(call)
             return call.hidden
 
-        with stand_ins(self.host, note):
+        with stand_ins(self.host, answer, note=seen.append):
             self.host.model(*inputs[0], **inputs[1])
-        (found,) = seen
-        names = parameter_names(self.host.blocks[-1].module)[1:]
-        x = found.hidden
-        heads = self.host.head_counts[-1] if self.host.biased else None
-        read = understand(names, found.args, found.kwargs, x, rotary=self.host.rotary, heads=heads)
-        causal = self.host.sites[-1].causal if read.causal is None else read.causal
+        x, own = seen[-1].hidden, self.host.arithmetic
+        reads: list[Understood] = []
+        for layer, call in enumerate(seen):
+            same = not own.by_layer and not isinstance(own.rotary, tuple)
+            reads.append(reads[-1] if reads and same else self._read(layer, call))
+        return x, Call(len(x), reads=tuple(reads), length=x.shape[1])
+
+    def _read(self, layer: int, call: BlockCall) -> Understood:
+        """Read what a block is handed."""
+        block, own = self.host.blocks[layer], self.host.arithmetic
+        site = block.attention
+        read = understand(
+            parameter_names(block.module)[1:],
+            call.args,
+            call.kwargs,
+            call.hidden,
+            rotary=own.rotary_of(layer),
+            heads=site.num_heads if own.biased else None,
+            grid=site.grid,
+        )
+        causal = site.causal if read.causal is None else read.causal
         mask = read.mask
         if read.bias is not None:
             mask = add_bias(mask, read.bias, causal=causal)
-        return x, Call(len(x), mask=mask, causal=causal, length=x.shape[1], rotary=read.rotary)
+        return Understood(mask, causal, read.rotary)
 
     def _host_call(self, inputs: Inputs) -> tuple[Tensor, Call]:
         """Enter blocks that the host's own code runs, each with its own arguments."""
@@ -201,8 +215,8 @@ class Engine:
 
     def heads(self, layer: int, x: Tensor, call: Call) -> Tensor:
         """Compute all head outputs A_h of a layer: [streams * batch, queries, heads, width]."""
-        block = self.host.blocks[layer]
-        site = block.attention
+        block, read = self.host.blocks[layer], call.reads[layer]
+        site, causal = block.attention, bool(read.causal)
         rows = self._rows(call) if layer == len(self.host) - 1 else None
         streams = len(x) // call.batch
         y = block.norm1(x) if block.family.norm == "pre" else x  # type: ignore[misc]
@@ -216,29 +230,32 @@ class Engine:
         query_norm, key_norm = site.head_norms
         queries = y if rows is None else rows(y)
         q = project(queries, weights.query, weights.query_bias, query_norm)
-        mask = repeat_for_streams(call.mask, streams, call.batch)
+        mask = repeat_for_streams(read.mask, streams, call.batch)
+        if site.table is not None and weights.positions is not None:
+            index = site.table.index
+            assert index is not None
+            mask = add_bias(mask, bias_of(weights.positions, index[None]), causal=causal)
         if rows is not None:
             positions = None if call.positions is None else call.positions.repeat(streams)
             mask = rows_of_mask(
                 mask,
-                causal=call.causal,
+                causal=causal,
                 keys=y.shape[1],
                 queries=queries.shape[1],
                 positions=positions,
                 device=x.device,
             )
-        if call.rotary is not None:
-            q = call.rotary.turn(q, rows)
-        plain = key_norm is None and call.rotary is None  # keys are linear in the states
+        if read.rotary is not None:
+            q = read.rotary.turn(q, rows)
+        # whether keys are linear in the states, and scores in the keys
+        plain = key_norm is None and read.rotary is None and site.softcap is None
         if rows is not None and plain and 4 * q.shape[1] * q.shape[2] <= y.shape[2]:
             return _few_queries(q, y, weights, mask, site.scale)
         k = project(y, weights.key, weights.key_bias, key_norm)
-        if call.rotary is not None:
-            k = call.rotary.turn(k)
+        if read.rotary is not None:
+            k = read.rotary.turn(k)
         v = project(y, weights.value, weights.value_bias, None)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=call.causal and mask is None, scale=site.scale
-        )
+        out = attend(q, k, v, mask=mask, causal=causal, scale=site.scale, softcap=site.softcap)
         return out.transpose(1, 2)
 
     def _rows(self, call: Call) -> Callable[[Tensor], Tensor] | None:
@@ -324,12 +341,11 @@ def _attended(block: Block, heads: Tensor, parents: Sequence[int], gates: Tensor
 
 def _finish(block: Block, residual: Tensor, attended: Tensor) -> Tensor:
     """Compute what follows the attention of a block."""
-    family, get = block.family, block.module.get_submodule
+    family = block.family
     norm1, norm2 = block.norm1, block.norm2
     assert norm1 is not None and norm2 is not None
-    x = residual + run([get(p) for p in block.names(family.after_attention)], attended)
-    paths = [*block.mlp_names, *block.names(family.after_mlp)]
-    mlp = [get(path) for path in paths]
+    x = residual + run([block.part(p) for p in block.names(family.after_attention)], attended)
+    mlp = [block.part(path) for path in [*block.mlp_names, *block.names(family.after_mlp)]]
     # modules see three dimensions, as in the host
     shape, x = x.shape, x.flatten(0, 1)
     if family.norm == "pre":
