@@ -154,19 +154,21 @@ def test_parallel_blocks_are_refused_for_fusing() -> None:
         hydra.fuse(Mine(parallel=True).eval(), EARLY, family=MINE)
 
 
-def test_relative_position_biases_are_refused() -> None:
-    from transformers import BeitConfig, BeitForImageClassification
+def test_relative_positions_that_no_table_tells_are_refused() -> None:
+    import timm
 
-    model = BeitForImageClassification(
-        BeitConfig(**zoo.SIZES, **zoo.IMAGE, use_relative_position_bias=True)
+    model = timm.create_model(  # an MLP makes the bias of all heads
+        "vit_relpos_base_patch16_cls_224",
+        **{"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4},
+        num_classes=5,
     ).eval()
     found = hydra.explain(model)
     assert not found.removable
-    assert "relative_position" in found.reason
-    with pytest.raises(UnsupportedModelError, match="relative_position"):
+    assert "rel_pos.mlp" in found.reason
+    with pytest.raises(UnsupportedModelError, match=r"rel_pos\.mlp"):
         hydra.prune_heads_(model, HeadMask.random(model))
     with hydra.gate(model, HeadMask.empty(model)), torch.no_grad():
-        model(torch.randn(1, 3, 16, 16))
+        model(torch.randn(1, 3, 32, 32))
 
 
 def test_a_model_without_attention_is_explained() -> None:

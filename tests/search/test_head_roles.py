@@ -68,9 +68,9 @@ def test_decoders_are_patched_too():
 def test_blocks_that_cannot_be_taken_apart_are_zeroed_only():
     from tests.fusion.test_hosted import batch, host
 
-    data = [{**batch("gemma3"), "labels": torch.tensor([0, 1, 2, 3])}]
+    data = [{**batch("gpt_oss"), "labels": torch.tensor([0, 1, 2, 3])}]
     with pytest.raises(UnsupportedModelError, match="zero-ablation"):
-        head_map(host("gemma3"), id=data, edit="patch", progress=False)
+        head_map(host("gpt_oss"), id=data, edit="patch", progress=False)
 
 
 def test_the_record_reads_back_and_circuits_overlap():
