@@ -119,6 +119,8 @@ class Dying(Dataset[Any]):
         return IMAGES[index], index
 
 
+# torch's loader may hear of the death a second time, while it is deleted
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_loading_process_that_dies_is_told() -> None:
     loader = DataLoader(Dying(), batch_size=2, num_workers=1)
     with pytest.raises(DataError, match="A process that loads the known data died"):
