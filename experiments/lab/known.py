@@ -3,7 +3,8 @@
 Every data set becomes one file `CACHE/novelty/<task>/<set>.safetensors`: `readout` and `mean` (the
 readout token and the mean over unpadded tokens after every block, `[example, block, width]`),
 `logits` and `features` (what the classifier reads) of the single model, `members` (logits of three
-members fused above the shared trunk), and `labels`. All detectors read these files, so that they
+members fused above the shared trunk), `end` (the mean of their readout tokens after the last
+block), and `labels`. All detectors read these files, so that they
 see the same features. One pass per set; a stopped run goes on with the sets that are missing.
 """
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from hydra_ensembles import HeadMask, fuse
 from hydra_ensembles.data.running import split_batch
 from hydra_ensembles.errors import DataError
+from hydra_ensembles.fusion.taps import Collector, collecting
 from hydra_ensembles.hosts import host_model, main_output
 
 from .known_sets import MAKERS
@@ -71,11 +73,16 @@ def extract(model: nn.Module, batches: Iterable[Any], branched: int) -> dict[str
         weight = torch.ones(states[0].shape[:2]) if mask is None else mask.float()
         weight = (weight / weight.sum(1, keepdim=True))[..., None]
         # the members' trunk is the single model's: it runs once
-        with ensemble.body.told(trunk_states=states[-branched - 1]):
+        collector = Collector(streams=len(ensemble.plan.ends))
+        with (
+            ensemble.body.told(trunk_states=states[-branched - 1]),
+            collecting(ensemble.body, collector),
+        ):
             members = ensemble.member_logits(batch)
         row = {
             "readout": torch.stack([state[:, 0] for state in states], 1),
             "mean": torch.stack([(state * weight).sum(1) for state in states], 1),
+            "end": collector.summaries()[:, -1],
             "logits": logits,
             "features": read[-1] if read[-1].ndim == 2 else read[-1][:, 0],
             "members": members,

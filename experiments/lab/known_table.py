@@ -12,6 +12,8 @@ from torch import Tensor
 
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.evaluation.metrics_ood import ood_figures
+from hydra_ensembles.fusion.known import CLASS_BLOCKS
+from hydra_ensembles.fusion.taps import tap_names
 from hydra_ensembles.uncertainty import Novelty, NoveltyFit, scores
 
 from .detectors import Score, Set, rivals
@@ -55,7 +57,6 @@ FAMILIES: dict[str, dict[str, list[str]]] = {
         "far": ["inverted", "textures", "noise"],
     },
 }
-CLASS_TAPS = 6
 ENSEMBLE_SCORES = ("msp", "entropy", "max-logit", "energy", "gen", "mutual-information")
 
 
@@ -75,15 +76,16 @@ def joined(parts: Sequence[Set]) -> Set:
 
 
 def summaries(data: Set, blocks: int) -> Tensor:
-    """Return the trunk's token summaries, `[example, tap, width]`, in the library's order."""
-    return torch.stack([data["readout"][:, :blocks], data["mean"][:, :blocks]], 2).flatten(1, 2)
+    """Return token summaries, `[example, tap, width]`, in the library's order."""
+    pairs = torch.stack([data["readout"][:, :blocks], data["mean"][:, :blocks]], 2)
+    return torch.cat([pairs.flatten(1, 2), data["end"][:, None]], 1)
 
 
 def fit_novelty(known: Set, blocks: int, *, labels: bool = True) -> Novelty:
     """Fit the library's statistics to stored features."""
-    taps = [f"tap {number}" for number in range(2 * blocks)]
-    late = min(CLASS_TAPS, len(taps))
-    fit = NoveltyFit(taps, classes=known["members"].shape[-1], class_taps=late)
+    taps = tap_names(blocks, readout=True)
+    late = 2 * min(CLASS_BLOCKS, blocks) + 1
+    fit = NoveltyFit(taps, classes=known["members"].shape[-1], class_taps=late, hears_end=True)
     fit.add_(summaries(known, blocks), known["members"], known["labels"] if labels else None)
     return fit.finish()
 
@@ -204,6 +206,16 @@ class Figures:
             }
         return found
 
+    def redrawn_alarms(self, count: int, seed: int) -> float:
+        """Return the share of alarms at 5 % when known and new data are drawn together."""
+        every = self.pool if self.redrawn else joined([self.pool, self.test])
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(every["labels"]), generator=generator)
+        known, new = rows_of(every, order[:count]), rows_of(every, order[count:])
+        novelty = fit_novelty(known, self.blocks)
+        value, _ = novelty(summaries(new, self.blocks), new["members"])
+        return round(100 * float((value > 0.95).double().mean()), 2)
+
     def caught(self, count: int, seed: int) -> dict[str, float]:
         """Return the share of outliers that raise an alarm at 5 %."""
         novelty = self.novelty(count, seed)
@@ -227,7 +239,7 @@ class Figures:
         family = self.sets[self.families["chosen on"][0]]
         number = int(share * count)
         known = {name: value.clone() for name, value in known.items()}
-        for name in ("readout", "mean", "members"):
+        for name in ("readout", "mean", "end", "members"):
             known[name][:number] = family[name][:number]
         novelty = fit_novelty(known, self.blocks, labels=False)
         return self.of_scores(
@@ -282,6 +294,10 @@ def write_table(cache: Path, task: str, *, others: bool = True) -> None:
             str(size): [
                 figures.alarms(size, seed, changes=False)["test"]["alarms"] for seed in seeds
             ]
+            for size in sizes
+        },
+        "alarms redrawn": {
+            str(size): [figures.redrawn_alarms(size, seed) for seed in range(2 * DRAWS)]
             for size in sizes
         },
         "caught": [figures.caught(usual, seed) for seed in seeds],

@@ -13,10 +13,13 @@ import torch
 
 from hydra_ensembles import HeadMask, HydraEnsemble, fuse
 from hydra_ensembles.data.batches import join, take
-from hydra_ensembles.errors import DataError, FormatError, HydraError, UnsupportedModelError
+from hydra_ensembles.errors import DataError, FormatError, HydraError
 from hydra_ensembles.fusion.folder_format import signed
-from hydra_ensembles.fusion.known import logits_and_summaries
-from hydra_ensembles.fusion.taps import Collector
+from hydra_ensembles.fusion.known import has_readout_token, logits_and_summaries
+from hydra_ensembles.fusion.taps import Collector, tap_names
+from hydra_ensembles.hosts import host_model
+from hydra_ensembles.hosts.calling import states_of
+from hydra_ensembles.uncertainty.novelty import NoveltyFit
 from tests import zoo
 
 
@@ -76,6 +79,41 @@ def test_taps_are_the_hidden_states_of_the_host() -> None:
         torch.testing.assert_close(summaries[:, 2 * block + 1], mean, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["bert", "dinov2", "clip-classifier"])
+@pytest.mark.parametrize("engine", ["fused", "host"])
+def test_the_last_tap_is_the_mean_of_the_members_ends(name: str, engine: str) -> None:
+    batch = zoo.batch(name)
+    ensemble = fuse(zoo.make(name), masks(name, 3), engine=engine).eval()
+    ends: list[torch.Tensor] = []
+    for member in range(3):
+        host = ensemble.member(member)
+        last = host_model(host).blocks[-1].module
+        last.register_forward_hook(lambda *given: ends.append(states_of(given[-1])[0]))
+        with torch.no_grad():
+            host(**batch) if isinstance(batch, dict) else host(batch)
+    state = torch.stack(ends).mean(0)
+    expected = state[:, 0] if has_readout_token(ensemble.readout) else state.mean(1)
+    _, summaries = logits_and_summaries(ensemble, batch)
+    torch.testing.assert_close(summaries[:, -1], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_statistics_that_do_not_hear_the_last_block_still_work(tmp_path: Path) -> None:
+    ensemble = ensemble_of("vit")
+    old = NoveltyFit(tap_names(zoo.LAYERS - 1, readout=True)[:-1])
+    for batch in known("vit"):
+        logits, summaries = logits_and_summaries(ensemble, batch)
+        old.add_(summaries[:, :-1].detach(), logits.detach())
+    ensemble.novelty = old.finish()
+    expected = ensemble.predict(zoo.batch("vit")).novelty_score
+    ensemble.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["novelty"]["hears_end"]
+    config["novelty"]["format_version"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(signed(config)))
+    loaded = HydraEnsemble.from_pretrained(tmp_path).predict(zoo.batch("vit")).novelty_score
+    assert expected is not None and loaded is not None and torch.equal(expected, loaded)
+
+
 def test_padding_does_not_count() -> None:
     ensemble = ensemble_of("bert").fit_novelty_(known("bert"), progress=False)
     batch = zoo.batch("bert")
@@ -125,7 +163,8 @@ def test_one_member_is_enough() -> None:
     ensemble = fuse(zoo.make("vit"), [HeadMask.full(zoo.host("vit"))]).eval()
     ensemble.fit_novelty_(known("vit"), progress=False)
     assert ensemble.novelty is not None
-    assert len(ensemble.novelty.taps) == 2 * (zoo.LAYERS - 1)  # the last block is the readout's
+    # the last block runs for the readout token only
+    assert len(ensemble.novelty.taps) == 2 * (zoo.LAYERS - 1) + 1
     assert ensemble.predict(zoo.batch("vit")).novelty is not None
 
 
@@ -141,9 +180,6 @@ def test_members_without_a_trunk_are_heard_too(name: str) -> None:
     alone = [ensemble.predict(take(zoo.batch(name), [row])).novelty_score for row in range(4)]
     assert answer.novelty_score is not None
     torch.testing.assert_close(answer.novelty_score, torch.cat(alone), atol=1e-2, rtol=1e-3)
-    ensemble.mode = "loop"
-    with pytest.raises(UnsupportedModelError, match="fused"):
-        ensemble.predict(zoo.batch(name))
 
 
 @pytest.mark.parametrize("name", ["vit", "bert", "timm"])
@@ -158,12 +194,14 @@ def test_the_host_engine_is_heard_too(name: str, layer: int) -> None:
         ensemble.fit_novelty_(known(name), progress=False)
         scores.append(ensemble.predict(zoo.batch(name)).novelty_score)
     assert scores[0] is not None and scores[1] is not None
-    if layer:  # without a trunk, one of the engines may hear one member only
-        torch.testing.assert_close(scores[0], scores[1], atol=1e-2, rtol=1e-3)
+    torch.testing.assert_close(scores[0], scores[1], atol=1e-2, rtol=1e-3)
 
 
-def test_members_one_by_one_say_the_same() -> None:
-    ensemble = ensemble_of("bert").fit_novelty_(known("bert"), progress=False)
+@pytest.mark.parametrize("layer", [0, zoo.LAYERS - 1])
+def test_members_one_by_one_say_the_same(layer: int) -> None:
+    full = HeadMask.full(zoo.host("bert"))
+    apart = [full.with_layer(layer, [head != member for head in range(4)]) for member in range(2)]
+    ensemble = fuse(zoo.make("bert"), apart).eval().fit_novelty_(known("bert"), progress=False)
     batch = zoo.batch("bert", seed=5)
     fused = ensemble.predict(batch).novelty_score
     ensemble.mode = "loop"

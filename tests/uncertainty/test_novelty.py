@@ -41,9 +41,12 @@ def moments_of(features: Tensor, labels: Tensor | None = None) -> Moments:
     return moments
 
 
-def fitted(count: int = 200, *, labels: bool = True, seed: int = 0) -> Novelty:
+def fitted(
+    count: int = 200, *, labels: bool = True, seed: int = 0, hears_end: bool = True
+) -> Novelty:
     features, classes = known(count, seed)
-    fit = NoveltyFit([f"tap {i}" for i in range(TAPS)], classes=CLASSES, class_taps=2)
+    taps = [f"tap {i}" for i in range(TAPS)]
+    fit = NoveltyFit(taps, classes=CLASSES, class_taps=2, hears_end=hears_end)
     fit.add_(features, logits_of(count, seed), classes if labels else None)
     return fit.finish()
 
@@ -176,11 +179,12 @@ def test_constant_terms_say_nothing() -> None:
     assert float(ranks.surprise(torch.tensor([[3.0]]))) == pytest.approx(0.0)
 
 
+@pytest.mark.parametrize("hears_end", [False, True])
 @pytest.mark.parametrize("labels", [False, True])
-def test_new_known_data_alarm_at_the_promised_rate(labels: bool) -> None:
+def test_new_known_data_alarm_at_the_promised_rate(labels: bool, hears_end: bool) -> None:
     rates = []
     for seed in range(6):
-        novelty = fitted(150, labels=labels, seed=seed)
+        novelty = fitted(150, labels=labels, seed=seed, hears_end=hears_end)
         fresh, _ = known(400, seed=100 + seed)
         value, _ = novelty(fresh, logits_of(400, seed=100 + seed))
         rates.append(float((value > 0.9).float().mean()))
@@ -204,6 +208,30 @@ def test_class_distances_need_enough_examples_per_class() -> None:
     assert fitted(200).classes is not None
     assert fitted(200, labels=False).classes is None
     assert fitted(12).classes is None  # three per class
+    features, classes = known(60)
+    fit = NoveltyFit([f"tap {i}" for i in range(TAPS)], classes=CLASSES, class_taps=2)
+    fit.add_(features, logits_of(60), classes % 2)
+    assert fit.finish().classes is None  # two classes: the probability tells them apart
+
+
+def test_the_last_block_has_a_weight_of_its_own() -> None:
+    with_labels, without = fitted().weights.tolist(), fitted(labels=False).weights.tolist()
+    assert with_labels == [2, 2, 0, 1, 2, 1]  # two taps of the trunk, the end; classes; probability
+    assert without == [2, 2, 0.5, 1]
+    third = pytest.approx(4 / 3)
+    assert fitted(hears_end=False).weights.tolist() == [third, third, third, 1, 1, 1]
+
+
+def test_the_last_block_hears_a_class_that_the_trunk_does_not() -> None:
+    """The end measures its own distance to classes, not one relative to all known data."""
+    novelty = fitted()
+    assert novelty.classes is not None
+    features, _ = known(5, seed=3)
+    nearest = novelty.classes(unit(features)[:, novelty.first_class_tap :])
+    expected = novelty.ranks.surprise(
+        torch.cat([torch.zeros(5, 4), nearest[:, -1:], torch.zeros(5, 1)], 1)
+    )[:, 4]
+    torch.testing.assert_close(novelty.surprise(features, logits_of(5))[:, 4], expected)
 
 
 def test_statistics_survive_as_plain_data() -> None:

@@ -18,11 +18,15 @@ from ..uncertainty.novelty import Evidence, Novelty, NoveltyFit
 from .taps import Collector, collecting, tap_names
 
 CLASS_BLOCKS = 3
-"""The trunk's last blocks measure distances to classes: early blocks know no classes."""
+"""The trunk's last blocks measure distances to classes, as the end of the last block does: early
+blocks know no classes."""
 
 
 def logits_and_summaries(ensemble: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """Run an ensemble once; return raw member logits and the trunk's token summaries."""
+    """Run an ensemble once; return raw member logits and token summaries.
+
+    Members that run one by one, for reference, are run fused once more, to be listened to.
+    """
     args, kwargs, _ = split_batch(batch)
     readout = ensemble.readout
     # one positional input is the images or the ids: no mask to look for by its name
@@ -32,8 +36,17 @@ def logits_and_summaries(ensemble: Any, batch: Any) -> tuple[Tensor, Tensor]:
         inputs.get("attention_mask"),
         readout=has_readout_token(readout),
         positions=None if readout.positions is None else readout.positions(inputs),
+        streams=len(ensemble.plan.ends) if ensemble.body.folds else 1,
     )
+    loop = ensemble.mode == "loop"
     with collecting(ensemble.body, collector):
+        if loop:
+            logits = ensemble.fused_logits(
+                *(move(part, ensemble.device) for part in (args, kwargs))
+            )
+        else:
+            logits = ensemble.member_logits(batch)
+    if loop:
         logits = ensemble.member_logits(batch)
     return logits.float(), collector.summaries()
 
@@ -58,8 +71,8 @@ def novelty_fit(ensemble: Any, classes: int) -> NoveltyFit:
     """Return statistics of nothing yet, for the taps of an ensemble."""
     blocks = len(ensemble.body.trunk)
     taps = tap_names(blocks, readout=has_readout_token(ensemble.readout))
-    late = min(CLASS_BLOCKS, blocks) * len(taps) // blocks if blocks else 1
-    return NoveltyFit(taps, classes=classes, class_taps=late)
+    late = min(CLASS_BLOCKS, blocks) * (len(taps) - 1) // blocks if blocks else 0
+    return NoveltyFit(taps, classes=classes, class_taps=late + 1, hears_end=blocks > 0)
 
 
 @torch.no_grad()

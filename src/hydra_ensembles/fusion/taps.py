@@ -1,10 +1,10 @@
-"""Listen to the trunk while it runs: one or two token summaries per block, nothing else is kept.
+"""Listen to the blocks while they run: one or two token summaries per block of the trunk, and one
+of what leaves the last block, averaged over the members. Nothing else is kept.
 
-Members that branch at the first block share no trunk. There the body itself is listened to: what
-enters it (the embeddings, the same for all members) and what leaves it (the members' mean).
+Members that branch at the first block share no trunk: there the embeddings are listened to.
 
-The hooks stay on the trunk's blocks and do nothing unless a collector is set for the running call.
-It lives in a context variable, so that calls from several threads do not mix.
+The hooks stay on the blocks and do nothing unless a collector is set for the running call. It lives
+in a context variable, so that calls from several threads do not mix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedModelError
 from ..hosts.calling import states_of, take_call
 
 _active: ContextVar[Collector | None] = ContextVar("hydra_taps", default=None)
@@ -33,14 +32,22 @@ class Collector:
         mask: True or 1 where a token is no padding, `[batch, tokens]`; None when all are.
         readout: Whether the classifier reads a token of its own (not the mean of all).
         positions: The readout token of each sample `[batch]`; None for token 0.
+        streams: Members' streams that leave the last block at once, folded into the batch.
     """
 
     def __init__(
-        self, mask: Tensor | None = None, *, readout: bool = True, positions: Tensor | None = None
+        self,
+        mask: Tensor | None = None,
+        *,
+        readout: bool = True,
+        positions: Tensor | None = None,
+        streams: int = 1,
     ) -> None:
         self._mask, self._readout, self._positions = mask, readout, positions
+        self._streams = streams
         self._weights: Tensor | None = None
         self._rows: dict[int, list[Tensor]] = {}
+        self._ends: list[Tensor] = []
 
     def take(self, block: int, hidden: Tensor) -> None:
         """Summarise the hidden states `[batch, tokens, width]` after a block."""
@@ -73,44 +80,37 @@ class Collector:
         self._rows.setdefault(0, [torch.matmul(self._token_weights(hidden), hidden)[:, -1]])
 
     def leave(self, hidden: Tensor) -> None:
-        """Summarise what leaves a body without a trunk: the members' streams, a larger batch.
+        """Summarise what leaves the last block: the members' streams, folded into the batch.
 
-        A host that runs once per stream is heard in its first run.
+        A host that runs once per stream comes here once per stream.
         """
-        if 1 in self._rows:
-            return
-        # readout-only blocks leave the readout token first
-        streams = hidden.unflatten(0, (-1, self._rows[0][0].shape[0])).mean(0)
-        if self._readout:
-            self._rows[1] = [streams[:, 0].clone()]
-        else:
-            self._rows[1] = [torch.matmul(self._token_weights(streams), streams)[:, -1]]
+        mean = hidden.unflatten(0, (self._streams, -1)).mean(0)
+        if self._weights is not None and mean.shape[1] == self._weights.shape[-1]:
+            self._ends.append(torch.matmul(self._weights, mean)[:, 0])
+        else:  # readout-only blocks leave the readout token first
+            self._ends.append(mean[:, 0].clone())
 
     def summaries(self) -> Tensor:
         """Return the token summaries, `[batch, tap, width]`, block by block."""
-        if not self._rows:
-            raise UnsupportedModelError(
-                "Nothing was heard: members that share no block and run one by one have no common "
-                'features. Set ensemble.mode = "fused".'
-            )
-        return torch.stack([row for block in sorted(self._rows) for row in self._rows[block]], 1)
+        end = torch.stack(self._ends).mean(0)
+        rows = [row for block in sorted(self._rows) for row in self._rows[block]]
+        return torch.stack([*rows, end], 1)
 
 
 def tap_names(blocks: int, *, readout: bool) -> tuple[str, ...]:
     """Name the taps in the order of `Collector.summaries`, of a trunk with so many blocks."""
-    if not blocks:
-        return ("embeddings, mean token", "last block, mean of members")
     kinds = ("readout token", "mean token") if readout else ("mean token",)
-    return tuple(f"block {block}, {kind}" for block in range(blocks) for kind in kinds)
+    trunk = [f"block {block}, {kind}" for block in range(blocks) for kind in kinds]
+    return (*(trunk or ["embeddings, mean token"]), "last block, mean of members")
 
 
 @contextmanager
 def collecting(body: Any, collector: Collector) -> Iterator[Collector]:
     """Let a collector listen to a body during one call, in this thread."""
+    first, last = (body, body) if isinstance(body, nn.Module) else (body.layers[0], body.layers[-1])
     taps = [(block, partial(_tap, number)) for number, block in enumerate(body.trunk)]
-    if not taps:
-        ends = (body, body) if isinstance(body, nn.Module) else (body.layers[0], body.layers[-1])
-        taps = [(ends[0], partial(_tap_entering)), (ends[1], partial(_tap_leaving))]
+    taps = taps or [(first, partial(_tap_entering))]
+    taps.append((last, partial(_tap_leaving)))
     with _attaching:  # one thread adds the hooks, the others wait for it
         for module, hook in taps:
             known = module._forward_hooks.values()

@@ -5,10 +5,18 @@
 
 The terms are the distances of `distances.py` at every tap and the generalized entropy of the mean
 probability (GEN, Liu et al., 2023). Each p-value is the term's rank among known examples, each of
-them held out (`tails.py`). Taps repeat each other, so the three kinds have fixed weights, shared by
-their taps: 4 for distances to all known data, 2 for distances to classes, 1 for the probability
-(chosen on textures, MNIST, TREC, out-of-scope validation questions and proxies). And as terms
-depend on each other, the sum is not read off a chi-square table: it is ranked among the known
+them held out (`tails.py`). Taps repeat each other, so each kind of terms has a fixed weight, shared
+by its taps:
+
+    trunk: distance to all known data             4
+    trunk: distance to the nearest class          1   relative to that to all known data
+    last block: distance to the nearest class     2   this block was trained to tell classes apart
+    probability                                   1
+
+Without labels, or with two classes, there are no distances to classes, and the last block's
+distance to all known data weighs 0.5. The weights were chosen on textures, MNIST, TREC,
+out-of-scope validation questions, scribbles, proxies, and classes left out of the known data. As
+terms depend on each other, the sum is not read off a chi-square table: it is ranked among the known
 examples' own sums.
 """
 
@@ -16,7 +24,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,9 +35,7 @@ from .distances import ClassDistance, GlobalDistance
 from .moments import unit
 from .tails import Ranks
 
-FORMAT_VERSION = 1
-WEIGHTS = {"distance": 4.0, "class": 2.0, "probability": 1.0}
-"""How much a kind of terms weighs in the sum; its taps share it."""
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -85,6 +90,43 @@ class Evidence:
         return self.names[position] if self.names else f"#{position}"
 
 
+def class_terms(nearest: Tensor, distance: Tensor, *, hears_end: bool) -> Tensor:
+    """Return distances to the nearest class, in the trunk relative to those to all known data.
+
+    Args:
+        nearest: Distances to the nearest class, `[example, late tap]`.
+        distance: Distances to all known data at these taps.
+        hears_end: Whether the last tap is the end of the last block: it is not relative.
+    """
+    if not hears_end:
+        return nearest - distance
+    return torch.cat([nearest[:, :-1] - distance[:, :-1], nearest[:, -1:]], 1)
+
+
+def term_weights(taps: int, class_taps: int, *, hears_end: bool) -> Tensor:
+    """Return the weight of every term (see the top of this file), `[term]`.
+
+    Args:
+        taps: Number of taps.
+        class_taps: Number of taps that measure distances to classes; 0 without labels.
+        hears_end: Whether the last tap is the end of the last block.
+    """
+    if not hears_end:
+        each = [4 / taps] * taps + [2 / max(class_taps, 1)] * class_taps
+    elif not class_taps:
+        each = [4 / (taps - 1)] * (taps - 1) + [0.5]
+    else:
+        late = class_taps - 1
+        each = [4 / (taps - 1)] * (taps - 1) + [0.0] + [1 / max(late, 1)] * late + [2.0]
+    return torch.tensor([*each, 1.0])
+
+
+def _weights_of_format_1(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Tensor:
+    taps = len(facts["taps"])
+    late = taps - int(facts["first_class_tap"]) if "classes.means" in tensors else 0
+    return term_weights(taps, late, hears_end=False).to(tensors["ranks.values"])
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class Novelty:
     """Statistics of known data, all that `predict` needs.
@@ -94,6 +136,8 @@ class Novelty:
         distance: To all known data.
         classes: To the nearest class, of the taps from `first_class_tap` on; None without.
         first_class_tap: See `classes`.
+        hears_end: Whether the last tap is the end of the last block, which has a weight of its own.
+        weights: Of the terms, `[term]`.
         ranks: Held-out terms.
         sums: Held-out scores, `[1, example]`.
         bank: Unit features of some known examples at the last tap, `[example, width]`.
@@ -106,12 +150,14 @@ class Novelty:
     distance: GlobalDistance
     classes: ClassDistance | None
     first_class_tap: int
+    weights: Tensor
     ranks: Ranks
     sums: Ranks
     bank: Tensor
     bank_positions: Tensor
     names: tuple[str, ...] = ()
     examples: int = 0
+    hears_end: bool = False
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -119,17 +165,9 @@ class Novelty:
         named = self.taps[self.first_class_tap :] if self.classes is not None else ()
         return (*self.taps, *(f"{tap}, nearest class" for tap in named), "probability")
 
-    @cached_property
-    def weights(self) -> Tensor:
-        """Weight of every term, `[term]`."""
-        taps = len(self.taps)
-        late = taps - self.first_class_tap if self.classes is not None else 0
-        each = [WEIGHTS["distance"] / taps] * taps + [WEIGHTS["class"] / max(late, 1)] * late
-        return torch.tensor([*each, WEIGHTS["probability"]], device=self.bank.device)
-
     def total(self, surprise: Tensor) -> Tensor:
         """Return the score of surprises `[example, term]`: their weighted sum, `[example]`."""
-        return surprise @ self.weights.to(surprise)
+        return surprise @ self.weights.to(surprise.dtype)
 
     def surprise(self, summaries: Tensor, member_logits: Tensor) -> Tensor:
         """Return -log p of every term, `[example, term]`.
@@ -138,7 +176,8 @@ class Novelty:
             summaries: Token summaries `[example, tap, width]`.
             member_logits: Raw logits `[example, member, class]`, no temperature applied.
         """
-        features = unit(summaries.to(self.distance.mean.dtype))
+        heard = summaries[:, : len(self.taps)]  # old statistics do not know the last block
+        features = unit(heard.to(self.distance.mean.dtype))
         return self.ranks.surprise(self._terms(features, member_logits))
 
     def _terms(self, features: Tensor, member_logits: Tensor) -> Tensor:
@@ -146,7 +185,8 @@ class Novelty:
         parts = [distance]
         if self.classes is not None:
             late = slice(self.first_class_tap, None)
-            parts.append(self.classes(features[:, late]) - distance[:, late])
+            nearest = self.classes(features[:, late])
+            parts.append(class_terms(nearest, distance[:, late], hears_end=self.hears_end))
         parts.append(gen(member_logits).to(distance.dtype)[:, None])
         return torch.cat(parts, 1)
 
@@ -170,7 +210,7 @@ class Novelty:
         """Return which terms and which known examples speak for novelty."""
         surprise = self.surprise(summaries, member_logits)
         score = self.total(surprise)
-        last = unit(summaries[:, -1].to(self.bank.dtype))
+        last = unit(summaries[:, len(self.taps) - 1].to(self.bank.dtype))
         similarity, order = (last @ self.bank.T).topk(min(neighbours, len(self.bank)))
         return Evidence(
             terms=self.terms,
@@ -203,6 +243,7 @@ class Novelty:
         found = {
             "distance.mean": self.distance.mean,
             "distance.whitening": self.distance.whitening,
+            "weights": self.weights,
             "ranks.values": self.ranks.values,
             "ranks.scale": self.ranks.scale,
             "sums.values": self.sums.values,
@@ -225,6 +266,7 @@ class Novelty:
             "format_version": FORMAT_VERSION,
             "taps": list(self.taps),
             "first_class_tap": self.first_class_tap,
+            "hears_end": self.hears_end,
             "names": list(self.names),
             "examples": self.examples,
         }
@@ -255,12 +297,14 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
             ),
             classes=classes,
             first_class_tap=int(facts["first_class_tap"]),
+            weights=tensors["weights"] if version > 1 else _weights_of_format_1(tensors, facts),
             ranks=Ranks(tensors["ranks.values"], tensors["ranks.scale"]),
             sums=Ranks(tensors["sums.values"], tensors["sums.scale"]),
             bank=tensors["bank"],
             bank_positions=tensors["bank_positions"],
             names=tuple(facts["names"]),
             examples=int(facts["examples"]),
+            hears_end=bool(facts.get("hears_end", False)),
         )
     except KeyError as error:
         raise FormatError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...errors import DataError
 from ..scores import gen
-from .detector import Novelty
+from .detector import Novelty, class_terms, term_weights
 from .distances import ClassDistance, GlobalDistance
 from .moments import Moments, unit
 from .tails import Ranks
@@ -25,6 +25,8 @@ BANK = 512
 """Known examples that can be named as neighbours."""
 PER_CLASS = 5
 """Known examples per class, on average, from which on class distances are used."""
+FEWEST_CLASSES = 3
+"""Classes from which on class distances are used: two span one direction, the probability's."""
 LEAST = 10
 """Fewest known examples."""
 
@@ -36,10 +38,18 @@ class NoveltyFit:
         taps: Names of the taps, in the order of the summaries.
         classes: Number of classes, for class distances when batches have labels; 0 for none.
         class_taps: Number of taps, from the last, that measure class distances.
+        hears_end: Whether the last tap is the end of the last block (see `Novelty`).
     """
 
-    def __init__(self, taps: Sequence[str], *, classes: int = 0, class_taps: int = 0) -> None:
-        self.taps, self.number = tuple(taps), classes
+    def __init__(
+        self,
+        taps: Sequence[str],
+        *,
+        classes: int = 0,
+        class_taps: int = 0,
+        hears_end: bool = False,
+    ) -> None:
+        self.taps, self.number, self.hears_end = tuple(taps), classes, hears_end
         self.first_class_tap = len(self.taps) - class_taps
         self.moments: Moments | None = None
         self._summaries: list[Tensor] = []
@@ -95,12 +105,10 @@ class NoveltyFit:
         if self._labelled and self._enough(moments.class_counts):
             late = slice(self.first_class_tap, None)
             classes = ClassDistance.of(moments, late)
-            number = (moments.class_counts > 0).cumsum(
-                0
-            ) - 1  # classes without examples are left out
-            own = number[torch.cat(self._labels)]
-            near = classes.held_out(features[:, late], own)
-            terms.append(near - held_out[:, late])
+            # classes without examples are left out
+            number = (moments.class_counts > 0).cumsum(0) - 1
+            nearest = classes.held_out(features[:, late], number[torch.cat(self._labels)])
+            terms.append(class_terms(nearest, held_out[:, late], hears_end=self.hears_end))
         terms.append(torch.cat(self._scores)[:, None])
         values = torch.cat(terms, 1)
         ranks = Ranks.of(values)
@@ -110,16 +118,20 @@ class NoveltyFit:
             distance=distance,
             classes=classes,
             first_class_tap=self.first_class_tap,
+            weights=term_weights(
+                len(self.taps), terms[1].shape[1] if classes else 0, hears_end=self.hears_end
+            ).double(),
             ranks=ranks,
             sums=Ranks.of(values[:, :1]),  # replaced below: they need the weights
             bank=last,
             bank_positions=torch.arange(len(last)),
             names=tuple(names)[: len(last)],
             examples=moments.count,
+            hears_end=self.hears_end,
         )
         score = unranked.total(ranks.held_out_surprise(values))
         return replace(unranked, sums=Ranks.of(score[:, None])).single()
 
     def _enough(self, counts: Tensor) -> bool:
         present = counts[counts > 0]
-        return len(present) > 1 and float(present.double().mean()) >= PER_CLASS
+        return len(present) >= FEWEST_CLASSES and float(present.double().mean()) >= PER_CLASS
