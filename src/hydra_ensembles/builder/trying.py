@@ -24,12 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..costs.counting import CostRatio, cost
+from ..costs.cost_record import CostRatio
+from ..costs.counting import cost
+from ..data.answers import Answers
 from ..data.batches import Batches, as_data, images_of, indexable, join, take, without_labels
 from ..data.memory import Halving
 from ..data.modes import in_eval
 from ..data.progress import Progress, progress_bar
-from ..data.running import Answers, collect_logits
+from ..data.running import collect_logits
 from ..data.splits import split
 from ..errors import DataError
 from ..evaluation.evaluator import results_of

@@ -1,9 +1,9 @@
 """The budget: where members branch and how many heads they keep, within a bound on cost.
 
 Costs are counted multiply-adds against the plain host model (`counting.CostModel`). Before heads
-are known a budget is kept for *any* that members may choose: at the branch, where they share
-projections, the union of their heads is counted as large as it can be. `Budget` also counts the
-members that a search has in hand.
+are known, a budget must hold for *any* heads that members may choose: at the branch, where they
+share projections, the union of their heads is taken as large as it can be. `Budget` also counts the
+members of a search.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Budget:
 
     @classmethod
     def of(cls, model: Host, batch: Any, max_cost: float | None) -> Budget:
-        """Make the budget of a host for the shape of a batch."""
+        """Make a host's budget for the shape of a batch."""
         return cls(counter_of(model, batch), max_cost)
 
     @property
@@ -71,14 +71,14 @@ class Budget:
         return self.costs.ratio(list(masks))
 
     def allows(self, masks: Sequence[HeadMask]) -> bool:
-        """Tell whether members are within the bound."""
+        """Return whether members are within the bound."""
         return self.max_cost is None or self.ratio(masks) <= self.max_cost + SLACK
 
     def branch_layers(self, members: int) -> list[int]:
         """Return the layers, up to the last, in which members of a search may differ.
 
-        The lowest layer from which two streams of a third of the heads fit: more members part
-        higher up. Without a bound, the upper half of the layers.
+        Starts at the lowest layer from which two streams with a third of the heads fit: more
+        members branch higher up. Without a bound, the upper half of the layers.
         """
         depth = len(self.costs.host)
         if self.max_cost is None:
@@ -90,13 +90,13 @@ class Budget:
         return list(range(first, depth))
 
     def option(self, members: int, *, keep: Keep | None = None, at_most: float = 0.5) -> Option:
-        """Choose where members branch and how many heads they keep, whichever those are.
+        """Choose where members branch and how many heads they keep, for any choice of heads.
 
         Args:
             members: Number of members M.
-            keep: Heads of a branched layer; then only the earliest branch is chosen at which they
-                fit. None chooses both (`fit_budget`).
-            at_most: Largest share of a branched block's heads, where the budget chooses.
+            keep: Heads per branched layer; the earliest branch at which they fit is then chosen.
+                None chooses both (`fit_budget`).
+            at_most: Largest share of a branched block's heads, if the budget chooses.
         """
         if keep is None:
             return fit_budget(
@@ -111,10 +111,10 @@ class Budget:
         return Option(first, counts, option_cost(self.costs, first, counts, members))
 
     def heads(self, layers: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Return how many heads one pruned model may keep, by layer.
+        """Return the number of heads that one pruned model may keep, by layer.
 
-        As many as fit, the same number in each of `layers` (all by default), then one more where
-        that fits, from the top; the other layers keep all.
+        As many as fit, the same number in each of `layers` (all by default), then one more where it
+        fits, from the top; the other layers keep all heads.
         """
         depth = len(self.costs.host)
         chosen = range(depth) if layers is None else sorted(layers)
@@ -136,25 +136,25 @@ def branch_options(
 ) -> list[Option]:
     """List, from the last block to the first, what the budget allows at each branch layer.
 
-    Every branched block keeps the same number of heads, as many as fit; what is left of the budget
-    then gives single blocks one more, from the top. A branch layer at which not even one head a
-    block fits is left out.
+    Every branched block keeps the same number of heads, as many as fit; the rest of the budget then
+    gives single blocks one more, from the top. Branch layers at which not even one head per block
+    fits are left out.
 
     Args:
-        model: The host model (or its `CostModel`, which spares counting again).
+        model: The host model (or its `CostModel`, to avoid counting again).
         members: Number of members M.
-        max_cost: Largest allowed ratio of multiply-adds to the plain host, 1.07 say.
+        max_cost: Largest allowed ratio of multiply-adds to the plain host, such as 1.07.
         batch: A batch in the host's form; only its shapes matter.
-        at_most: Largest share of a branched block's heads that a member keeps, also where the
-            budget would allow more: members that keep nearly all heads hardly differ.
-        untied: Count members that have been trained: no two share a head's projections.
+        at_most: Largest share of a branched block's heads that a member keeps, even if the budget
+            allows more: members that keep nearly all heads hardly differ.
+        untied: Count trained members: no two share a head's projections.
     """
     counter = counter_of(model, batch)
-    found = (
+    options = (
         fill(counter, _from(counter, layer), members, max_cost, at_most, untied=untied)
         for layer in reversed(range(len(counter.host)))
     )
-    return [option for option in found if option is not None]
+    return [option for option in options if option is not None]
 
 
 def fit_budget(
@@ -170,7 +170,7 @@ def fit_budget(
     """Choose one of `branch_options`: the earliest branch that leaves each member its share.
 
     Members that branch early differ more; a share is 1/M of a block's heads, so that together the
-    members still hold them all. When no branch leaves as much, the last block is taken.
+    members still keep them all. If no branch leaves as much, the last block is chosen.
 
     Raises:
         MaskError: Nothing fits; the message says what the cheapest ensemble costs.
@@ -213,14 +213,14 @@ def budgeted_masks(
 
     Args:
         model: The host model.
-        scores: One table for each member, of which it keeps the highest; or one table for all,
-            from which members take turns (see `deal`).
+        scores: One table per member, of which it keeps the highest; or one table for all, from
+            which members take turns (see `deal`).
         members: Number of members M.
         max_cost: Largest allowed ratio of multiply-adds to the plain host.
         batch: A batch in the host's form; only its shapes matter.
-        branch_layer: Where members part; chosen by `fit_budget` when None.
+        branch_layer: Where members branch; chosen by `fit_budget` if None.
         at_most: Largest share of a branched block's heads that a member keeps.
-        untied: Count members that will be trained, each with heads of its own.
+        untied: Count members that will be trained, each with its own heads.
     """
     tables = [scores] if isinstance(scores, HeadScores) else list(scores)
     if len(tables) not in (1, members):
@@ -256,18 +256,18 @@ def deal(scores: HeadScores, keep: Sequence[int], *, members: int) -> list[HeadM
     """Let members take turns in picking heads from one score table, layer by layer.
 
     In its turn, a member takes the best head that it lacks, among those that the fewest members
-    hold. So members are disjoint while heads last, and every member gets good heads.
+    have. Members are thus disjoint while heads last, and every member gets good heads.
     """
     rows: list[list[Tensor]] = [[] for _ in range(members)]
     for row, count in zip(scores, keep, strict=True):
         order = torch.sort(row, descending=True, stable=True).indices.tolist()
-        held = [0] * len(row)
+        holders = [0] * len(row)
         kept = [torch.zeros(len(row), dtype=torch.bool) for _ in range(members)]
         for _ in range(count):
             for row_of_member in kept:
-                head = min((h for h in order if not row_of_member[h]), key=held.__getitem__)
+                head = min((h for h in order if not row_of_member[h]), key=holders.__getitem__)
                 row_of_member[head] = True
-                held[head] += 1
+                holders[head] += 1
         for member, row_of_member in enumerate(kept):
             rows[member].append(row_of_member)
     return [HeadMask(table) for table in rows]
@@ -286,8 +286,11 @@ def option_cost(
     everyone = tuple(range(members))
 
     def heads(layer: int) -> tuple[tuple[int, ...], ...]:
-        count, of = keep_per_layer[layer], shape[layer]  # neighbours: the union is the largest
-        if untied:  # no two members have a head in common
+        count, of = (
+            keep_per_layer[layer],
+            shape[layer],
+        )  # staggered, so that the union is as large as possible
+        if untied:  # no two members share a head
             of = members * count
         return tuple(tuple(sorted((m * count + i) % of for i in range(count))) for m in everyone)
 
@@ -312,7 +315,7 @@ def counter_of(model: Host, batch: Any) -> CostModel:
 
 
 def _from(counter: CostModel, layer: int) -> range:
-    """Return the layers from one on."""
+    """Return the layers from `layer` on."""
     return range(layer, len(counter.host))
 
 
@@ -325,12 +328,12 @@ def _earliest(
     counter: CostModel, counts: Sequence[int], members: int, max_cost: float
 ) -> int | None:
     """Return the lowest branch layer at which members with that many heads fit, or None."""
-    found = None
+    earliest = None
     for layer in reversed(range(len(counter.host))):
         if option_cost(counter, layer, counts, members) > max_cost + SLACK:
             break
-        found = layer
-    return found
+        earliest = layer
+    return earliest
 
 
 def _no_room(
@@ -357,11 +360,11 @@ def fill(
 ) -> Option | None:
     """Fill the budget in the given layers (see `branch_options`); None if nothing fits.
 
-    Members part at the first of `layers`; in layers that are not named they keep all heads.
+    Members branch at the first of `layers`; in all other layers they keep all heads.
     """
     heads, first = counter.host.head_counts, layers[0]
     limits = [keep_count(at_most, n) if i in layers else n for i, n in enumerate(heads)]
-    if members > 1:  # with all heads of the branch they would not part there
+    if members > 1:  # with all heads they would not branch there
         limits[first] = min(limits[first], heads[first] - 1)
 
     def priced(counts: Sequence[int]) -> float:

@@ -55,7 +55,7 @@ class Frontier:
         points: Every ensemble that was tried, cheapest first.
         max_cost: The budget.
         objective: Name of the objective.
-        settings: What the points depend on, so that a file is continued by the same run only.
+        settings: What the points depend on, so that only the same run continues a file.
     """
 
     points: tuple[Point, ...]
@@ -75,7 +75,7 @@ class Frontier:
         return [points[place] for place in pareto_front(list(points), sign=-1)]
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return plain data as JSON; write it to `path` (beside, then renamed) when given."""
+        """Return plain data as JSON; write it atomically to `path` if given."""
         chosen = self.chosen
         payload = {
             "settings": self.settings,
@@ -142,7 +142,7 @@ def frontier(
 
     Args:
         model: The host model.
-        choose: How an option's heads are chosen: scores (see `masks_for`), or a function.
+        choose: How to choose an option's heads: scores (see `masks_for`), or a function.
         objective: A function of the members' masks, lower when better; or labelled validation
             data, for the negative log-likelihood of the members' mean probability.
         batch: A batch in the host's form, for counting; only its shapes matter.
@@ -150,9 +150,9 @@ def frontier(
         max_cost: The budget.
         up_to: Cost up to which options are tried.
         keep: Shares of the branched blocks' heads to try at every branch layer.
-        name: Of the objective.
-        path: A JSON file that is written after every point; points that are in it are not run
-            again. A file of another model, number of members or objective is refused.
+        name: Name of the objective.
+        path: A JSON file that is written after every point; its points are not run again. A file of
+            another model, number of members or objective is refused.
         progress: Show a bar on a terminal.
     """
     counter = counter_of(model, batch)
@@ -169,7 +169,7 @@ def frontier(
             cost = option_cost(counter, layer, counts, members)
             if cost <= up_to and counts[layer] > 0:
                 options.add(Option(layer, counts, cost))
-        # what the budget itself allows here belongs on the curve
+        # the option that the budget itself allows belongs on the curve
         above = range(layer, len(counter.host))
         filled = fill(counter, above, members, max_cost, at_most=max(keep))
         options |= set() if filled is None else {filled}
@@ -198,8 +198,8 @@ def frontier(
             points[key] = Point(*key, counter.ratio(masks), float(value(masks)), masks)
             if target is not None:
                 Frontier(tuple(points.values()), max_cost, called, settings).to_json(target)
-    found = sorted(points.values(), key=lambda point: (point.cost, point.objective))
-    result = Frontier(tuple(found), max_cost, called, settings)
+    by_cost = sorted(points.values(), key=lambda point: (point.cost, point.objective))
+    result = Frontier(tuple(by_cost), max_cost, called, settings)
     if target is not None:
         result.to_json(target)
     return result
@@ -217,8 +217,8 @@ def _negative_log_likelihood(
         for mask in masks:
             if mask not in logits:
                 with gate(host, mask):
-                    found, truth = collect_logits(host.model, data, need_labels=True)
-                logits[mask] = found[:, 0]
+                    outputs, truth = collect_logits(host.model, data, need_labels=True)
+                logits[mask] = outputs[:, 0]
                 assert truth is not None
                 labels[:] = [truth]
         together = torch.stack([logits[mask] for mask in masks], 1)

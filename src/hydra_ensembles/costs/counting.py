@@ -1,8 +1,8 @@
 """Counted cost: multiply-adds, parameters, bytes and activations, from shapes and the plan.
 
-A multiply-add is one product and one sum, half of what flop counters report. What stands around
-the blocks (patch embedding, pooler, classifier) is counted by letting the host's own code run on
-shapes only. Norms, activations and softmax are not counted: no counter counts them.
+A multiply-add is one product and one sum, half of what flop counters report. What comes before and
+after the blocks (patch embedding, pooler, classifier) is counted by running the host's own code on
+shapes only. Norms, activations and softmax are not counted, as in other counters.
 """
 
 from __future__ import annotations
@@ -24,91 +24,8 @@ from ..hosts import Block, HostModel, host_model
 from ..hosts.calling import run_around
 from ..hosts.probe import Readout
 from ..hosts.weighing import operation_counter
+from .cost_record import Cost, LayerCost
 from .measured import HostedGeometry, formula_fits, hosted_geometry, measure, widest
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """Cost of one block, or of what stands before and after the blocks."""
-
-    name: str
-    multiply_adds: int
-    parameters: int
-    activation_bytes: int
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a model costs on one batch.
-
-    Attributes:
-        multiply_adds: Products-and-sums of matrix products, convolutions and attention.
-        parameters: Distinct numbers stored.
-        bytes_on_disk: Their bytes, each distinct tensor and head once.
-        activation_bytes: Largest set of activations alive at once in inference, counted.
-        layers: The same by layer.
-        batch: Samples in the batch that it was counted for.
-    """
-
-    multiply_adds: int
-    parameters: int
-    bytes_on_disk: int
-    activation_bytes: int
-    layers: tuple[LayerCost, ...]
-    batch: int
-    name: str = ""
-
-    def relative_to(self, other: Cost) -> CostRatio:
-        """Divide by another cost, such as the host's."""
-        return CostRatio(
-            self.multiply_adds / other.multiply_adds,
-            self.parameters / other.parameters,
-            self.bytes_on_disk / other.bytes_on_disk,
-            self.activation_bytes / other.activation_bytes,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "name": self.name,
-            "batch": self.batch,
-            "multiply_adds": self.multiply_adds,
-            "parameters": self.parameters,
-            "bytes_on_disk": self.bytes_on_disk,
-            "activation_bytes": self.activation_bytes,
-            "layers": [dict(layer.__dict__) for layer in self.layers],
-        }
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.name or 'model'}: {self.multiply_adds / 1e9:.3f} G multiply-adds for "
-            f"{self.batch} sample{'s' if self.batch != 1 else ''}, "
-            f"{self.parameters / 1e6:.2f} M parameters, {self.bytes_on_disk / 2**20:.1f} MiB on "
-            f"disk, {self.activation_bytes / 2**20:.1f} MiB of activations at the peak"
-        ]
-        total = max(1, self.multiply_adds)
-        for layer in self.layers:
-            lines.append(
-                f"  {layer.name:<10} {layer.multiply_adds / 1e6:10.2f} M  "
-                f"{layer.multiply_adds / total:6.1%}  {layer.parameters / 1e3:9.1f} k parameters"
-            )
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class CostRatio:
-    """One cost divided by another."""
-
-    multiply_adds: float
-    parameters: float
-    bytes_on_disk: float
-    activation_bytes: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.multiply_adds:.3f} x multiply-adds, {self.parameters:.3f} x parameters, "
-            f"{self.bytes_on_disk:.3f} x bytes on disk, {self.activation_bytes:.3f} x activations"
-        )
 
 
 def cost(model: Any, batch: Any) -> Cost:
@@ -154,26 +71,26 @@ def cost(model: Any, batch: Any) -> Cost:
 
 def _measured_cost(model: Any, root: nn.Module, path: str, name: str, batch: Any) -> Cost:
     """Count the cost of a model while the host's own blocks run."""
-    found = measure(model, root, path, batch)
-    size, tokens, width = found.shape
+    measured = measure(model, root, path, batch)
+    size, tokens, width = measured.shape
     element = next((p.element_size() for p in root.parameters()), 4)
     rows = size * tokens * element
     layers = []
     for index, module in enumerate(root.get_submodule(path).children()):
         streams = len(getattr(module, "streams", (module,)))
         parameters = sum(p.numel() for p in module.parameters())
-        held = rows * (width * (1 + streams) + 2 * widest(module))
-        layers.append(LayerCost(f"block {index}", found.blocks[index], parameters, held))
+        activations = rows * (width * (1 + streams) + 2 * widest(module))
+        layers.append(LayerCost(f"block {index}", measured.blocks[index], parameters, activations))
     parameters = sum(p.numel() for p in root.parameters())
     stored = {t.data_ptr() or id(t): t for t in root.state_dict(keep_vars=True).values()}.values()
     rest = LayerCost(
         "around",
-        found.total - sum(found.blocks),
+        measured.total - sum(measured.blocks),
         parameters - sum(layer.parameters for layer in layers),
         2 * rows * width,
     )
     return Cost(
-        multiply_adds=found.total,
+        multiply_adds=measured.total,
         parameters=parameters,
         bytes_on_disk=sum(t.numel() * t.element_size() for t in stored),
         activation_bytes=max(layer.activation_bytes for layer in (rest, *layers)),
@@ -227,7 +144,7 @@ class CostModel:
         """Return counted multiply-adds of a plan divided by those of the plain host."""
         total = self.outside.multiply_adds + (len(plan.ends) - 1) * self.heads_after
         for layer, geometry in enumerate(self.geometry[: plan.trunk]):
-            # heads that its own blocks need stay, gated off
+            # heads that the host's own blocks need stay, gated off
             keeps = self.host.arithmetic.keeps_heads
             heads = None if keeps else len(plan.trunk_heads[layer])
             total += geometry.plain(self.outside, heads)
@@ -239,7 +156,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class _Outside:
-    """What stands around the blocks, and the shape in which states enter them."""
+    """What comes before and after the blocks, and the shape of the first states."""
 
     multiply_adds: int
     batch: int
@@ -306,12 +223,12 @@ class _Geometry:
 
 
 def _linear_weights(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the weights of all linear layers inside some modules."""
+    """Return the weights of all linear layers inside the modules."""
     inside = [m for module in modules for m in module.modules()]
-    found: list[Any] = [
+    weights: list[Any] = [
         m.weight for m in inside if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
     ]
-    return found
+    return weights
 
 
 def _queries(plan: LayerPlan, outside: _Outside, readout: Readout) -> int:
@@ -404,23 +321,23 @@ def _loop_cost(ensemble: Any, batch: Any) -> Cost:
 def _outside(
     host: HostModel, batch: Any, *, streams: int = 1, readout: Readout | None = None
 ) -> _Outside:
-    """Count what the host runs around its blocks, on shapes only."""
+    """Count what the host runs before and after its blocks, on shapes only."""
     args, kwargs, _ = split_batch(batch)
-    seen: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
     assert host.forms is not None  # looked up before anything is counted
     folds = readout is None or readout.folds
 
     def answer(hidden: Tensor) -> Tensor:
-        seen.append(tuple(hidden.shape))
+        shapes.append(tuple(hidden.shape))
         tokens = None if readout is None else readout.tokens
         x = hidden[:, :tokens]
         return x.repeat(streams, 1, 1) if folds else hidden
 
-    _ = host.forms  # found by a pass through the host, which must not be counted below
+    _ = host.forms  # probed by a pass through the host, which must not be counted below
     counted = 0
     element = next((p.element_size() for p in host.model.parameters()), 4)
     for model, where in ((_on_meta, "meta"), (_as_is, None)):
-        seen.clear()
+        shapes.clear()
         try:
             twin = model(host)
             counter = operation_counter()
@@ -428,7 +345,7 @@ def _outside(
                 run_around(twin, (move(args, where), move(kwargs, where)), answer)
             counted = counter.get_total_flops() // 2
             break
-        except Exception as error:  # code that looks at values cannot run on shapes: run it
+        except Exception as error:  # code that reads values cannot run on shapes: run it
             if where is None:
                 raise DataError(
                     f"{host.name} cannot be run on this batch ({type(error).__name__}: {error}). "
@@ -436,12 +353,12 @@ def _outside(
                 ) from error
     if not folds:
         counted *= streams
-    shape = seen[0]
+    shape = shapes[0]
     return _Outside(counted, shape[0], shape[1], shape[2], element)
 
 
 def _head_multiply_adds(host: HostModel, batch: Any, outside: _Outside) -> int:
-    """Count what one more stream costs after the blocks."""
+    """Count the cost of one more stream after the blocks."""
     two = _outside(host, batch, streams=2, readout=host.readout)
     one = _outside(host, batch, streams=1, readout=host.readout)
     return two.multiply_adds - one.multiply_adds

@@ -1,4 +1,4 @@
-"""Cost by counting while the host's own code runs: for blocks that no formula of ours describes."""
+"""Count cost while the host's own code runs: for blocks that our formulas do not describe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..hosts.weighing import BlockWeight, operation_counter, weigh_blocks
 
 @dataclass(frozen=True)
 class Measured:
-    """Multiply-adds of one run, whole and by block, and the states that entered the blocks."""
+    """Multiply-adds of one run, in total and by block, and the shape of the first states."""
 
     total: int
     blocks: tuple[int, ...]
@@ -28,7 +28,7 @@ class Measured:
 
 
 def formula_fits(host: HostModel) -> bool:
-    """Tell whether attention, norms and MLP are all that a host's blocks hold."""
+    """Return whether a host's blocks hold only attention, norms and MLP."""
     return host.family.fusable and all(
         block.norm1 is not None
         and block.norm2 is not None
@@ -46,7 +46,7 @@ def inputs_of(model: nn.Module, batch: Any) -> Inputs:
 
 
 def measure(model: Any, root: nn.Module, blocks: str, batch: Any) -> Measured:
-    """Count a run of a model: on shapes alone where its code allows that, else for real.
+    """Count a run of a model: on shapes only if its code allows it, otherwise for real.
 
     Args:
         model: A host, or an ensemble, which runs all its members.
@@ -60,9 +60,9 @@ def measure(model: Any, root: nn.Module, blocks: str, batch: Any) -> Measured:
         try:
             twin = model if where is None else _without_storage(model)
             inner = twin.host if hasattr(twin, "host") else twin
-            given = (args, kwargs) if where is None else move((args, kwargs), where)
-            return _measure(twin, inner, blocks, given)
-        except Exception as error:  # code that looks at values cannot run on shapes: run it
+            inputs = (args, kwargs) if where is None else move((args, kwargs), where)
+            return _measure(twin, inner, blocks, inputs)
+        except Exception as error:  # code that reads values cannot run on shapes: run it
             failure = error
     raise DataError(
         f"{type(root).__name__} cannot be run on this batch ({type(failure).__name__}: {failure}). "
@@ -111,7 +111,7 @@ def widest(block: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class HostedGeometry:
-    """What one of the host's own blocks costs, by the heads that it keeps."""
+    """Cost of one of the host's own blocks, by the heads that it keeps."""
 
     weight: BlockWeight
 
@@ -126,6 +126,6 @@ class HostedGeometry:
 
 
 def hosted_geometry(host: HostModel, batch: Any) -> list[HostedGeometry]:
-    """Weigh the blocks of a host on a batch."""
+    """Count the blocks of a host on a batch."""
     calls = capture_calls(host, inputs_of(host.model, batch))
     return [HostedGeometry(weight) for weight in weigh_blocks(host, calls)]

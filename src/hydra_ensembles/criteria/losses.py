@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data.running import IGNORED
+from ..data.answers import IGNORED
 from ..errors import DataError
 from ..hosts import HostModel
 

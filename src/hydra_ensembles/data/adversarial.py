@@ -1,8 +1,7 @@
 """Adversarial shifts: FGSM and PGD on images (Goodfellow et al., 2015; Madry et al., 2018).
 
-Ours are short because the library that has them, torchattacks, asks for `requests` of 2021 and
-draws from the global random state. Its classes fit all the same: `adversarial(model, data,
-attack=torchattacks.CW)`.
+They are implemented here because torchattacks pins `requests` of 2021 and draws from the global
+random state. Its classes can still be used: `adversarial(model, data, attack=torchattacks.CW)`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class PixelModel(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.mean, self.std = model, mean, std
-        self.batch: Batch = None  # the batch that is attacked: keys other than the image go along
+        self.batch: Batch = None  # the attacked batch: its keys other than the image are passed on
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return logits of pixels `[B, C, H, W]` in [0, 1]."""
@@ -69,17 +68,19 @@ def pgd(
 ) -> Tensor:
     """Take steps along the sign of the loss gradient, within `epsilon` of the images.
 
-    Pixels are in [0, 1].
-    Starts at the images, or with `seeds` (one per example) at a random point of the box.
+    Pixels are in [0, 1]. Starts at the images or, with `seeds` (one per example), at a random point
+    of the box.
     """
-    found = images
+    attacked = images
     if seeds is not None:
         noise = Draws(seeds, images.device).uniform(*images.shape[1:], low=-epsilon, high=epsilon)
-        found = (images + noise).clamp(0, 1)
+        attacked = (images + noise).clamp(0, 1)
     for _ in range(steps):
-        found = found + step * _gradient(model, found, labels).sign()
-        found = torch.minimum(torch.maximum(found, images - epsilon), images + epsilon).clamp(0, 1)
-    return found
+        attacked = attacked + step * _gradient(model, attacked, labels).sign()
+        attacked = torch.minimum(torch.maximum(attacked, images - epsilon), images + epsilon).clamp(
+            0, 1
+        )
+    return attacked
 
 
 def adversarial(
@@ -93,19 +94,19 @@ def adversarial(
     mean: Channels | None = None,
     std: Channels | None = None,
 ) -> Data:
-    """Return data with images that an attack changed against `model`; labels stay.
+    """Return data whose images are attacked against `model`; labels stay.
 
-    Every pass attacks anew, with the same result: keep `list(adversarial(...))` to use it on
-    several models.
+    Every pass repeats the attack, with the same result: keep `list(adversarial(...))` to use it
+    with several models.
 
     Args:
-        model: images to logits, or to something with `.logits`; it is in eval mode while attacked.
+        model: maps images to logits or an object with `.logits`; in eval mode while attacked.
         data: labelled batches of images.
         attack: `fgsm`, `pgd`, or a function from a model on pixels in [0, 1] to an attack
             `(images, labels) -> images`, as torchattacks' classes are.
         epsilon: largest change of a pixel in [0, 1]; for `fgsm` and `pgd` only.
-        steps: of PGD, each of a quarter of epsilon.
-        seed: of PGD's random start; the same for any batch size.
+        steps: steps of PGD, each of a quarter of epsilon.
+        seed: seed of PGD's random start; the same for any batch size.
         mean, std: what the images were normalised with; by default those of the data's own
             transform.
     """
@@ -132,10 +133,10 @@ def adversarial(
         generator = torch.Generator().manual_seed(seed)
 
         def apply(batch: Batch) -> Batch:
-            given, labels = images_of(batch), labels_of(batch)
-            if given is None or labels is None:
+            originals, labels = images_of(batch), labels_of(batch)
+            if originals is None or labels is None:
                 raise DataError(f"An attack needs images and labels; {describe(batch)}.")
-            images = given.to(device_of(model) or given.device)
+            images = originals.to(device_of(model) or originals.device)
             scale = per_channel(wrapped.std, images, 1.0)
             shift = per_channel(wrapped.mean, images, 0.0)
             pixels = (images * scale + shift).clamp(0, 1)
@@ -148,7 +149,7 @@ def adversarial(
                 wrapped.batch = None
                 for module, mode in modes:
                     module.training = mode
-            return with_images(batch, ((changed - shift) / scale).detach().to(given.device))
+            return with_images(batch, ((changed - shift) / scale).detach().to(originals.device))
 
         return apply
 

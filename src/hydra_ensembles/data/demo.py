@@ -41,7 +41,7 @@ class Demo:
         train, validation, test: labelled data, stratified; 60 / 20 / 20 % by default.
         outliers: unlabelled scribbles, for searches that want OOD validation data.
         ood: unlabelled test outliers by name, of other kinds than `outliers`.
-        class_names: of the ten classes.
+        class_names: names of the ten classes.
         mean, std: what the images were normalised with.
     """
 
@@ -76,9 +76,9 @@ def digits(
         channels: 1, or 3 for hosts that want colour.
         batch_size: examples per batch.
         key: the host's name for images; None gives `(images, labels)`.
-        outlier_count: outliers per set, at most (there are fewer rotated and inverted digits).
-        parts: shares of the digits that train, validate and test.
-        seed: of the split and of every drawing.
+        outlier_count: most outliers per set (there are fewer rotated and inverted digits).
+        parts: shares of the digits for training, validation and test.
+        seed: seed of the split and of all drawings.
     """
     from sklearn.datasets import load_digits
 
@@ -96,9 +96,9 @@ def digits(
 
         return Batches(load, range(len(large)), batch_size=batch_size, labels=targets)
 
-    whole = data(images, labels)
+    everything = data(images, labels)
     shares = dict(zip(("train", "validation", "test"), parts, strict=True))
-    pieces = split(whole, shares, seed=seed)
+    pieces = split(everything, shares, seed=seed)
     held_out = images[pieces["test"].indices]
     held_labels = labels[pieces["test"].indices]
     # a 0, 1, 6, 8 or 9 on its side may pass for a digit

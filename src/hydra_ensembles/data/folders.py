@@ -34,15 +34,15 @@ def image_folder(
     key: str | None = "pixel_values",
     skip_broken: bool = False,
 ) -> Batches:
-    """Read a folder of images as data; pictures are decoded batch by batch, at every pass.
+    """Read a folder of images as data; pictures are decoded batch by batch in every pass.
 
     Args:
-        folder: with a subfolder for each class, or with the pictures themselves.
+        folder: a folder with one subfolder per class, or with the pictures themselves.
         transform: what `image_transform` takes: the host's image processor, a timm model, an
             `ImageTransform`, a function; by default 224 pixels with ImageNet's normalisation.
-        labels: True: the subfolders' names, if there are any; a CSV, TSV or JSONL file with a row
-            a picture (paths relative to the folder, or anywhere below it); False: none, as for
-            outliers.
+        labels: True: the subfolders' names, if there are any; a CSV, TSV or JSONL file with one row
+            per picture (paths relative to the folder, or anywhere below it); False: no labels, as
+            for outliers.
         file_column, label_column: columns of that file; by default the usual names.
         class_names: names in the order of the host's classes; by default those found, sorted.
         batch_size: pictures per batch.
@@ -81,13 +81,13 @@ def image_folder(
         numbers, names = encode_labels(
             values, class_names, where=where, numbers_stay=not isinstance(labels, bool)
         )
-    made = image_transform(ImageTransform() if transform is None else transform)
+    prepare = image_transform(ImageTransform() if transform is None else transform)
     return Batches(
-        _loader(files, numbers, made, key),
+        _loader(files, numbers, prepare, key),
         range(len(files)),
         batch_size=batch_size,
         labels=numbers,
-        info={"class_names": names, "transform": made, "files": files},
+        info={"class_names": names, "transform": prepare, "files": files},
     )
 
 
@@ -112,12 +112,12 @@ def image_batch(images: Tensor, labels: Tensor | None, key: str | None) -> Batch
 
 
 def read_image(file: Path, transform: Callable[[Any], Tensor]) -> Tensor:
-    """Read a picture and turn it into a tensor; raise a `DataError` that names a broken one."""
+    """Read a picture as a tensor; raise a `DataError` that names a broken file."""
     from PIL import Image
 
     try:
         with Image.open(file) as picture:
-            picture.load()  # decode here, so that a broken file is told from a broken transform
+            picture.load()  # decode here, to distinguish a broken file from a failing transform
             return transform(picture)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(
@@ -129,7 +129,7 @@ def read_image(file: Path, transform: Callable[[Any], Tensor]) -> Tensor:
 def _unbroken(
     root: Path, files: list[Path], values: list[Any] | None
 ) -> tuple[list[Path], list[Any] | None]:
-    """Leave broken pictures out, with one warning that counts and names them."""
+    """Drop broken pictures, with one warning that counts and names them."""
     from PIL import Image
 
     broken = []
@@ -138,7 +138,7 @@ def _unbroken(
     ):
         try:
             with Image.open(file) as picture:
-                picture.draft("RGB", (32, 32))  # a JPEG is read whole but decoded small
+                picture.draft("RGB", (32, 32))  # reads the whole JPEG but decodes it small
                 picture.load()
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
             broken.append(row)
@@ -158,7 +158,7 @@ def _unbroken(
 def _labelled(
     root: Path, files: list[Path], table: Path, file_column: str | None, label_column: str | None
 ) -> tuple[list[Path], list[Any]]:
-    """Return the files that a table of labels names, with their labels, in the table's order."""
+    """Return the files in a table of labels, with their labels, in the table's order."""
     rows = read_table(table)
     where = f"The table {table}"
     names = rows[pick_column(file_column, rows, FILE_COLUMNS, "file", where)]
@@ -167,7 +167,7 @@ def _labelled(
     by_name: dict[str, list[Path]] = {}
     for path in files:
         by_name.setdefault(path.name, []).append(path)
-    found = []
+    pictures = []
     for number, name in enumerate(names):
         same = by_name.get(str(name), [])
         match = by_path.get(Path(str(name)).as_posix()) or (same[0] if len(same) == 1 else None)
@@ -177,5 +177,5 @@ def _labelled(
                 f"Row {number + 1} of {table} names the picture {name!r}, which {why} in {root}. "
                 "Give paths relative to that folder."
             )
-        found.append(match)
-    return found, labels
+        pictures.append(match)
+    return pictures, labels

@@ -38,20 +38,20 @@ def hub_dataset(
     batch_size: int = 32,
     key: str | None = "pixel_values",
 ) -> Batches:
-    """Read a Hugging Face dataset as data: of text when a tokenizer is given, else of images.
+    """Read a Hugging Face dataset as data: texts if a tokenizer is given, otherwise images.
 
     Args:
-        name: on the hub, or a folder written by `save_to_disk`.
-        split: for example `test`; needed when there is more than one.
+        name: name on the hub, or a folder written by `save_to_disk`.
+        split: for example `test`; required if there is more than one.
         config: the dataset's configuration, such as `sst2` of `glue`.
         revision: a branch, tag or commit of the hub.
-        tokenizer: the host's; text data if given.
+        tokenizer: the host's tokenizer, for text data.
         transform: what `image_transform` takes; see `image_folder`.
         text_column, pair_column, image_column, label_column: by default found under their usual
             names.
         labels: False leaves them out, as for outliers.
         class_names: names in the order of the host's classes; by default those of the dataset.
-        max_length: tokens at most; by default the tokenizer's limit.
+        max_length: most tokens per text; by default the tokenizer's limit.
         batch_size: examples per batch.
         key: the host's name for images; None gives `(images, labels)`.
     """
@@ -76,26 +76,26 @@ def hub_dataset(
             batch_size=batch_size,
         )
     column = pick_column(image_column, dataset.column_names, IMAGE_COLUMNS, "image", where)
-    made = image_transform(ImageTransform() if transform is None else transform)
+    prepare = image_transform(ImageTransform() if transform is None else transform)
     pictures = dataset.select_columns([column])
 
     def load(rows: Sequence[int]) -> Batch:
         images = []
         for row in rows:
             try:
-                images.append(made(pictures[int(row)][column]))
+                images.append(prepare(pictures[int(row)][column]))
             except (OSError, SyntaxError) as error:
                 raise DataError(f"{where}: the image of row {row} is broken: {error}.") from error
         return image_batch(
             torch.stack(images), None if numbers is None else numbers[list(rows)], key
         )
 
-    info = {"class_names": names, "transform": made}
+    info = {"class_names": names, "transform": prepare}
     return Batches(load, range(len(dataset)), batch_size=batch_size, labels=numbers, info=info)
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Tell whether a folder was written by `save_to_disk`."""
+    """Return whether a folder was written by `save_to_disk`."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
@@ -109,26 +109,24 @@ def _open(name: str | Path, split: str | None, config: str | None, revision: str
     folder = Path(name).expanduser()
     try:
         if folder.is_dir() and is_saved_dataset(folder):
-            found = datasets.load_from_disk(str(folder))
+            dataset = datasets.load_from_disk(str(folder))
         else:
-            found = datasets.load_dataset(str(name), config, revision=revision)
+            dataset = datasets.load_dataset(str(name), config, revision=revision)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
             f"Cannot load the dataset {name}: {' '.join(str(error).split())}. "
             "Check its name and the network, or pass a folder that save_to_disk wrote."
         ) from error
-    if isinstance(found, datasets.DatasetDict):
-        if split is None and len(found) == 1:
-            split = next(iter(found))
-        if split not in found:
+    if isinstance(dataset, datasets.DatasetDict):
+        if split is None and len(dataset) == 1:
+            split = next(iter(dataset))
+        if split not in dataset:
+            problem = f"no split {split!r}" if split else "several splits"
             raise DataError(
-                f"The dataset {name} has no split {split!r}; pass split=... of: {', '.join(found)}."
-                if split
-                else f"The dataset {name} has several splits; pass split=... of: "
-                f"{', '.join(found)}."
+                f"The dataset {name} has {problem}; pass split=... of: {', '.join(dataset)}."
             )
-        return found[split]
-    return found
+        return dataset[split]
+    return dataset
 
 
 def _labels(

@@ -1,4 +1,4 @@
-"""Labels in files: numbers as they are, names to numbers, and columns that exist."""
+"""Labels in files: numbers as they are, names as numbers, and the columns that hold them."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ def encode_labels(
 ) -> tuple[Tensor, list[str] | None]:
     """Turn labels into class numbers; return them with the class names.
 
-    Whole numbers stay as they are (unless `numbers_stay` is False, for folders that have digits
-    for a name). Names become their place in `class_names`, by default the sorted names found.
+    Whole numbers stay as they are (unless `numbers_stay` is False, for folders whose names are
+    digits). Names become their index in `class_names`, by default the sorted names in the data.
     """
     numbers = _whole_numbers(values) if numbers_stay else None
     if numbers is not None:
         return torch.tensor(numbers), None if class_names is None else list(class_names)
-    found = [str(value) for value in values]
-    names = sorted(set(found)) if class_names is None else [str(name) for name in class_names]
+    texts = [str(value) for value in values]
+    names = sorted(set(texts)) if class_names is None else [str(name) for name in class_names]
     place = {name: number for number, name in enumerate(names)}
-    strange = next((value for value in found if value not in place), None)
-    if strange is not None:
+    unknown = next((value for value in texts if value not in place), None)
+    if unknown is not None:
         raise DataError(
-            f"The label {strange!r} in {where} is none of the {len(names)} class names "
+            f"The label {unknown!r} in {where} is none of the {len(names)} class names "
             f"({_some(names)}). Check class_names, or leave it out to use the names found."
         )
-    return torch.tensor([place[value] for value in found]), names
+    return torch.tensor([place[value] for value in texts]), names
 
 
 def pick_column(
     wanted: str | None, columns: Collection[str], usual: Sequence[str], what: str, where: str
 ) -> str:
-    """Return the column to read: the one asked for, or the first usual name that is there."""
+    """Return the column to read: the given one, or the first usual name that exists."""
     if wanted is not None:
         if wanted in columns:
             return wanted
-        near = difflib.get_close_matches(wanted, list(columns), n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        similar = difflib.get_close_matches(wanted, list(columns), n=1)
+        hint = f" Did you mean {similar[0]!r}?" if similar else ""
         raise DataError(f"{where} has no column {wanted!r}.{hint} Its columns: {_some(columns)}.")
     for name in usual:
         if name in columns:

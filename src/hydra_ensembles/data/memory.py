@@ -1,4 +1,4 @@
-"""When memory runs out: halve the batch, go on, say so."""
+"""When memory runs out: halve the batch, warn and continue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORDS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether memory ran out: torch has an error for it on a GPU, but none on the CPU."""
+    """Return whether memory ran out: torch has an error class for GPUs, but none for the CPU."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
@@ -33,7 +33,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def in_plain_words() -> Iterator[None]:
-    """Say plainly that memory ran out, or that a loader's process died; nothing is halved."""
+    """Raise a clear error when memory runs out or a loader's process dies; nothing is halved."""
     try:
         yield
     except HydraError:
@@ -50,17 +50,17 @@ def in_plain_words() -> Iterator[None]:
 
 
 def free_memory() -> None:
-    """Give back what a failed call left behind."""
+    """Free what a failed call left behind."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 class Halving:
-    """Runs batches; where one does not fit in memory, its halves, and later ones as small.
+    """Runs batches; one that does not fit in memory in halves, and later ones as small.
 
     Args:
-        name: What the data is called in the note.
+        name: Name of the data in the warning.
     """
 
     def __init__(self, name: str) -> None:
@@ -68,7 +68,7 @@ class Halving:
         self.most: int | None = None
 
     def __call__(self, run: Callable[[Any], Result], batch: Any) -> Iterator[tuple[Any, Result]]:
-        """Yield parts of a batch with what `run` says about each; mostly the whole batch."""
+        """Yield parts of a batch with the results of `run`; usually one part, the whole batch."""
         waiting = self._cut([batch])
         while waiting:
             failed = None
@@ -77,7 +77,7 @@ class Halving:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                failed = error.with_traceback(None)  # it holds on to the tensors of the call
+                failed = error.with_traceback(None)  # the traceback holds the call's tensors
             if failed is not None:
                 self._halve(batch_length(waiting[0]), failed)
                 free_memory()

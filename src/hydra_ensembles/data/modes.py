@@ -1,8 +1,8 @@
-"""Run a model in eval mode without disturbing whoever else uses it.
+"""Run a model in eval mode without disturbing other callers.
 
-A mode is a flag on shared modules. Flipping it for one call changes what other threads compute, so
-an ensemble runs a twin (`in_eval`) and no flag moves. Any other model is put in eval mode for as
-long as at least one caller needs it (`evaluating`).
+A mode is a flag on shared modules. Changing it for one call changes what other threads compute, so
+an ensemble runs a twin (`in_eval`) and no flag changes. Any other model is in eval mode for as long
+as at least one caller needs it (`evaluating`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _lock = threading.Lock()
 _modes: WeakKeyDictionary[nn.Module, tuple[int, bool]] = WeakKeyDictionary()
-"""Of the modules that `evaluating` holds in eval mode: the number of callers, the mode before."""
+"""Modules that `evaluating` keeps in eval mode: the number of callers, and the earlier mode."""
 
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Put a module in eval mode without gradients; give every submodule its mode back after.
+    """Put a module in eval mode without gradients; restore the mode of every submodule afterwards.
 
-    Several threads may do so at once: the modes come back when the last one is done.
+    Several threads may do so at once: the modes are restored when the last one is done.
     """
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     with _lock:
@@ -38,7 +38,7 @@ def evaluating(model: Any) -> Iterator[None]:
             callers, mode = _modes.get(module, (0, module.training))
             _modes[module] = (callers + 1, mode)
         if any(module.training for module in modules):
-            model.eval()  # not by the flags alone: some modules override train()
+            model.eval()  # not only the flags: some modules override train()
     try:
         with torch.no_grad():
             yield
@@ -53,16 +53,16 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def in_eval(model: Model) -> Model:
-    """Return the model when all of it is in eval mode, else a twin of it that is."""
+    """Return the model if all of it is in eval mode, otherwise a twin that is."""
     if not any(module.training for module in model.modules()):
         return model
     return twin(model).eval()
 
 
 def twin(model: Model) -> Model:
-    """Copy the modules of a model but none of their tensors: parameters and buffers are the same.
+    """Copy a model's modules but not their tensors: parameters and buffers are shared.
 
-    Modes, hooks and other attributes are the twin's own from then on.
+    The twin has its own modes, hooks and other attributes.
     """
     twins = {module: module.__class__.__new__(module.__class__) for module in model.modules()}
     for module, copied in twins.items():

@@ -1,4 +1,4 @@
-"""Several processes that work as one: who is who, messages, and one answer for all.
+"""Several processes that work as one: ranks, messages, and one result for all.
 
 Under `torchrun` or `accelerate launch` every process runs the same program. The functions that run
 a model over data (`evaluate`, `score_heads`, `build`, `distill`, ...) are called by all of them,
@@ -31,7 +31,7 @@ _NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def size() -> int:
-    """Return the number of processes that work together; 1 for a process by itself."""
+    """Return the number of processes that work together; 1 for a single process."""
     return dist.get_world_size() if _together() else 1
 
 
@@ -41,12 +41,12 @@ def rank() -> int:
 
 
 def is_first() -> bool:
-    """Tell whether this process writes files and talks."""
+    """Return whether this process is the one that writes files and reports."""
     return rank() == 0
 
 
 def seems_first() -> bool:
-    """Tell the same from the environment only: nobody is waited for."""
+    """Return the same from the environment, without waiting for other processes."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return not _launched() or os.environ["RANK"] == "0"
@@ -54,7 +54,7 @@ def seems_first() -> bool:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Let this process work by itself within the block, whatever the others do."""
+    """Run the block in this process only, independently of the others."""
     token = _alone.set(True)
     try:
         yield
@@ -71,13 +71,13 @@ def _together() -> bool:
 
 
 def _launched() -> bool:
-    """Tell whether a launcher has started several processes."""
+    """Return whether a launcher has started several processes."""
     count = os.environ.get("WORLD_SIZE", "")
     return count.isdigit() and int(count) > 1 and all(name in os.environ for name in _NEEDED)
 
 
 def _join() -> None:
-    """Meet the other processes, as the launcher's environment says."""
+    """Join the process group that the launcher's environment describes."""
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -92,7 +92,7 @@ def _leave() -> None:
 
 
 def _messenger() -> Any:
-    """Return a group that carries tensors of the CPU: the processes' own, or one beside it."""
+    """Return a group that can send CPU tensors: the default group, or an additional one."""
     if "cpu:gloo" in str(dist.get_backend_config()):
         return None
     key = id(dist.group.WORLD)
@@ -123,12 +123,12 @@ def exchange(message: bytes) -> list[bytes]:
 
 
 def wait() -> None:
-    """Wait until all processes are here."""
+    """Wait for all processes to get here."""
     exchange(b"")
 
 
 def exchange_plain(value: Any) -> list[Any]:
-    """Return every process's value; values are what JSON holds."""
+    """Return every process's value; values must be JSON-serialisable."""
     return [json.loads(text) for text in exchange(json.dumps(value).encode())]
 
 
@@ -146,27 +146,27 @@ def on_first(function: Callable[[], Any]) -> Any:
             value = function()
         except Exception as error:
             failure = error
-    said = exchange_plain({"value": value, "error": describe_error(failure)})[0]
-    if said["error"] is not None:
-        raise failure or error_of(said["error"])
-    return said["value"]
+    report = exchange_plain({"value": value, "error": describe_error(failure)})[0]
+    if report["error"] is not None:
+        raise failure or error_of(report["error"])
+    return report["value"]
 
 
 def check_same(what: str, value: Any) -> None:
-    """Raise in all processes when they do not agree on a value (plain data)."""
+    """Raise in all processes if their values (plain data) differ."""
     if size() == 1:
         return
-    said = exchange_plain(value)
-    for number, other in enumerate(said):
-        if other != said[0]:
+    values = exchange_plain(value)
+    for number, other in enumerate(values):
+        if other != values[0]:
             raise HydraError(
-                f"The processes do not agree on {what}: process 0 has {_short(said[0])}, process "
+                f"The processes do not agree on {what}: process 0 has {_short(values[0])}, process "
                 f"{number} has {_short(other)}. Give all of them the same model, data and settings."
             )
 
 
 def sum_over(tensors: list[Tensor]) -> None:
-    """Add up tensors over all processes, in place; all of one type, on one device."""
+    """Sum tensors over all processes, in place; all of one type, on one device."""
     if size() == 1 or not tensors:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -207,12 +207,14 @@ def describe_error(error: Exception | None) -> dict[str, str] | None:
     return None if error is None else {"kind": type(error).__name__, "text": str(error)}
 
 
-def error_of(said: Mapping[str, str]) -> Exception:
+def error_of(description: Mapping[str, str]) -> Exception:
     """Return the error that another process described."""
-    kind = getattr(errors, said["kind"], None) or getattr(builtins, said["kind"], None)
+    kind = getattr(errors, description["kind"], None) or getattr(
+        builtins, description["kind"], None
+    )
     if isinstance(kind, type) and issubclass(kind, (HydraError, ValueError, TypeError)):
-        return kind(said["text"])
-    return HydraError(f"Another process failed with {said['kind']}: {said['text']}")
+        return kind(description["text"])
+    return HydraError(f"Another process failed with {description['kind']}: {description['text']}")
 
 
 def _short(value: Any) -> str:

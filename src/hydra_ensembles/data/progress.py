@@ -1,4 +1,4 @@
-"""Progress of long work: a bar where somebody looks, else a line every ten seconds with an ETA.
+"""Progress of long work: a bar for a person, otherwise a line every ten seconds with an ETA.
 
 On a terminal and in a notebook it is a bar. Elsewhere (a log file, a service, a pipe) it is a line
 through the logger `hydra_ensembles` at level INFO; where no logging is set up at all, the line goes
@@ -27,20 +27,20 @@ _quiet = False
 
 
 def silence(quiet: bool = True) -> None:
-    """Switch all progress off (or on again), for the whole process: `--quiet`."""
+    """Turn all progress off (or on again) for the whole process, as `--quiet` does."""
     global _quiet
     _quiet = quiet
 
 
 def shows_bars() -> bool:
-    """Tell whether somebody looks: standard error is a terminal, or this is a notebook."""
+    """Return whether a person may be watching: on a terminal or in a notebook."""
     shell = sys.modules.get("IPython")
-    here = shell.get_ipython() if shell is not None else None
-    return sys.stderr.isatty() or type(here).__name__ == "ZMQInteractiveShell"
+    interactive = shell.get_ipython() if shell is not None else None
+    return sys.stderr.isatty() or type(interactive).__name__ == "ZMQInteractiveShell"
 
 
 def announce(text: str, *, enabled: bool = True) -> None:
-    """Say a line about the work at hand, where progress is reported."""
+    """Report one line about the current work, where progress is reported."""
     if not _is_on(enabled):
         return
     if shows_bars():
@@ -55,7 +55,7 @@ def announce(text: str, *, enabled: bool = True) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Write a time for people: `8 s`, `3 min`, `2 h 5 min`."""
+    """Format a time for people: `8 s`, `3 min`, `2 h 5 min`."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     minutes = round(seconds / 60)
@@ -66,11 +66,11 @@ class Progress:
     """Counts steps and reports them.
 
     Args:
-        description: What is going on.
+        description: Name of the work.
         total: Number of steps; None when unknown.
         enabled: Whether to report at all; never on other ranks than 0.
-        unit: What a step is.
-        done: Steps that were done before.
+        unit: Name of the steps.
+        done: Steps that are already done.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Progress:
             self._bar.update(steps)
 
     def show(self, figures: str) -> None:
-        """Show figures beside the count, such as the loss."""
+        """Show figures next to the count, such as the loss."""
         self.figures = figures
         if self._bar is not None:
             self._bar.set_postfix_str(figures, refresh=False)
@@ -173,7 +173,7 @@ def progress_bar(
 
 
 def telling_lost_workers(data: Iterable[Any], name: str) -> Iterator[Any]:
-    """Iterate over data; say in plain words when a process that loads it dies."""
+    """Iterate over data; raise a clear error when a process that loads it dies."""
     source = iter(data)
     while True:
         try:
@@ -188,7 +188,7 @@ def telling_lost_workers(data: Iterable[Any], name: str) -> Iterator[Any]:
 
 
 def is_lost_worker(error: BaseException) -> bool:
-    """Tell whether a process of a `DataLoader` died; torch has no error of its own for it."""
+    """Return whether a process of a `DataLoader` died; torch has no error class for it."""
     if isinstance(error, RuntimeError):
         return "DataLoader worker" in str(error)
     # It may die after it announced a batch: then fetching the batch's memory from it fails.
@@ -196,7 +196,7 @@ def is_lost_worker(error: BaseException) -> bool:
 
 
 def _was_fetching(error: BaseException) -> bool:
-    """Tell whether an error came up while memory was fetched from another process."""
+    """Return whether an error occurred while memory was fetched from another process."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(
         frame.f_globals.get("__name__") == "multiprocessing.resource_sharer" for frame, _ in frames
@@ -204,7 +204,7 @@ def _was_fetching(error: BaseException) -> bool:
 
 
 def lost_worker(error: BaseException, name: str) -> DataError:
-    """Return what to say about a process that loaded data and died."""
+    """Return the error for a data-loading process that died."""
     return DataError(
         f"A process that loads the {name} died ({' '.join(str(error).split())[:200]}). Finished "
         "steps are kept; start again. If it dies again, it may lack memory: use fewer workers "

@@ -8,14 +8,15 @@ answers with a tensor, an object or mapping with `logits`, or has `predict(batch
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import DataError, HydraError
 from ..uncertainty import Prediction, as_member_logits
+from .answers import Answers, answers_from, flat_tokens, join_answers
 from .batches import LABEL_KEYS
 from .batches import move as move
 from .memory import Halving
@@ -24,14 +25,11 @@ from .progress import length_of as length_of
 from .progress import progress_bar as progress_bar
 from .sharing import in_order
 
-IGNORED = -100
-"""Label of a token that does not count."""
-
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
     """Split a batch into positional inputs, keyword inputs and labels (None without).
 
-    Labels never reach the model: a host that is given labels computes a loss nobody asked for.
+    Labels never reach the model: a host with labels would compute a loss that nobody needs.
     """
     labels: Any = None
     if isinstance(batch, (tuple, list)):
@@ -85,38 +83,21 @@ def member_logits_of(output: Any) -> Tensor:
     Reads `member_logits`, else `logits`, of an object or a mapping; a tensor; or the first tensor
     of a tuple. `[batch, class]` becomes one member.
     """
-    found = output
+    logits = output
     for name in ("member_logits", "logits"):
-        held = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-        if isinstance(held, Tensor):
-            found = held
+        value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(value, Tensor):
+            logits = value
             break
     else:
         if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
-            found = output[0]
-    if not isinstance(found, Tensor):
+            logits = output[0]
+    if not isinstance(logits, Tensor):
         raise DataError(
             f"The model answered with a {type(output).__name__}; expected a tensor [batch, class] "
             "or [batch, member, class], or something with .logits. Is it a classifier?"
         )
-    return as_member_logits(found)
-
-
-class Answers(NamedTuple):
-    """What a model says about one batch, on the CPU, with the batch's labels.
-
-    Attributes:
-        logits: Of the members, `[batch, member, class]`.
-        labels: `[batch]`, or None.
-        novelty, novelty_score: As in `Prediction`, `[batch]`; None when novelty is not fitted.
-        decision: As in `Prediction`, `[batch]`; None without a policy.
-    """
-
-    logits: Tensor
-    labels: Tensor | None
-    novelty: Tensor | None = None
-    novelty_score: Tensor | None = None
-    decision: Tensor | None = None
+    return as_member_logits(logits)
 
 
 def member_logits(model: Any, batch: Any, *, device: Any = None) -> Tensor:
@@ -138,7 +119,7 @@ def _answer(model: Any, batch: Any, device: Any) -> Any:
     inputs = move(kwargs or args[0], device_of(model) if device is None else device)
     if promised in (Prediction, "Prediction") or not callable(model):
         return predict(inputs)
-    if promised is inspect.Signature.empty:  # it says nothing, so see what it answers
+    if promised is inspect.Signature.empty:  # not annotated: look at what it returns
         try:
             answer = predict(inputs)
         except (TypeError, AttributeError, KeyError):  # not a predict of batches: call instead
@@ -156,9 +137,9 @@ def _promised(function: Callable[..., Any]) -> Any:
 
 
 def check_inputs(batch: Any, where: str = "the batch") -> None:
-    """Raise when a batch holds no example, or NaN or infinite values where inputs should be.
+    """Raise when a batch holds no examples, or NaN or infinite inputs.
 
-    Attention masks and biases may be infinite; labels are another check's.
+    Attention masks and biases may be infinite; labels are not checked here.
     """
     args, kwargs, _ = split_batch(batch)
     for name, value in [*(("inputs", arg) for arg in args), *kwargs.items()]:
@@ -171,7 +152,7 @@ def check_inputs(batch: Any, where: str = "the batch") -> None:
             )
         if not value.is_floating_point() or "mask" in name or "bias" in name:
             continue
-        if bool(value.detach().float().sum().isfinite()):  # then every value is
+        if bool(value.detach().float().sum().isfinite()):  # then every value is finite
             continue
         finite = value.detach().isfinite().reshape(len(value), -1).all(1)
         bad = (~finite).nonzero().flatten().tolist()
@@ -187,13 +168,13 @@ def check_inputs(batch: Any, where: str = "the batch") -> None:
 def checked(
     data: Iterable[Any], *, name: str, classes: int | None = None, labelled: bool = False
 ) -> Iterator[Any]:
-    """Yield the batches of data, each checked: finite inputs and, where asked for, labels.
+    """Yield the batches of data, checked: finite inputs and, if `labelled`, valid labels.
 
     Args:
         data: an iterable of batches.
-        name: what errors call the data set.
-        classes: the number of classes that labels may name.
-        labelled: raise where labels are missing or are no class numbers.
+        name: name of the data set in errors.
+        classes: number of classes, to check labels against.
+        labelled: raise if labels are missing or are not class numbers.
     """
     for batch in data:
         where = f"the {name} data"
@@ -248,21 +229,21 @@ def iterate_answers(
     progress: bool = False,
     classes: int | None = None,
 ) -> Iterator[Answers]:
-    """Yield what a model says about every batch, checked.
+    """Yield a model's checked answers to every batch.
 
-    A batch that does not fit in memory is run in halves, which a warning says. Several processes
-    share the batches; all of them get all answers, in order (`sharing`). The tokens of a token
-    classifier are examples of their own: padding, and tokens whose label is -100, are left out.
+    A batch that does not fit in memory is run in halves, with a warning. Several processes share
+    the batches; all of them get all answers, in order (`sharing`). Each token of a token classifier
+    is an example; padding and tokens with label -100 are left out.
 
     Args:
         model: see `member_logits`.
         data: an iterable of batches, read once.
-        name: what errors call the data set.
+        name: name of the data set in errors.
         need_labels: raise when a batch has no labels.
-        ignore_labels: leave labels alone, unchecked (those of another task mean nothing here).
-        device: where inputs go; by default the model's device.
+        ignore_labels: do not read labels (those of another task mean nothing here).
+        device: device of the inputs; by default the model's.
         progress: show a bar on a terminal.
-        classes: the number of classes that another data set showed, to compare with.
+        classes: number of classes on another data set, to compare with.
     """
     check_data(model, data)
     shape: tuple[int, int] | None = None
@@ -273,18 +254,18 @@ def iterate_answers(
 
     def answer(part: Any) -> Answers:
         labels = None if ignore_labels else split_batch(part)[2]
-        said = _answer(model, part, device)
-        logits = member_logits_of(said).detach().cpu()
-        logits, labels = _flat_tokens(model, part, logits, labels)
-        decision = _decision_of(said, len(logits))
-        return Answers(logits, labels, *_novelty_of(said, len(logits)), decision)
+        output = _answer(model, part, device)
+        logits = member_logits_of(output).detach().cpu()
+        mask = split_batch(part)[1].get("attention_mask")
+        logits, labels = flat_tokens(model, mask, logits, labels)
+        return answers_from(output, logits, labels)
 
     def work(index: int, batch: Any) -> dict[str, Tensor]:
-        said = _answers_of(halving, answer, batch, _where(index, name), name)
-        return {key: value for key, value in said._asdict().items() if value is not None}
+        output = _answers_of(halving, answer, batch, _where(index, name), name)
+        return {key: value for key, value in output._asdict().items() if value is not None}
 
     with torch.no_grad() if runs_in_eval else evaluating(model):
-        for index, found in enumerate(
+        for index, columns in enumerate(
             progress_bar(
                 in_order(data, work, name=name),
                 description=name,
@@ -293,7 +274,7 @@ def iterate_answers(
             )
         ):
             where = _where(index, name)
-            answers = Answers(**{"labels": None, **found})
+            answers = Answers(**{"labels": None, **columns})
             logits, labels = answers.logits, answers.labels
             _check_logits(logits, where)
             if shape is None:
@@ -330,14 +311,6 @@ def iterate_answers(
         )
 
 
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Join what was said about the parts of a batch."""
-    found = [part for part in parts if part is not None]
-    if len(found) < len(parts):
-        return None
-    return found[0] if len(found) == 1 else torch.cat(found)
-
-
 def _where(index: int, name: str) -> str:
     return f"batch {index} of the data set {name!r}"
 
@@ -348,9 +321,7 @@ def _answers_of(
     """Run a model on one batch, in halves if need be; errors name the batch."""
     try:
         check_inputs(batch, where)
-        found = [answers for _, answers in halving(answer, batch)]
-        columns = map(_joined, zip(*found, strict=True))
-        logits, labels, novelty, novelty_score, decision = columns
+        return join_answers([answers for _, answers in halving(answer, batch)])
     except DataError as error:
         if where in str(error) or f"data set {name!r}" in str(error):
             raise
@@ -362,50 +333,6 @@ def _answers_of(
             f"The model failed on {where}, with inputs {_shapes(batch)}: {error}. "
             "Every data set must be prepared as the model expects it."
         ) from error
-    assert logits is not None
-    return Answers(logits, labels, novelty, novelty_score, decision)
-
-
-def _novelty_of(answer: Any, examples: int) -> tuple[Tensor | None, Tensor | None]:
-    if not isinstance(answer, Prediction) or answer.novelty is None:
-        return None, None
-    if len(answer.novelty) != examples:  # novelty is of texts, and the examples are tokens
-        return None, None
-    assert answer.novelty_score is not None  # the two come together
-    return answer.novelty.cpu(), answer.novelty_score.cpu()
-
-
-def _decision_of(answer: Any, examples: int) -> Tensor | None:
-    decision = answer.decision if isinstance(answer, Prediction) else None
-    return decision.cpu() if decision is not None and len(decision) == examples else None
-
-
-def _flat_tokens(
-    model: Any, batch: Any, logits: Tensor, labels: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Make an example of every real, labelled token of a token classifier; leave others alone."""
-    mask = split_batch(batch)[1].get("attention_mask")
-    by_token = logits.ndim == 4
-    if logits.ndim == 3:  # one model's [batch, token, class], or members without tokens
-        named = type(model).__name__.endswith("ForTokenClassification")
-        by_token = named if labels is None else labels.shape == logits.shape[:2]
-        logits = logits[:, None] if by_token else logits
-    if not by_token:
-        return logits, labels
-    shape = (logits.shape[0], logits.shape[2])
-    real = torch.ones(shape, dtype=torch.bool)
-    if isinstance(mask, Tensor) and mask.shape == shape:
-        real = mask.cpu().bool()
-    if labels is not None:
-        if labels.shape != shape:
-            raise DataError(
-                f"Labels of shape {list(labels.shape)} for {shape[1]} tokens of {shape[0]} texts: "
-                "expected one label for each token, -100 where none counts."
-            )
-        labels = labels.cpu()
-        real &= labels != IGNORED
-        labels = labels[real]
-    return logits.transpose(1, 2)[real], labels
 
 
 def collect_logits(
@@ -432,7 +359,7 @@ def collect_logits(
 
 
 def _shapes(batch: Any) -> str:
-    """Name the inputs of a batch and their shapes, for errors."""
+    """Describe the inputs of a batch and their shapes, for errors."""
     args, kwargs, _ = split_batch(batch)
     inputs = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
     shown = [
@@ -465,7 +392,7 @@ def check_labels(labels: Tensor, where: str, *, classes: int | None = None) -> T
     if labels.is_floating_point() or labels.ndim != 1:
         raise DataError(
             f"Labels of shape {list(labels.shape)} and type {labels.dtype} in {where}; expected "
-            "one whole class number for each example. Multi-label and regression are refused."
+            "one whole class number per example. Multi-label and regression are refused."
         )
     labels = labels.long()
     outside = labels[labels < 0] if classes is None else labels[(labels < 0) | (labels >= classes)]

@@ -1,7 +1,7 @@
 """Work on data that several processes share: batch i is done by process i mod n.
 
-Batches are the same whatever the number of processes, and results come back in their order to every
-process. So everything that is computed from them is the same computation on the same numbers.
+Batches do not depend on the number of processes, and every process gets all results in order.
+Everything computed from them is therefore the same computation on the same numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .batches import Batches, Chained
 from .splits import fingerprint
 
 AHEAD = 8
-"""Batches that a process does before it hears of the others."""
+"""Batches that a process runs before it exchanges results with the others."""
 
 Result = dict[str, Tensor]
 
@@ -34,13 +34,13 @@ def in_order(
 ) -> Iterator[Result]:
     """Yield `work(index, batch)` of all batches, in their order, in every process.
 
-    Each process does its own share. An error of one is raised in all, at its batch.
+    Each process runs its own share. An error in one is raised in all, at its batch.
 
     Args:
-        data: Batches; every process gives the whole data, in the same order.
-        work: Makes tensors by name of a batch.
-        name: What errors call the data set.
-        ahead: Batches that a process does before it hears of the others.
+        data: Batches; every process passes the whole data, in the same order.
+        work: Maps a batch to tensors by name.
+        name: Name of the data set in errors.
+        ahead: Batches that a process runs before it exchanges results.
     """
     if processes.size() == 1:
         for index, batch in enumerate(data):
@@ -57,19 +57,21 @@ def in_order(
             "error": None if failure is None else processes.describe_error(failure[1]),
             "hash": share.known["hash"],
         }
-        tensors = {f"{i} {key}": value for i, found in done.items() for key, value in found.items()}
+        tensors = {
+            f"{i} {key}": value for i, result in done.items() for key, value in result.items()
+        }
         heard = [
             processes.unpack(text) for text in processes.exchange(processes.pack(tensors, message))
         ]
-        said = [plain for _, plain in heard]
-        _check_agreement(said, name)
-        results: dict[int, Result] = {i: {} for plain in said for i in plain["indices"]}
+        reports = [plain for _, plain in heard]
+        _check_agreement(reports, name)
+        results: dict[int, Result] = {i: {} for plain in reports for i in plain["indices"]}
         for tensors, _ in heard:
             for key, value in tensors.items():
                 number, _, label = key.partition(" ")
                 results[int(number)][label] = value
-        failed = min((p for p in said if p["failed"] is not None), key=_place, default=None)
-        until = first + ahead * len(said) if failed is None else failed["failed"]
+        failed = min((p for p in reports if p["failed"] is not None), key=_place, default=None)
+        until = first + ahead * len(reports) if failed is None else failed["failed"]
         for place in range(first, until):
             if place not in results:
                 break
@@ -78,20 +80,20 @@ def in_order(
             if failure is not None and failure[0] == failed["failed"]:
                 raise failure[1]
             raise processes.error_of(failed["error"])
-        if len(results) < ahead * len(said):
+        if len(results) < ahead * len(reports):
             _check_ends(share, name)
             return
         first = until
 
 
-def _place(said: dict[str, Any]) -> int:
-    return int(said["failed"])
+def _place(report: dict[str, Any]) -> int:
+    return int(report["failed"])
 
 
 def _own(
     share: Share, work: Callable[[int, Any], Result], ahead: int
 ) -> tuple[dict[int, Result], tuple[int, Exception] | None]:
-    """Do the next batches of this process; stop at an error."""
+    """Run the next batches of this process; stop at an error."""
     done: dict[int, Result] = {}
     for _ in range(ahead):
         try:
@@ -99,21 +101,21 @@ def _own(
             if item is None:
                 break
             done[item[0]] = work(*item)
-        except Exception as error:  # told to the others, raised by all
+        except Exception as error:  # sent to the other processes, so that all raise
             return done, (share.next_index, error)
         share.next_index += share.step
     return done, None
 
 
-def _check_agreement(said: list[dict[str, Any]], name: str) -> None:
-    """Raise unless all processes read the same data, as far as it is known."""
-    names = [plain["name"] for plain in said]
+def _check_agreement(reports: list[dict[str, Any]], name: str) -> None:
+    """Raise unless all processes read the same data, as far as known."""
+    names = [plain["name"] for plain in reports]
     if len(set(names)) > 1:
         raise HydraError(
             f"The processes do different things: they read {', '.join(map(repr, names))}. Call the "
             "same functions with the same arguments in all of them."
         )
-    hashes = {plain["hash"] for plain in said if plain["hash"] is not None}
+    hashes = {plain["hash"] for plain in reports if plain["hash"] is not None}
     if len(hashes) > 1:
         raise _different(name)
 
@@ -138,11 +140,11 @@ class Share(Iterator[tuple[int, Any]]):
 
     Args:
         data: Batches.
-        name: What errors call the data set.
+        name: Name of the data set in errors.
 
     Attributes:
         known: What must be equal in all processes: `hash`, of the first batch, and `batches`, their
-            number; each None until it is known.
+            number; None while unknown.
         next_index: Place of the next batch of this process.
     """
 
@@ -188,7 +190,7 @@ class Share(Iterator[tuple[int, Any]]):
         return zip(numbers, mine, strict=True)
 
     def _of_stream(self, data: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        """Read everything and keep the batches of this process: a stream has no other way."""
+        """Read everything and keep this process's batches: a stream cannot skip."""
         index = -1
         for index, batch in enumerate(data):
             if index == 0:
@@ -199,14 +201,14 @@ class Share(Iterator[tuple[int, Any]]):
 
 
 def own_numbers(count: int) -> range:
-    """Return the places of this process's batches among so many."""
+    """Return the indices of this process's batches among `count`."""
     return range(processes.rank(), count, processes.size())
 
 
 def own_batches(data: Iterable[Any]) -> Iterator[tuple[int, Any]]:
     """Yield this process's batches of data that was read before, with their places.
 
-    Nobody is waited for, and nothing is checked.
+    Does not wait for other processes, and checks nothing.
     """
     if isinstance(data, (list, tuple, Batches)):
         load = data.batch if isinstance(data, Batches) else data.__getitem__
@@ -239,9 +241,9 @@ def _order_of(loader: DataLoader[Any], name: str) -> list[list[int]] | None:
 
 def _hash_of(data: Batches | Chained) -> str:
     """Hash which examples data holds, without loading them."""
-    whole = hashlib.sha256()
+    total = hashlib.sha256()
     for part in data.parts if isinstance(data, Chained) else [data]:
-        whole.update(repr((part.batch_size, part.indices)).encode())
+        total.update(repr((part.batch_size, part.indices)).encode())
         if part.labels is not None:
-            whole.update(tensor_bytes(part.labels))
-    return whole.hexdigest()
+            total.update(tensor_bytes(part.labels))
+    return total.hexdigest()

@@ -19,13 +19,13 @@ def split(data: Data, fractions: Mapping[str, float], *, seed: int = 0) -> dict[
     """Split data into named parts, stratified by label and seeded.
 
     Every class spreads over the parts as evenly as whole examples allow, also when a class has
-    fewer examples than there are parts; the sizes of the parts are within one of what was asked.
+    fewer examples than there are parts; the sizes of the parts are within one of those requested.
 
     Args:
-        data: any data; what is not `Batches` is read into memory once.
+        data: any data; all but `Batches` is read into memory once.
         fractions: part name to share, for example `{"select": 0.6, "stop": 0.2, "temperature":
-            0.2}`; what they leave of 1 is dropped.
-        seed: of the draw.
+            0.2}`; what remains to 1 is dropped.
+        seed: seed of the draw.
     """
     total = sum(fractions.values())
     if not fractions or min(fractions.values()) <= 0 or total > 1 + 1e-6:
@@ -39,7 +39,7 @@ def split(data: Data, fractions: Mapping[str, float], *, seed: int = 0) -> dict[
     taken = [0] * len(names)
     rows: dict[str | None, list[int]] = {name: [] for name in names}
     for position, row in enumerate(order, start=1):
-        # the part that lags most; ties go to the first
+        # the part that lags behind most (ties: the first)
         part = max(range(len(names)), key=lambda i: shares[i] * position - taken[i])
         taken[part] += 1
         rows[names[part]].append(row)
@@ -95,10 +95,10 @@ def fingerprint(data: Data) -> str:
             lengths[name] = lengths.get(name, 0) + (len(value) if hasattr(value, "__len__") else 1)
     if not columns:
         raise DataError("The data is empty: it gave no batch.")
-    whole = hashlib.sha256()
+    total = hashlib.sha256()
     for name in sorted(columns):
-        whole.update(f"{name} {lengths.get(name, 0)} {columns[name].hexdigest()}\n".encode())
-    return whole.hexdigest()
+        total.update(f"{name} {lengths.get(name, 0)} {columns[name].hexdigest()}\n".encode())
+    return total.hexdigest()
 
 
 def _class_numbers(source: Batches) -> Tensor:
@@ -108,8 +108,8 @@ def _class_numbers(source: Batches) -> Tensor:
         first = next(iter(source.subset([0])))
         if labels_of(first) is None:
             return torch.zeros(source.count, dtype=torch.long)
-        found = [labels_of(batch) for batch in source]
-        labels = torch.cat([label for label in found if label is not None])
+        batches = [labels_of(batch) for batch in source]
+        labels = torch.cat([label for label in batches if label is not None])
     if labels.ndim != 1 or labels.is_floating_point() or len(labels) != source.count:
         return torch.zeros(source.count, dtype=torch.long)
     return labels.long()

@@ -22,15 +22,15 @@ def read_table(
     delimiter: str | None = None,
     quoted: bool | None = None,
 ) -> dict[str, list[Any]]:
-    """Read a table as `{column: values}`; the kind is told by the file's ending.
+    """Read a table as `{column: values}`; the file's suffix gives its format.
 
     Args:
-        file: `.csv`, `.tsv`/`.tab`, `.jsonl`/`.ndjson` (an object a line), `.json` (a list of
-            objects) or `.txt` (one column `text`, a line each).
+        file: `.csv`, `.tsv`/`.tab`, `.jsonl`/`.ndjson` (one object per line), `.json` (a list of
+            objects) or `.txt` (one column `text`, one text per line).
         columns: names for a CSV or TSV file that has no header line.
         delimiter: by default a comma, or a tab for TSV.
-        quoted: whether `"` quotes fields: by default yes in CSV and no in TSV, whose texts hold
-            stray quotes as a rule.
+        quoted: whether `"` quotes fields: by default yes in CSV and no in TSV, whose texts usually
+            hold stray quotes.
     """
     path = Path(file).expanduser()
     if not path.is_file():
@@ -106,7 +106,7 @@ def _json_list(text: str, path: Path) -> Iterator[tuple[int, Any]]:
         entries = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{path} is not JSON: {error}. If it holds an object a line, end its name in .jsonl."
+            f"{path} is not JSON: {error}. If it holds one object per line, end its name in .jsonl."
         ) from error
     if not isinstance(entries, list):
         raise DataError(f"{path} holds a {type(entries).__name__}; expected a list of objects.")
@@ -129,7 +129,7 @@ def _from_objects(entries: Iterable[tuple[int, Any]], path: Path) -> dict[str, l
 
 @contextmanager
 def _long_fields() -> Iterator[None]:
-    """Let csv read fields beyond 128 KiB; the limit is global, so it is put back."""
+    """Let csv read fields beyond 128 KiB; the limit is global, so restore it afterwards."""
     before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     try:
         yield

@@ -36,14 +36,14 @@ def text_file(
     """Read a text file as data for a host.
 
     Args:
-        file: `.csv`, `.tsv`, `.jsonl`, `.json` or `.txt` (a text each line, no labels).
-        tokenizer: the host's, as `AutoTokenizer.from_pretrained` gives it.
+        file: `.csv`, `.tsv`, `.jsonl`, `.json` or `.txt` (one text per line, no labels).
+        tokenizer: the host's, as `AutoTokenizer.from_pretrained` returns it.
         text_column, pair_column, label_column: by default text and label are found under their
             usual names and there is no second text.
         labels: False leaves them out, as for outliers.
         class_names: names in the order of the host's classes; by default those found, sorted.
         columns, delimiter, quoted: see `read_table`.
-        max_length: tokens at most; by default the tokenizer's limit.
+        max_length: most tokens per text; by default the tokenizer's limit.
         batch_size: texts per batch.
     """
     table = read_table(file, columns=columns, delimiter=delimiter, quoted=quoted)
@@ -78,7 +78,7 @@ def text_data(
     max_length: int | None = None,
     batch_size: int = 32,
 ) -> TextBatches:
-    """Make data of strings: tokenized batch by batch and padded to the longest of the batch."""
+    """Make data from strings, tokenized batch by batch and padded to the longest in the batch."""
     numbers = None if labels is None else torch.as_tensor(labels)
     for name, other in (("labels", numbers), ("second texts", pairs)):
         if other is not None and len(other) != len(texts):
@@ -95,7 +95,7 @@ def text_data(
 
 
 class TextBatches(Batches):
-    """Data over strings, which stay at hand (`texts`) so that they can be corrupted or shown."""
+    """Data over strings, which are kept (`texts`) so that they can be corrupted or shown."""
 
     def __init__(
         self,

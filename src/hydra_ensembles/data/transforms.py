@@ -22,9 +22,9 @@ class ImageTransform:
     """Resize, crop the centre and normalise a picture.
 
     Args:
-        size: height and width of the answer, or one number for both.
+        size: height and width of the result, or one number for both.
         crop: share of the resized picture that the centre crop keeps (timm's `crop_pct`); None
-            squeezes the whole picture into the size instead.
+            resizes the whole picture to the size instead.
         interpolation: `bicubic`, `bilinear`, `nearest` or `lanczos`.
         mean, std: one per channel; their length (1 or 3) decides between grey and colour.
     """
@@ -43,27 +43,31 @@ class ImageTransform:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ImageTransform:
-        """Read what `to_dict` returned; raise for what no picture could be turned into."""
+        """Read what `to_dict` returned; raise for impossible values."""
         try:
             values: dict[str, Any] = {
                 k: tuple(v) if isinstance(v, list) else v for k, v in data.items()
             }
-            made = cls(**values)
-            sides = made.size if isinstance(made.size, tuple) else (made.size, made.size)
+            transform = cls(**values)
+            sides = (
+                transform.size
+                if isinstance(transform.size, tuple)
+                else (transform.size, transform.size)
+            )
             good = (
                 len(sides) == 2
                 and all(type(side) is int and 0 < side <= 2**14 for side in sides)
-                and (made.crop is None or 0 < float(made.crop) <= 8)
-                and len(made.mean) == len(made.std) in (1, 3)
-                and all(math.isfinite(v) for v in (*made.mean, *made.std))
-                and all(v > 0 for v in made.std)
+                and (transform.crop is None or 0 < float(transform.crop) <= 8)
+                and len(transform.mean) == len(transform.std) in (1, 3)
+                and all(math.isfinite(v) for v in (*transform.mean, *transform.std))
+                and all(v > 0 for v in transform.std)
             )
         except (TypeError, ValueError) as error:
             raise DataError(f"This is no image transform: {error}.") from error
         if not good:
             raise DataError(f"This is no image transform: {dict(data)!r:.300}.")
-        resampling(made.interpolation)
-        return made
+        resampling(transform.interpolation)
+        return transform
 
     def __call__(self, picture: Any) -> Tensor:
         """Turn a PIL image into a tensor `[C, H, W]`."""

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.running import Answers, collect_logits, iterate_answers
+from ..data.answers import Answers
+from ..data.running import collect_logits, iterate_answers
 from ..errors import DataError
 from ..uncertainty import fit_temperature, scale_logits, scores
 from .bootstrap import intervals, resampled_figures

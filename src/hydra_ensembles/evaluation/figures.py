@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..data.running import Answers
+from ..data.answers import Answers
 from ..uncertainty import (
     Rates,
     disagreement,

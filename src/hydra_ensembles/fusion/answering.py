@@ -1,4 +1,4 @@
-"""Answers as other libraries want them: an array of probabilities, as scikit-learn's estimators."""
+"""Predictions in scikit-learn's form: an array of probabilities."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def predict_proba(ensemble: Any, data: Any, *, batch_size: int) -> np.ndarray[An
         raise DataError("The data is empty: it gave no example to answer.")
     if answers[0].probabilities.ndim != 2:
         raise UnsupportedModelError(
-            f"{type(ensemble.host).__name__} answers for every token, so its probabilities are no "
-            "table [example, class]. Call predict() batch by batch."
+            f"{type(ensemble.host).__name__} answers for every token, so its probabilities are not "
+            "a table [example, class]. Call predict() batch by batch."
         )
     return torch.cat([answer.probabilities.cpu() for answer in answers]).numpy()
 
 
 def in_batches(data: Any, batch_size: int) -> Iterable[Any]:
-    """Give batches of anything that `predict` takes, of arrays, data sets and data."""
+    """Return batches of raw inputs, arrays, data sets or data."""
     if is_raw(data):
         items = list(data) if isinstance(data, (list, tuple)) else [data]
         return [items[i : i + batch_size] for i in range(0, len(items), batch_size)]
     if isinstance(data, np.ndarray):
         data = torch.from_numpy(data)
-        data = data.float() if data.is_floating_point() else data  # numpy's numbers are float64
+        data = data.float() if data.is_floating_point() else data  # numpy's default is float64
     return as_data(data, batch_size=batch_size)

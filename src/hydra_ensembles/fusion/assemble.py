@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import MaskError, UnsupportedModelError
 from ..heads.masks import HeadMask, check_fits, describe_shape
-from ..heads.plan import LayerPlan, LayerSignature, Plan, make_plan
-from ..hosts import Block, HostModel, host_model
+from ..heads.plan import Plan, make_plan
+from ..hosts import HostModel, host_model
 from ..hosts.probe import modules_after_blocks
 from ..hosts.rebuild import describe_host
-from ..hosts.sites import HeadWeights
 from ..registry import check_name
 from .body import Body
 from .hosted import HostedBody
 from .hosting import choose_cuts, host_blocks_, hosted_plan
-from .layers import FusedBlock, PerStream
+from .layer_parts import LayerParts
+from .layers import FusedBlock
 from .merge import average_, identities, mean
+from .per_stream import PerStream
 from .structure import build_body_, split_classifier_
 from .verifying import Reference
 
@@ -64,7 +64,7 @@ def assemble(
     readout = hosts[0].readout
     description = describe_host(hosts[0].model)
     base = host_model(copy.deepcopy(hosts[0].model), family=hosts[0].family)
-    base.__dict__["readout"] = readout  # probed once, as the next two were
+    base.__dict__["readout"] = readout  # probed before, like the next two
     base.arithmetic = hosts[0].arithmetic
     base.__dict__["forms"] = hosts[0].forms
     merged = _merge_(base, hosts, average)
@@ -86,7 +86,7 @@ def assemble(
         how = {"engine": "host", "folds": folds, "cuts": cuts}
         assembly = Assembly(base.model, hosted, plan, moulds, copies, merged, description, how)
         return assembly, _references(hosts, masks, average)
-    layers = [_LayerParts(hosts, masks, layer) for layer in range(len(base))]
+    layers = [LayerParts(hosts, masks, layer) for layer in range(len(base))]
     plan = make_plan(
         masks,
         [[parts.signature(m) for parts in layers] for m in range(len(hosts))],
@@ -128,12 +128,12 @@ def _split_classifiers_(
 
 
 def _references(hosts: list[HostModel], masks: list[HeadMask], average: str) -> Iterator[Reference]:
-    """Yield the members as plain hosts; those that were fine-tuned with what is averaged."""
+    """Yield the members as plain hosts; fine-tuned ones with the averaged parts."""
     tuned = len({id(host.model) for host in hosts}) > 1
     for host, mask in zip(hosts, masks, strict=True):
         if host.original_mask is not None:
-            there = [host.original_mask.indices(layer) for layer in range(len(host))]
-            mask = HeadMask([row[index] for row, index in zip(mask, there, strict=True)])
+            remaining = [host.original_mask.indices(layer) for layer in range(len(host))]
+            mask = HeadMask([row[index] for row, index in zip(mask, remaining, strict=True)])
         if not tuned:
             yield Reference(host, mask)
             continue
@@ -150,7 +150,7 @@ def _representatives(plan: Plan) -> list[int]:
 def _masks_of(
     hosts: list[HostModel], masks: Sequence[HeadMask] | None
 ) -> tuple[list[HeadMask], list[HostModel]]:
-    """Return one mask and one host a member, masks in terms of the original heads."""
+    """Return one mask and one host per member, masks in terms of the original heads."""
     if masks is None:
         masks = [HeadMask.full(host) for host in hosts]
     else:
@@ -159,7 +159,7 @@ def _masks_of(
         hosts = hosts * len(masks)
     if len(hosts) != len(masks):
         raise MaskError(
-            f"{len(hosts)} members but {len(masks)} masks: give one mask a member, or one model."
+            f"{len(hosts)} members but {len(masks)} masks: give one mask per member, or one model."
         )
     if not masks:
         raise MaskError("No masks: an ensemble needs at least one member.")
@@ -189,7 +189,7 @@ def _masks_of(
 
 
 def _within(original: HeadMask, mask: HeadMask) -> HeadMask:
-    """Express a mask of the heads that are left in terms of the original ones."""
+    """Express a mask of the remaining heads in terms of the original heads."""
     rows = []
     for old, new in zip(original, mask, strict=True):
         row = old.clone()
@@ -199,7 +199,7 @@ def _within(original: HeadMask, mask: HeadMask) -> HeadMask:
 
 
 def _merge_(base: HostModel, hosts: list[HostModel], average: str) -> tuple[str, ...]:
-    """Average the members' MLPs, and what stands before the blocks, into the base."""
+    """Average the members' MLPs, and what comes before the blocks, into the base."""
     check_name("average", average, ("mlp", "all"))
     merged = []
     differ = [
@@ -218,7 +218,7 @@ def _merge_(base: HostModel, hosts: list[HostModel], average: str) -> tuple[str,
 
 
 def _merge_outside_(base: HostModel, hosts: list[HostModel], average: str) -> bool:
-    """Average parameters outside the blocks that cannot, or shall not, be kept by member."""
+    """Average parameters outside the blocks that cannot, or should not, differ by member."""
     states = [dict(host.model.named_parameters()) for host in hosts]
     inside = base.blocks_path + "."
     after = () if average == "all" else modules_after_blocks(base)
@@ -235,7 +235,7 @@ def _merge_outside_(base: HostModel, hosts: list[HostModel], average: str) -> bo
 
 
 def _with_averaged_rest(base: HostModel, hosts: list[HostModel]) -> list[HostModel]:
-    """Average norms, layer scales and output biases over members; only heads differ then."""
+    """Average norms, layer scales and output biases over members, so that only heads differ."""
     result = []
     for host in hosts:
         twin = host_model(copy.deepcopy(host.model), family=host.family)
@@ -283,150 +283,3 @@ def _differing_classifiers(hosts: list[HostModel]) -> tuple[list[str], list[int]
     return differing, identities(
         [[host.model.get_submodule(path) for path in differing] for host in hosts]
     )
-
-
-class _LayerParts:
-    """One layer of all members: its distinct heads and which other parts differ."""
-
-    def __init__(self, hosts: list[HostModel], masks: list[HeadMask], layer: int) -> None:
-        self.layer = layer
-        self.blocks = [host.blocks[layer] for host in hosts]
-        first = self.blocks[0]
-        norms = [[b.norm1, *filter(None, b.attention.head_norms)] for b in self.blocks]
-        self.norm = identities(norms)  # type: ignore[arg-type]
-        after = first.names(first.family.after_attention + first.family.after_mlp)
-        self.rest = identities(
-            [[b.norm2, *(b.part(path) for path in after)] for b in self.blocks]  # type: ignore[list-item]
-        )
-        self.bias = _equal_tensors([b.attention.output_bias for b in self.blocks])
-        self._find_heads(hosts, masks)
-
-    def _find_heads(self, hosts: list[HostModel], masks: list[HeadMask]) -> None:
-        """Number the distinct heads: the same head with the same weights has one number."""
-        self.heads: list[tuple[int, ...]] = []
-        self.sources: list[tuple[HeadWeights, int]] = []
-        known: dict[int, list[int]] = {}
-        cache: dict[int, HeadWeights] = {}
-        for host, mask, block in zip(hosts, masks, self.blocks, strict=True):
-            weights = cache.setdefault(id(block.attention), block.attention.weights())
-            there = (
-                list(range(mask.shape[self.layer]))
-                if host.original_mask is None
-                else host.original_mask.indices(self.layer)
-            )
-            kept = []
-            for head in mask.indices(self.layer):
-                place = there.index(head)
-                for number in known.setdefault(head, []):
-                    if _same_head(self.sources[number], (weights, place)):
-                        break
-                else:
-                    number = len(self.sources)
-                    self.sources.append((weights, place))
-                    known[head].append(number)
-                kept.append(number)
-            self.heads.append(tuple(kept))
-
-    def signature(self, member: int) -> LayerSignature:
-        return LayerSignature(
-            self.heads[member], self.norm[member], (self.rest[member], self.bias[member])
-        )
-
-    def copies(self, plan: LayerPlan, norm: str) -> dict[str, int]:
-        """Say which parts need one copy a stream."""
-        streams = [plan.members[s] for s in range(plan.streams)]
-        groups = _group_members(plan)
-        result = {}
-        if len({self.norm[m] for m in streams}) > 1:
-            result["norm1"] = len(groups) if norm == "pre" else len(streams)
-            result["query_norm"] = result["key_norm"] = len(groups)
-        if len({self.rest[m] for m in streams}) > 1:
-            family = self.blocks[0].family
-            result["norm2"] = len(streams)
-            for name in ("after_attention", "after_mlp"):
-                for i in range(len(self.blocks[0].names(getattr(family, name)))):
-                    result[f"{name}.{i}"] = len(streams)
-        if len({self.bias[m] for m in streams}) > 1:
-            result["output_bias"] = len(streams)
-        return {f"{self.layer}.{name}": count for name, count in result.items()}
-
-    @torch.no_grad()
-    def fill_(self, fused: FusedBlock, plan: LayerPlan, norm: str) -> None:
-        """Copy the members' weights into a fused block."""
-        bank = fused.bank
-        for number, (weights, place) in enumerate(self.sources):
-            bank.qkv[:, number] = torch.stack(
-                [getattr(weights, name)[place] for name in ("query", "key", "value")]
-            )
-            bank.output[number] = weights.output[place]
-            if bank.positions is not None and weights.positions is not None:
-                bank.positions[number] = weights.positions[place]
-            if bank.bias is not None:
-                for row, name in enumerate(("query_bias", "key_bias", "value_bias")):
-                    bias = getattr(weights, name)
-                    bank.bias[row, number] = 0.0 if bias is None else bias[place]
-        streams, groups = list(plan.members), _group_members(plan)
-        self._fill(fused.norm1, groups if norm == "pre" else streams, lambda b: b.norm1)
-        self._fill(fused.norm2, streams, lambda b: b.norm2)
-        for part, index in ((fused.query_norm, 0), (fused.key_norm, 1)):
-            if part is not None:
-                self._fill(part, groups, partial(_head_norm, index))
-        for name in ("after_attention", "after_mlp"):
-            paths = self.blocks[0].names(getattr(self.blocks[0].family, name))
-            real = [p for p in paths if not isinstance(self.blocks[0].part(p), nn.Identity)]
-            for part, path in zip(getattr(fused, name), real, strict=True):
-                self._fill(part, streams, partial(_part, path))
-        if fused.output_bias.value is not None:
-            members = streams if len(fused.output_bias.value) > 1 else streams[:1]
-            for row, member in enumerate(members):
-                bias = self.blocks[member].attention.output_bias
-                assert bias is not None
-                fused.output_bias.value[row] = bias
-
-    def _fill(self, part: PerStream, members: Sequence[int], get: Callable[[Any], Any]) -> None:
-        for module, member in zip(part.each, members, strict=False):
-            module.load_state_dict(get(self.blocks[member]).state_dict())
-
-
-def _head_norm(index: int, block: Block) -> nn.Module | None:
-    return block.attention.head_norms[index]
-
-
-def _part(path: str, block: Block) -> nn.Module:
-    return block.part(path)
-
-
-def _group_members(plan: LayerPlan) -> list[int]:
-    """Return, for every projection group, the first member that it serves."""
-    if not plan.shared:
-        return list(plan.members)
-    return [
-        next(m for p, m in zip(plan.parents, plan.members, strict=True) if p == parent)
-        for parent in range(plan.inputs)
-    ]
-
-
-def _same_head(a: tuple[HeadWeights, int], b: tuple[HeadWeights, int]) -> bool:
-    if a[0] is b[0] and a[1] == b[1]:
-        return True
-    for name in HeadWeights.__dataclass_fields__:
-        x, y = getattr(a[0], name), getattr(b[0], name)
-        if x is not None and not torch.equal(x[a[1]], y[b[1]]):
-            return False
-    return True
-
-
-def _equal_tensors(tensors: Sequence[Tensor | None]) -> list[int]:
-    found: list[Tensor | None] = []
-    numbers = []
-    for tensor in tensors:
-        for number, known in enumerate(found):
-            if tensor is known or (
-                tensor is not None and known is not None and torch.equal(tensor, known)
-            ):
-                numbers.append(number)
-                break
-        else:
-            numbers.append(len(found))
-            found.append(tensor)
-    return numbers

@@ -14,16 +14,16 @@ from ..hosts.sites import HeadWeights
 
 @dataclass(frozen=True)
 class Packed:
-    """Weights as the GEMMs want them.
+    """Weights in the layout that the GEMMs need.
 
     Attributes:
         projections: For every projection group: the input stream, weight [3 * heads * width, d]
             with rows [q | k | v], and bias.
         outputs: For every stream: its group, which columns of the group's attention it takes (a
-            slice when they stand together) and W_O [d, columns].
-        qkv: Where all groups have equally many heads: the projections' weights and biases in one
-            tensor each, [groups, 3 * heads * width, d]; `projections` are views of them.
-        output: Where every stream takes all of its own group, equally many: W_O of all streams,
+            slice when they are contiguous) and W_O [d, columns].
+        qkv: When all groups have the same number of heads: the projections' weights and biases in
+            one tensor each, [groups, 3 * heads * width, d]; `projections` are views of them.
+        output: When every stream takes all of its own group, all of one size: W_O of all streams,
             [streams, d, columns]; `outputs` are views of it.
     """
 
@@ -36,8 +36,8 @@ class Packed:
 class HeadBank(nn.Module):
     """The distinct heads of one block: `qkv` [3, heads, width, d], `output` [heads, d, width].
 
-    Where heads have a table by relative position, `positions` [heads, entries] holds their columns.
-    Members refer to heads by index; shared heads are stored once and gradients meet in them.
+    Where heads have a relative position table, `positions` [heads, entries] holds their columns.
+    Members refer to heads by index; a shared head is stored once and sums its members' gradients.
     `untie_` gives every stream its own copies.
     """
 
@@ -70,7 +70,7 @@ class HeadBank(nn.Module):
         return self.qkv.shape[1]
 
     def weights(self, heads: Sequence[int]) -> HeadWeights:
-        """Return copies of some heads' weights."""
+        """Return copies of the given heads' weights."""
         index = torch.tensor(list(heads), dtype=torch.long, device=self.qkv.device)
         q, k, v = self.qkv.detach()[:, index]
         bias = [None] * 3 if self.bias is None else list(self.bias.detach()[:, index])
@@ -97,9 +97,9 @@ class HeadBank(nn.Module):
         self._packed = None
 
     def packed(self) -> Packed:
-        """Return the packed weights: a cache without gradients, computed anew with them.
+        """Return the packed weights: cached without gradients, packed again with gradients.
 
-        A compiled graph packs too: it cannot ask whether a cache is of the present weights.
+        A compiled graph also packs again: it cannot check that the cache is up to date.
         """
         if self._frozen is not None:
             return self._frozen
@@ -113,9 +113,9 @@ class HeadBank(nn.Module):
         return self._packed
 
     def freeze_(self) -> None:
-        """Keep the packed weights only, in place: for a graph that is exported and never learns."""
+        """Keep only the packed weights, in place: for an exported graph, which never learns."""
         packed = self.packed()
-        # tensors of their own: what is exported holds no view of something larger
+        # clones: an exported graph must not hold views of larger tensors
         self._frozen = Packed(
             [(s, w.clone(), None if b is None else b.clone()) for s, w, b in packed.projections],
             [(group, columns, weight.clone()) for group, columns, weight in packed.outputs],
@@ -130,8 +130,8 @@ class HeadBank(nn.Module):
         projections: list[tuple[int, Tensor, Tensor | None]] = []
         biases: Tensor | None = self.bias
         if biases is not None and self._no_bias:
-            there = [float(row not in self._no_bias) for row in range(3)]
-            biases = biases * torch.tensor(there, device=biases.device).to(biases)[:, None, None]
+            present = [float(row not in self._no_bias) for row in range(3)]
+            biases = biases * torch.tensor(present, device=biases.device).to(biases)[:, None, None]
         for stream, heads in groups:
             weight, bias = self._take(self.qkv, heads), None
             if biases is not None:
@@ -153,8 +153,10 @@ class HeadBank(nn.Module):
             qkv = weights, shifts
             rows = [None] * len(weights) if shifts is None else list(shifts)
             projections = [(p[0], w, b) for p, w, b in zip(projections, weights, rows, strict=True)]
-            own = [heads for _, heads in groups]
-            if len(own) == len(outputs) and [o[0] for o in outputs] == list(range(len(own))):
+            group_heads = [heads for _, heads in groups]
+            if len(group_heads) == len(outputs) and [o[0] for o in outputs] == list(
+                range(len(group_heads))
+            ):
                 output = _stack([o[2] for o in outputs])
                 assert output is not None
                 outputs = [(o[0], o[1], w) for o, w in zip(outputs, output, strict=True)]
@@ -173,14 +175,14 @@ class HeadBank(nn.Module):
         return (index + torch.arange(self.head_dim, device=self.output.device)).flatten()
 
     def packed_bytes(self) -> int:
-        """Bytes of the packed copies beside the bank itself."""
-        own = {self.qkv.data_ptr(), self.output.data_ptr()}
+        """Bytes of the packed copies, not counting the bank itself."""
+        pointers = {self.qkv.data_ptr(), self.output.data_ptr()}
         if self.bias is not None:
-            own.add(self.bias.data_ptr())
+            pointers.add(self.bias.data_ptr())
         packed = self.packed()
         tensors = [t for _, w, b in packed.projections for t in (w, b) if t is not None]
         tensors += [weight for _, _, weight in packed.outputs]
-        return sum(t.numel() * t.element_size() for t in tensors if t.data_ptr() not in own)
+        return sum(t.numel() * t.element_size() for t in tensors if t.data_ptr() not in pointers)
 
     def extra_repr(self) -> str:
         return f"heads={len(self)}, streams={[len(h) for h in self.plan.heads]}"

@@ -1,4 +1,4 @@
-"""The body of a fused model: it stands in the host's list of blocks, alone, and is all of them."""
+"""The body of a fused model: the only entry of the host's list of blocks; it runs all blocks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from ..hosts.family import Family
 from ..hosts.probe import Readout
 from ..hosts.relative import Grid
 from .handing import Given, take_handed
-from .layers import Context, FusedBlock, _select, streams_of
+from .layers import Context, FusedBlock
+from .per_stream import select_streams, streams_of
 
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of a body is told beside the host's arguments (see `Body.told`).
+    """What one call of a body gets in addition to the host's arguments (see `Body.told`).
 
     Attributes:
-        positions: Of each sample's readout [batch], where it depends on the sample.
-        trunk_states: The trunk's output, known already: the trunk is not run.
-        answer: Returned at once: nothing is run.
-        streams: Takes the members' streams, each at full length; the host gets the first only.
-        states: Takes the output of every block.
-        at_branch: Called with the trunk's output; it may raise, to stop there.
+        positions: Position of each sample's readout [batch], where it depends on the sample.
+        trunk_states: The trunk's output, if known: the trunk is then not run.
+        answer: Returned at once, if given: nothing is run.
+        streams: Collects the members' streams at full length; the host gets only the first.
+        states: Collects the output of every block.
+        at_branch: Called with the trunk's output; may raise to stop there.
     """
 
     body: nn.Module
@@ -44,7 +45,7 @@ class Call:
     at_branch: Callable[[Tensor], None] | None = None
 
 
-# Of the context, not of the module: other threads run the same module at the same time.
+# A context variable, not an attribute: other threads run the same module at the same time.
 _call: ContextVar[Call | None] = ContextVar("hydra_body_call", default=None)
 
 
@@ -77,15 +78,15 @@ class Body(nn.Module):
         self.readout = readout
         self.family = family
         self.causal = causal
-        self.names = tuple(names)  # what the host's blocks call their positional arguments
+        self.names = tuple(names)  # names of the blocks' positional arguments
         self.arithmetic = arithmetic
-        self.heads = heads  # in the bias that the host hands over, if it does
-        self.grid = grid  # of its tables by relative position, if it has them
-        self.form = form or Form()  # in which the host expects a block's answer
+        self.heads = heads  # heads in the bias that the host passes, if any
+        self.grid = grid  # of relative position tables, if any
+        self.form = form or Form()  # in which the host expects a block's output
 
     @property
     def folds(self) -> bool:
-        """Whether one pass of the host reads all streams out."""
+        """Whether one pass of the host reads out all streams."""
         return self.readout.folds
 
     @contextmanager
@@ -99,7 +100,7 @@ class Body(nn.Module):
         states: list[Tensor] | None = None,
         at_branch: Callable[[Tensor], None] | None = None,
     ) -> Iterator[None]:
-        """Tell the calls inside what the host cannot hand over (see `Call`)."""
+        """Give the calls inside what the host cannot pass on (see `Call`)."""
         now = self._told()
         call = replace(
             now,
@@ -121,14 +122,16 @@ class Body(nn.Module):
         return Call(self) if call is None or call.body is not self else call
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run all blocks; answer in the form in which the host's blocks do."""
+        """Run all blocks; return the output in the form of the host's blocks."""
         return self.form.fill(self._run(hidden_states, args, kwargs))
 
     def _run(self, hidden_states: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         call = self._told()
         if call.answer is not None:
             return call.answer
-        args = tuple(map(without_cache, args))  # a decoder's cache, before the trunk can fill it
+        args = tuple(
+            map(without_cache, args)
+        )  # drop a decoder's cache before the trunk can fill it
         kwargs = {name: without_cache(value) for name, value in kwargs.items()}
         given: list[Given] = [(args, kwargs)] * self.plan.depth
         if self.arithmetic.by_layer:
@@ -140,7 +143,7 @@ class Body(nn.Module):
                 call.states.append(x)
         if call.at_branch is not None:
             call.at_branch(x)
-        tokens = x  # of one stream, all of them
+        tokens = x  # all tokens of one stream
         context, form = None, None
         for layer, block in enumerate(self.branch, start=len(self.trunk)):
             same = form == self.arithmetic.rotary_of(layer) and not self.arithmetic.by_layer
@@ -152,7 +155,7 @@ class Body(nn.Module):
                 call.states.append(x)
         inputs = self.plan.layers[-1].streams if self.plan.layers else 1
         if self.plan.ends != tuple(range(inputs)):
-            x = _select(x, self.plan.ends, inputs)
+            x = select_streams(x, self.plan.ends, inputs)
         if call.streams is None:
             return x
         streams = streams_of(x, len(self.plan.ends))
@@ -162,7 +165,7 @@ class Body(nn.Module):
     def _context(
         self, given: Given, x: Tensor, rotary: str | None, positions: Tensor | None
     ) -> Context:
-        """Read what the host handed to a block."""
+        """Read the arguments that the host passed to a block."""
         try:
             read = understand(
                 self.names, *given, x, rotary=rotary, heads=self.heads, grid=self.grid

@@ -18,7 +18,7 @@ TASKS = {
     "ForAudioClassification": "audio-classification",
     "ForVideoClassification": "video-classification",
 }
-"""What the hub calls the task of a host, by the end of its class's name."""
+"""The hub's name for a host's task, by the suffix of the host's class name."""
 
 
 def remember_results(ensemble: Any, results: Results | list[Results]) -> None:
@@ -46,14 +46,14 @@ def make_card(ensemble: Any, name: str = "this-folder") -> str:
 
 
 def _head(ensemble: Any) -> str:
-    """Return what the hub reads: plain words only, quoted where they come from a config."""
+    """Return the hub's metadata: plain words, quoted where they come from a config."""
     lines = ["library_name: hydra-ensembles", "tags: [uncertainty, ensemble, pruning]"]
     host = type(ensemble.host).__name__
     task = next((tag for end, tag in TASKS.items() if host.endswith(end)), None)
     if task is not None:
         lines.insert(1, f"pipeline_tag: {task}")
     base = ensemble.name_or_path
-    # a path of somebody's machine is no model of the hub
+    # a local path is not a model of the hub
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", base) and not Path(base).exists():
         lines.insert(1, f'base_model: "{base}"')
     return "\n".join(["---", *lines, "---"])
@@ -74,14 +74,14 @@ answer = ensemble.predict(batch)  {says}
 
 
 def _cost(ensemble: Any) -> list[str]:
-    found = counted_cost(ensemble)
-    if found is None:
+    counted = counted_cost(ensemble)
+    if counted is None:
         return []
-    ratio, what = found
+    ratio, shape = counted
     return [
         "## Cost",
         f"| | of the plain host |\n|---|---:|\n"
-        f"| multiply-adds, counted ({what}) | {ratio.multiply_adds:.2f} x |\n"
+        f"| multiply-adds, counted ({shape}) | {ratio.multiply_adds:.2f} x |\n"
         f"| size on disk | {ratio.bytes_on_disk:.2f} x |",
     ]
 

@@ -17,7 +17,8 @@ from ..hosts.host import HostModel
 from ..hosts.sites import AttentionSite
 from .body import Body
 from .hosted import HostedBody
-from .layers import FusedBlock, PerStream
+from .layers import FusedBlock
+from .per_stream import PerStream
 
 
 def share_parameters(model: nn.Module) -> nn.Module:
@@ -41,7 +42,7 @@ def cast_member(
         body: That body.
         moulds: The branched blocks without storage (see `structure.build_body_`).
         host: A view of the host from before the fusion: its family and the blocks' path.
-        member: Which one.
+        member: Number of the member.
     """
     plan = body.plan
     places = [plan.stream_of(layer, member) for layer in range(plan.depth)]
@@ -61,9 +62,9 @@ def cast_member(
                 continue
             setattr(result.get_submodule(owner), leaf, module.each[plan.streams[member]])
     counts = [Block.of(i, block, host.family).attention.num_heads for i, block in enumerate(blocks)]
-    if tuple(counts) == plan.masks[member].kept:  # none is gated off
+    if tuple(counts) == plan.masks[member].kept:  # no head is gated off
         result.hydra_head_mask = plan.masks[member]  # type: ignore[assignment]
-    return twin(result).train(model.training)  # a mode of its own, also in the shared parts
+    return twin(result).train(model.training)  # its mode is its own, also in the shared parts
 
 
 def _cast_block(
@@ -72,7 +73,7 @@ def _cast_block(
     """Fill a mould with one stream's weights: shared parts by reference, its heads by copy."""
     device = fused.bank.qkv.device
     module = copy.deepcopy(mould)
-    for part in module.modules():  # parameters come from the fused block, buffers from here
+    for part in module.modules():  # parameters come from the fused block, buffers from the mould
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = buffer.to(device)
     block = Block.of(layer.layer, module, family)
@@ -80,7 +81,7 @@ def _cast_block(
     group = layer.parents[stream] if plan.shared else stream
 
     def set_part(path_of: nn.Module, part: PerStream, index: int) -> None:
-        replacement = part.each[index if len(part.each) > 1 else 0]
+        replacement = part.of(index)
         for owner in module.modules():
             for name, child in owner.named_children():
                 if child is path_of:
@@ -88,9 +89,9 @@ def _cast_block(
 
     assert block.norm1 is not None and block.norm2 is not None
     after = [
-        (each, path)
+        (part, path)
         for name in ("after_attention", "after_mlp")
-        for each, path in zip(
+        for part, path in zip(
             getattr(fused, name),
             [
                 p
@@ -113,10 +114,11 @@ def _cast_block(
     for old, head_norm in ((query_norm, fused.query_norm), (key_norm, fused.key_norm)):
         if old is not None and head_norm is not None:
             set_part(old, head_norm, group)
-    for each, path in after:
-        own = each.each[stream if len(each.each) > 1 else 0]
+    for part, path in after:
+        chosen = part.of(stream)
+        value = chosen.weight if isinstance(chosen, Scale) else chosen
         owner, _, leaf = path.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, own.weight if isinstance(own, Scale) else own)
+        setattr(module.get_submodule(owner), leaf, value)
     for path, mlp in zip(names, fused.mlp_of(stream), strict=True):
         owner, _, leaf = path.rpartition(".")
         setattr(module.get_submodule(owner), leaf, mlp)

@@ -1,4 +1,4 @@
-"""What the host's library and its tools ask of a model: names, device, classes, preparation."""
+"""What the host's library and its tools expect of a model: names, device, classes, inputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .inputs import Preparation
 
 
 class Citizen(nn.Module):
-    """A model that trainers and pipelines take for one of its host's library.
+    """A model that trainers and pipelines accept as one of its host's library.
 
     Attributes:
-        host: The model whose library it is.
+        host: The model whose library's conventions it follows.
     """
 
     host: Any
@@ -39,7 +39,7 @@ class Citizen(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The parameters' type."""
+        """The parameters' data type."""
         return next(p.dtype for p in self.parameters())
 
     @property
@@ -63,7 +63,7 @@ class Citizen(nn.Module):
 
     @property
     def id2label(self) -> dict[int, str] | None:
-        """Class names by number: those that were set, or the host's; None when neither knows."""
+        """Class names by number: those that were set, or the host's; None without either."""
         if self._names is not None:
             return dict(self._names)
         labels = getattr(self.config, "id2label", None) or getattr(self.host, "id2label", None)
@@ -86,7 +86,7 @@ class Citizen(nn.Module):
 
     @property
     def transform(self) -> Any:
-        """Turns a PIL image into a tensor `[C, H, W]`; None when nobody has told."""
+        """Turns a PIL image into a tensor `[C, H, W]`; None when unknown."""
         return self._preparation.find_transform(self.host)
 
     @transform.setter
@@ -95,7 +95,7 @@ class Citizen(nn.Module):
 
     @property
     def tokenizer(self) -> Any:
-        """Turns texts into inputs; None when nobody has told."""
+        """Turns texts into inputs; None when unknown."""
         return self._preparation.find_tokenizer(self.host)
 
     @tokenizer.setter

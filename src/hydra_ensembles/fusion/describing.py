@@ -1,4 +1,4 @@
-"""Say how a host is built again, check that it is, and give it the structure of an ensemble."""
+"""Describe how to rebuild a host, check the rebuilt host, and give it an ensemble's structure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .structure import build_body_, split_classifier_
 
 
 def checked_description(ensemble: Any) -> dict[str, Any]:
-    """Describe the host; if it cannot be built again from that, say that it is the user's own."""
+    """Describe the host; call it custom if it cannot be rebuilt from the description."""
     description = ensemble._assembly.description
     if description["library"] == "custom":
         return description
@@ -53,16 +53,16 @@ def checked_description(ensemble: Any) -> dict[str, Any]:
             ours[name].shape == theirs[name].shape for name in ours
         )
         fits = fits and _answers_alike(ensemble, twin, view)
-    except Exception:  # an unusual host: it must be given when loading
+    except Exception:  # an unusual host: the user must pass it when loading
         fits = False
     return description if fits else {"library": "custom", "class": description["class"]}
 
 
 @torch.no_grad()
 def _answers_alike(ensemble: Any, twin: Assembly, view: HostModel) -> bool:
-    """Check that a rebuilt host with the same weights answers the same, on an example.
+    """Check on an example that a rebuilt host with the same weights gives the same output.
 
-    A setting that has no weights (how tokens are pooled, say) shows nowhere else.
+    Settings without weights (how tokens are pooled, for example) show nowhere else.
     """
     inputs = examples(ensemble.host)[-1:]
     if not inputs:
@@ -76,7 +76,7 @@ def _answers_alike(ensemble: Any, twin: Assembly, view: HostModel) -> bool:
 
 
 def fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into a model, each in its own precision: parts of a model may differ in it."""
+    """Copy tensors into a model, each in its own precision: parts of a model may differ."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.dtype != tensors[name].dtype:
             tensor.data = tensor.data.to(tensors[name].dtype)
@@ -118,7 +118,7 @@ def structure(skeleton: nn.Module, config: dict[str, Any]) -> tuple[Assembly, Ho
 
 
 def plain_data(value: Any) -> Any:
-    """Turn what JSON does not know into plain data."""
+    """Turn types that JSON lacks into plain data."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Tensor):

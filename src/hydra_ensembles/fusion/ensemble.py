@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.modes import in_eval, twin
+from ..data.modes import in_eval
 from ..data.running import check_inputs, move, split_batch
 from ..data.transforms import ImageTransform
-from ..errors import HydraError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..evaluation.results import Results
-from ..heads.masks import HeadMask
 from ..heads.plan import Plan
-from ..hosts import HostModel, host_model, main_output
-from ..hosts.calling import Form
-from ..hosts.examples import examples
-from ..hosts.huggingface import introduce_to_pipelines
+from ..hosts import HostModel, host_model
 from ..hosts.probe import modules_after_blocks
-from ..hosts.task import gives_classes
-from ..registry import check_name, public_function
+from ..registry import public_function
 from ..uncertainty import (
     Evidence,
     Novelty,
@@ -41,13 +35,11 @@ from ..uncertainty import (
 from .answering import predict_proba
 from .assemble import Assembly
 from .card import remember_results
-from .cast import cast_full, cast_member
-from .citizen import Citizen
-from .hosted import HostedBody, body_of
+from .fused_model import FusedModel, Mode
 from .hub import push
 from .inputs import Preparation, is_raw, prepare
 from .known import fit_novelty, logits_and_summaries, per_text, why_novel
-from .layers import FusedBlock, PerStream
+from .layers import FusedBlock
 from .loading import check_answers, load
 from .outputs import with_embedding, with_logits, with_signature_of
 from .policies import decided
@@ -55,112 +47,43 @@ from .row_answers import RowAnswers
 from .saving import save
 from .summary import summarize, summarize_html
 
-Mode = Literal["fused", "loop"]
-_REFUSED = ("output_attentions", "output_hidden_states")
 
-
-class HydraEnsemble(Citizen):
+class HydraEnsemble(FusedModel):
     """M pruned members of one host, fused. Made by `fuse`, `build` or `from_pretrained`.
 
-    Called like its host: the same inputs, the same kind of output; `logits` are the log of the mean
-    of the members' probabilities, so their softmax is the ensemble's probability.
+    It is called like its host: the same inputs, the same kind of output. `logits` are the log of
+    the members' mean probability, so their softmax is the ensemble's probability.
 
-    `predict` runs in eval mode whatever the flags say, and moves none of them: any number of
-    threads may call it.
+    `predict` always runs in eval mode without changing the modules' flags, so any number of threads
+    may call it.
 
     Attributes:
-        host: The host model with the fused body in the place of its blocks.
+        host: The host model with the fused body in place of its blocks.
         plan: Which streams run where.
+        masks: The members' masks, in terms of the host's original heads.
+        members: Number of members M.
         mode: `"fused"`, or `"loop"` to run members one by one.
         temperature, member_temperatures: Divide the members' logits (None: not calibrated).
         score: The uncertainty that `predict` reports.
-        policy: When to answer, with what is promised (see `fit_policy`); None before it is fitted.
+        policy: When to answer, and what is guaranteed (see `fit_policy`); None before it is fitted.
         transform, tokenizer: How `predict` turns pictures, paths and texts into inputs.
         novelty: Statistics of known data; None before `fit_novelty_`.
-        record: What was done to make it (plain data, saved along).
+        record: How it was made (plain data, saved along).
     """
 
     keeps_modes = True
-    """`predict` needs nobody to put the ensemble in eval mode (see `data.running`)."""
+    """Callers of `predict` need not switch to eval mode (see `data.running`)."""
 
     def __init__(self, assembly: Assembly, host: HostModel, *, mode: Mode = "fused") -> None:
-        super().__init__()
-        check_name("mode", mode, ("fused", "loop"))
-        self.host = assembly.model
-        self.mode = mode
-        self.merged = assembly.merged
-        self.copies = dict(assembly.copies)
+        super().__init__(assembly, host, mode=mode)
         self.temperature = None
         self.member_temperatures = None
         self.score = "msp"
         self.policy: Policy | None = None
         self.novelty: Novelty | None = None
         self.record: dict[str, Any] = {}
-        self.switches: dict[str, Any] = {}
-        self._assembly = assembly
-        self._view = host
-        self._cast: tuple[tuple[Any, ...], list[nn.Module]] | None = None
-        self._gives_classes: bool | None = None
         shown = with_signature_of(HydraEnsemble.forward, type(self.host))
         self.forward = types.MethodType(shown, self)  # type: ignore[method-assign]
-
-    @classmethod
-    def around(
-        cls, assembly: Assembly, host: HostModel, *, mode: Mode, switches: Mapping[str, Any]
-    ) -> HydraEnsemble:
-        """Make the ensemble around an assembled model."""
-        view = HostModel.__new__(HostModel)
-        view.__dict__.update(host.__dict__)
-        view.model = assembly.model
-        view.blocks = []  # they are in the body now
-        view.__dict__["readout"] = assembly.body.readout
-        view.__dict__["forms"] = [getattr(assembly.body, "form", Form())]
-        ensemble = cls(assembly, view, mode=mode)
-        ensemble.switches = dict(switches)
-        ensemble.train(assembly.model.training)
-        introduce_to_pipelines(assembly.model, cls)
-        return ensemble
-
-    @property
-    def body(self) -> Any:
-        """The fused blocks."""
-        return body_of(self.host.get_submodule(self._view.blocks_path))
-
-    @property
-    def engine(self) -> str:
-        """What runs the blocks: `"fused"`, our own arithmetic, or `"host"`, the host's own code."""
-        return "host" if isinstance(self.body, HostedBody) else "fused"
-
-    @property
-    def plan(self) -> Plan:
-        """Which streams run where."""
-        return self.body.plan
-
-    @property
-    def masks(self) -> tuple[HeadMask, ...]:
-        """The members' masks, in terms of the host's original heads."""
-        return self.plan.masks
-
-    @property
-    def members(self) -> int:
-        """Number of members M."""
-        return self.plan.members
-
-    @property
-    def readout(self) -> Any:
-        """Which tokens the classifier reads."""
-        return self.body.readout
-
-    @property
-    def is_classifier(self) -> bool:
-        """Whether the host gives class logits (and not embeddings): seen from what it answers."""
-        if self._gives_classes is None:
-            for args, kwargs in examples(self.host)[-1:]:
-                answering = in_eval(self)
-                with torch.no_grad():
-                    answering._run(args, kwargs)
-                self._gives_classes = answering._gives_classes
-        return self._gives_classes is not False
 
     # --- calibration -----------------------------------------------------------------------------
 
@@ -186,14 +109,14 @@ class HydraEnsemble(Citizen):
         checked = None if values is None else [checked_temperature(value) for value in values]
         if checked is not None and len(checked) != self.members:
             raise ValueError(
-                f"{len(checked)} member temperatures for {self.members} members: give one for each."
+                f"{len(checked)} member temperatures for {self.members} members: give one each."
             )
         if checked != getattr(self, "_member_temperatures", None):
             self._drop_policy("the temperatures")
         self._member_temperatures = checked
 
     def _drop_policy(self, what: str) -> None:
-        """Forget the policy: its thresholds were about another uncertainty or novelty."""
+        """Drop the policy: its thresholds belong to the old uncertainty or novelty."""
         if getattr(self, "policy", None) is not None:
             self.policy = None
             warnings.warn(
@@ -222,18 +145,18 @@ class HydraEnsemble(Citizen):
         return with_logits(output, logits, loss, kwargs.get("return_dict"))
 
     def member_logits(self, batch: Any) -> Tensor:
-        """Return the members' raw logits [batch, member, class] (or embeddings, of a tower)."""
+        """Return the members' raw logits [batch, member, class] (an encoder's: embeddings)."""
         args, kwargs, _ = split_batch(batch)
         device = self.device
         return self._run(move(args, device), move(kwargs, device))[0]
 
     @torch.no_grad()
     def predict(self, batch: Any) -> Prediction:
-        """Predict a batch: probabilities, label, uncertainty and what the members say.
+        """Predict a batch: probabilities, label, uncertainty and the members' logits.
 
         Args:
-            batch: What the host takes; or pictures (PIL), paths of pictures or texts, one or a
-                list of them, by the ensemble's `transform` or `tokenizer`.
+            batch: What the host takes; or pictures (PIL), paths of pictures or texts, one or a list
+                of them, which the ensemble's `transform` or `tokenizer` prepares.
         """
         batch = prepare(self, batch) if is_raw(batch) else batch
         check_inputs(batch)
@@ -267,7 +190,7 @@ class HydraEnsemble(Citizen):
         Args:
             data: A list of texts, pictures or paths; a large batch (an array or tensor of inputs, a
                 mapping, `(inputs, labels)`); a data set; or data, batch by batch.
-            batch_size: Examples per batch, where the data is not in batches yet.
+            batch_size: Examples per batch, if the data is not in batches yet.
         """
         return predict_proba(self, data, batch_size=batch_size)
 
@@ -279,12 +202,12 @@ class HydraEnsemble(Citizen):
         probabilities: bool = False,
         batch_size: int = 32,
     ) -> RowAnswers:
-        """Return a function from columns to columns of answers, for `datasets.map` and its kin.
+        """Return a function from columns to columns of answers, for `datasets.map` and the like.
 
         Args:
             column: The column of texts or pictures; by default the usual names.
-            prefix: Of the columns of answers: `predicted_label`, `predicted_uncertainty`, ...
-            probabilities: Add all classes' probabilities.
+            prefix: Prefix of the columns of answers: `predicted_label`, ...
+            probabilities: Whether to add the probabilities of all classes.
             batch_size: Rows that run through the model together.
 
         Example:
@@ -306,11 +229,11 @@ class HydraEnsemble(Citizen):
         """Learn what is known, in place: `predict` then says how new an input is.
 
         One pass over `known`; nothing is trained and no outlier is needed. The page on novelty has
-        the formulas and what is promised. Fit again after training. A policy with an alarm is about
-        the old statistics: it is dropped, with a warning.
+        the formulas and what is guaranteed. Fit again after training. A policy with an alarm
+        belongs to the old statistics and is dropped with a warning.
 
         Args:
-            known: In-distribution data that the model was not trained on; some hundred examples.
+            known: In-distribution data that the model was not trained on; a few hundred examples.
                 Labels are optional: with five per class or more, distances to classes are used.
             names: Names of the known examples (files, texts) for `why_novel`.
             progress: Show a bar on a terminal.
@@ -322,14 +245,8 @@ class HydraEnsemble(Citizen):
 
     @torch.no_grad()
     def why_novel(self, batch: Any, *, neighbours: int = 3) -> Evidence:
-        """Say which blocks and which known neighbours speak for the novelty of each example."""
+        """Explain each example's novelty by blocks and by its nearest known examples."""
         return why_novel(self, batch, neighbours)
-
-    def fused_logits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """Return the members' raw logits of the fused form, whatever the mode is."""
-        fused = twin(self)  # its mode is its own
-        fused.mode = "fused"
-        return fused._run(args, kwargs)[0]
 
     def _scaled(self, member_logits: Tensor) -> Tensor:
         if self.temperature is None and self.member_temperatures is None:
@@ -340,51 +257,6 @@ class HydraEnsemble(Citizen):
             member_temperatures=self.member_temperatures,
         )
 
-    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """Return the members' logits [batch, member, class] and the host's own output."""
-        for name in _REFUSED:
-            if kwargs.get(name):
-                raise UnsupportedModelError(
-                    f"{name}=True is not supported: members' streams have no single answer. Use "
-                    "ensemble.member(m), a plain host model, for that."
-                )
-        kwargs = {k: v for k, v in kwargs.items() if k != "return_dict" and k not in _REFUSED}
-        if self.mode == "loop":
-            outputs = [member(*args, **kwargs) for member in self._members()]
-            self._gives_classes = gives_classes(self.host, outputs[0])
-            return torch.stack([main_output(o) for o in outputs], 1), outputs[0]
-        if self.body.folds:
-            output = self.host(*args, **kwargs)
-            folded = main_output(output)
-        else:
-            folded, output = self._replay(args, kwargs)
-        self._gives_classes = gives_classes(self.host, output)
-        streams = folded.unflatten(0, (len(self.plan.ends), -1))
-        if self.plan.streams != tuple(range(len(streams))):
-            index = torch.tensor(self.plan.streams, device=streams.device)
-            streams = streams.index_select(0, index)
-        return streams.transpose(0, 1), output
-
-    def _replay(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """Let a host that looks at its inputs again read out every stream by itself."""
-        body, positions = self.body, None
-        if isinstance(body, HostedBody):
-            outputs = body.each(lambda: self.host(*args, **kwargs))
-            return torch.cat([main_output(o) for o in outputs]), outputs[0]
-        if self.readout.positions is not None:
-            positions = self.readout.positions(self._named(args, kwargs))
-        streams: list[Tensor] = []
-        with body.told(positions=positions, streams=streams):
-            outputs = [self.host(*args, **kwargs)]
-        for stream in streams[1:]:
-            with body.told(answer=stream):
-                outputs.append(self.host(*args, **kwargs))
-        return torch.cat([main_output(o) for o in outputs]), outputs[0]
-
-    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        names = [n for n in inspect.signature(self.host.forward).parameters if n != "self"]
-        return {**dict(zip(names, args, strict=False)), **kwargs}
-
     # --- members ---------------------------------------------------------------------------------
 
     def member(self, index: int) -> nn.Module:
@@ -394,38 +266,22 @@ class HydraEnsemble(Citizen):
         """
         if not 0 <= index < self.members:
             raise IndexError(f"Member {index} of {self.members}: count from 0.")
-        return cast_member(self.host, self.body, self._assembly.moulds, self._view, index)
-
-    def unpruned_host(self) -> nn.Module:
-        """Return the host's architecture with all its heads, without storage: for counting."""
-        return cast_full(self.host, self.body, self._assembly.moulds, self._view)
-
-    def _members(self) -> list[nn.Module]:
-        if self.training and torch.is_grad_enabled():
-            raise HydraError(
-                'mode="loop" runs members for reference: it cannot be trained. '
-                'Set ensemble.mode = "fused".'
-            )
-        key = tuple((p.data_ptr(), p._version, p.device, p.dtype) for p in self.parameters())
-        if self._cast is None or self._cast[0] != key:
-            self._cast = (key, [self.member(m).eval() for m in range(self.members)])
-        # The cast members serve every thread: their flags stay, a twin has the other mode.
-        members = self._cast[1]
-        return members if not self.training else [twin(member).train() for member in members]
+        return self._cast_member(index)
 
     def untie_(self, *, mlps: bool = False) -> HydraEnsemble:
         """Give each member its own heads, norms and output biases, for training, in place.
 
-        The merged MLPs stay shared unless `mlps` asks for copies: members run them one by one
-        anyway, so that copies cost memory and no arithmetic. The embeddings stay shared. Returns
-        the ensemble.
+        The merged MLPs stay shared unless `mlps` is true: members run them one by one anyway, so
+        copies cost memory, not arithmetic. The embeddings stay shared. Returns the ensemble.
         """
         body = self.body
         for block in body.branch:
             block.untie_(mlps=mlps)
         layers = tuple(block.plan for block in body.branch)
         body.plan = Plan(**{**body.plan.__dict__, "layers": layers})
-        self.copies.update(_copies_of(body))
+        for block in body.branch:
+            if isinstance(block, FusedBlock):
+                self.copies.update(block.copies())
         return self
 
     def freeze_trunk_(self) -> HydraEnsemble:
@@ -433,7 +289,7 @@ class HydraEnsemble(Citizen):
         for parameter in self.host.parameters():
             parameter.requires_grad_(False)
         trainable = [p for block in self.body.branch for p in block.parameters()]
-        # A member is probed: its host's code runs on a batch that is not folded.
+        # probe a member: its host's code runs on a batch that is not folded
         for path in modules_after_blocks(host_model(self.member(0), family=self.body.family)):
             trainable += list(self.host.get_submodule(path).parameters())
         for parameter in trainable:
@@ -455,7 +311,7 @@ class HydraEnsemble(Citizen):
         """Write `config.json`, `model.safetensors` and a model card into a folder.
 
         The ensemble's own transform and tokenizer are saved along; those given here replace them.
-        The card shows the cost and `results`, what `evaluate` measured of it and of its rivals.
+        The card shows the cost and `results`: what `evaluate` measured, of it and of baselines.
         """
         if results is not None:
             remember_results(self, results)
@@ -502,17 +358,17 @@ class HydraEnsemble(Citizen):
         revision: str | None = None,
         commit_message: str = "Upload a Hydra ensemble",
     ) -> str:
-        """Give the ensemble to the hub as `owner/name`; returns the address of the commit.
+        """Upload the ensemble to the hub as `owner/name`; return the address of the commit.
 
-        What is uploaded is the folder of `save_pretrained`, in one commit, with its model card.
+        The folder of `save_pretrained` is uploaded in one commit, with its model card.
 
         Args:
-            repo: Name on the hub; it is made if there is none.
-            results: What `evaluate` measured, for the card: of the ensemble, and of its rivals.
+            repo: Name on the hub; created if it does not exist.
+            results: What `evaluate` measured, for the card: of the ensemble, and of baselines.
             private: Whether a new repository is private.
-            token: Of the hub, when you are not logged in.
-            revision: A branch; made if there is none.
-            commit_message: What the commit says.
+            token: Token of the hub, if you are not logged in.
+            revision: A branch; created if it does not exist.
+            commit_message: Message of the commit.
         """
         if results is not None:
             remember_results(self, results)
@@ -534,10 +390,10 @@ class HydraEnsemble(Citizen):
 
         Args:
             name_or_folder: A folder, or a name on the hub: `owner/name`.
-            host: The plain host, for models that cannot be built again by name.
+            host: The plain host, for models that cannot be rebuilt by name.
             mode: `"fused"` or `"loop"`; by default as it was saved.
             revision: Branch, tag or commit on the hub.
-            token: Of the hub, for a private repository when you are not logged in.
+            token: Token of the hub, for a private repository if you are not logged in.
         """
         assembly, view, config = load(name_or_folder, host=host, revision=revision, token=token)
         mode = mode or config["mode"]
@@ -556,13 +412,7 @@ class HydraEnsemble(Citizen):
         check_answers(ensemble, name_or_folder)
         return ensemble
 
-    # --- telling -----------------------------------------------------------------------------
-
-    def parameter_bytes(self) -> dict[str, int]:
-        """Return the bytes of the parameters and of the packed copies kept for speed."""
-        stored = sum(p.numel() * p.element_size() for p in self.parameters())
-        packed = sum(block.packed_bytes() for block in self.body.branch)
-        return {"parameters": stored, "packed": packed, "memory": stored + packed}
+    # --- printing ----------------------------------------------------------------------------
 
     def __str__(self) -> str:
         return summarize(self)
@@ -573,26 +423,3 @@ class HydraEnsemble(Citizen):
     def __repr__(self) -> str:
         host = type(self.host).__name__
         return f"HydraEnsemble({host}, members={self.members}, mode={self.mode!r})"
-
-
-def _copies_of(body: Any) -> dict[str, int]:
-    """Count the copies of every part of the branched blocks."""
-    copies: dict[str, int] = {}
-    for block in body.branch:
-        if not isinstance(block, FusedBlock):
-            continue
-        layer = block.plan.layer
-        parts: dict[str, PerStream | None] = {"norm1": block.norm1, "norm2": block.norm2}
-        parts.update({"query_norm": block.query_norm, "key_norm": block.key_norm})
-        for name, part in parts.items():
-            if part is not None:
-                copies[f"{layer}.{name}"] = len(part.each)
-        for name in ("after_attention", "after_mlp"):
-            for i, part in enumerate(getattr(block, name)):
-                copies[f"{layer}.{name}.{i}"] = len(part.each)
-        for i, mlp in enumerate(block.mlp):
-            if isinstance(mlp, PerStream):
-                copies[f"{layer}.mlp.{i}"] = len(mlp.each)
-        if block.output_bias.value is not None:
-            copies[f"{layer}.output_bias"] = len(block.output_bias.value)
-    return copies

@@ -1,7 +1,7 @@
-"""The format of an ensemble's folder: its files, its config's digest, and what every field may be.
+"""The format of an ensemble's folder: its files, its config's digest, and the values of each field.
 
-Everything is checked before a module is built: a field that is wrong is refused here by its name,
-not found out later by a crash or by a wrong answer.
+Everything is checked before a module is built, so that a wrong field is refused here by name and
+does not cause a crash or a wrong answer later.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from typing import Any
 from .._records import inside, json_digest
 from ..data.transforms import ImageTransform
 from ..errors import FormatError, HydraError
-from ..heads.masks import HeadMask
-from ..heads.plan import Plan
 from ..hosts.rotary import FORMS, UNUSED
 from ..uncertainty import Policy, checked_temperature, scores
+from .plan_checks import copies_problem, plan_problem
 
 FORMAT = "hydra-ensembles"
 FORMAT_VERSION = (1, 2)
 OLDEST_VERSION = (1, 1)
-"""Version 1.2 has `policy` in the place of `abstention`."""
+"""Version 1.2 has `policy` instead of `abstention`."""
 CONFIG, WEIGHTS, CARD, NOVELTY = (
     "config.json",
     "model.safetensors",
@@ -33,19 +32,19 @@ CONFIG, WEIGHTS, CARD, NOVELTY = (
 )
 DIGEST = "config_sha256"
 MOST_BYTES = 256 * 2**20
-"""A larger config is not read: real ones have some kilobytes."""
+"""Larger configs are not read: real ones have a few kilobytes."""
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 _PARTS = r"norm1|norm2|query_norm|key_norm|output_bias|mlp\.\d+|after_attention\.\d+|after_mlp\.\d+"
 
 
 def digest_of(config: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a config's content, whatever its spacing; its own digest left out."""
+    """Return the SHA-256 of a config's content, ignoring white space and its own digest."""
     return json_digest(config, DIGEST)
 
 
 def signed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config as it is read back from JSON, with its digest."""
+    """Return a config as JSON would read it back, with its digest."""
     plain = json.loads(json.dumps(config))
     return {**plain, DIGEST: digest_of(plain)}
 
@@ -78,8 +77,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise FormatError(f"{path} lacks {', '.join(sorted(missing))}. Save or download it again.")
     if digest_of(config) != config[DIGEST]:
         raise FormatError(
-            f"{path} was changed after it was saved: its content does not have the digest that it "
-            "names. Copy or download it again; to change a setting, load the original, set it in "
+            f"{path} was changed after it was saved: its content does not match the digest in "
+            "it. Copy or download it again; to change a setting, load the original, set it in "
             "Python and call save_pretrained()."
         )
     if old:
@@ -96,7 +95,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _upgraded(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return a config of version 1.1 as one of today: its rule to abstain is left out."""
+    """Return a config of version 1.1 in today's format, without its abstention rule."""
     if config.get("abstention") is not None:
         warnings.warn(
             f"{path} holds a rule to abstain of an earlier version, which is left out: fit a "
@@ -108,7 +107,7 @@ def _upgraded(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def check_fields(config: Mapping[str, Any], where: str) -> None:
-    """Raise for the first field whose value cannot be, by itself or beside the others."""
+    """Raise for the first field that is invalid, by itself or together with others."""
     for name, check in FIELDS.items():
         try:
             problem = check(config[name])
@@ -125,29 +124,29 @@ def check_fields(config: Mapping[str, Any], where: str) -> None:
             raise FormatError(
                 f"{where}: {name} is wrong ({problem}). Save or download the folder again."
             )
-    problem = _plan_problem(config) or _copies_problem(config) or _members_problem(config)
+    problem = plan_problem(config) or copies_problem(config) or _members_problem(config)
     if problem:
         raise FormatError(f"{where}: {problem}. Save or download the folder again.")
 
 
 def _check_version(config: Mapping[str, Any], path: Path) -> None:
-    found: Any = config.get("format_version")
-    good = isinstance(found, list) and len(found) == 2 and all(_is_count(n) for n in found)
+    version: Any = config.get("format_version")
+    good = isinstance(version, list) and len(version) == 2 and all(_is_count(n) for n in version)
     if not good:
-        raise FormatError(f"{path} has the format version {found!r:.60}; expected two numbers.")
-    if found[0] > FORMAT_VERSION[0]:
+        raise FormatError(f"{path} has the format version {version!r:.60}; expected two numbers.")
+    if version[0] > FORMAT_VERSION[0]:
         raise FormatError(
-            f"{path} has format {found[0]}.{found[1]}, newer than {FORMAT_VERSION[0]}."
+            f"{path} has format {version[0]}.{version[1]}, newer than {FORMAT_VERSION[0]}."
             f"{FORMAT_VERSION[1]} which this library reads. Upgrade hydra-ensembles."
         )
-    if tuple(found) < OLDEST_VERSION:
+    if tuple(version) < OLDEST_VERSION:
         raise FormatError(
-            f"{path} has format {found[0]}.{found[1]}, from before a release of this library. "
+            f"{path} has format {version[0]}.{version[1]}, from before a release of this library. "
             "Build or fuse the ensemble again."
         )
 
 
-# --- fields by themselves: each returns what is wrong, or None -----------------------------------
+# --- single fields: each check returns what is wrong, or None ------------------------------------
 
 Check = Callable[[Any], "str | None"]
 
@@ -280,7 +279,7 @@ def _masks(value: Any) -> str | None:
         if not isinstance(mask, list) or not mask or not all(isinstance(row, list) for row in mask):
             return f"{mask!r:.60} is not a mask"
         if not all(type(v) is int and v in (0, 1) for row in mask for v in row):
-            return "a mask holds something else than 0 and 1"
+            return "a mask holds values other than 0 and 1"
         if [len(row) for row in mask] != [len(row) for row in value[0]]:
             return "masks differ in their numbers of heads"
     return None
@@ -293,8 +292,8 @@ def _plan(value: Any) -> str | None:
     heads, layers = value.get("trunk_heads"), value.get("layers")
     if not isinstance(heads, list) or not isinstance(layers, list):
         return "it lacks trunk_heads or layers"
-    if not all(_are_counts(each) for each in [*lists, *heads]):
-        return "ends, streams or trunk_heads are no lists of numbers"
+    if not all(_are_counts(numbers) for numbers in [*lists, *heads]):
+        return "ends, streams or trunk_heads are not lists of numbers"
     for layer in layers:
         if not isinstance(layer, dict) or not _is_count(layer.get("layer")):
             return f"{layer!r:.60} is not a layer"
@@ -304,7 +303,7 @@ def _plan(value: Any) -> str | None:
         if not all(_are_counts(layer.get(key)) for key in ("parents", "members")):
             return f"parents or members of layer {layer['layer']} are no lists of numbers"
         if not all(type(layer.get(key)) is bool for key in ("shared", "readout_only")):
-            return f"shared or readout_only of layer {layer['layer']} is no yes or no"
+            return f"shared or readout_only of layer {layer['layer']} is not true or false"
     return None
 
 
@@ -315,18 +314,18 @@ def _copies(value: Any) -> str | None:
         if not _is_count(count) or not count:
             return f"{name} has {count!r:.60} copies"
         if not re.fullmatch(rf"\d+\.({_PARTS})|classifier\.[\w.]+", name):
-            return f"{name!r:.60} is no part of a block or classifier"
+            return f"{name!r:.60} is not a part of a block or classifier"
     return None
 
 
 def _policy(value: Any) -> str | None:
     if not isinstance(value, dict):
         return f"{value!r:.60} is not a policy"
-    whole = Policy.from_dict(value).to_dict()
-    lacks = whole.keys() - value.keys()  # a default in its place would be another policy
-    if whole.get("measured"):
-        lacks |= whole["measured"].keys() - value["measured"].keys()
-    return f"it lacks {', '.join(sorted(lacks))}" if lacks else None
+    policy = Policy.from_dict(value).to_dict()
+    missing = policy.keys() - value.keys()  # a default instead would be another policy
+    if policy.get("measured"):
+        missing |= policy["measured"].keys() - value["measured"].keys()
+    return f"it lacks {', '.join(sorted(missing))}" if missing else None
 
 
 def _transform(value: Any) -> str | None:
@@ -369,98 +368,15 @@ FIELDS: dict[str, Check] = {
 }
 
 
-# --- fields beside each other --------------------------------------------------------------------
-
-
-def _plan_problem(config: Mapping[str, Any]) -> str | None:
-    """Say where the plan contradicts itself or the masks; follow every member through it."""
-    masks = [HeadMask(rows) for rows in config["masks"]]
-    plan = Plan.from_dict(config["plan"], masks)
-    depth, members = len(masks[0]), len(masks)
-    hosted = config["switches"].get("engine") == "host"
-    if plan.depth != depth or len(plan.trunk_heads) != plan.trunk:
-        return f"the plan has {plan.depth} layers, the masks have {depth}"
-    for layer, trunk in enumerate(plan.trunk_heads):
-        if any(list(trunk) != mask.indices(layer) for mask in masks):
-            return f"the plan's trunk keeps other heads in layer {layer} than the masks"
-    streams = 1
-    for place, layer_plan in enumerate(plan.layers, start=plan.trunk):
-        name = f"layer {place} of the plan"
-        parents, heads, firsts = layer_plan.parents, layer_plan.heads, layer_plan.members
-        if layer_plan.layer != place:
-            return f"{name} says that it is layer {layer_plan.layer}"
-        if not len(parents) == len(heads) == len(firsts) or set(parents) != set(range(streams)):
-            return f"{name} does not take the {streams} streams of the layer before"
-        if any(len(set(row)) != len(row) for row in heads):
-            return f"{name} has a stream with the same head twice"
-        distinct = {head for row in heads for head in row}
-        if not hosted and distinct != set(range(len(distinct))):
-            return f"{name} numbers its distinct heads with gaps"
-        if any(first >= members for first in firsts):
-            return f"{name} names a member beyond the {members}"
-        if layer_plan.readout_only and place != depth - 1:
-            return f"{name} is not the last, but runs for the readout only"
-        streams = len(parents)
-    reads = config["readout"]["tokens"] is not None or config["readout"]["end_of_text"]
-    if plan.layers and plan.layers[-1].readout_only and not reads:
-        return "the plan's last layer runs for the readout only, but all tokens are read"
-    if any(end >= streams for end in plan.ends) or set(plan.streams) != set(range(len(plan.ends))):
-        return "the plan's ends and streams name streams that are not there"
-    if len(plan.streams) != members:
-        return f"the plan has {len(plan.streams)} members, but there are {members} masks"
-    for member, mask in enumerate(masks):
-        stream = plan.ends[plan.streams[member]]
-        for layer_plan in reversed(plan.layers):
-            if len(layer_plan.heads[stream]) != mask.kept[layer_plan.layer]:
-                return (
-                    f"member {member} has {mask.kept[layer_plan.layer]} heads in layer "
-                    f"{layer_plan.layer} by its mask, {len(layer_plan.heads[stream])} by the plan"
-                )
-            stream = layer_plan.parents[stream]
-    return _cuts_problem(config["switches"].get("cuts"), plan) if hosted else None
-
-
-def _cuts_problem(cuts: Any, plan: Plan) -> str | None:
-    """Say where the cuts of the host's own blocks do not fit the plan."""
-    kept = [[heads] for heads in plan.trunk_heads] + [list(layer.heads) for layer in plan.layers]
-    if not isinstance(cuts, list) or len(cuts) != len(kept):
-        return "the cuts of the host's blocks are not one for each layer"
-    for layer, (row, streams) in enumerate(zip(cuts, kept, strict=True)):
-        if not isinstance(row, list) or len(row) != len(streams):
-            return f"the cuts of layer {layer} are not one for each stream"
-        for cut, heads in zip(row, streams, strict=True):
-            there, on = (cut.get(k) if isinstance(cut, dict) else None for k in ("there", "on"))
-            lists = isinstance(there, list) and isinstance(on, list)
-            if not lists or any(type(head) is not int for head in (*there, *on)):  # type: ignore[misc]
-                return f"a cut of layer {layer} is {cut!r:.60}"
-            assert isinstance(there, list) and isinstance(on, list)
-            if there != sorted(set(there)) or not set(on) <= set(there) or len(on) != len(heads):
-                return f"a cut of layer {layer} keeps {on!r:.60} of {there!r:.60}"
-    return None
-
-
-def _copies_problem(config: Mapping[str, Any]) -> str | None:
-    plan = Plan.from_dict(config["plan"], [HeadMask(rows) for rows in config["masks"]])
-    layers = {layer.layer: layer for layer in plan.layers}
-    for name, count in config["copies"].items():
-        place = name.partition(".")[0]
-        if place == "classifier":
-            allowed = {1, len(plan.ends)}
-        elif int(place) in layers:
-            allowed = {1, layers[int(place)].streams, layers[int(place)].inputs}
-        else:
-            return f"copies name layer {place}, which is not branched"
-        if count not in allowed:
-            return f"copies of {name} are {count}, expected one of {sorted(allowed)}"
-    return None
+# --- several fields together ---------------------------------------------------------------------
 
 
 def _members_problem(config: Mapping[str, Any]) -> str | None:
-    each, members = config["member_temperatures"], len(config["masks"])
-    if each is not None and len(each) != members:
-        return f"there are {len(each)} member_temperatures for {members} members"
+    temperatures, members = config["member_temperatures"], len(config["masks"])
+    if temperatures is not None and len(temperatures) != members:
+        return f"there are {len(temperatures)} member_temperatures for {members} members"
     if (config["novelty"] is None) != (NOVELTY not in config["files"]):
-        return f"novelty and the file {NOVELTY} belong together, and one is missing"
+        return f"novelty and the file {NOVELTY} belong together, but one is missing"
     policy = config["policy"]
     if policy is not None and policy.get("score", "msp") != config["score"]:
         return f"the policy is about {policy['score']!r}, the score is {config['score']!r}"

@@ -18,12 +18,13 @@ from ..hosts.examples import examples
 from ..hosts.explaining import engine_of
 from ..hosts.task import other_task
 from .assemble import assemble
-from .ensemble import HydraEnsemble, Mode
+from .ensemble import HydraEnsemble
+from .fused_model import Mode
 from .verifying import check_against
 
 Engine = Literal["auto", "fused", "host"]
 CHECKED = 8
-"""Samples of a batch that the check runs on: what is computed wrongly shows on any."""
+"""Samples that the check runs on: an error shows on any sample."""
 
 
 def fuse(
@@ -45,31 +46,32 @@ def fuse(
     Args:
         model_or_members: One host model, pruned in M ways by `masks`; or M models fine-tuned from
             one, pruned already (their recorded masks are taken) or pruned here by `masks`.
-        masks: One `HeadMask` a member.
+        masks: One `HeadMask` per member.
         share_trunk: Run members as one stream as long as they agree.
         share_branch: At a branch, project and attend the union of the members' heads once.
-        readout_only: Run the last block for the tokens that the classifier reads alone.
+        readout_only: Run the last block only for the tokens that the classifier reads.
         mode: `"fused"`, or `"loop"` to run the members one by one (the reference).
-        average: What is averaged over members that were fine-tuned: `"mlp"` (as in the paper; the
-            embeddings too), or `"all"` parts but the heads.
-        family: Describe the blocks of a model that we do not know.
-        branch_layer: End the trunk before this block even where members agree in it, so that the
-            blocks from here on can be trained apart from it.
-        batch: One of your batches. On its first samples the fused model must answer as its members
-            do one by one, run by the host library's own code with gates. By default a small example
-            is made, where we know what the model takes.
+        average: What to average over fine-tuned members: `"mlp"` (as in the paper; embeddings too),
+            or `"all"` parts except the heads.
+        family: Describes the blocks of a model that is not supported yet.
+        branch_layer: End the trunk before this block even where members agree in it, so that this
+            and all later blocks can be trained separately.
+        batch: One of your batches. On its first samples the fused model must give the same output
+            as its members one by one, run by the host library's own code with gates. By default a
+            small example is made, if we know what the model takes.
         engine: `"fused"`, our own arithmetic of attention and MLP, the quickest; `"host"`, which
             runs the host's own blocks once per stream and is exact for any block whose heads meet
-            in a linear output projection; `"auto"` takes the first where it is proven equal on the
-            arguments that the host hands its blocks, else the second. `explain` says which. Where
-            the first then differs from the members after all, `"auto"` warns and takes the second.
+            in a linear output projection; `"auto"` uses `"fused"` where probes show it is equal on
+            the arguments that the host passes to its blocks, otherwise `"host"`. `explain` says
+            which. If the fused model then still differs from its members, `"auto"` warns and uses
+            `"host"`.
 
     Returns:
-        The ensemble. None of the switches changes its output.
+        The ensemble. None of the options changes its output.
 
     Raises:
         UnsupportedModelError: When the model cannot be fused; the message says why.
-        VerificationError: When the fused model and its members differ, by the engine asked for.
+        VerificationError: When the fused model and its members differ under the chosen engine.
     """
     if engine not in ("auto", "fused", "host"):
         raise ValueError(f'Unknown engine {engine!r}: expected "auto", "fused" or "host".')
@@ -109,7 +111,7 @@ def fuse(
                 check_against(ensemble, references, inputs)
         except HydraError as error:
             failures[name] = error
-        except Exception as error:  # the host's code does not take this way: try the next
+        except Exception as error:  # the host's code cannot run like this: try the next way
             failures[name] = VerificationError(
                 f"{hosts[0].name} cannot run its members by the {name} engine "
                 f"({type(error).__name__}: {error})."
@@ -122,7 +124,7 @@ def fuse(
 
 
 def _warn_of_fallback(host: HostModel, failure: HydraError) -> None:
-    """Say that the quick engine was tried, what it got wrong, and what runs instead."""
+    """Warn that the fast engine failed its check, why, and what runs instead."""
     engine, why = engine_of(host)
     warnings.warn(
         f"{host.name} is fused by the host's own blocks, which are exact and slower, because our "
@@ -135,7 +137,7 @@ def _warn_of_fallback(host: HostModel, failure: HydraError) -> None:
 
 
 def _ways(host: HostModel, engine: Engine) -> list[tuple[str, bool]]:
-    """List the ways in which a host's members can run: the engine, and whether streams fold."""
+    """List the ways to run a host's members: the engine, and whether streams are folded."""
     arithmetic, hosted = host.why_not_fused(), host.why_not_hosted()
     ways = []
     if engine != "host" and arithmetic is None:
@@ -158,7 +160,7 @@ def _ways(host: HostModel, engine: Engine) -> list[tuple[str, bool]]:
 
 
 def _inputs_for(host: HostModel, batch: Any) -> Inputs | None:
-    """Return what the check runs on: the batch, which the host's blocks are probed with, too."""
+    """Return the inputs of the check: the batch, with which the blocks are also probed."""
     if batch is None:
         return examples(host.model)[-1] if host.passes() else None
     few = take(batch, slice(0, CHECKED)) if batch_length(batch) > CHECKED else batch

@@ -1,8 +1,8 @@
-"""The host engine: every stream runs the host's own block, in the place where the host calls it.
+"""The host engine: every stream runs the host's own block where the host calls it.
 
-The host's loop over its blocks stays as it is and hands every block its own arguments (masks by
-layer type, rotary positions, shared biases). Streams run folded into the batch where the host's
-other code allows it; otherwise the host runs once per stream, and what streams share is remembered.
+The host's loop over its blocks stays as it is and passes every block its own arguments (masks by
+layer type, rotary positions, shared biases). Streams are folded into the batch where the host's
+other code allows it; otherwise the host runs once per stream, and shared blocks are cached.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..hosts.block import Block
 from ..hosts.calling import Form, states_of, take_call
 from ..hosts.family import Family
 from ..hosts.probe import Readout
-from .layers import _select, streams_of
+from .per_stream import select_streams, streams_of
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Hosting:
         plan: Which streams run where.
         readout: Which tokens the classifier reads.
         family: Where the parts of a block are.
-        folds: Whether streams run folded into the batch, in one pass of the host.
+        folds: Whether streams are folded into the batch and run in one pass of the host.
     """
 
     plan: Plan
@@ -44,13 +44,13 @@ class Hosting:
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass of the host is told (see `HostedBody.told`).
+    """What one pass of the host gets in addition to its inputs (see `HostedBody.told`).
 
     Attributes:
-        end: The classifier's stream that runs; None for all, folded.
-        memory: Outputs of blocks by (layer, stream): states, or None where the input will do.
-        trunk_states: The trunk's output, known already.
-        states: Takes the output of every block.
+        end: The classifier's stream to run; None for all, folded.
+        memory: Outputs of blocks by (layer, stream): states, or None where the input can be passed.
+        trunk_states: The trunk's output, if known.
+        states: Collects the output of every block.
         at_branch: Called with the trunk's output.
     """
 
@@ -62,19 +62,19 @@ class Pass:
     at_branch: Callable[[Tensor], None] | None = None
 
 
-# Of the context, not of the module: other threads run the same module at the same time.
+# A context variable, not an attribute: other threads run the same module at the same time.
 _pass: ContextVar[Pass | None] = ContextVar("hydra_hosted_pass", default=None)
 
 
 class HostedBlock(nn.Module):
-    """One of the host's blocks for all streams that run it; it shows the block's attributes."""
+    """One of the host's blocks for all streams that run it; exposes the block's attributes."""
 
     def __init__(self, streams: Sequence[nn.Module], layer: LayerPlan, hosting: Hosting) -> None:
         super().__init__()
         self.streams = nn.ModuleList(streams)
         self.plan = layer
         self.hosting = hosting
-        self.form: Form | None = None  # of the block's answer, once it was seen
+        self.form: Form | None = None  # form of the block's output, once seen
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -86,18 +86,18 @@ class HostedBlock(nn.Module):
             return getattr(modules["streams"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the streams of this pass, each by the host's own block with the host's arguments."""
-        told = self._told()
+        """Run the streams of this pass, each through the host's own block."""
+        options = self._told()
         call = take_call(args, kwargs)
         plan, layer = self.hosting.plan, self.plan.layer
         x = call.hidden
-        if layer < plan.trunk and told.trunk_states is not None and self._can_skip():
+        if layer < plan.trunk and options.trunk_states is not None and self._can_skip():
             assert self.form is not None
-            return self.form.fill(told.trunk_states if layer == plan.trunk - 1 else x)
-        if layer == plan.trunk and told.at_branch is not None:
-            told.at_branch(x)
-        if told.end is not None:
-            return self._run_one(call, told)
+            return self.form.fill(options.trunk_states if layer == plan.trunk - 1 else x)
+        if layer == plan.trunk and options.at_branch is not None:
+            options.at_branch(x)
+        if options.end is not None:
+            return self._run_one(call, options)
         inputs = streams_of(x, self.plan.inputs)
         outputs = [
             states_of(call.call(block, inputs[parent]))
@@ -105,24 +105,24 @@ class HostedBlock(nn.Module):
         ]
         form = self._seen(outputs[0][1])
         states = torch.cat([states for states, _ in outputs]) if len(outputs) > 1 else outputs[0][0]
-        if told.states is not None:
-            told.states.append(states)
+        if options.states is not None:
+            options.states.append(states)
         if layer == plan.depth - 1 and plan.ends != tuple(range(len(outputs))):
-            states = _select(states, plan.ends, len(outputs))
+            states = select_streams(states, plan.ends, len(outputs))
         return form.fill(states)
 
-    def _run_one(self, call: Any, told: Pass) -> Any:
-        """Run the stream on which the pass's end depends; remember it for the other ends."""
+    def _run_one(self, call: Any, options: Pass) -> Any:
+        """Run the stream that leads to the pass's end; cache it for the other ends."""
         plan, layer = self.hosting.plan, self.plan.layer
-        assert told.end is not None
-        stream = plan.stream_at(layer, plan.ends[told.end])
-        known = told.memory.get((layer, stream))
+        assert options.end is not None
+        stream = plan.stream_at(layer, plan.ends[options.end])
+        known = options.memory.get((layer, stream))
         if known is None:
             states, form = states_of(call.call(self.streams[stream]))
             self._seen(form)
-            # Of the trunk only the last output is read again.
+            # of the trunk, only the last output is read again
             kept = None if layer < plan.trunk - 1 else states
-            told.memory[layer, stream] = (kept, form)
+            options.memory[layer, stream] = (kept, form)
             return form.fill(states)
         remembered, form = known
         return form.fill(call.hidden if remembered is None else remembered)
@@ -136,15 +136,17 @@ class HostedBlock(nn.Module):
         return self.form is not None and not self.form.hands_on
 
     def _told(self) -> Pass:
-        told = _pass.get()
-        return Pass(self.hosting) if told is None or told.hosting is not self.hosting else told
+        options = _pass.get()
+        if options is None or options.hosting is not self.hosting:
+            return Pass(self.hosting)
+        return options
 
     def untie_(self, *, mlps: bool = False) -> None:
-        """Give every stream its own attention and norms, and all the rest if asked to."""
+        """Give every stream its own attention and norms; with `mlps`, all other parts too."""
         taken: set[int] = set()
         for block in self.streams:
-            own = _own_parts(block, self.plan.layer, self.hosting.family)
-            for module in block.modules() if mlps else own:
+            owned = _own_parts(block, self.plan.layer, self.hosting.family)
+            for module in block.modules() if mlps else owned:
                 for name, parameter in list(module.named_parameters(recurse=False)):
                     if id(parameter) in taken:
                         copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
@@ -152,7 +154,7 @@ class HostedBlock(nn.Module):
             taken |= {id(p) for p in block.parameters()}
 
     def packed_bytes(self) -> int:
-        """Bytes of copies kept for speed: none."""
+        """Bytes of packed copies: none."""
         return 0
 
 
@@ -173,7 +175,7 @@ def _own_parts(block: nn.Module, layer: int, family: Family) -> list[nn.Module]:
 
 
 class HostedBody:
-    """All hosted blocks of an ensemble, as the body of a fused one."""
+    """All hosted blocks of an ensemble, with the interface of `Body`."""
 
     def __init__(self, layers: Sequence[HostedBlock]) -> None:
         self.layers = list(layers)
@@ -210,7 +212,7 @@ class HostedBody:
 
     @property
     def branch(self) -> list[HostedBlock]:
-        """The blocks above them."""
+        """The blocks above the trunk."""
         return self.layers[self.plan.trunk :]
 
     @contextmanager
@@ -223,10 +225,10 @@ class HostedBody:
         states: list[Tensor] | None = None,
         at_branch: Callable[[Tensor], None] | None = None,
     ) -> Iterator[None]:
-        """Tell the passes inside what the host cannot hand over (see `Pass`)."""
+        """Give the passes inside what the host cannot pass on (see `Pass`)."""
         now = _pass.get()
         now = Pass(self.hosting) if now is None or now.hosting is not self.hosting else now
-        told = replace(
+        options = replace(
             now,
             end=end,
             memory=now.memory if memory is None else memory,
@@ -234,14 +236,14 @@ class HostedBody:
             states=now.states if states is None else states,
             at_branch=now.at_branch if at_branch is None else at_branch,
         )
-        token = _pass.set(told)
+        token = _pass.set(options)
         try:
             yield
         finally:
             _pass.reset(token)
 
     def each(self, run: Callable[[], Any]) -> list[Any]:
-        """Run the host once for every stream of the classifier; shared blocks run once."""
+        """Run the host once per stream of the classifier; shared blocks run only once."""
         memory: dict[tuple[int, int], tuple[Tensor | None, Form]] = {}
         outputs = []
         for end in range(len(self.plan.ends)):
@@ -250,13 +252,13 @@ class HostedBody:
         return outputs
 
     def stream(self, layer: int, stream: int) -> nn.Module:
-        """Return the host's block that a stream runs in a layer, its parameters shared."""
+        """Return the host's block of a stream in a layer; it shares its parameters."""
         block = self.layers[layer].streams[stream]
         memo = {id(t): t for t in (*block.parameters(), *block.buffers())}
         return copy.deepcopy(block, memo)
 
 
 def body_of(blocks: nn.Module) -> Any:
-    """Return the body that stands in a host's list of blocks."""
+    """Return the body in a host's list of blocks."""
     modules = list(blocks.children())
     return HostedBody(modules) if isinstance(modules[0], HostedBlock) else modules[-1]  # type: ignore[arg-type]

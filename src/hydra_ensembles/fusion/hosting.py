@@ -1,4 +1,4 @@
-"""Make a hosted ensemble: the host's own blocks, cut or gated, one copy for every stream."""
+"""Make a hosted ensemble: the host's own blocks, pruned or gated, one copy per stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .hosted import HostedBlock, HostedBody, Hosting
 from .merge import identities
 
 Cuts = list[list[dict[str, list[int]]]]
-"""`[layer][stream]`: heads that are there and heads that are on, by their place in the block."""
+"""`[layer][stream]`: heads that physically remain and heads that are on, by place in the block."""
 
 
 def hosted_plan(
@@ -30,7 +30,7 @@ def hosted_plan(
     share_trunk: bool,
     branch_layer: int | None,
 ) -> Plan:
-    """Plan the streams: members part where their heads or any other weights differ."""
+    """Plan the streams: members branch where their heads or any other weights differ."""
     depth = len(masks[0])
     contents = [_contents(hosts, merged, layer) for layer in range(depth)]
     signatures = [
@@ -52,7 +52,7 @@ def hosted_plan(
 
 
 def _contents(hosts: Sequence[HostModel], merged: HostModel, layer: int) -> list[int]:
-    """Number members by what their block holds beside the parts that are averaged."""
+    """Number members by the content of their block, apart from the averaged parts."""
     if len({id(host.model) for host in hosts}) == 1:
         return [0] * len(hosts)
     return identities([[_with_merged(host, merged, layer)] for host in hosts])
@@ -69,7 +69,7 @@ def _with_merged(host: HostModel, merged: HostModel, layer: int) -> nn.Module:
 
 
 def all_layers(plan: Plan) -> list[LayerPlan]:
-    """Return a plan for every block: one stream in the trunk."""
+    """Return one plan per block; the trunk's blocks have one stream."""
     trunk = [
         LayerPlan(layer, (0,), (0,), (plan.trunk_heads[layer],), shared=False)
         for layer in range(plan.trunk)
@@ -78,7 +78,7 @@ def all_layers(plan: Plan) -> list[LayerPlan]:
 
 
 def choose_cuts(plan: Plan, hosts: Sequence[HostModel]) -> Cuts:
-    """Choose for every stream which heads go physically and which are gated off."""
+    """Choose for every stream which heads to remove physically and which to gate off."""
     calls = hosts[0].passes()[-1]
     result: Cuts = []
     known: dict[Any, Cut] = {}
@@ -105,8 +105,8 @@ def _places(host: HostModel, layer: int, heads: Sequence[int]) -> list[int]:
     """Return the places of original heads among those that a pruned host still has."""
     if host.original_mask is None:
         return list(heads)
-    there = host.original_mask.indices(layer)
-    return [there.index(head) for head in heads]
+    remaining = host.original_mask.indices(layer)
+    return [remaining.index(head) for head in heads]
 
 
 def host_blocks_(
@@ -117,14 +117,14 @@ def host_blocks_(
     hosts: Sequence[HostModel] | None = None,
     folds: bool,
 ) -> tuple[HostedBody, tuple[nn.Module, ...]]:
-    """Put hosted blocks in the place of a host's blocks, in place.
+    """Replace a host's blocks by hosted blocks, in place.
 
     Args:
         base: The host; its MLPs are averaged already.
         plan: Which streams run where.
-        cuts: What is left of each stream's heads.
-        hosts: The members, where they were fine-tuned; by default all are `base`.
-        folds: Whether streams run folded into the batch.
+        cuts: The heads that each stream keeps.
+        hosts: The members, if they were fine-tuned; by default all are `base`.
+        folds: Whether streams are folded into the batch.
 
     Returns:
         The body, and all blocks with all heads, without storage (for counting).
@@ -150,7 +150,7 @@ def host_blocks_(
 
 @torch.no_grad()
 def share_equal_(module: nn.Module, others: Sequence[nn.Module]) -> None:
-    """Let a module use the parameters of others, in place, wherever they hold the same values."""
+    """Share the parameters of other modules, in place, wherever their values are equal."""
     for path, part in module.named_modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if parameter.is_meta:
@@ -165,19 +165,19 @@ def share_equal_(module: nn.Module, others: Sequence[nn.Module]) -> None:
 
 def _parameter(module: nn.Module, path: str, name: str) -> nn.Parameter | None:
     try:
-        found = getattr(module.get_submodule(path), name)
+        parameter = getattr(module.get_submodule(path), name)
     except AttributeError:
         return None
-    return found if isinstance(found, nn.Parameter) else None
+    return parameter if isinstance(parameter, nn.Parameter) else None
 
 
 def tie_(model: nn.Module, inside: str, aliases: Mapping[str, str]) -> None:
-    """Let parameters of hosted blocks be one where they were one when saved, apart where not.
+    """Tie the parameters of hosted blocks that were tied when saved; untie all others.
 
     Args:
         model: A host with hosted blocks.
         inside: The path of its blocks.
-        aliases: Name of each tensor that is another's, and the other's name.
+        aliases: Names of tied tensors, and the name of the tensor that each is tied to.
     """
     for name in list(model.state_dict()):
         if not name.startswith(inside + "."):
@@ -191,20 +191,20 @@ def tie_(model: nn.Module, inside: str, aliases: Mapping[str, str]) -> None:
             other, _, other_leaf = aliases[name].rpartition(".")
             setattr(module, leaf, getattr(model.get_submodule(other), other_leaf))
         else:
-            own = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            setattr(module, leaf, own)
+            untied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            setattr(module, leaf, untied)
 
 
 def distinct(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Keep each tensor once; name the others as aliases."""
+    """Keep each tensor once; return the other names as aliases."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    seen: dict[tuple[Any, ...], str] = {}
+    names: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        if tensor.numel() and key in seen:
-            aliases[name] = seen[key]
+        if tensor.numel() and key in names:
+            aliases[name] = names[key]
         else:
-            seen[key] = name
+            names[key] = name
             tensors[name] = tensor.detach().cpu().contiguous().clone()
     return tensors, aliases

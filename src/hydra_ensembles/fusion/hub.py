@@ -1,4 +1,4 @@
-"""Give an ensemble to the hub: the folder of `save_pretrained`, in one commit."""
+"""Upload an ensemble to the hub: the folder of `save_pretrained`, in one commit."""
 
 from __future__ import annotations
 

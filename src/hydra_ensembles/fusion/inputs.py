@@ -1,6 +1,6 @@
-"""Pictures, paths and texts as inputs, by the transform or tokenizer that an ensemble keeps.
+"""Pictures, paths and texts as inputs, by the ensemble's transform or tokenizer.
 
-They belong to the ensemble: set in Python or taken from the data that built it, saved with it.
+Both belong to the ensemble: set in Python or taken from the data that built it, and saved with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..hosts.prompting import PromptClassifier, PromptTokenizer
 
 
 class Preparation:
-    """How an ensemble wants its inputs; what lies in its folder is read when it is first needed.
+    """How an ensemble prepares its inputs; files in its folder are read when first needed.
 
     Args:
         folder: Where a tokenizer or an image processor was saved, with their files' names.
@@ -33,19 +33,19 @@ class Preparation:
         self._folder, self._files = folder, tuple(files)
 
     def find_transform(self, host: Any) -> Callable[[Any], Tensor] | None:
-        """Return the transform: the one that was set, the saved one, or what the host tells."""
+        """Return the transform: the one that was set, the saved one, or the host's."""
         if self.transform is None and "preprocessor_config.json" in self._files:
             processor = self._saved("AutoImageProcessor")
             self.transform = image_transform(processor)
         if self.transform is None and self._folder is None:
             try:
-                return image_transform(host)  # a timm or open_clip model knows
+                return image_transform(host)  # timm and open_clip models know their transform
             except DataError:
                 return None
         return self.transform
 
     def find_tokenizer(self, host: Any) -> Any:
-        """Return the tokenizer that was set or saved, or that a prompted host has; or None."""
+        """Return the tokenizer that was set or saved, or the prompted host's; or None."""
         if self.tokenizer is None and "tokenizer_config.json" in self._files:
             self.tokenizer = self._saved("AutoTokenizer")
         if self.tokenizer is None and isinstance(host, PromptClassifier):
@@ -68,8 +68,10 @@ class Preparation:
             return getattr(transformers, kind).from_pretrained(
                 self._folder, local_files_only=True, trust_remote_code=False
             )
-        except BaseException as error:  # the library refuses its own file, in its own words
-            panic = type(error).__name__ == "PanicException"  # of Rust, which is no Exception
+        except BaseException as error:  # the library may refuse its own file with any error
+            panic = (
+                type(error).__name__ == "PanicException"
+            )  # raised by Rust code; not an Exception
             if not isinstance(error, Exception) and not panic:
                 raise
             raise FormatError(
@@ -79,7 +81,7 @@ class Preparation:
 
 
 def _check_names_nothing(path: Path) -> None:
-    """Raise when a tokenizer's or processor's config names code, or files anywhere else."""
+    """Raise when a tokenizer's or processor's config refers to code or to files elsewhere."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -95,9 +97,9 @@ def _check_names_nothing(path: Path) -> None:
 
 
 def remember_inputs(ensemble: Any, data: Any) -> None:
-    """Let an ensemble keep the transform, tokenizer and class names of the data that built it."""
+    """Store the transform, tokenizer and class names of the data that built an ensemble."""
     transform, tokenizer = getattr(data, "transform", None), getattr(data, "tokenizer", None)
-    tokenizer = getattr(tokenizer, "plain", tokenizer)  # the prompt is the host's
+    tokenizer = getattr(tokenizer, "plain", tokenizer)  # without the prompt, which the host adds
     if isinstance(transform, (ImageTransform, ProcessorTransform)):
         ensemble.transform = transform
     if hasattr(tokenizer, "save_pretrained"):
@@ -108,12 +110,12 @@ def remember_inputs(ensemble: Any, data: Any) -> None:
 
 
 def _made_up(names: Mapping[int, str] | None) -> bool:
-    """Tell whether class names are missing, or those that transformers makes up."""
+    """Return whether class names are missing or transformers' defaults."""
     return not names or all(name.startswith("LABEL_") for name in names.values())
 
 
 def is_raw(batch: Any) -> bool:
-    """Tell whether a batch is pictures, paths or texts, one or a list of them."""
+    """Return whether a batch is a picture, path or text, or a list of them."""
     if isinstance(batch, (list, tuple)) and batch:
         return all(_is_one(item) for item in batch)
     return _is_one(batch)
@@ -128,16 +130,16 @@ def _is_picture(item: Any) -> bool:
 
 
 def prepare(ensemble: Any, raw: Any) -> Any:
-    """Make a batch of pictures, paths or texts by the ensemble's own transform or tokenizer."""
+    """Make a batch from pictures, paths or texts with the ensemble's transform or tokenizer."""
     items = list(raw) if isinstance(raw, (list, tuple)) else [raw]
     tokenize = prompted(ensemble.host, ensemble.tokenizer)
     if tokenize is not None:
         _check_texts(ensemble, items)
         limit = token_limit(ensemble.config, tokenize)
-        found = tokenize(
+        inputs = tokenize(
             items, padding=True, truncation=True, max_length=limit, return_tensors="pt"
         )
-        return dict(found)
+        return dict(inputs)
     transform = ensemble.transform
     if transform is None:
         what = "a picture" if _is_picture(items[0]) else repr(items[0])[:60]
@@ -154,7 +156,7 @@ def prepare(ensemble: Any, raw: Any) -> Any:
 
 
 def image_key(ensemble: Any) -> str | None:
-    """Return the host's name for images, or None when it takes them by place."""
+    """Return the host's keyword for images, or None when they are positional."""
     name = ensemble.main_input_name
     return name if name == "pixel_values" else None
 
@@ -169,7 +171,7 @@ def _check_texts(ensemble: Any, items: list[Any]) -> None:
 
 
 def prompted(host: Any, tokenizer: Any) -> Any:
-    """Return what tokenizes texts for a host: the tokenizer, inside the host's prompt if any."""
+    """Return the tokenizer for a host's texts, wrapped in the host's prompt if it has one."""
     if tokenizer is None or not isinstance(host, PromptClassifier):
         return tokenizer
     if host.tokenizer is None:  # loaded from a folder
@@ -178,16 +180,16 @@ def prompted(host: Any, tokenizer: Any) -> Any:
 
 
 def token_limit(config: Any, tokenizer: Any) -> int | None:
-    """Return how many tokens a host and its tokenizer take at most, or None when neither says."""
+    """Return the longest input of a host and its tokenizer in tokens, or None if unknown."""
     if isinstance(tokenizer, PromptTokenizer):
         return tokenizer.model_max_length
     limits = []
     most = getattr(tokenizer, "model_max_length", None)
-    if isinstance(most, int) and most < 10**6:  # larger means: not told
+    if isinstance(most, int) and most < 10**6:  # a larger value means: unknown
         limits.append(most)
     places = getattr(config, "max_position_embeddings", None)
     if isinstance(places, int):
-        # RoBERTa and its kin count positions from the padding id on
+        # RoBERTa-like models count positions from the padding id on
         kin = any(n in getattr(config, "model_type", "") for n in ("roberta", "camembert"))
         limits.append(places - (int(getattr(config, "pad_token_id", 1) or 0) + 1 if kin else 0))
     return min(limits, default=None)

@@ -23,28 +23,29 @@ from ..hosts.calling import take_rows
 from ..hosts.relative import bias_of
 from ..hosts.rotary import Rotary
 from .bank import HeadBank, Packed
+from .per_stream import OutputBias, PerStream, add_residual, select_streams, streams_of
 
 Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""What turns queries and keys by their positions."""
+"""Rotates queries and keys by their positions."""
 
 BiasFor = Callable[[Sequence[int]], Tensor]
-"""What gives the bias of some of a bank's heads."""
+"""Returns the attention bias of some of a bank's heads."""
 
 CACHED_BYTES = 6 * 2**20
-"""Size of an MLP's hidden layer that a CPU's caches hold (measured: 4 to 8 MiB are best)."""
+"""Size of an MLP's hidden layer that fits a CPU's caches (measured: 4 to 8 MiB are best)."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a forward pass hands to every fused block.
+    """What a forward pass gives to every fused block.
 
     Attributes:
-        mask: Added to (or, boolean, kept in) the scores, [batch or 1, 1, queries or 1, keys].
+        mask: Added to the scores, or boolean (True: attend), [batch or 1, 1, queries or 1, keys].
         causal: Causal attention without a mask tensor.
-        tokens: Leading tokens that the readout takes, or None.
-        positions: Positions of the readout of each sample [batch], or None.
-        rotary: Angles by which queries and keys are turned, or None.
-        bias: Added to the scores of each of the host's heads [batch or 1, heads, queries, keys].
+        tokens: Number of leading tokens that the readout takes, or None.
+        positions: Position of each sample's readout [batch], or None.
+        rotary: Angles by which queries and keys are rotated, or None.
+        bias: Added to the scores of the host's heads [batch or 1, heads, queries, keys], or None.
     """
 
     mask: Tensor | None
@@ -53,47 +54,6 @@ class Context:
     positions: Tensor | None
     rotary: Rotary | None = None
     bias: Tensor | None = None
-
-
-class PerStream(nn.Module):
-    """Modules of the streams: one when they agree, one for each stream where they differ."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.each = nn.ModuleList(modules)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply each stream's module to its part of the folded batch."""
-        if len(self.each) == 1:
-            return self.each[0](x)
-        parts = streams_of(x, len(self.each))
-        return torch.cat([module(part) for module, part in zip(self.each, parts, strict=True)])
-
-    def untie_(self, streams: int) -> None:
-        """Give every stream its own copy, in place."""
-        import copy
-
-        if len(self.each) == 1:
-            self.each.extend([copy.deepcopy(self.each[0]) for _ in range(streams - 1)])
-
-
-class OutputBias(nn.Module):
-    """The bias of W_O: [1 or streams, width]."""
-
-    def __init__(self, biases: Tensor | None) -> None:
-        super().__init__()
-        self.value = None if biases is None else nn.Parameter(biases.detach().clone())
-
-    def of(self, stream: int) -> Tensor | None:
-        """Return the bias of a stream."""
-        if self.value is None:
-            return None
-        return self.value[stream if len(self.value) > 1 else 0]
-
-    def untie_(self, streams: int) -> None:
-        """Give every stream its own copy, in place."""
-        if self.value is not None and len(self.value) == 1:
-            self.value = nn.Parameter(self.value.detach().repeat(streams, 1))
 
 
 class FusedBlock(nn.Module):
@@ -120,8 +80,8 @@ class FusedBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.bank = bank
-        self.places = tuple(places)  # of the bank's heads among the host's, where those stay
-        # into the heads' tables by relative position [tokens, tokens]
+        self.places = tuple(places)  # the bank's heads by their place in the host, if needed
+        # index into the heads' relative position tables, [tokens, tokens]
         self.register_buffer("index", index, persistent=False)
         self.output_bias = output_bias
         self.norm1, self.norm2 = norm1, norm2
@@ -133,7 +93,9 @@ class FusedBlock(nn.Module):
         self.scale = scale
         self.dropout = dropout
         self.softcap = softcap
-        self.grouped: bool | None = None  # one batched product for all groups; None: not on a CPU
+        self.grouped: bool | None = (
+            None  # one batched product for all groups; None: except on a CPU
+        )
         shapes = [p.shape for p in self.mlp.parameters() if p.dim() == 2]
         widest = max((max(shape) for shape in shapes), default=0)
         self._widening = widest / bank.qkv.shape[-1]
@@ -142,7 +104,7 @@ class FusedBlock(nn.Module):
         """Run the block: [inputs * batch, T, d] to [streams * batch, T or readout tokens, d]."""
         plan = self.bank.plan
         if not plan.shared and plan.parents != tuple(range(plan.streams)):
-            x = _select(x, plan.parents, plan.inputs)  # every stream gets a copy of its own
+            x = select_streams(x, plan.parents, plan.inputs)  # every stream gets its own copy
             parents = tuple(range(plan.streams))
         else:
             parents = plan.parents
@@ -153,7 +115,7 @@ class FusedBlock(nn.Module):
         attended = self._attention(y, inputs, context, rows)
         for module in self.after_attention:
             attended = module(attended)
-        x = _add(attended, residual, parents, inputs)
+        x = add_residual(attended, residual, parents, inputs)
         return self._by_rows(x if self.norm == "pre" else self.norm1(x))
 
     def _feed_forward(self, x: Tensor) -> Tensor:
@@ -162,7 +124,7 @@ class FusedBlock(nn.Module):
         return self.norm2(x + self._mlp(x))
 
     def _by_rows(self, x: Tensor) -> Tensor:
-        """Run the feed-forward part, on a CPU by so few rows at once that they stay in its cache.
+        """Run the feed-forward part; on a CPU, in chunks of rows that fit its cache.
 
         All members' rows together would make the MLP's hidden layer M times as large as the
         host's, which costs more in memory traffic than the rows cost in arithmetic.
@@ -207,7 +169,7 @@ class FusedBlock(nn.Module):
         causal = context.causal and mask is None
         bias_for = self._biases(context, None if rows is None else length)
         grouped = y.device.type != "cpu" if self.grouped is None else self.grouped
-        grouped = grouped and bias_for is None  # groups of heads have biases of their own
+        grouped = grouped and bias_for is None  # groups of heads have their own biases
         turn = None if context.rotary is None else partial(_turn, context.rotary, rows)
         few = None if rows is None else queries
         if grouped and packed.qkv is not None:
@@ -223,18 +185,18 @@ class FusedBlock(nn.Module):
                 empty = y.new_zeros(batch * length, y.shape[2])
                 outputs.append(empty if bias is None else empty + bias)
                 continue
-            part = heads[group]  # [batch * queries, heads * width]: columns of it need no copy
+            part = heads[group]  # [batch * queries, heads * width]: slicing columns needs no copy
             part = part[:, columns] if isinstance(columns, slice) else part.index_select(1, columns)
             outputs.append(F.linear(part, weight, bias))
         result = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return result.view(-1, length, y.shape[2])
 
     def _biases(self, context: Context, queries: int | None) -> BiasFor | None:
-        """Return what gives the bias of some heads [batch or 1, heads, queries, keys], or None.
+        """Return a function from heads to their bias [batch or 1, heads, queries, keys], or None.
 
         Args:
-            context: Of the forward pass.
-            queries: How many rows are read, or None for all.
+            context: The context of the forward pass.
+            queries: Number of query rows that are read, or None for all.
         """
         index: Any = self.index
         if context.bias is None and index is None:
@@ -254,18 +216,18 @@ class FusedBlock(nn.Module):
             assert cut is not None
             return cut
 
-        handed = None if context.bias is None else rows(context.bias)
+        passed = None if context.bias is None else rows(context.bias)
         looked_up = None if index is None else rows(index[None, None])[:, 0]
 
         def bias_for(heads: Sequence[int]) -> Tensor:
-            own = None
+            positional = None
             if looked_up is not None:
-                own = bias_of(self.bank.positions[list(heads)], looked_up)
-            if handed is None:
-                assert own is not None
-                return own
-            shared = handed[:, [self.places[head] for head in heads]]
-            return shared if own is None else shared + own
+                positional = bias_of(self.bank.positions[list(heads)], looked_up)
+            if passed is None:
+                assert positional is not None
+                return positional
+            shared = passed[:, [self.places[head] for head in heads]]
+            return shared if positional is None else shared + positional
 
         return bias_for
 
@@ -280,9 +242,9 @@ class FusedBlock(nn.Module):
         turn: Turn | None,
         bias_for: BiasFor | None = None,
     ) -> list[Tensor]:
-        """Project and attend group by group: each [batch * queries, heads * width].
+        """Project and attend group by group; per group [batch * queries, heads * width].
 
-        Separate products read and write every tensor in place; on a CPU that wins.
+        Separate products need no copies; on a CPU this is faster.
         """
         streams = streams_of(y, inputs)
         query_streams = None if queries is None else streams_of(queries, inputs)
@@ -302,15 +264,15 @@ class FusedBlock(nn.Module):
                 kv = F.linear(streams[stream], weight[count:], second)
                 k, v = kv.unflatten(-1, (2, -1, self.bank.head_dim)).unbind(2)
             norms = [
-                None if norm is None else norm.each[group if len(norm.each) > 1 else 0]
+                None if norm is None else norm.of(group)
                 for norm in (self.query_norm, self.key_norm)
             ]
-            shown = mask
+            group_mask = mask
             if bias_for is not None:
-                own = bias_for(self.bank.plan.groups()[group][1])
-                shown = add_bias(mask, own, causal=causal)
-            found = self._attend(q, k, v, norms, shown, causal and shown is None, turn)
-            result.append(found.flatten(0, 1))
+                head_bias = bias_for(self.bank.plan.groups()[group][1])
+                group_mask = add_bias(mask, head_bias, causal=causal)
+            attended = self._attend(q, k, v, norms, group_mask, causal and group_mask is None, turn)
+            result.append(attended.flatten(0, 1))
         return result
 
     def _attend_grouped(
@@ -325,7 +287,7 @@ class FusedBlock(nn.Module):
     ) -> list[Tensor]:
         """Project all groups in one batched product and attend them in one call.
 
-        Groups of equal size alone; a GPU has few large kernels to run then.
+        Only for groups of equal size; a GPU then runs a few large kernels.
         """
         assert packed.qkv is not None
         weight, bias = packed.qkv  # [groups, 3 * heads * width, d]
@@ -390,15 +352,15 @@ class FusedBlock(nn.Module):
 
     @property
     def plan(self) -> LayerPlan:
-        """Which streams run in this block."""
+        """Which streams run in this block, with which heads."""
         return self.bank.plan
 
     def packed_bytes(self) -> int:
-        """Bytes of the packed copies beside the bank itself."""
+        """Bytes of the packed copies, not counting the bank itself."""
         return self.bank.packed_bytes()
 
     def untie_(self, *, mlps: bool = False) -> None:
-        """Give every stream its own heads, norms and output bias, and its own MLP if asked to."""
+        """Give every stream its own heads, norms and output bias; with `mlps`, its own MLP."""
         streams = self.bank.plan.streams
         if self.places:
             heads = [head for kept in self.bank.plan.heads for head in kept]
@@ -407,46 +369,32 @@ class FusedBlock(nn.Module):
         self.output_bias.untie_(streams)
         for part in (self.norm2, *self.after_attention, *self.after_mlp):
             part.untie_(streams)
-        # Where siblings read their parent through one norm, it stays one: they share its output.
+        # siblings that read their parent through one norm keep sharing it, and its output
         if self.bank.plan.inputs == streams or self.norm == "post":
             self.norm1.untie_(streams)
         if mlps:
-            own = [m if isinstance(m, PerStream) else PerStream([m]) for m in self.mlp]
-            for each in own:
-                each.untie_(streams)
-            self.mlp = nn.ModuleList(own)
+            owned = [m if isinstance(m, PerStream) else PerStream([m]) for m in self.mlp]
+            for module in owned:
+                module.untie_(streams)
+            self.mlp = nn.ModuleList(owned)
+
+    def copies(self) -> dict[str, int]:
+        """Count the copies of every part, by `<layer>.<name>`."""
+        parts = {name: getattr(self, name) for name in ("norm1", "norm2", "query_norm", "key_norm")}
+        for name in ("after_attention", "after_mlp", "mlp"):
+            parts |= {f"{name}.{i}": part for i, part in enumerate(getattr(self, name))}
+        counts = {n: len(part.each) for n, part in parts.items() if isinstance(part, PerStream)}
+        if self.output_bias.value is not None:
+            counts["output_bias"] = len(self.output_bias.value)
+        return {f"{self.plan.layer}.{name}": count for name, count in counts.items()}
 
     def mlp_of(self, stream: int) -> list[nn.Module]:
         """Return the modules of a stream's MLP."""
-        return [
-            part.each[stream if len(part.each) > 1 else 0] if isinstance(part, PerStream) else part
-            for part in self.mlp
-        ]
+        return [part.of(stream) if isinstance(part, PerStream) else part for part in self.mlp]
 
 
 def _turn(
     rotary: Rotary, rows: Callable[[Tensor], Tensor] | None, q: Tensor, k: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Turn queries, which may be of few tokens, and keys."""
+    """Rotate keys, and queries, which may be of a few tokens only."""
     return rotary.turn(q, rows), rotary.turn(k)
-
-
-def streams_of(x: Tensor, streams: int) -> tuple[Tensor, ...]:
-    """Cut a folded batch into its streams; unlike `chunk`, for any size of batch once compiled."""
-    return x.unflatten(0, (streams, -1)).unbind(0)
-
-
-def _select(x: Tensor, parents: Sequence[int], inputs: int) -> Tensor:
-    """Copy every stream's input out of the folded inputs."""
-    streams = x.unflatten(0, (inputs, -1))
-    index = torch.tensor(parents, device=x.device)
-    return streams.index_select(0, index).flatten(0, 1)
-
-
-def _add(attended: Tensor, residual: Tensor, parents: Sequence[int], inputs: int) -> Tensor:
-    """Add every stream's own input to what it attended."""
-    if tuple(parents) == tuple(range(inputs)):
-        return attended + residual
-    if inputs == 1:
-        return (attended.unflatten(0, (len(parents), -1)) + residual).flatten(0, 1)
-    return attended + _select(residual, parents, inputs)

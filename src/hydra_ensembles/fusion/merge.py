@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def same(first: nn.Module, second: nn.Module) -> bool:
-    """Tell whether two modules hold equal parameters and buffers."""
+    """Return whether two modules hold equal parameters and buffers."""
     if first is second:
         return True
     a, b = first.state_dict(), second.state_dict()
@@ -17,23 +17,23 @@ def same(first: nn.Module, second: nn.Module) -> bool:
 
 
 def identities(modules: Sequence[Sequence[nn.Module]]) -> list[int]:
-    """Number members by the content of some modules: equal content, equal number."""
-    found: list[Sequence[nn.Module]] = []
+    """Number members by the content of their modules: equal content, equal number."""
+    distinct: list[Sequence[nn.Module]] = []
     numbers = []
     for parts in modules:
-        for number, known in enumerate(found):
-            if all(same(a, b) for a, b in zip(parts, known, strict=True)):
+        for number, other in enumerate(distinct):
+            if all(same(a, b) for a, b in zip(parts, other, strict=True)):
                 numbers.append(number)
                 break
         else:
-            numbers.append(len(found))
-            found.append(parts)
+            numbers.append(len(distinct))
+            distinct.append(parts)
     return numbers
 
 
 @torch.no_grad()
 def average_(target: nn.Module, sources: Sequence[nn.Module]) -> bool:
-    """Set a module's floating-point state to the mean of others; tell whether they differed.
+    """Set a module's floating-point state to the mean of others; return whether they differed.
 
     W = mean_m W^(m), b = mean_m b^(m) (Hydra Ensembles, the merged MLP). Equal sources change
     nothing, to the last bit.

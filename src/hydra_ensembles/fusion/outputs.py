@@ -1,4 +1,4 @@
-"""What an ensemble takes and returns: its host's inputs and its host's kind of output."""
+"""An ensemble's inputs and outputs: its host's signature and its host's kind of output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import UnsupportedModelError
 
 @dataclass
 class HydraOutput:
-    """What an ensemble returns with labels when its host returns plain tensors."""
+    """An ensemble's output with labels when its host returns plain tensors."""
 
     logits: Tensor
     loss: Tensor | None = None

@@ -15,7 +15,7 @@ from ..errors import DataError, HydraError
 from ..uncertainty import Policy, Prediction, choose_policy, predict_from_logits
 
 SAME = 1 - 1e-5
-"""Cosine of two features from which on they are those of the same example."""
+"""Two features with at least this cosine belong to the same example."""
 
 
 def fit_policy(
@@ -28,24 +28,24 @@ def fit_policy(
     delta: float = 0.1,
     progress: bool = True,
 ) -> Policy:
-    """Fit when to answer, when to abstain as unsure and when as new; set `ensemble.policy`.
+    """Fit when to answer, and when to abstain as unsure or as new; set `ensemble.policy`.
 
-    `predict` then has a `decision` for every example, and the policy is saved with the ensemble.
-    The page on policies says what is promised and what is not.
+    `predict` then returns a decision per example, and the policy is saved with the ensemble. The
+    page on policies says what is guaranteed and what is not.
 
     Args:
         ensemble: A `HydraEnsemble`, or any model that `evaluate` takes (without novelty, so with
             `alarm=None`; the policy is returned and not kept).
-        labelled: Labelled data like the data to come, that neither trained the model nor chose its
-            heads nor taught it what is known; some hundred examples.
-        risk: How many answers may be wrong; what is promised about it is up to `method`. None
-            answers all that is not new, and needs no labels.
-        alarm: How much of the data to come may be called new. None leaves novelty alone.
+        labelled: A few hundred labelled examples from the distribution to be predicted, not used to
+            train the model, choose its heads or fit novelty.
+        risk: Share of answers that may be wrong; `method` decides what is guaranteed. None answers
+            everything that is not new, and needs no labels.
+        alarm: Share of in-distribution data that may be called new. None ignores novelty.
         method: `"conformal"`: P(answered and wrong) <= risk, in expectation, from 1 / risk examples
-            on. `"selective"`: the error rate among the answered <= risk, with probability
-            1 - delta; needs more examples. `"empirical"`: the same on the labelled data only, no
-            promise.
-        delta: How likely the promise of `selective` may fail.
+            on. `"selective"`: the error rate among the answered <= risk, with probability 1 -
+            delta; needs more examples. `"empirical"`: the same on the labelled data only, without a
+            guarantee.
+        delta: Probability with which the guarantee of `selective` may fail.
         progress: Show a bar on a terminal.
 
     Example:
@@ -61,7 +61,7 @@ def fit_policy(
         )
     before = getattr(ensemble, "policy", None)
     if before is not None:
-        ensemble.policy = None  # it may be about another score
+        ensemble.policy = None  # the old policy may be about another score
     try:
         policy = _fit(ensemble, labelled, risk, alarm, method, delta, progress)
     except BaseException:
@@ -113,7 +113,7 @@ def _fit(
 
 
 def answer_of(model: Any, batch: Any) -> Prediction:
-    """Predict a batch with any model, an ensemble by its own score and temperatures."""
+    """Predict a batch with any model; an ensemble uses its own score and temperatures."""
     if hasattr(model, "policy"):
         return model.predict(batch).cpu()
     with evaluating(model):
@@ -121,7 +121,7 @@ def answer_of(model: Any, batch: Any) -> Prediction:
 
 
 def decided(answer: Prediction, policy: Policy) -> Prediction:
-    """Return an answer with the policy's decisions."""
+    """Return the prediction with the policy's decisions."""
     if answer.score != policy.score:
         raise HydraError(
             f"The policy is about the score {policy.score!r}, but the answer reports "
@@ -132,9 +132,9 @@ def decided(answer: Prediction, policy: Policy) -> Prediction:
 
 
 def _warn_of_known(ensemble: Any, batch: Any) -> None:
-    """Warn when the labelled data is what novelty was fitted on: it looks less new than new data.
+    """Warn when the labelled data is what novelty was fitted on: it looks less new than it should.
 
-    The first batch is looked up among the known examples that the statistics hold.
+    The first batch is looked up among the known examples in the statistics.
     """
     similarity = ensemble.why_novel(batch, neighbours=1).similarity
     if float((similarity > SAME).double().mean()) > 0.5:

@@ -1,7 +1,7 @@
 """An ensemble as a function of rows: columns in, columns of answers out.
 
-`datasets.map`, a Ray Data pool and bulk prediction call it. What cannot be answered says why in the
-column `error`; it never stops the others.
+`datasets.map`, a Ray Data pool and bulk prediction call it. A row that cannot be answered gets the
+reason in the column `error` and never stops the others.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class RowAnswers:
     """Answers rows.
 
     Args:
-        ensemble: What answers.
+        ensemble: The ensemble that answers.
         column: The column of texts or pictures (PIL images, encoded bytes, arrays, paths); by
             default the usual names.
-        prefix: Of the columns of answers.
-        probabilities: Add all classes' probabilities.
+        prefix: Prefix of the columns of answers.
+        probabilities: Whether to add the probabilities of all classes.
         batch_size: Rows that run through the model together.
     """
 
@@ -46,7 +46,7 @@ class RowAnswers:
         self.probabilities, self.batch_size = probabilities, batch_size
 
     def __call__(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        """Return the columns of answers to rows given by column."""
+        """Return the columns of answers for rows given as columns."""
         values = list(rows[self.input_column(list(rows))])
         answers: list[dict[str, Any]] = []
         for start in range(0, len(values), self.batch_size):
@@ -57,7 +57,7 @@ class RowAnswers:
         }
 
     def columns(self) -> list[str]:
-        """Return the names of the answers, without the prefix."""
+        """Return the names of the columns of answers, without the prefix."""
         names = ["label", "class", "probability", "uncertainty", "mutual_information"]
         if self.ensemble.novelty is not None:
             names += ["novelty", "novelty_score"]
@@ -66,7 +66,7 @@ class RowAnswers:
         return [*names, *(["probabilities"] if self.probabilities else []), "error"]
 
     def input_column(self, names: Sequence[str]) -> str:
-        """Return the column that is read."""
+        """Return the name of the column to read."""
         if self.column is not None:
             known: Sequence[str] = (self.column,)
         elif self.ensemble.tokenizer is not None:
@@ -82,20 +82,20 @@ class RowAnswers:
         )
 
     def _answer(self, values: Sequence[Any]) -> list[dict[str, Any]]:
-        """Answer rows together; when that fails, each by itself."""
+        """Answer rows together; if that fails, one by one."""
         inputs = [self._input(value) for value in values]
         good = [place for place, (_, error) in enumerate(inputs) if error is None]
-        found: list[dict[str, Any]] = [{"error": error, "abstain": True} for _, error in inputs]
+        rows: list[dict[str, Any]] = [{"error": error, "abstain": True} for _, error in inputs]
         try:
             answers = self._predict([inputs[place][0] for place in good])
-        except Exception as error:  # whatever one row does to the model, the others go on
+        except Exception as error:  # a bad row must not stop the others
             if len(good) == 1:
-                found[good[0]]["error"] = _reason(error)
-                return found
+                rows[good[0]]["error"] = _reason(error)
+                return rows
             answers = [answer for place in good for answer in self._answer([values[place]])]
         for place, answer in zip(good, answers, strict=True):
-            found[place] = answer
-        return found
+            rows[place] = answer
+        return rows
 
     def _input(self, value: Any) -> tuple[Any, str | None]:
         """Return a row's text or picture, or what is wrong with it."""
@@ -105,7 +105,7 @@ class RowAnswers:
             return value, None
         try:
             return _picture(value), None
-        except Exception as error:  # a broken file breaks its decoder in many ways
+        except Exception as error:  # decoders raise many kinds of errors on broken files
             return None, _reason(error)
 
     def _predict(self, inputs: list[Any]) -> list[dict[str, Any]]:
@@ -136,13 +136,13 @@ class RowAnswers:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error in words that are the same at every run: no address of an object."""
+    """Return an error's text without object addresses, so that it is the same in every run."""
     text = re.sub(r"<([\w.]+) object at 0x[0-9a-f]+>", r"<\1>", str(error))
     return f"{type(error).__name__}: {text[:200]}"
 
 
 def _picture(value: Any) -> Any:
-    """Return a PIL image of what a column of pictures holds."""
+    """Return a value of a picture column as a PIL image."""
     from PIL import Image
 
     if isinstance(value, Mapping):  # as the `datasets` library stores pictures

@@ -2,8 +2,8 @@
 
 The config holds plain data only: the format's version, the host's class and config, masks, plan,
 labels, calibration, and the SHA-256 of every other file and of itself (`folder_format`). Every
-distinct head is stored once. Statistics of known data lie beside the weights, in
-`novelty.safetensors`, when novelty is fitted.
+distinct head is stored once. When novelty is fitted, its statistics are in `novelty.safetensors`,
+next to the weights.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from .folder_format import (
 from .hosting import distinct
 
 SAVING = ".saving"
-"""The folder beside the files of an ensemble where new ones are written."""
+"""Sub-folder in which new files are written before they are renamed."""
 
 
 def save(ensemble: Any, folder: Any, *, name: str | None = None) -> None:
     """Write an ensemble to a folder (see `HydraEnsemble.save_pretrained`).
 
-    All files are written beside their places first, whole; then they are renamed, the config last.
-    A failure before that leaves the folder as it was. An end between two renames leaves a config
-    that names other files, which loading says; `finish_saving` then does the remaining renames.
-    `name` is what the card calls the ensemble.
+    All files are first written completely into a sub-folder; then they are renamed, the config
+    last. A failure before the renames leaves the folder as it was. If the process ends between two
+    renames, the config does not match the files and loading says so; `finish_saving` then does the
+    remaining renames. `name` is the ensemble's name on its card.
     """
     target = Path(folder)
     try:
@@ -54,7 +54,7 @@ def save(ensemble: Any, folder: Any, *, name: str | None = None) -> None:
             target.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise FormatError(f"{target} is a file: give a folder to save the ensemble in.") from None
-    finish_saving(target)  # of a process that was killed: this save may fail before it renames
+    finish_saving(target)  # of a killed process: this save may fail before it renames
     beside = target / SAVING
     shutil.rmtree(beside, ignore_errors=True)
     try:
@@ -70,7 +70,7 @@ def save(ensemble: Any, folder: Any, *, name: str | None = None) -> None:
 
 
 def _write_files(ensemble: Any, beside: Path, called: str | None) -> None:
-    """Write all files of an ensemble, to the disk itself and not only to its cache."""
+    """Write all files of an ensemble and flush them to the disk."""
     from safetensors.torch import save_file
 
     tensors, aliases = distinct(ensemble.host.state_dict())
@@ -94,11 +94,11 @@ def _write_files(ensemble: Any, beside: Path, called: str | None) -> None:
 
 
 def _rename(beside: Path, target: Path) -> None:
-    """Move written files to their places, the config last; remove what an older save had more."""
+    """Move written files to their places, the config last; remove files of an older save."""
     files = _listed(beside)
     before = _listed(target)
     for name in (WEIGHTS, *sorted(files), CARD, CONFIG):
-        if (beside / name).is_file():  # else it was renamed before the process was killed
+        if (beside / name).is_file():  # otherwise it was renamed before the process was killed
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(beside / name, target / name)
     for name in before - files:
@@ -107,17 +107,17 @@ def _rename(beside: Path, target: Path) -> None:
 
 
 def _listed(folder: Path) -> set[str]:
-    """Return the files that a sound config lists; none where there is no such config."""
+    """Return the files that a valid config lists; none if there is no valid config."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what an older config lacks is of no interest here
+            warnings.simplefilter("ignore")  # old formats do not matter here
             return set(read_config(folder)["files"])
     except FormatError:
         return set()
 
 
 def can_finish_saving(folder: Path) -> bool:
-    """Tell whether a save was stopped when all its files were written, and only names are left."""
+    """Return whether a save was stopped after all files were written, before all were renamed."""
     beside = folder / SAVING
     try:
         config = read_config(beside)
@@ -132,7 +132,7 @@ def can_finish_saving(folder: Path) -> bool:
 
 
 def finish_saving(folder: Path) -> bool:
-    """Do the remaining renames of a save that was stopped between them; tell whether there were."""
+    """Do the remaining renames of a stopped save; return whether there were any."""
     if not can_finish_saving(folder):
         return False
     with writing(folder):

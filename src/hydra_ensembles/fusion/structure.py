@@ -1,4 +1,4 @@
-"""Give a host the structure of a fused model: the body in its list of blocks, its parts in place.
+"""Give a host the structure of a fused model: a body instead of its blocks.
 
 The structure follows from the plan and from how many copies each part has; the weights are filled
 in afterwards, by `assemble` from members or by `from_pretrained` from a file.
@@ -20,18 +20,19 @@ from ..hosts.sites import HeadWeights
 from .bank import HeadBank
 from .body import Body
 from .handing import Place, plain_settings, show_
-from .layers import FusedBlock, OutputBias, PerStream
+from .layers import FusedBlock
+from .per_stream import OutputBias, PerStream
 
 Copies = Mapping[str, int]
-"""Number of copies of the parts that differ between streams, by name; 1 for all others."""
+"""Number of copies per part that differs between streams; all other parts have one."""
 
 
 def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tuple[nn.Module, ...]]:
     """Replace a host's blocks by a body, in place.
 
     Returns:
-        The body, and the branched blocks as they were, their parameters without storage (on the
-        meta device): the moulds from which a member can be cast again.
+        The body, and the original branched blocks with their parameters on the meta device: the
+        moulds from which a member can be cast again.
     """
     readout = host.readout
     trunk = []
@@ -39,9 +40,9 @@ def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tupl
         block = host.blocks[layer]
         now = host.original_mask
         kept = list(plan.trunk_heads[layer])
-        if now is not None:  # an already pruned host: heads by their place among those left
-            there = now.indices(layer)
-            kept = [there.index(head) for head in kept]
+        if now is not None:  # an already pruned host: heads by their place among the remaining ones
+            remaining = now.indices(layer)
+            kept = [remaining.index(head) for head in kept]
         if len(kept) != block.attention.num_heads:
             everything = tuple(range(block.attention.num_heads))
             keeps = host.arithmetic.keeps_heads
@@ -85,7 +86,7 @@ def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tupl
 
 
 def _mould(block: nn.Module) -> nn.Module:
-    """Copy a block without its parameters' storage; its buffers (an index, say) stay."""
+    """Copy a block without its parameters' storage; keep its buffers (an index, for example)."""
     memo: dict[int, object] = {id(buffer): buffer for buffer in block.buffers()}
     for parameter in block.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
@@ -93,7 +94,7 @@ def _mould(block: nn.Module) -> nn.Module:
 
 
 def _places(plan: Plan, layer: LayerPlan) -> tuple[int, ...]:
-    """Return the place among the host's heads of every head of a layer's bank."""
+    """Return the place in the host of every head of a layer's bank."""
     places: dict[int, int] = {}
     for member, heads in zip(layer.members, layer.heads, strict=True):
         places.update(zip(heads, plan.masks[member].indices(layer.layer), strict=True))
@@ -103,7 +104,7 @@ def _places(plan: Plan, layer: LayerPlan) -> tuple[int, ...]:
 def fused_block(
     block: Block, plan: LayerPlan, copies: Copies, places: Sequence[int] = ()
 ) -> FusedBlock:
-    """Make the fused form of one block, its parts copied from the block."""
+    """Make the fused form of one block from copies of its parts."""
     get = block.module.get_submodule
     site = block.attention
 
@@ -113,13 +114,13 @@ def fused_block(
         return PerStream([copy.deepcopy(module) for _ in range(count)])
 
     def line(name: str, paths: tuple[str, ...]) -> list[PerStream]:
-        found = [(i, block.part(path)) for i, path in enumerate(block.names(paths))]
-        return [parts(f"{name}.{i}", part) for i, part in found if not _identity(part)]
+        modules = [(i, block.part(path)) for i, path in enumerate(block.names(paths))]
+        return [parts(f"{name}.{i}", part) for i, part in modules if not _identity(part)]
 
     def mlp(place: int, path: str) -> nn.Module:
-        name = f"mlp.{place}"  # a copy for each stream only where members own their MLPs
-        own = f"{plan.layer}.{name}" in copies
-        return parts(name, get(path)) if own else copy.deepcopy(get(path))
+        name = f"mlp.{place}"  # one copy per stream only where members own their MLPs
+        owned = f"{plan.layer}.{name}" in copies
+        return parts(name, get(path)) if owned else copy.deepcopy(get(path))
 
     query_norm, key_norm = site.head_norms
     bias = site.output_bias
@@ -148,7 +149,7 @@ def _identity(module: nn.Module) -> bool:
 
 
 def _room_for(weights: HeadWeights, plan: LayerPlan) -> HeadWeights:
-    """Make space for the plan's distinct heads (filled in later)."""
+    """Allocate tensors for the plan's distinct heads (filled in later)."""
     heads = max((h for kept in plan.heads for h in kept), default=-1) + 1
 
     def room(like: torch.Tensor | None) -> torch.Tensor | None:
@@ -158,7 +159,7 @@ def _room_for(weights: HeadWeights, plan: LayerPlan) -> HeadWeights:
 
 
 def split_classifier_(model: nn.Module, copies: Copies) -> None:
-    """Give modules after the blocks that differ between members one copy a stream, in place."""
+    """Give modules after the blocks that differ between members one copy per stream, in place."""
     for name, count in copies.items():
         if name.startswith("classifier."):
             path = name.removeprefix("classifier.")

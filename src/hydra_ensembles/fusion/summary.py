@@ -1,11 +1,12 @@
-"""What was built, at a glance."""
+"""Summarize an ensemble: what was built, at a glance."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from .._html import table
-from ..costs.counting import CostRatio, cost
+from ..costs.cost_record import CostRatio
+from ..costs.counting import cost
 from ..errors import HydraError
 from ..heads.plan import Plan
 from ..hosts.examples import example_batch
@@ -45,22 +46,24 @@ def summarize(ensemble: Any) -> str:
 
 
 def _teachers(record: dict[str, Any]) -> list[str]:
-    """Say who taught the members, where they were distilled."""
+    """Say who taught the members, if they were distilled."""
     if record.get("made_by") != "distill":
         return []
     shares = record["shares"]
     teachers = len(shares[0])
-    each = "one per member" if all(max(share) == 1 for share in shares) else "their mean"
-    if teachers > 1 and len(shares) > 1 and each == "their mean":
-        each = "several per member"
-    said = f"{teachers} teacher{'s' * (teachers > 1)}" + (f", {each}" if teachers > 1 else "")
-    steps, seen = record["training"]["steps"], record["examples"]["data"]
+    assignment = "one per member" if all(max(share) == 1 for share in shares) else "their mean"
+    if teachers > 1 and len(shares) > 1 and assignment == "their mean":
+        assignment = "several per member"
+    words = f"{teachers} teacher{'s' * (teachers > 1)}" + (
+        f", {assignment}" if teachers > 1 else ""
+    )
+    steps, examples = record["training"]["steps"], record["examples"]["data"]
     trunk = "trained" if record["settings"]["trunk_rate"] else "frozen"
-    return [f"  taught   by {said}: {steps:,} steps on {seen:,} examples, trunk {trunk}"]
+    return [f"  taught   by {words}: {steps:,} steps on {examples:,} examples, trunk {trunk}"]
 
 
 def _members(ensemble: Any) -> str:
-    """Count the members, and those that differ where some are equal."""
+    """Count the members, and the distinct ones where some are equal."""
     members, distinct = ensemble.members, len(ensemble.plan.ends)
     text = f"{members} member{'s' * (members > 1)}"
     if distinct == members:
@@ -80,10 +83,10 @@ def _trunk_heads(plan: Plan) -> str:
 
 
 def counted_cost(ensemble: Any) -> tuple[CostRatio, str] | None:
-    """Return the cost against the plain host and on what it was counted, where it can be."""
+    """Return the cost relative to the plain host and the counted shape, or None if unknown."""
     try:
-        batch, what = example_batch(ensemble._view.model)
-        return cost(ensemble, batch).relative_to(cost(ensemble.unpruned_host(), batch)), what
+        batch, shape = example_batch(ensemble._view.model)
+        return cost(ensemble, batch).relative_to(cost(ensemble.unpruned_host(), batch)), shape
     except (HydraError, StopIteration):
         return None
 
@@ -93,13 +96,13 @@ def _cost_lines(ensemble: Any) -> list[str]:
     memory = f"  memory   {size['memory'] / 2**20:.1f} MiB of weights"
     if size["packed"]:
         memory += f", {size['packed'] / 2**20:.1f} MiB of them packed copies for speed"
-    found = counted_cost(ensemble)
-    if found is None:
+    counted = counted_cost(ensemble)
+    if counted is None:
         return [memory]
-    ratio, what = found
+    ratio, shape = counted
     return [
         f"  cost     {ratio.multiply_adds:.2f} x multiply-adds, {ratio.bytes_on_disk:.2f} x "
-        f"parameters on disk, against the host ({what})",
+        f"parameters on disk, against the host ({shape})",
         memory,
     ]
 
@@ -125,8 +128,8 @@ def _score(ensemble: Any) -> str:
     if ensemble.temperature is not None:
         parts.append(f"temperature {ensemble.temperature:.2f}")
     if ensemble.member_temperatures is not None:
-        each = ", ".join(f"{t:.2f}" for t in ensemble.member_temperatures)
-        parts.append(f"members' temperatures {each}")
+        temperatures = ", ".join(f"{t:.2f}" for t in ensemble.member_temperatures)
+        parts.append(f"members' temperatures {temperatures}")
     if len(parts) == 1:
         parts.append("not calibrated")
     return ", ".join(parts)

@@ -23,32 +23,32 @@ TOLERANCES = {
     torch.float16: 1e-2,
     torch.bfloat16: 5e-2,
 }
-"""Largest difference that rounding explains, relative to the logits' scale where above one."""
+"""Largest difference that rounding explains, relative to the logits' scale if above one."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """One member as the host library runs it: a plain host, and the heads that it keeps."""
+    """One member run by the host library: a plain host, and the heads that it keeps."""
 
     host: HostModel
     mask: HeadMask
 
     def logits(self, inputs: Inputs) -> Tensor:
-        """Run the host's own code with the other heads gated off."""
+        """Run the host's own code with all other heads gated off."""
         with evaluating(self.host.model), gate(self.host, self.mask):
             return main_output(self.host.model(*inputs[0], **inputs[1]))
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Return the tolerance that fits a type."""
+    """Return the tolerance for a data type."""
     return TOLERANCES.get(dtype, 1e-5)
 
 
 def check_against(ensemble: Any, references: Iterable[Reference], inputs: Inputs) -> None:
     """Compare a fused ensemble with its members, run by the host library's own code with gates.
 
-    Ten times the tolerance of `verify` is allowed: a deep host adds up more rounding, and what is
-    computed wrongly is off by far more.
+    Ten times the tolerance of `verify` is allowed: a deep host accumulates more rounding, and real
+    errors are far larger.
 
     Raises:
         VerificationError: When a member differs.
@@ -58,7 +58,7 @@ def check_against(ensemble: Any, references: Iterable[Reference], inputs: Inputs
     allowed = 10 * tolerance_of(ensemble.dtype)
     before: Reference | None = None
     for member, reference in enumerate(references):
-        if reference != before:  # members that are equal stand together
+        if reference != before:  # equal members are adjacent
             expected, before = reference.logits(inputs), reference
         if fused[:, member].shape != expected.shape:
             raise VerificationError(
@@ -103,17 +103,17 @@ def verify(
     Args:
         ensemble: A `HydraEnsemble`.
         batch: A batch in the host's form.
-        tolerance: Largest absolute difference of logits that is allowed, times their scale where
-            that is above one; by default what rounding explains in the ensemble's type (1e-5 in
-            float32, 0.05 in bfloat16).
+        tolerance: Largest allowed absolute difference of logits, times their scale if that is above
+            one; by default what rounding explains in the ensemble's type (1e-5 in float32, 0.05 in
+            bfloat16).
         members: Plain models to compare with; by default the members cast from the ensemble, run by
             the host library's own code.
 
     Raises:
-        VerificationError: With the largest difference and the first layer at which the two part.
+        VerificationError: With the largest difference and the first layer at which the two differ.
     """
     tolerance = tolerance_of(ensemble.dtype) if tolerance is None else tolerance
-    ensemble = twin(ensemble).eval()  # its mode is its own: the caller's stays as it is
+    ensemble = twin(ensemble).eval()  # a twin: the caller's mode does not change
     ensemble.mode = "fused"
     fused = ensemble.member_logits(batch)
     models = members or [ensemble.member(m) for m in range(ensemble.members)]
@@ -133,14 +133,14 @@ def verify(
 
 
 def _first_parting(ensemble: Any, model: nn.Module, member: int, batch: Any, allowed: float) -> str:
-    """Say at which layer a member's states in the fused model leave the member's own."""
+    """Say at which layer the fused model's states first differ from the member's own."""
     body = ensemble.body
     fused = _fused_states(ensemble, body, batch)
-    own = _own_states(model, body.family, batch)
+    expected = _own_states(model, body.family, batch)
     if not fused:
         return "in one of the host's own blocks"
     places = [body.plan.stream_of(layer, member) for layer in range(body.plan.depth)]
-    for depth, (ours, theirs, place) in enumerate(zip(fused, own, places, strict=False)):
+    for depth, (ours, theirs, place) in enumerate(zip(fused, expected, places, strict=False)):
         part = ours.chunk(ours.shape[0] // theirs.shape[0])[place]
         if part.shape[1] != theirs.shape[1]:  # readout tokens only
             if body.readout.tokens is None:

@@ -1,4 +1,4 @@
-"""Attention itself, of queries, keys and values that are made: softmax(q k^T) v."""
+"""Attention of given queries, keys and values: softmax(q k^T) v."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def attend(
 
     Args:
         q, k, v: Queries, keys and values.
-        mask: Added to the scores, or, boolean, where they are kept.
-        causal: Causal attention, where there is no mask.
-        scale: What the products of queries and keys are multiplied by.
-        softcap: Scores are bent to stay below this, c tanh(s / c): Gemma 2.
-        dropout: Of the attention weights.
+        mask: Added to the scores, or boolean (True: attend).
+        causal: Causal attention, if there is no mask.
+        scale: Factor of the products of queries and keys.
+        softcap: Soft bound c of the scores, c tanh(s / c), as in Gemma 2.
+        dropout: Dropout of the attention weights.
     """
     if softcap is None:
         return F.scaled_dot_product_attention(

@@ -35,7 +35,7 @@ class Block:
 
     @classmethod
     def of(cls, index: int, module: nn.Module, family: Family) -> Block:
-        """Look at a module as a block of a family."""
+        """View a module as a block of a family."""
         return cls(index, module, AttentionSite(index, module, family), family)
 
     @cached_property
@@ -51,12 +51,12 @@ class Block:
     @cached_property
     def mlp_names(self) -> list[str]:
         """Paths of the MLP's modules that this block has, in the order of their use."""
-        found = [first_path(self.module, path) for path in self.family.mlp_paths()]
-        return [path for path in found if path is not None]
+        paths = [first_path(self.module, path) for path in self.family.mlp_paths()]
+        return [path for path in paths if path is not None]
 
     @cached_property
     def has_experts(self) -> bool:
-        """Whether the MLP is a mixture of experts, of which a token passes a few only."""
+        """Whether the MLP is a mixture of experts, of which each token passes only a few."""
         names = (n for path in self.mlp_names for n, _ in self._inside(path))
         return any("expert" in name.lower() for name in names)
 
@@ -68,19 +68,19 @@ class Block:
         return [path for path in paths if self._at(path) is not None]
 
     def part(self, path: str) -> nn.Module:
-        """Return what stands at a path; a bare parameter as a `Scale` by it."""
-        found = self._at(path)
-        assert found is not None
-        return Scale(found) if isinstance(found, nn.Parameter) else found
+        """Return the module at a path; a bare parameter is wrapped in a `Scale`."""
+        value = self._at(path)
+        assert value is not None
+        return Scale(value) if isinstance(value, nn.Parameter) else value
 
     def _at(self, path: str) -> nn.Module | nn.Parameter | None:
-        found: object = self.module
+        value: object = self.module
         for name in path.split("."):
-            found = getattr(found, name, None)
-        return found if isinstance(found, (nn.Module, nn.Parameter)) else None
+            value = getattr(value, name, None)
+        return value if isinstance(value, (nn.Module, nn.Parameter)) else None
 
     def unknown_parameters(self) -> list[str]:
-        """Name parameters of the block that no known part holds."""
+        """Return the names of parameters that belong to no known part."""
         parts: list[nn.Module | None] = [self.attention.module, self.attention.output]
         parts += [self.norm1, self.norm2]
         parts += [self.module.get_submodule(path) for path in self.mlp_names]

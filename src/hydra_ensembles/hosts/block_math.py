@@ -1,4 +1,4 @@
-"""What a block computes, written once, for one stream: the yardstick of probe and fused blocks."""
+"""What a block computes, for one stream: the reference for the probes and for fused blocks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def attend(block: Block, x: Tensor, read: Understood, *, causal: bool) -> Tensor
 
 
 def forward(block: Block, x: Tensor, read: Understood, *, causal: bool) -> Tensor:
-    """Compute a whole block from its parts, with what was understood of its arguments."""
+    """Compute a whole block from its parts and its understood arguments."""
     assert block.norm1 is not None and block.norm2 is not None
     family = block.family
     after_attention = [block.part(path) for path in block.names(family.after_attention)]

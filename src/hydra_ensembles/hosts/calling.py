@@ -1,7 +1,7 @@
-"""How a host calls its blocks: capture the arguments, stand in for blocks, read the states out.
+"""How a host calls its blocks: capture the arguments, replace blocks, read the states out.
 
-Everything that runs a host's blocks uses these helpers, so that a mask, a rotary position or a
-tuple is treated in one place.
+Everything that runs a host's blocks uses these helpers, so that masks, rotary positions and tuples
+are handled in one place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Host(Protocol):
-    """What calling a host needs of it: a `HostModel` has it."""
+    """The interface for calling a host; `HostModel` has it."""
 
     model: nn.Module
     name: str
@@ -40,25 +40,25 @@ class Host(Protocol):
 
     @property
     def forms(self) -> list[Form]:
-        """The form of each block's answer."""
+        """The form of each block's output."""
 
     @property
     def seen(self) -> tuple[list[BlockCall], Inputs] | None:
-        """A forward pass that was captured: the blocks' calls, and the host's inputs."""
+        """A captured forward pass: the blocks' calls and the host's inputs."""
 
     def replace_blocks_(self, blocks: Sequence[nn.Module]) -> None:
-        """Put other modules in the place of the blocks."""
+        """Replace the blocks by other modules."""
 
     def put_blocks_(self, blocks_list: nn.Module) -> None:
-        """Put another list in the place of the list of blocks."""
+        """Replace the list of blocks by another list."""
 
 
 class ClosedAttentionError(UnsupportedModelError):
-    """An attention layer hands its output projection's weights to a function."""
+    """Raised when an attention layer passes its output projection's weights to a function."""
 
 
 def main_output(output: Any) -> Tensor:
-    """Return what a host is called for: its logits, else its embedding, else its last states."""
+    """Return a host's main output: its logits, else its embedding, else its last states."""
     if isinstance(output, Tensor):
         return output
     for name in ("logits", "image_embeds", "text_embeds", "pooler_output", "last_hidden_state"):
@@ -78,7 +78,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
-    """Name the positional parameters of a module's forward, `self` left out."""
+    """Return the names of the positional parameters of a module's forward, without `self`."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     return tuple(p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD)
 
@@ -88,23 +88,23 @@ def parameter_names(module: nn.Module) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a block's answer: a tensor, or a tuple or list whose first entry is the states.
+    """The form of a block's output: a tensor, or a tuple or list whose first entry is the states.
 
     Attributes:
         kind: None for a bare tensor, else `tuple` or `list`.
-        rest: What stands after the states.
+        rest: The entries after the states.
     """
 
     kind: type | None = None
     rest: tuple[Any, ...] = ()
 
     def fill(self, states: Tensor) -> Any:
-        """Hand states to a host in this form."""
+        """Return states in this form."""
         return states if self.kind is None else self.kind((states, *self.rest))
 
     @property
     def hands_on(self) -> bool:
-        """Whether a block hands more than its states to the blocks above (a shared bias, say)."""
+        """Whether a block passes more than its states to the blocks above (e.g. a shared bias)."""
         return any(value is not None for value in self.rest)
 
     def __str__(self) -> str:
@@ -112,13 +112,13 @@ class Form:
 
     @classmethod
     def parse(cls, text: str) -> Form:
-        """Read what `str` gave; nothing stands after the states but None."""
+        """Read what `str` wrote; all entries after the states are None."""
         kind, _, rest = text.partition(" ")
         return cls({"tuple": tuple, "list": list}[kind], (None,) * int(rest)) if text else cls()
 
 
 def states_of(output: Any) -> tuple[Tensor, Form]:
-    """Take a block's answer apart: its states, and the form in which they came."""
+    """Split a block's output into its states and their form."""
     if isinstance(output, Tensor):
         return output, Form()
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
@@ -129,7 +129,7 @@ def states_of(output: Any) -> tuple[Tensor, Form]:
     )
 
 
-# --- what a block is handed -----------------------------------------------------------------------
+# --- what a block receives ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,10 @@ class BlockCall:
 
     Attributes:
         hidden: The states that entered it [batch, tokens, width].
-        keyword: The name under which the states were handed over; None for the first position.
+        keyword: The keyword of the states; None if they were the first positional argument.
         args, kwargs: All other arguments.
-        form: The form of its answer.
-        output: The states that left it, where they were captured.
+        form: The form of its output.
+        output: The states that it returned, if they were captured.
     """
 
     hidden: Tensor
@@ -153,7 +153,7 @@ class BlockCall:
 
     @property
     def given(self) -> Any:
-        """All arguments beside the states."""
+        """All arguments except the states."""
         return (self.args, self.kwargs)
 
     def call(self, module: nn.Module, hidden: Tensor | None = None) -> Any:
@@ -169,9 +169,9 @@ class BlockCall:
 
 
 def take_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BlockCall:
-    """Tell the states from the other arguments of a block; a decoder's empty cache is dropped.
+    """Separate a block's states from its other arguments; drop a decoder's empty cache.
 
-    A block that runs more than once in a pass would append to the cache each time.
+    A block that runs more than once per pass would append to the cache each time.
     """
     rest = {name: without_cache(value) for name, value in kwargs.items()}
     if args and isinstance(args[0], Tensor):
@@ -187,7 +187,7 @@ def take_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BlockCall:
 
 
 def without_cache(value: Any) -> Any:
-    """Return None for a decoder's key-value cache that is empty; refuse one that is not."""
+    """Return None for a decoder's empty key-value cache; refuse a filled one."""
     length = getattr(value, "get_seq_length", None)
     if length is None:
         return value
@@ -201,7 +201,7 @@ def without_cache(value: Any) -> Any:
 
 @torch.no_grad()
 def capture_calls(host: Host, inputs: Inputs) -> list[BlockCall]:
-    """Run a host on some inputs and return what it handed to each of its blocks.
+    """Run a host and return how it called each of its blocks.
 
     Raises:
         UnsupportedModelError: When a block did not run exactly once, or never called its output
@@ -221,7 +221,7 @@ def capture_calls(host: Host, inputs: Inputs) -> list[BlockCall]:
 
     def before(layer: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            call = take_call(args, kwargs)  # the cache goes before the block can fill it
+            call = take_call(args, kwargs)  # drop the cache before the block can fill it
             if call.keyword is None:
                 return (call.hidden, *call.args), call.kwargs
             return call.args, {call.keyword: call.hidden, **call.kwargs}
@@ -250,10 +250,10 @@ def capture_calls(host: Host, inputs: Inputs) -> list[BlockCall]:
             for handle in handles:
                 stack.callback(handle.remove)
         host.model(*inputs[0], **inputs[1])
-    for layer, found in enumerate(calls):
-        if len(found) != 1:
+    for layer, seen in enumerate(calls):
+        if len(seen) != 1:
             raise UnsupportedModelError(
-                f"{host.name} runs its block {layer} {len(found)} times in one pass: its layers "
+                f"{host.name} runs its block {layer} {len(seen)} times in one pass: its layers "
                 "share weights or are skipped, and members need blocks that run once each."
             )
         if not projections[layer]:
@@ -263,11 +263,11 @@ def capture_calls(host: Host, inputs: Inputs) -> list[BlockCall]:
                 'with another attn_implementation ("eager" or "sdpa"), or use the timm model of '
                 "the same name, if there is one."
             )
-    return [found[0] for found in calls]
+    return [seen[0] for seen in calls]
 
 
 def why_not_chained(calls: Sequence[BlockCall]) -> str | None:
-    """Say where the host changes states between its blocks, or None where it hands them on."""
+    """Say where the host changes the states between its blocks; None if nowhere."""
     for layer, (below, above) in enumerate(pairwise(calls)):
         out = below.output
         if out is not above.hidden and (out is None or not torch.equal(out, above.hidden)):
@@ -276,7 +276,7 @@ def why_not_chained(calls: Sequence[BlockCall]) -> str | None:
 
 
 def without_cache_of(value: Any) -> Any:
-    """Leave a filled cache out of what a block returned."""
+    """Remove a filled cache from what a block returned."""
     return None if hasattr(value, "get_seq_length") else value
 
 
@@ -295,11 +295,11 @@ def repeat_for_streams(value: Any, streams: int, batch: int) -> Any:
 
 
 def take_rows(tokens: int | None, positions: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    """Return what takes the tokens that the classifier reads, or None when it reads all.
+    """Return a function that selects the tokens the classifier reads, or None if it reads all.
 
     Args:
-        tokens: How many of the first tokens are read, or None.
-        positions: The token that each sample reads [batch]; streams are folded into the batch.
+        tokens: Number of leading tokens that are read, or None.
+        positions: The token read per sample [batch]; streams are folded into the batch.
     """
     if positions is not None:
 
@@ -313,31 +313,31 @@ def take_rows(tokens: int | None, positions: Tensor | None) -> Callable[[Tensor]
 
 
 def full_length(stream: Tensor, positions: Tensor | None, length: int) -> Tensor:
-    """Put rows that were read back at their places, for a host that looks for them itself."""
+    """Put selected rows back at their positions, for a host that selects them itself."""
     if positions is None or stream.shape[1] == length:
         return stream
-    whole = stream.new_zeros(stream.shape[0], length, stream.shape[2])
-    whole[torch.arange(stream.shape[0], device=stream.device), positions] = stream[:, 0]
-    return whole
+    states = stream.new_zeros(stream.shape[0], length, stream.shape[2])
+    states[torch.arange(stream.shape[0], device=stream.device), positions] = stream[:, 0]
+    return states
 
 
 # --- running around the blocks --------------------------------------------------------------------
 
 
 class StandIn(nn.Module):
-    """Stands in a block's place: answers as it is told, in the block's form, with its attributes.
+    """Replaces a block: returns `answer`'s states in the block's form, and has its attributes.
 
-    Hosts look at attributes of their blocks (`attention_type` chooses a mask), so those of the
-    block are shown.
+    Hosts read attributes of their blocks (`attention_type` chooses a mask), so the block's own are
+    exposed.
     """
 
     def __init__(self, block: nn.Module, answer: Callable[[BlockCall], Tensor], form: Form) -> None:
         super().__init__()
-        self.__dict__["block"] = block  # not a submodule: it has its own place
+        self.__dict__["block"] = block  # not a submodule: it keeps its own place
         self.answer, self.form = answer, form
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer with states."""
+        """Return the states of `answer`."""
         return self.form.fill(self.answer(take_call(args, kwargs)))
 
     def __getattr__(self, name: str) -> Any:
@@ -348,9 +348,9 @@ class StandIn(nn.Module):
 
 
 class ShortList(nn.ModuleList):
-    """Blocks that stand for a longer list.
+    """Blocks that replace a longer list.
 
-    Hosts that count their blocks (ALBERT does) find one that hands the states on after the last.
+    Hosts that index their blocks by number (ALBERT) get one that passes the states on.
     """
 
     form = Form()
@@ -368,9 +368,10 @@ def stand_ins(
     forms: Sequence[Form] | None = None,
     note: Callable[[BlockCall], None] | None = None,
 ) -> Iterator[None]:
-    """Let the host run its own embeddings and head around `answer`, which stands for its blocks.
+    """Let the host run its own embeddings and head around `answer`, which replaces its blocks.
 
-    The blocks below the last hand their states on, and `note` takes their calls; the last answers.
+    All blocks but the last pass their states on, and `note` gets their calls; the last returns
+    `answer`.
     """
 
     def below(call: BlockCall) -> Tensor:
@@ -381,7 +382,7 @@ def stand_ins(
     original = host.blocks_list
     modules = list(original.children())
     forms = list(forms or host.forms)
-    if len(forms) != len(modules):  # one body stands for all blocks
+    if len(forms) != len(modules):  # one body replaces all blocks
         forms = forms[-1:] * len(modules)
     answers = [below] * (len(modules) - 1) + [answer]
     stands = [StandIn(m, a, f) for m, a, f in zip(modules, answers, forms, strict=True)]
@@ -400,6 +401,6 @@ def _hand_on(call: BlockCall) -> Tensor:
 
 
 def run_around(host: Host, inputs: Inputs, answer: Callable[[Tensor], Tensor]) -> Any:
-    """Run a host's embeddings and head around `answer`: from entering to last states."""
+    """Run a host's embeddings and head around `answer`, from the first states to the last."""
     with stand_ins(host, lambda call: answer(call.hidden)):
         return host.model(*inputs[0], **inputs[1])

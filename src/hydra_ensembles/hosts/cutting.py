@@ -1,7 +1,7 @@
-"""Heads of one block removed physically where its code allows it, gated off where it does not.
+"""Remove heads of one block physically where its code allows it; gate them off where it does not.
 
-Whether a cut is right is not guessed: a block with random weights is cut and compared with the same
-block whose heads are gated off, called as the host calls it.
+Cuts are tested, not guessed: a block with random weights is cut and compared with the same block
+whose heads are gated off, called as the host calls it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TOLERANCE = 2e-4
 
 
 class HeadGate:
-    """A hook at the input of an output projection: the heads that are off give zero there."""
+    """A hook at the input of an output projection that sets the heads that are off to zero."""
 
     def __init__(self, row: Tensor, head_dim: int) -> None:
         self.row, self.head_dim = row, head_dim
@@ -38,10 +38,10 @@ class HeadGate:
 
 @dataclass(frozen=True)
 class Cut:
-    """What is left of a block's heads.
+    """The remaining heads of a block.
 
     Attributes:
-        there: Heads that stay physically, by their place in the block.
+        there: Heads that physically remain, by their place in the block.
         on: Those of them that are not gated off.
     """
 
@@ -65,9 +65,9 @@ def gate_(site: AttentionSite, row: Tensor) -> Any:
 
 
 def best_cut(block: Block, heads: Sequence[int], call: BlockCall | None) -> Cut:
-    """Choose the cut that leaves these heads: physical where that is proven right, else gates.
+    """Choose the cut that keeps these heads: physical if it passes the test, otherwise gates.
 
-    With grouped queries only groups without any kept head are removed; within a group heads are
+    With grouped queries, only groups without any kept head are removed; within a group, heads are
     gated off.
     """
     site = block.attention
@@ -82,35 +82,35 @@ def best_cut(block: Block, heads: Sequence[int], call: BlockCall | None) -> Cut:
 
 
 def whole_groups(block: Block, heads: Sequence[int]) -> Cut:
-    """Return the cut that removes all heads but these, groups of queries only as a whole."""
+    """Return the cut that removes all other heads, but groups of queries only as a whole."""
     site = block.attention
     group = max(1, site.num_heads // max(1, site.kv_heads))
     groups = {head // group for head in heads}
-    there = tuple(head for head in range(site.num_heads) if head // group in groups)
-    return Cut(there, tuple(heads))
+    remaining = tuple(head for head in range(site.num_heads) if head // group in groups)
+    return Cut(remaining, tuple(heads))
 
 
 def why_not_cut(block: Block, there: Sequence[int], call: BlockCall) -> str | None:
-    """Say why all heads but these cannot be removed physically, or None when that is proven right.
+    """Say why all other heads cannot be removed physically; None if the test passes.
 
     Everything that the block returns is compared, not only its states.
     """
     reason = block.attention.why_not_removable()
     if reason is not None:
         return reason
-    whole = Block.of(block.index, randomized(block.module), block.family)
-    less = Block.of(block.index, copy.deepcopy(whole.module), block.family)
-    everything = tuple(range(whole.attention.num_heads))
+    gated = Block.of(block.index, randomized(block.module), block.family)
+    cut = Block.of(block.index, copy.deepcopy(gated.module), block.family)
+    everything = tuple(range(gated.attention.num_heads))
     call = random_states(call)
     if not there:  # a batch of two would pass for a pair of results, where a pair is expected
         call = _of_many(call)
     try:
-        Cut(tuple(there), tuple(there)).apply_(less)
-        Cut(everything, tuple(there)).apply_(whole)
-        with torch.no_grad(), opened([whole.attention.module, less.attention.module]):
-            expected, expected_form = states_of(call.call(whole.module))
-            actual, form = states_of(call.call(less.module))
-    except Exception as error:  # its code counts on all heads
+        Cut(tuple(there), tuple(there)).apply_(cut)
+        Cut(everything, tuple(there)).apply_(gated)
+        with torch.no_grad(), opened([gated.attention.module, cut.attention.module]):
+            expected, expected_form = states_of(call.call(gated.module))
+            actual, form = states_of(call.call(cut.module))
+    except Exception as error:  # its code needs all heads
         return f"its code needs all heads ({type(error).__name__}: {_first_line(error)})"
     difference = largest_difference(actual, expected)
     if not difference <= _TOLERANCE:
@@ -121,7 +121,7 @@ def why_not_cut(block: Block, there: Sequence[int], call: BlockCall) -> str | No
 
 
 def _of_many(call: BlockCall) -> BlockCall:
-    """Repeat a call's samples, so that there are more of them than a module has results."""
+    """Repeat a call's samples, so that the batch is larger than a module's number of outputs."""
     batch = len(call.hidden)
 
     def many(value: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 from ..registry import Registry
 
 Path = str | tuple[str, ...]
-"""A dotted path inside a block, or several of which the first that exists is taken."""
+"""A dotted path inside a block, or several; the first that exists is used."""
 
 ReadoutRule = Literal["probe", "eos", "all"] | tuple[int, ...]
 
@@ -23,7 +23,7 @@ class Family:
     """Where things are in one block of a transformer.
 
     Args:
-        name: What to call it.
+        name: Name of the family.
         query, key, value: Separate projections; or `packed`, one linear with rows [q | k | v] or an
             `nn.MultiheadAttention`. Without any of them heads can be gated and scored but not
             removed.
@@ -31,11 +31,11 @@ class Family:
         norm: `"pre"`: x + f(norm(x)); `"post"`: norm(x + f(x)).
         norm1, norm2: The norms of attention and MLP.
         mlp: The modules of the MLP, applied one after another.
-        after_attention, after_mlp: What stands between the projection and the residual sum
-            (dropout, a norm, layer scale, drop path): modules, or bare parameters that scale;
-            those that a model lacks are skipped.
+        after_attention, after_mlp: What comes between the projection and the residual sum (dropout,
+            a norm, layer scale, drop path): modules, or bare scale parameters. Paths that a model
+            lacks are skipped.
         scales_queries: Whether queries are divided by the root of the head width before the
-            attention scales its scores by what it says (ESM).
+            attention scales its scores (ESM).
         blocks: Path to the list of blocks from the model; found by search when empty.
         returns_tuple: Whether the attention module returns `(output, weights)`.
         fusable: False for families that can be gated and scored but not fused.
@@ -64,8 +64,8 @@ class Family:
     def resolve(self, block: nn.Module) -> dict[str, nn.Module] | None:
         """Find the attention's linears in a block, or None when one is missing."""
         names = [n for n in ("packed", "query", "key", "value", "output") if getattr(self, n)]
-        found = {name: first(block, getattr(self, name)) for name in names}
-        return found if all(map(_is_projection, found.values())) else None  # type: ignore[return-value]
+        parts = {name: first(block, getattr(self, name)) for name in names}
+        return parts if all(map(_is_projection, parts.values())) else None  # type: ignore[return-value]
 
     def mlp_paths(self) -> tuple[Path, ...]:
         """Return the paths of the MLP's modules in order."""
@@ -95,10 +95,10 @@ def first_path(root: nn.Module, path: Path) -> str | None:
 
 def first(root: nn.Module, path: Path) -> nn.Module | None:
     """Return the first submodule that exists among the alternatives."""
-    found = first_path(root, path)
-    return None if found is None else root.get_submodule(found)
+    name = first_path(root, path)
+    return None if name is None else root.get_submodule(name)
 
 
 def register_family(family: Family, *, replace: bool = False) -> Family:
-    """Make a family known, so that every function here recognises its models."""
+    """Register a family, so that every function recognises its models."""
     return families.register(family.name, replace=replace)(family)

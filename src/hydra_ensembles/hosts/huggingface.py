@@ -10,7 +10,7 @@ from .family import Family, register_family
 
 register_family(
     Family(
-        name="vit",  # ViT, DeiT, DINOv2, BEiT and their kin
+        name="vit",  # ViT, DeiT, DINOv2, BEiT and others
         query=("attention.q_proj", "attention.attention.query"),
         key=("attention.k_proj", "attention.attention.key"),
         value=("attention.v_proj", "attention.attention.value"),
@@ -32,7 +32,7 @@ register_family(
 
 register_family(
     Family(
-        name="bert",  # BERT, RoBERTa, ELECTRA and their kin
+        name="bert",  # BERT, RoBERTa, ELECTRA and others
         query="attention.self.query",
         key="attention.self.key",
         value="attention.self.value",
@@ -66,7 +66,7 @@ register_family(
 
 register_family(
     Family(
-        name="mpnet",  # a bias by relative position and head, shared by all blocks
+        name="mpnet",  # a relative position bias per head, shared by all blocks
         query="attention.attn.q",
         key="attention.attn.k",
         value="attention.attn.v",
@@ -155,7 +155,7 @@ register_family(
 
 register_family(
     Family(
-        name="llama",  # Llama, Mistral, Qwen and their kin: rotary positions, grouped queries
+        name="llama",  # Llama, Mistral, Qwen and others: rotary positions, grouped queries
         query="self_attn.q_proj",
         key="self_attn.k_proj",
         value="self_attn.v_proj",
@@ -198,7 +198,7 @@ register_family(
 
 register_family(
     Family(
-        name="esm",  # as BERT, with the norms before
+        name="esm",  # like BERT, but pre-norm
         query="attention.self.query",
         key="attention.self.key",
         value="attention.self.value",
@@ -232,9 +232,10 @@ register_family(
 
 
 def introduce_to_pipelines(model: Any, kind: type) -> None:
-    """Let transformers' pipelines know a class that stands for one of their classifiers.
+    """Register a class with transformers' pipelines as one of their classifiers.
 
-    Otherwise they log that it is not supported, and then work. Says nothing to models of others.
+    Otherwise they log that it is not supported, and then work. Does nothing for models of other
+    libraries.
     """
     transformers = sys.modules.get("transformers")
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):

@@ -1,11 +1,9 @@
-"""Closed attention modules made open: the output projection is called, so that it can be hooked.
+"""Open closed attention modules: call the output projection, so that it can be hooked.
 
-`nn.MultiheadAttention`, WavLM's attention and torchvision's windows hand their weights to one
-function.
-
-The module's own forward hands its weights to one function, `out_proj` is never *called* and a hook
-there never fires. The forward written here computes the same with the same parameters; it is set on
-the instance, so that names, state dict and class stay.
+`nn.MultiheadAttention`, WavLM's attention and torchvision's windows pass their weights to one
+function: `out_proj` is never *called* and a hook there never fires. The forward in this file
+computes the same with the same parameters. It is set on the instance, so that names, state dict and
+class stay.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _wavlm(
     self: Any, hidden_states: Tensor, attention_mask: Tensor | None, gated_position_bias: Tensor
 ) -> tuple[Tensor, None]:
-    """Compute what WavLM hands to `F.multi_head_attention_forward`."""
+    """Compute what WavLM computes with `F.multi_head_attention_forward`."""
     parts = (self.q_proj, self.k_proj, self.v_proj)
     q, k, v = (
         part(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts
@@ -105,7 +103,7 @@ _WINDOWS = ("ShiftedWindowAttention", "ShiftedWindowAttentionV2")
 
 
 def _open_method(module: nn.Module) -> tuple[str, Callable[..., Any]] | None:
-    """Return which method of a closed module is replaced, and by what; None for other modules."""
+    """Return the method of a closed module to replace, and its replacement; else None."""
     if isinstance(module, nn.MultiheadAttention):
         return "forward", _forward
     kind = type(module)
@@ -115,7 +113,7 @@ def _open_method(module: nn.Module) -> tuple[str, Callable[..., Any]] | None:
 
 
 def open_attention_(module: nn.Module) -> None:
-    """Give a closed attention module an open method, in place; leave other modules alone."""
+    """Open a closed attention module in place; leave other modules alone."""
     method = _open_method(module)
     if method is None:
         return
@@ -138,7 +136,7 @@ def _check(module: nn.MultiheadAttention) -> None:
 
 @contextmanager
 def opened(modules: list[nn.Module]) -> Iterator[None]:
-    """Open every closed attention among the modules for a while."""
+    """Temporarily open every closed attention among the modules."""
     changed = []
     for module in modules:
         method = _open_method(module)

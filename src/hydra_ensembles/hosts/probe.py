@@ -1,8 +1,8 @@
-"""Ask a host by running its parts: does a block compute what we think, which tokens are read?
+"""Probe a host by running its parts: does a block compute what we think, which tokens are read?
 
-A wrong guess would give a wrong result, so nothing here is guessed: a block is called with the
-arguments that the host hands it and compared with our own arithmetic, and the readout is what the
-host's own code takes a gradient of.
+A wrong guess would give a wrong result, so nothing is guessed. A block is called with the host's
+arguments and compared with our own arithmetic. The readout is the tokens that get a gradient
+through the host's own code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .multihead import opened
 from .sites import linear_weight
 
 _TOLERANCE = 2e-4
-"""Of a block's largest output, on random weights in float32: what is left out shows far above."""
+"""Relative to a block's largest output, on random float32 weights; real errors are far larger."""
 
 _NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index"})
 
@@ -36,10 +36,10 @@ class Readout:
     """Which tokens of the last block the classifier reads.
 
     Attributes:
-        tokens: The first tokens that it reads (1 for a class token), or None for all tokens.
-        positions: For a readout that depends on the sample: the inputs to positions [batch].
-        folds: Whether the host's code after the blocks takes members as a larger batch.
-        why: How this was found.
+        tokens: Number of leading tokens that it reads (1 for a class token), or None for all.
+        positions: Maps the inputs to positions [batch], if the readout depends on the sample.
+        folds: Whether the host's code after the blocks accepts members as a larger batch.
+        why: How this was determined.
     """
 
     tokens: int | None
@@ -65,8 +65,8 @@ ALL_TOKENS = Readout(None, folds=False, why="the model could not be probed: all 
 def check_block(block: Block, call: BlockCall, rotary: str | None = None) -> str | None:
     """Compare a block's own forward with our arithmetic, as the host calls it; None: they agree.
 
-    Both run with random weights, so that every bias, position and scale shows, whatever the
-    weights at hand are: freshly initialised ones would hide them.
+    Both run with random weights, so that every bias, position and scale matters: freshly
+    initialised weights would hide some of them.
     """
     module = randomized(block.module)
     twin = Block.of(block.index, module, block.family)
@@ -91,7 +91,7 @@ def check_block(block: Block, call: BlockCall, rotary: str | None = None) -> str
         with torch.no_grad(), opened([twin.attention.module]):
             theirs = call.run(module)
             ours = block_math.forward(twin, call.hidden, read, causal=causal)
-    except Exception as error:  # any failure of the host's code means: not what we think
+    except Exception as error:  # any failure of the host's code counts as a difference
         return f"its block cannot be run by itself ({type(error).__name__}: {error})"
     difference = largest_difference(theirs, ours)
     if not difference <= _TOLERANCE:
@@ -103,7 +103,7 @@ def check_block(block: Block, call: BlockCall, rotary: str | None = None) -> str
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference, relative to the largest value; infinite for other shapes."""
+    """Return the largest difference relative to the largest value; infinite if shapes differ."""
     if a.shape != b.shape:
         return float("inf")
     return float((a - b).abs().max()) / max(1.0, float(b.abs().max()))
@@ -151,14 +151,14 @@ def bare_call(block: Block) -> BlockCall:
     width = linear_weight(block.attention.output).shape[0]
     x = torch.zeros(2, 5, width, device=next(block.module.parameters()).device)
     names = parameter_names(block.module)
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         name: None for name in ("attention_mask", "attn_mask") if name in names
     }
-    return BlockCall(x, None, (), given)
+    return BlockCall(x, None, (), defaults)
 
 
 def structure_of(module: nn.Module) -> Any:
-    """Return what tells blocks of another structure apart: classes, shapes and plain settings."""
+    """Return what distinguishes blocks of different structure: classes, shapes, plain settings."""
     parts = []
     for path, inner in module.named_modules():
         plain = {
@@ -177,8 +177,8 @@ def structure_of(module: nn.Module) -> Any:
 def find_readout(host: Host) -> Readout:
     """Find which tokens of the last block reach the output, by the gradient of the host's own code.
 
-    The rule holds only when it is the same for differing inputs and the host gives the same answer
-    from those tokens alone; otherwise all tokens are kept.
+    A rule is used only if it is the same for different inputs and the host gives the same output
+    from only those tokens; otherwise all tokens are kept.
     """
     rule = host.family.readout
     if rule == "all":
@@ -193,11 +193,13 @@ def find_readout(host: Host) -> Readout:
     if positions is not None and _reads_only(host, positions):
         why = "probed: nothing else reaches the output"
         return Readout(None, folds=False, why=why, positions=positions)
-    seen = [_read_tokens(host, inputs) for inputs in examples(host.model)]
-    if not seen or any(tokens is None for tokens in seen):
-        return ALL_TOKENS if not seen else Readout(None, _folds(host, None), "it pools all tokens")
-    tokens = max(count for count in seen if count is not None)
-    if len(set(seen)) > 1 or not _same_from_few(host, tokens):
+    counts = [_read_tokens(host, inputs) for inputs in examples(host.model)]
+    if not counts or any(tokens is None for tokens in counts):
+        return (
+            ALL_TOKENS if not counts else Readout(None, _folds(host, None), "it pools all tokens")
+        )
+    tokens = max(count for count in counts if count is not None)
+    if len(set(counts)) > 1 or not _same_from_few(host, tokens):
         return Readout(None, _folds(host, None), why="the tokens read depend on the input")
     return Readout(tokens, _folds(host, tokens), why="probed: nothing else reaches the output")
 
@@ -212,7 +214,7 @@ def _states(hidden: Tensor, seed: int = 0) -> Tensor:
 
 
 def _read_tokens(host: Host, inputs: Inputs) -> int | None:
-    """Return how many leading tokens are read, or None when all (or nothing sensible) are."""
+    """Return the number of leading tokens that are read; None for all or if unclear."""
     try:
         gradient = _gradient_by_token(host, inputs)
     except Exception:  # the host needs more than our example inputs: keep all tokens
@@ -223,7 +225,7 @@ def _read_tokens(host: Host, inputs: Inputs) -> int | None:
 
 
 def _reads_only(host: Host, positions: Callable[[dict[str, Any]], Tensor]) -> bool:
-    """Check that the host reads one token of each sample, where a rule says."""
+    """Check that the host reads only the token of each sample that a rule gives."""
     inputs = [inputs for inputs in examples(host.model) if not inputs[0]]
     try:
         for _, kwargs in inputs:
@@ -253,13 +255,13 @@ def _gradient_by_token(host: Host, inputs: Inputs) -> Tensor:
 
 
 def _same_from_few(host: Host, tokens: int) -> bool:
-    """Check that the host answers the same from the first tokens alone."""
+    """Check that the host gives the same output from only the first tokens."""
     try:
         for inputs in examples(host.model):
             with torch.no_grad():
-                whole = _run(host, inputs, _states)
+                expected = _run(host, inputs, _states)
                 few = _run(host, inputs, lambda hidden: _states(hidden)[:, :tokens])
-            if not torch.allclose(whole, few, atol=1e-5, rtol=1e-5):
+            if not torch.allclose(expected, few, atol=1e-5, rtol=1e-5):
                 return False
     except Exception:  # the host's code needs every token
         return False
@@ -280,12 +282,12 @@ def _folds(host: Host, tokens: int | None) -> bool:
             if not torch.allclose(both, torch.cat(apart), atol=1e-5, rtol=1e-5):
                 return False
         return bool(examples(host.model))
-    except Exception:  # it looks at its inputs again after the blocks
+    except Exception:  # it reads its inputs again after the blocks
         return False
 
 
 def modules_after_blocks(host: Host) -> tuple[str, ...]:
-    """Name the leaf modules that the host runs after its blocks (norm, pooler, classifier)."""
+    """Return the paths of the leaf modules that run after the blocks (norm, pooler, classifier)."""
     called: list[str] = []
     started = False
 
@@ -336,7 +338,7 @@ def _end_positions(eos: int, inputs: dict[str, Any]) -> Tensor:
 
 
 def positions_rule(model: nn.Module) -> Callable[[dict[str, Any]], Tensor] | None:
-    """Return the rule by which a host reads one token of each sample, if it may have one."""
+    """Return the rule by which a host may read one token per sample, or None."""
     return end_of_text(model) or last_token(model)
 
 
@@ -354,7 +356,7 @@ def last_token(model: Any) -> Callable[[dict[str, Any]], Tensor] | None:
 
 
 def _last_positions(padding: int | None, inputs: dict[str, Any]) -> Tensor:
-    """Find each row's last token that is no padding: by its id, else by the attention mask."""
+    """Find the last token of each row that is not padding: by its id, else by the mask."""
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if ids is None:
         states = inputs["inputs_embeds"]  # hosts take the last one then

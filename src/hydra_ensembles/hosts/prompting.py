@@ -89,7 +89,7 @@ class PromptClassifier(nn.Module):
     ) -> None:
         if model.get_output_embeddings() is None or not hasattr(model, "base_model"):
             raise UnsupportedModelError(
-                f"{type(model).__name__} is no causal language model that we know: expected a "
+                f"{type(model).__name__} is not a causal language model that we know: expected a "
                 "transformers model with an output embedding (AutoModelForCausalLM)."
             )
         self.lm = model
@@ -113,7 +113,7 @@ class PromptClassifier(nn.Module):
         *,
         max_length: int = 512,
     ) -> PromptClassifier:
-        """Make a classifier from labels that are tokens already; `tokenizer` can be set later."""
+        """Make a classifier from tokenized labels; `tokenizer` can be set later."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self._set_up(model, class_names, template, label_tokens, max_length)
@@ -130,7 +130,7 @@ class PromptClassifier(nn.Module):
         return PromptTokenizer(self)
 
     def check_data(self, data: Any) -> None:
-        """Raise for texts that are tokenized without the prompt: answers would mean nothing."""
+        """Raise for texts tokenized without the prompt: predictions would be meaningless."""
         tokenizer = getattr(data, "tokenizer", None)
         if tokenizer is not None and not isinstance(tokenizer, PromptTokenizer):
             raise DataError(
@@ -194,8 +194,8 @@ class PromptClassifier(nn.Module):
             logits = scores[:, 0, wanted[:, 0]]
         else:
             index = wanted.clamp_min(0).repeat(batch, 1)[..., None]
-            each = scores.gather(-1, index)[..., 0].unflatten(0, (batch, classes))
-            logits = (each * (wanted >= 0)).sum(-1)
+            token_scores = scores.gather(-1, index)[..., 0].unflatten(0, (batch, classes))
+            logits = (token_scores * (wanted >= 0)).sum(-1)
         logits = logits + self.label_bias
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return PromptOutput(logits=logits, loss=loss)
@@ -209,7 +209,7 @@ class PromptClassifier(nn.Module):
         return output.last_hidden_state
 
     def _head(self, states: Tensor) -> Tensor:
-        """Apply the output embedding, and what some models do to their logits after it."""
+        """Apply the output embedding, and the logit scaling or softcap that some models have."""
         model: Any = self.lm
         logits = model.get_output_embeddings()(states)
         config = model.config
@@ -249,7 +249,7 @@ class PromptTokenizer:
         return sorted({*getattr(self.plain, "all_special_ids", ()), *prompt})
 
     def get_vocab(self) -> dict[str, int]:
-        """Return all tokens with their ids; empty when the tokenizer does not tell."""
+        """Return all tokens with their ids; empty if the tokenizer has no vocabulary to show."""
         vocabulary = getattr(self.plain, "get_vocab", None)
         return {} if vocabulary is None else dict(vocabulary())
 
@@ -263,7 +263,7 @@ class PromptTokenizer:
         max_length: int | None = None,
         return_tensors: str = "pt",
     ) -> dict[str, Tensor]:
-        """Return `input_ids` and `attention_mask`: always padded, cut and tensors of torch."""
+        """Return `input_ids` and `attention_mask` as torch tensors, always padded and truncated."""
         if pairs is not None:
             raise DataError("A prompt takes one text, but texts come in pairs: join them first.")
         if max_length is not None and max_length != self.model_max_length:

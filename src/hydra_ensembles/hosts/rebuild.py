@@ -1,4 +1,4 @@
-"""How a host is built again from plain data: by name from an allow-list, not by import paths."""
+"""Rebuild a host from plain data: by name from an allow-list, not by import path."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOWERS = frozenset(
         "DINOv3ViTModel",
     }
 )
-"""Classes of transformers that are built by name, beside its classifiers and language models."""
+"""Classes that are built by name, in addition to classifiers and language models."""
 
 _TABLES = ("SEQUENCE", "TOKEN", "IMAGE", "AUDIO", "VIDEO")
 _FETCHES = frozenset({"TimmWrapperForImageClassification"})
@@ -36,7 +36,7 @@ _FETCHES = frozenset({"TimmWrapperForImageClassification"})
 
 
 _TIMM_ARGUMENTS = frozenset({"num_classes", "global_pool", "img_size"})
-"""What `_common_arguments` writes: nothing else is passed on from a folder."""
+"""What `_common_arguments` writes: no other argument of a folder is passed on."""
 
 _NAMES_CODE = frozenset(
     {
@@ -53,7 +53,7 @@ _NAMES_CODE = frozenset(
 
 
 def known_class(name: Any) -> bool:
-    """Tell whether a class of transformers is built by name.
+    """Return whether a class of transformers may be built by name.
 
     The list is the library's own table of classifiers and causal language models: a saved folder
     can name nothing else.
@@ -69,15 +69,15 @@ def known_class(name: Any) -> bool:
 def _classifiers() -> frozenset[str]:
     auto = _module("transformers.models.auto.modeling_auto", "transformers")
     tables = [f"MODEL_FOR_{task}_CLASSIFICATION_MAPPING_NAMES" for task in _TABLES]
-    found: set[str] = set()
+    classes: set[str] = set()
     for table in (*tables, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"):
         for names in getattr(auto, table).values():
-            found.update((names,) if isinstance(names, str) else names)
-    return frozenset(found)
+            classes.update((names,) if isinstance(names, str) else names)
+    return frozenset(classes)
 
 
 def describe_host(model: Any) -> dict[str, Any]:
-    """Return plain data from which `rebuild_host` makes the same architecture."""
+    """Return plain data from which `rebuild_host` builds the same architecture."""
     name = type(model).__name__
     root = type(model).__module__.split(".")[0]
     if isinstance(model, ZeroShotClassifier):
@@ -134,7 +134,7 @@ def describe_host(model: Any) -> dict[str, Any]:
 
 
 def rebuild_host(description: dict[str, Any]) -> nn.Module:
-    """Make a host of a described architecture; its weights are arbitrary."""
+    """Build a host of the described architecture; its weights are arbitrary."""
     library, name = description.get("library"), description.get("class")
     if library == "zero-shot":
         return ZeroShotClassifier.from_parts(
@@ -192,8 +192,8 @@ def rebuild_host(description: dict[str, Any]) -> nn.Module:
             arguments["act_layer"] = transformer.QuickGELU
         return transformer.VisionTransformer(**arguments)
     if library == "hydra-ensembles" and name == "TinyViT":
-        own = _module("hydra_ensembles.hosts.tiny_vit", "all")
-        return own.TinyViT(own.TinyViTConfig(**description["shape"]))
+        tiny_vit = _module("hydra_ensembles.hosts.tiny_vit", "all")
+        return tiny_vit.TinyViT(tiny_vit.TinyViTConfig(**description["shape"]))
     raise FormatError(
         f"The host {name!r} is of your own making: pass a model of the same architecture, "
         "from_pretrained(..., host=model)."
@@ -204,10 +204,10 @@ _DEPTHS = frozenset({"num_hidden_layers", "n_layers", "n_layer", "num_layers", "
 
 
 _NO_SIZES = ("theta", "_base", "factor", "_token_id", "_token_index")
-"""How names end that set no size, however large: frequencies of rotary positions, say."""
+"""Suffixes of settings that are not sizes, however large (e.g. rotary frequencies)."""
 
 _LENGTHS = ("position_embeddings", "n_positions", "max_seq_len", "max_length", "sliding_window")
-"""How names of greatest lengths end."""
+"""Suffixes of settings that are maximum lengths."""
 
 
 def check_sizes(description: Any, *, layers: int, largest: int, key: str = "host") -> None:
@@ -215,9 +215,9 @@ def check_sizes(description: Any, *, layers: int, largest: int, key: str = "host
 
     Args:
         description: What `describe_host` returned, or a part of it.
-        layers: Layers that the ensemble has; a tower beside it may have some hundred.
+        layers: Layers of the ensemble; another tower may have up to a few hundred.
         largest: The largest dimension of any of its tensors.
-        key: Where the part stands.
+        key: Name of the part.
     """
     if isinstance(description, dict):
         for name, value in description.items():
@@ -260,7 +260,7 @@ def _rebuild_transformers(description: dict[str, Any]) -> nn.Module:
 
 
 def _is_plain_timm(model: Any) -> bool:
-    """Tell whether a timm model is a Vision Transformer that its parts describe wholly."""
+    """Return whether a timm model is a Vision Transformer that its parts fully describe."""
     plain = type(model).__name__ in ("VisionTransformer", "VisionTransformerDistilled")
     if not plain or not hasattr(model.blocks[0].mlp, "fc1"):
         return False
@@ -268,7 +268,7 @@ def _is_plain_timm(model: Any) -> bool:
 
 
 def _without_code(config: Any) -> Any:
-    """Leave out of a config, and of configs in it, what may name code to be fetched and run."""
+    """Remove keys that may name remote code from a config and its nested configs."""
     if isinstance(config, dict):
         kept = {key: value for key, value in config.items() if key not in _NAMES_CODE}
         return {key: _without_code(value) for key, value in kept.items()}
@@ -276,7 +276,7 @@ def _without_code(config: Any) -> Any:
 
 
 def _timm_arguments(model: Any) -> dict[str, Any]:
-    """Read a timm Vision Transformer's arguments off its parts."""
+    """Read a timm Vision Transformer's arguments from its parts."""
     block = model.blocks[0]
     inner = block.mlp
     patch = model.patch_embed
@@ -306,21 +306,21 @@ def _timm_arguments(model: Any) -> dict[str, Any]:
 
 
 def _timm_name(model: Any) -> str | None:
-    """Return the registered name that a timm model was created by, where it tells."""
+    """Return the registered name of a timm model, if known."""
     config = getattr(model, "pretrained_cfg", None) or {}
     name = config.get("architecture") if isinstance(config, dict) else config.architecture
     return name if isinstance(name, str) else None
 
 
 def _common_arguments(model: Any) -> dict[str, Any]:
-    """Read arguments that all of timm's models with this attribute take."""
-    found: dict[str, Any] = {"num_classes": model.num_classes}
+    """Read the arguments that all timm models with these attributes take."""
+    arguments: dict[str, Any] = {"num_classes": model.num_classes}
     if isinstance(getattr(model, "global_pool", None), str):
-        found["global_pool"] = model.global_pool
+        arguments["global_pool"] = model.global_pool
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if size is not None:
-        found["img_size"] = list(size)
-    return found
+        arguments["img_size"] = list(size)
+    return arguments
 
 
 def _with_layers(arguments: dict[str, Any]) -> dict[str, Any]:

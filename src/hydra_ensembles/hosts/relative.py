@@ -1,7 +1,7 @@
-"""Tables by relative position: each head adds a learnt number to the score of a pair of tokens.
+"""Relative position tables: each head adds a learnt number to the score of a pair of tokens.
 
-Which number is told by an index [tokens, tokens] into the table [entries, heads]: BEiT, Swin and
-their kin. The column of a head belongs to it, and goes with it.
+An index [tokens, tokens] selects the entry of the table [entries, heads], as in BEiT and Swin. Each
+head owns one column, which is removed with the head.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _NAME = "relative_position_bias_table"
 
 @dataclass(frozen=True)
 class Grid:
-    """The pictures that an index is made for.
+    """The image size that an index is made for.
 
     Attributes:
-        tokens: How many tokens they have.
-        resolution: Their height and width, where blocks are handed them; None: they are not.
+        tokens: Number of tokens.
+        resolution: Height and width, if they are passed to the blocks, else None.
     """
 
     tokens: int
@@ -48,7 +48,7 @@ class PositionTable:
 
     @property
     def index(self) -> Tensor | None:
-        """Which entry a pair of tokens takes [tokens, tokens]; None where it is not known."""
+        """The entry for each pair of tokens [tokens, tokens]; None if unknown."""
         index: Any = getattr(self.owner, "relative_position_index", None)
         if index is None and hasattr(self.owner, "generate_relative_position_index"):
             index = self.owner.generate_relative_position_index(self.owner.window_size)  # type: ignore[operator]
@@ -59,7 +59,7 @@ class PositionTable:
 
     @property
     def grid(self) -> Grid | None:
-        """The pictures that the index is made for, where it is known."""
+        """The image size that the index is made for, if known."""
         index = self.index
         if index is None:
             return None
@@ -72,8 +72,8 @@ class PositionTable:
         return Grid(len(index), size)
 
     def put_(self, columns: Tensor) -> None:
-        """Put the columns of other heads in the place of all, in place; of no heads: leave it."""
-        if columns.shape[1]:  # an attention without heads does not look at it
+        """Replace all columns by those of other heads, in place; without heads, change nothing."""
+        if columns.shape[1]:  # an attention without heads does not read it
             learns = self.weight.requires_grad
             value = columns.detach().clone().contiguous()
             setattr(self.owner, _NAME, nn.Parameter(value, requires_grad=learns))
@@ -85,7 +85,7 @@ class PositionTable:
 
 
 def find_table(block: nn.Module) -> PositionTable | None:
-    """Find the table of a block, or None when it has none, or several."""
+    """Find the table of a block; None if it has none or several."""
     owners = [
         module
         for module in block.modules()
@@ -95,7 +95,7 @@ def find_table(block: nn.Module) -> PositionTable | None:
 
 
 def bias_of(table: Tensor, index: Tensor) -> Tensor:
-    """Look the bias of each head up: [heads, entries] and [batch, queries, keys] to
+    """Look up each head's bias: [heads, entries] and [batch, queries, keys] to
     [batch, heads, queries, keys].
     """
     return table[:, index].transpose(0, 1)

@@ -1,7 +1,7 @@
-"""Rotary positions: queries and keys are turned by angles that the host hands to its blocks.
+"""Rotary positions: queries and keys are rotated by angles that the host passes to its blocks.
 
-Hosts differ in how they hand the angles over and in which entries they turn together. Which form a
-host has is not guessed: `probe` tries them all and takes the one that computes the host's block.
+Hosts differ in how they pass the angles and in which entries they rotate together. The form is not
+guessed: `probe` tries them all and takes the one that computes the host's block.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 ARGUMENTS = ("position_embeddings", "rope", "rotary_pos_emb")
-"""What hosts call the angles."""
+"""Hosts' names for the angles."""
 
 FORMS = ("halves", "pairs", "pairs of halves")
-"""Entry i turns with i + width / 2 (Llama); with its neighbour (timm); with its neighbour, by the
-first half of the angles (GLM)."""
+"""Entry i is rotated with i + width / 2 (Llama); with its neighbour (timm); with its neighbour, by
+the first half of the angles (GLM)."""
 
 UNUSED = "unused"
-"""The form of a block that is handed angles and does not look at them (SmolLM3 has some)."""
+"""The form of a block that gets angles and does not use them (SmolLM3 has some)."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Rotary:
     """Angles of all tokens.
 
     Attributes:
-        cos, sin: [batch or 1, tokens, width]; heads wider than that are turned in part.
-        pairs: Whether neighbours turn together.
+        cos, sin: [batch or 1, tokens, width]; wider heads are rotated in part.
+        pairs: Whether neighbours are rotated together.
     """
 
     cos: Tensor
@@ -38,11 +38,11 @@ class Rotary:
     pairs: bool
 
     def turn(self, x: Tensor, rows: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Turn queries or keys [batch, heads, tokens, head width].
+        """Rotate queries or keys [batch, heads, tokens, head width].
 
         Args:
             x: The queries or keys; streams may be folded into the batch.
-            rows: Takes the tokens that the queries stand for, where they are not all.
+            rows: Selects the tokens of the queries, if they are not all tokens.
         """
         cos, sin = (_folded(part, x.shape[0]).to(x.dtype) for part in (self.cos, self.sin))
         if rows is not None:
@@ -60,14 +60,14 @@ class Rotary:
 
 
 def read_rotary(value: Any, form: str, tokens: int) -> Rotary | None:
-    """Read the angles that a host hands to a block, or None when they are of no known shape.
+    """Read the angles that a host passes to a block; None if their shape is unknown.
 
-    A class token and registers before the patches are not turned.
+    A class token and registers before the patches are not rotated.
 
     Args:
         value: `(cos, sin)`, or one tensor `[sin | cos]` (timm), `[(batch,) tokens, width]` each.
         form: One of `FORMS`.
-        tokens: How many tokens the states have.
+        tokens: Number of tokens of the states.
     """
     if isinstance(value, (tuple, list)) and len(value) == 2:
         cos, sin = value
@@ -94,5 +94,5 @@ def read_rotary(value: Any, form: str, tokens: int) -> Rotary | None:
 
 
 def _folded(part: Tensor, batch: int) -> Tensor:
-    """Repeat angles of each sample for streams that are folded into the batch."""
+    """Repeat per-sample angles for streams that are folded into the batch."""
     return part if part.shape[0] in (1, batch) else part.repeat(batch // part.shape[0], 1, 1)

@@ -1,7 +1,7 @@
 """Find the attention of blocks that no named family describes, by the names of its linears.
 
-Every library calls them one of a few names. What is found is only a guess: `HostModel` believes it
-after numbers have shown it (see `proving`).
+Libraries use only a few names for them. A match is only a guess: `HostModel` accepts it after a
+numerical check.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 from .family import Family
 
 FOUND = "found"
-"""Name of families that were found and not described."""
+"""Name of families that were found by search, not registered."""
 
 SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),
@@ -26,13 +26,13 @@ SEPARATE = (
     ("Wq", "Wk", "Wv"),
     ("to_q", "to_k", "to_v"),
 )
-"""What queries, keys and values are called where each has a linear of its own."""
+"""Names of queries, keys and values if each has its own linear."""
 
 PACKED = ("qkv", "qkv_proj", "Wqkv", "query_key_value", "c_attn", "in_proj", "to_qkv", "qkv_lin")
-"""What one linear for all three is called."""
+"""Names of one linear for all three."""
 
 OTHERS = ("q_b_proj", "kv_b_proj", "q_proj", "q_a_proj", "qk")
-"""Linears that tell an attention whose queries and keys are made in another way."""
+"""Linears of an attention that makes its queries and keys in another way."""
 
 OUTPUT = (
     "o_proj",
@@ -51,19 +51,19 @@ OUTPUT = (
     "to_out.0",
     "to_out",
 )
-"""What the output projection is called, in or beside the attention module."""
+"""Names of the output projection, in the attention module or next to it."""
 
 CROSS = ("cross", "encoder_attn", "encdecattention", "crossattention")
 """Parts of names of attention over another sequence: its heads are left alone."""
 
 
 def describe_block(block: nn.Module) -> Family | None:
-    """Describe a block by the names of its parts, or None when it has not exactly one attention.
+    """Describe a block by the names of its parts; None unless it has exactly one attention.
 
-    Paths are those of this block; blocks of one list must agree on them.
+    All blocks of a list must have the same paths.
     """
-    found = list(attentions(block))
-    return found[0] if len(found) == 1 else None
+    candidates = list(attentions(block))
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def attentions(block: nn.Module) -> Iterator[Family]:
@@ -91,7 +91,7 @@ def attentions(block: nn.Module) -> Iterator[Family]:
 
 
 def _inputs(module: nn.Module) -> dict[str, str] | None:
-    """Return which children make queries, keys and values; empty when some are made otherwise."""
+    """Return the children that make queries, keys and values; empty if not all have one."""
     children = {name for name, child in module.named_children() if _is_linear(child)}
     for names in SEPARATE:
         if children.issuperset(names):
@@ -105,17 +105,17 @@ def _inputs(module: nn.Module) -> dict[str, str] | None:
 
 
 def _output(block: nn.Module, path: str) -> str | None:
-    """Return the path of the output projection: in the attention module, else beside it."""
+    """Return the path of the output projection: in the attention module, else next to it."""
     beside = path.rpartition(".")[0]
     for place in dict.fromkeys((path, beside)):
         for name in OUTPUT:
-            whole = f"{place}.{name}" if place else name
+            full_path = f"{place}.{name}" if place else name
             try:
-                module = block.get_submodule(whole)
+                module = block.get_submodule(full_path)
             except AttributeError:
                 continue
             if _is_linear(module):
-                return whole
+                return full_path
     return None
 
 

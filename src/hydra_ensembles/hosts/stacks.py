@@ -1,4 +1,4 @@
-"""Find the stack of blocks whose heads are meant, in a model of any library."""
+"""Find the stack of blocks to prune, in a model of any library."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Stack:
     """One list of blocks.
 
     Attributes:
-        family: What describes its blocks.
-        path: Where the list is in the model.
+        family: The family of its blocks.
+        path: Path of the list in the model.
         blocks: The blocks, bottom to top.
         others: Paths of the model's other stacks, whose heads are left alone.
     """
@@ -39,20 +39,22 @@ def find_stack(model: nn.Module, family: Family | None = None) -> Stack:
     """Find the blocks of a model: by a given family, by the registered ones, else by their names.
 
     Raises:
-        UnsupportedModelError: When there is none, or when several could be meant; the message says
-            what was found and what to do.
+        UnsupportedModelError: When there is none, or several are possible; the message says what
+            was found and what to do.
     """
     from . import huggingface, openclip, timm, torchvision  # noqa: F401  (they register their families)
 
     _refuse_wrapped(model)
     tried = [family] if family is not None else [families[name] for name in families]
-    found = [stack for candidate in tried for stack in _described(model, candidate)]
-    found.sort(key=lambda stack: not _names_all(stack))  # names of attention alone may be shared
+    stacks = [stack for candidate in tried for stack in _described(model, candidate)]
+    stacks.sort(
+        key=lambda stack: not _names_all(stack)
+    )  # families may share the names of their attention parts
     if family is None:
-        found += _searched(model, {stack.path for stack in found})
-    if not found:
+        stacks += _searched(model, {stack.path for stack in stacks})
+    if not stacks:
         raise UnsupportedModelError(_why_none(model, family))
-    chosen = _choose(model, found)
+    chosen = _choose(model, stacks)
     for part, reason in _NOT_COMPUTED.items():
         if part in type(chosen.blocks[0]).__name__:
             raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}.")
@@ -65,7 +67,7 @@ _NOT_COMPUTED = {
     "attention blocks is the vision tower, which texts do not pass",
     "ResPostBlock": "its norms stand after each branch, inside the residual sum",
 }
-"""Blocks, by a part of their class's name, that would be treated wrongly, and why."""
+"""Blocks that we would compute wrongly, by a part of their class's name, and why."""
 
 
 def _containers(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
@@ -85,7 +87,7 @@ def _described(model: nn.Module, family: Family) -> Iterator[Stack]:
 
 
 def _names_all(stack: Stack) -> bool:
-    """Tell whether a family names the norms and the MLP of a stack's blocks, too."""
+    """Return whether a family also names the norms and the MLP of a stack's blocks."""
     family, block = stack.family, stack.blocks[0]
     parts = (family.norm1, family.norm2, *family.mlp_paths())
     return all(first_path(block, path) is not None for path in parts)
@@ -101,12 +103,12 @@ def _searched(model: nn.Module, known: set[str]) -> Iterator[Stack]:
             yield Stack(family, path, blocks)
 
 
-def _choose(model: nn.Module, found: list[Stack]) -> Stack:
-    """Take the only stack, or the one that a model of this kind is read from."""
-    by_path = {stack.path: stack for stack in reversed(found)}  # the first family of each path
+def _choose(model: nn.Module, stacks: list[Stack]) -> Stack:
+    """Choose the only stack, or the one whose states a model of this kind reads."""
+    by_path = {stack.path: stack for stack in reversed(stacks)}  # the first family of each path
     every = tuple(sorted(by_path))
     described = [path for path in every if by_path[path].family.name != FOUND]
-    for tried in (list(every), described):  # a described stack goes before guessed ones
+    for tried in (list(every), described):  # registered families take precedence over guessed ones
         paths = _narrow(model, tried)
         if len(paths) == 1:
             others = tuple(path for path in every if path != paths[0])
@@ -119,7 +121,7 @@ def _choose(model: nn.Module, found: list[Stack]) -> Stack:
 
 
 def _narrow(model: nn.Module, paths: list[str]) -> list[str]:
-    """Leave out stacks that a model of this kind is not read from, as long as several are left."""
+    """Drop stacks whose states a model of this kind does not read, while several remain."""
     for narrow in (
         _innermost,
         _of_the_task,
@@ -134,7 +136,7 @@ def _narrow(model: nn.Module, paths: list[str]) -> list[str]:
 
 
 def _innermost(model: nn.Module, paths: list[str]) -> list[str]:
-    """Drop lists of blocks that hold lists of blocks."""
+    """Drop lists that contain other lists of blocks."""
     return [p for p in paths if not any(q.startswith(f"{p}.") for q in paths)]
 
 
@@ -153,7 +155,7 @@ def _of_the_decoder(model: nn.Module, paths: list[str]) -> list[str]:
 
 
 def _without_class_attention(model: nn.Module, paths: list[str]) -> list[str]:
-    """Drop blocks that only update the class token (CaiT, XCiT): the host reads out by them."""
+    """Drop blocks that only update the class token (CaiT, XCiT): they are the readout."""
 
     def updates_class_token_only(path: str) -> bool:
         block = next(model.get_submodule(path).children())
@@ -180,7 +182,7 @@ def _of_the_image_tower(model: nn.Module, paths: list[str]) -> list[str]:
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    """Refuse adapters that are not merged and weights that are quantised, and say what to do."""
+    """Refuse unmerged adapters and quantised weights, and say what to do."""
     for path, module in model.named_modules():
         kind = type(module)
         if kind.__module__.startswith("peft.tuners"):
@@ -218,7 +220,7 @@ def _why_none(model: nn.Module, family: Family | None) -> str:
                 "stack must have them, so a hybrid of attention and other mixers is not supported."
             )
     for path, container in _containers(model):
-        several = [found.output for found in attentions(next(container.children()))]
+        several = [candidate.output for candidate in attentions(next(container.children()))]
         if len(several) > 1 and family is None:
             return (
                 f"{name}: every block at {path} has {len(several)} attention modules (with the "
@@ -234,10 +236,10 @@ def _why_none(model: nn.Module, family: Family | None) -> str:
         f"{path or '(the model)'} ({len(module)} x {type(next(module.children())).__name__})"
         for path, module in _containers(model)
     ]
-    seen = "; ".join(stacks[:4]) if stacks else "no ModuleList or Sequential at all"
+    listed = "; ".join(stacks[:4]) if stacks else "no ModuleList or Sequential at all"
     looked = f"the family {family.name!r} names" if family else "the usual names of attention parts"
     return (
-        f"{name}: in no list of blocks does every block have {looked}. Found: {seen}. If it is a "
+        f"{name}: in no list of blocks does every block have {looked}. Found: {listed}. If it is a "
         "transformer, describe one block: "
         'hydra.Family(name="mine", query="attn.q", key="attn.k", value="attn.v", '
         'output="attn.o", norm1="norm1", norm2="norm2", mlp="mlp"), and pass it as family= or to '
@@ -246,14 +248,14 @@ def _why_none(model: nn.Module, family: Family | None) -> str:
 
 
 def _why_no_heads(model: nn.Module) -> str | None:
-    """Say why a model's attention, if it has any, has no heads that could be switched off."""
-    found = [(path, module) for path, module in model.named_modules() if _is_attention(module)]
-    if not found:
+    """Say why a model has no attention heads that can be switched off."""
+    attention = [(path, module) for path, module in model.named_modules() if _is_attention(module)]
+    if not attention:
         return (
             "has no attention heads, and hydra-ensembles prunes attention heads: it needs a "
             "transformer (a ViT or DeiT for images, a BERT or Llama for texts, say)."
         )
-    path, module = found[0]
+    path, module = attention[0]
     where = f"({type(module).__name__} at {path})"
     kinds = {type(child).__name__ for child in module.modules()}
     bare = [name for name, p in module.named_parameters(recurse=False) if p.dim() >= 3]
@@ -273,7 +275,7 @@ def _why_no_heads(model: nn.Module) -> str | None:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Tell whether a module calls itself an attention and holds weights."""
+    """Return whether a module is named an attention and holds weights."""
     name = type(module).__name__.lower()
     named = ("attention" in name or "attn" in name or "mla" in name) and "structure" not in name
     has_linear = any(

@@ -1,4 +1,4 @@
-"""What a model answers: classes, an embedding, or something that members cannot average."""
+"""What a model returns: classes, an embedding, or something that members cannot average."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CLASSIFIERS = ("classifier", "score", "classification_head")
 
 
 def other_task(model: Any) -> str | None:
-    """Say what a model does if its answers are no class probabilities, which members average."""
+    """Name a model's task if its outputs are not class probabilities, which members average."""
     config = getattr(model, "config", None)
     problem = getattr(config, "problem_type", None)
     if problem in ("multi_label_classification", "regression"):
@@ -21,7 +21,7 @@ def other_task(model: Any) -> str | None:
 
 
 def gives_classes(model: Any, output: Any) -> bool:
-    """Tell whether a model's output holds class logits, and not an embedding or hidden states.
+    """Return whether a model's output holds class logits, not an embedding or hidden states.
 
     Hugging Face says so by the field `logits`. A bare tensor [batch, n] is logits when n is the
     model's number of classes, or when the model does not say that it projects (open_clip's towers).
@@ -30,8 +30,10 @@ def gives_classes(model: Any, output: Any) -> bool:
         output, classes = output[0], getattr(getattr(model, "config", None), "num_labels", None)
         return classes == output.shape[-1]
     if not isinstance(output, Tensor):
-        held = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
-        return isinstance(held, Tensor)
+        logits = (
+            output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
+        )
+        return isinstance(logits, Tensor)
     if output.dim() != 2:
         return False
     classes = getattr(model, "num_classes", None)

@@ -1,7 +1,7 @@
-"""A small Vision Transformer in plain torch, and the few lines that make it known to this library.
+"""A small Vision Transformer in plain torch, and the few lines that register it.
 
-The demo and the tests of the command line run on it, so neither needs a host library. It is also
-the example of how to bring a model of your own: `TINY_VIT` says where its parts are.
+The demo and the tests of the command line run on it, so neither needs a host library. It is also an
+example of how to bring your own model: `TINY_VIT` says where its parts are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .family import Family, register_family
 
 @dataclass(frozen=True)
 class TinyViTConfig:
-    """The shape of a `TinyViT`; the defaults fit the digits."""
+    """The shape of a `TinyViT`; the defaults fit the digits data."""
 
     image_size: int = 16
     patch_size: int = 4
@@ -79,8 +79,8 @@ class TinyViT(nn.Module):
     """A small image classifier: images [batch, channels, size, size] to logits [batch, class].
 
     Args:
-        config: Its shape.
-        seed: Of the initial weights.
+        config: Shape of the model.
+        seed: Seed of the initial weights.
     """
 
     main_input_name = "pixel_values"

@@ -1,8 +1,8 @@
 """Layers that share one set of weights (ALBERT), unrolled: one block per call, the same weights.
 
-A shared layer has no heads of its own in each call, so members could not part late. Unrolled, every
-call is a block with its own mask. The user's model is not touched: what is unrolled is a twin of
-its structure around the same parameters.
+A shared layer has the same heads in every call, so members could not branch late. Unrolled, every
+call is a block with its own mask. The user's model does not change: the unrolled model is a twin
+that shares its parameters.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def unrolled(model: nn.Module) -> nn.Module | None:
     blocks = []
     for number in groups_of_calls(encoder):
         group = groups[number]
-        own = {id(t): t for t in (*group.parameters(), *group.buffers())}
-        blocks.append(copy.deepcopy(group, own))
+        tensors = {id(t): t for t in (*group.parameters(), *group.buffers())}
+        blocks.append(copy.deepcopy(group, tensors))
     encoder.albert_layer_groups = nn.ModuleList(blocks)
     for module in twin.modules():  # a saved folder must describe the unrolled structure
         config: Any = getattr(module, "config", None)

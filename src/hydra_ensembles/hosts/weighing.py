@@ -21,9 +21,9 @@ class BlockWeight:
     """Multiply-adds of one block.
 
     Attributes:
-        whole: With all its heads.
-        head: What one head less saves; 0 where heads cannot be removed physically.
-        heads, group: Number of heads, and of heads that can only be removed together.
+        whole: Multiply-adds with all heads.
+        head: Saving per removed head; 0 if heads cannot be removed physically.
+        heads, group: Number of heads, and size of the groups that are removed together.
     """
 
     whole: int
@@ -38,7 +38,7 @@ class BlockWeight:
 
 
 def operation_counter() -> FlopCounterMode:
-    """Return torch's counter of operations; older ones do not know attention on the CPU."""
+    """Return torch's operation counter, with CPU attention, which older versions lack."""
     attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     unknown = {} if attention in flop_registry else {attention: _attention_on_cpu}
     return FlopCounterMode(display=False, custom_mapping=unknown)
@@ -52,7 +52,7 @@ _attention_on_cpu._get_raw = True  # type: ignore[attr-defined]  # sdpa_flop tak
 
 
 def multiply_adds(run: Callable[[], Any]) -> int:
-    """Count the multiply-adds of what runs: matrix products, convolutions and attention."""
+    """Count the multiply-adds of a call: matrix products, convolutions and attention."""
     counter = operation_counter()
     with torch.no_grad(), counter:
         run()
@@ -60,7 +60,7 @@ def multiply_adds(run: Callable[[], Any]) -> int:
 
 
 def weigh_blocks(host: Host, calls: Sequence[BlockCall]) -> list[BlockWeight]:
-    """Weigh every block of a host, called as in one of its forward passes."""
+    """Count every block of a host, called as in one of its forward passes."""
     known: dict[Any, BlockWeight] = {}
     result = []
     for block, call in zip(host.blocks, calls, strict=True):
@@ -74,14 +74,14 @@ def weigh_blocks(host: Host, calls: Sequence[BlockCall]) -> list[BlockWeight]:
 def _weigh(block: Block, call: BlockCall) -> BlockWeight:
     site = block.attention
     heads, group = site.num_heads, max(1, site.num_heads // max(1, site.kv_heads))
-    whole = multiply_adds(lambda: call.call(block.module))
-    there = tuple(range(group, heads))
-    if not there or why_not_cut(block, there, call) is not None:
-        return BlockWeight(whole, 0.0, heads, group)
-    less = Block.of(block.index, copy.deepcopy(block.module), block.family)
-    Cut(there, there).apply_(less)
-    saved = whole - multiply_adds(lambda: call.call(less.module))
-    return BlockWeight(whole, saved / group, heads, group)
+    full = multiply_adds(lambda: call.call(block.module))
+    remaining = tuple(range(group, heads))
+    if not remaining or why_not_cut(block, remaining, call) is not None:
+        return BlockWeight(full, 0.0, heads, group)
+    pruned = Block.of(block.index, copy.deepcopy(block.module), block.family)
+    Cut(remaining, remaining).apply_(pruned)
+    saved = full - multiply_adds(lambda: call.call(pruned.module))
+    return BlockWeight(full, saved / group, heads, group)
 
 
 def _shapes(value: Any) -> Any:
@@ -95,14 +95,14 @@ def _shapes(value: Any) -> Any:
 
 
 def three_members(host: Host) -> float | None:
-    """Count three members of a third of the heads each in the last block, against the host.
+    """Return the relative cost of three members with a third of the last block's heads each.
 
-    None when the host could not be run.
+    None if the host could not be run.
     """
-    seen = host.seen
-    if seen is None:
+    captured = host.seen
+    if captured is None:
         return None
-    calls, inputs = seen
+    calls, inputs = captured
     try:
         weights = weigh_blocks(host, calls)
         whole = multiply_adds(lambda: host.model(*inputs[0], **inputs[1]))

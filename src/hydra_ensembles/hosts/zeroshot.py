@@ -52,8 +52,8 @@ class PooledTower(nn.Module):
         if isinstance(output, Tensor):  # a timm tower without a head
             pooled = output[:, 0] if output.dim() == 3 else output
         else:
-            found = getattr(output, "pooler_output", None)
-            pooled = output.last_hidden_state[:, 0] if found is None else found
+            pooler = getattr(output, "pooler_output", None)
+            pooled = output.last_hidden_state[:, 0] if pooler is None else pooler
         return self.projection(pooled)
 
 
@@ -68,10 +68,10 @@ class ZeroShotClassifier(nn.Module):
         dual_encoder: Hugging Face `CLIPModel`, `SiglipModel`, `Siglip2Model`,
             `VisionTextDualEncoderModel` or an open_clip model. (SigLIP's sigmoid becomes a softmax
             over the classes; its logit bias is the same for all of them.)
-        class_names: One name a class.
+        class_names: One name per class.
         templates: Prompts with a `{}` for the name; embeddings are averaged over them.
         tokenizer: Texts to the text tower's inputs.
-        encode_text: Embed a list of texts yourself, [texts, width] (a masked mean, say).
+        encode_text: Embeds a list of texts, [texts, width] (e.g. by a masked mean).
         batch_size: Texts embedded at once.
     """
 
@@ -89,7 +89,7 @@ class ZeroShotClassifier(nn.Module):
     ) -> None:
         super().__init__()
         if not class_names:
-            raise ValueError("class_names is empty: give one name for each class.")
+            raise ValueError("class_names is empty: give one name per class.")
         encode = encode_text or _text_encoder(dual_encoder, tokenizer)
         embeddings = _class_embeddings(encode, list(class_names), list(templates), batch_size)
         self._set_up(
@@ -111,7 +111,7 @@ class ZeroShotClassifier(nn.Module):
     def from_parts(
         cls, image_tower: nn.Module, text_embeddings: Tensor, scale: Tensor, class_names: list[str]
     ) -> ZeroShotClassifier:
-        """Make a classifier from an image tower and class embeddings that are there already."""
+        """Make a classifier from an image tower and precomputed class embeddings."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self._set_up(image_tower, text_embeddings, scale, class_names)

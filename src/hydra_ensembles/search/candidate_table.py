@@ -1,4 +1,4 @@
-"""What selection reads from candidates, computed once: judging an ensemble is then a few sums."""
+"""What selection reads from candidates, computed once: scoring an ensemble is then a few sums."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ GRID = tuple(1.15**step for step in range(-4, 4))
 
 @dataclass(frozen=True)
 class Figures:
-    """How an ensemble does on validation data.
+    """An ensemble's metrics on validation data.
 
     Attributes:
-        auroc: By family, then by score.
-        nll: Of the mean probability; `nll_scaled`: at the ensemble's own best temperature.
-        accuracy, ece, disagreement: On in-distribution data; the last two only where asked for.
+        auroc: AUROC by family, then by score.
+        nll: NLL of the mean probability; `nll_scaled`: at the ensemble's own best temperature.
+        accuracy, ece, disagreement: On in-distribution data; the last two only on request.
     """
 
     auroc: dict[str, dict[str, float]]
@@ -38,15 +38,15 @@ class Figures:
 
 @dataclass(frozen=True)
 class Column:
-    """One data set: what is read of each candidate.
+    """One data set: what selection reads of each candidate.
 
     Attributes:
         top: Probabilities of the classes that any candidate finds probable [example, candidate,
-            class]; all classes where there are at most `CLASSES`. The class that an ensemble
-            predicts is probable for one of its members, so its confidence is read off these.
+            class]; all classes if there are at most `CLASSES`. The class that an ensemble predicts
+            is probable for one of its members, so these determine its confidence.
         energy: -logsumexp of the logits [example, candidate].
-        logits: The logits of all examples and candidates, for other scores: never copied whole.
-        rows, places: Which examples and candidates of `logits` are meant; None for all.
+        logits: The logits of all examples and candidates, for other scores; never fully copied.
+        rows, places: The examples and candidates of `logits` in this column; None for all.
     """
 
     top: Tensor
@@ -66,7 +66,7 @@ class Column:
         return Column(self.top[:, index], self.energy[:, index], self.logits, self.rows, places)
 
     def members(self, index: Sequence[int]) -> Tensor:
-        """Return the logits of some candidates, [example, member, class]."""
+        """Return the logits of the given candidates, [example, member, class]."""
         places = index if self.places is None else [self.places[i] for i in index]
         chosen = self.logits[:, places]
         return (chosen if self.rows is None else chosen[self.rows]).float()
@@ -78,8 +78,8 @@ class Table:
     Args:
         outputs: Logits of all candidates on `"id"` and `"ood/..."`.
         temperature: The host's temperature, fitted on candidate 0 (the unpruned host) by default.
-            NLL after scaling is the least on a grid around it: pruned members are less confident
-            than the host, so that its temperature would speak against them.
+            NLL after scaling is the lowest on a grid around it: pruned members are less confident
+            than the host, so the host's temperature would put them at a disadvantage.
     """
 
     def __init__(self, outputs: Outputs, *, temperature: float | None = None) -> None:
@@ -115,11 +115,11 @@ class Table:
         return [name for name in self.columns if name.startswith("ood")]
 
     def sizes(self) -> dict[str, int]:
-        """Examples by data set."""
+        """Number of examples by data set."""
         return {name: len(column.energy) for name, column in self.columns.items()}
 
     def take(self, rows: Mapping[str, Tensor]) -> Table:
-        """Return some examples of the data sets that `rows` names."""
+        """Return the given examples of the data sets in `rows`."""
         part = Table.__new__(Table)
         part.temperature = self.temperature
         part.columns = {name: self.columns[name].take(index) for name, index in rows.items()}
@@ -138,12 +138,12 @@ class Table:
     def figures(
         self, members: Sequence[int], *, scores: Sequence[str] = ("msp",), detail: bool = False
     ) -> Figures:
-        """Judge an ensemble of candidates; a candidate may be a member more than once.
+        """Score an ensemble of candidates; a candidate may be a member more than once.
 
         Args:
-            members: Candidates.
+            members: Candidates, by index.
             scores: Uncertainty scores to rank by.
-            detail: Compute ECE and disagreement too.
+            detail: Whether to compute ECE and disagreement too.
         """
         index = list(members)
         means = {
@@ -151,14 +151,14 @@ class Table:
             for name, column in self.columns.items()
             if "msp" in scores or name == "id"
         }
-        found: dict[str, dict[str, float]] = {name: {} for name in self.families}
+        auroc: dict[str, dict[str, float]] = {name: {} for name in self.families}
         for score in scores:
             inliers = self._score(score, "id", index, means).sort().values
-            for family in found:
+            for family in auroc:
                 other = self._score(score, family, index, means)
                 low = torch.searchsorted(inliers, other)
                 high = torch.searchsorted(inliers, other, right=True)
-                found[family][score] = float((low + high).double().mean()) / (2 * len(inliers))
+                auroc[family][score] = float((low + high).double().mean()) / (2 * len(inliers))
         nll, scaled = (
             -float(t[..., index].mean(-1).clamp_min(1e-30).log().double().mean(0).amax())
             for t in (self.target, self.target_scaled)
@@ -172,16 +172,16 @@ class Table:
                 "disagreement": float(disagreement(logits).mean()),
             }
         accuracy = float((guess == self.labels).double().mean())
-        return Figures(found, nll, scaled, accuracy, **extra)
+        return Figures(auroc, nll, scaled, accuracy, **extra)
 
     def grown(
         self, have: Sequence[int], pool: Sequence[int], *, scores: Sequence[str] = ("msp",)
     ) -> list[Figures]:
-        """Judge `have` plus each candidate of a pool, all at once; for MSP and energy only."""
-        found: list[Figures] = []
+        """Score `have` plus each candidate of a pool, all at once; only for MSP and energy."""
+        figures: list[Figures] = []
         for start in range(0, len(pool), 64):
-            found += self._grown(list(have), list(pool[start : start + 64]), scores)
-        return found
+            figures += self._grown(list(have), list(pool[start : start + 64]), scores)
+        return figures
 
     def _grown(self, have: list[int], pool: list[int], scores: Sequence[str]) -> list[Figures]:
         def mean(values: Tensor) -> Tensor:  # [example, candidate, ...] to [example, pool, ...]
@@ -226,7 +226,7 @@ class Table:
 def _probable(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the probabilities of the most probable classes, and the classes [example, class]."""
     top, classes = [], []
-    for part in logits.split(64):  # a part at a time: 64 x candidates x classes in memory
+    for part in logits.split(64):  # in parts: 64 x candidates x classes in memory
         probabilities = part.float().softmax(-1)
         number = probabilities.shape[-1]
         if number <= CLASSES:
@@ -241,9 +241,9 @@ def _probable(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _at_labels(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """Return every candidate's probability of the label [example, candidate]."""
-    found = []
+    probabilities = []
     for part, label in zip(logits.split(64), labels.split(64), strict=True):
         logs = (part.float() / temperature).log_softmax(-1)
         place = label[:, None, None].expand(-1, logs.shape[1], 1)
-        found.append(logs.gather(-1, place)[..., 0].exp())
-    return torch.cat(found)
+        probabilities.append(logs.gather(-1, place)[..., 0].exp())
+    return torch.cat(probabilities)

@@ -13,13 +13,13 @@ from .state import TensorStore
 
 
 class Candidates:
-    """Candidate masks and their logits above a cached trunk; each is computed once.
+    """Candidate masks and their logits above a cached trunk, computed once.
 
     Args:
         prefix: Cached states; it is advanced to the first layer in which candidates differ.
-        pool: Masks and where they come from; the first is the unpruned host.
-        tick: Called with the number of block runs that were done.
-        store: Keeps logits, so that a stopped search need not compute them again.
+        pool: Masks and their origins; the first is the unpruned host.
+        tick: Called with the number of finished block runs.
+        store: Stores logits, so that a stopped search need not recompute them.
     """
 
     def __init__(
@@ -46,21 +46,21 @@ class Candidates:
         if not new:
             return
         label = f"candidates-{len(self.origins)}-{len(self.origins) + len(new)}"
-        found = self._arrange(
+        outputs = self._arrange(
             self.prefix.logits(list(new), tick=self.tick, store=self.store, label=label)
         )
         before = self.outputs.logits
         self.outputs = Outputs(
             {
                 name: torch.cat([before[name], logits], 1) if name in before else logits
-                for name, logits in found.logits.items()
+                for name, logits in outputs.logits.items()
             },
-            found.labels,
+            outputs.labels,
         )
         self.origins.update(new)
 
     def _arrange(self, outputs: Outputs) -> Outputs:
-        """Bring logits to the data sets that selection knows."""
+        """Arrange logits by the data sets that selection uses."""
         return outputs
 
 
@@ -83,7 +83,7 @@ class PartCandidates(Candidates):
 
 def joined(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Join data sets `<part>:<name>` by name, in the order of the parts."""
-    found: dict[str, list[Tensor]] = {}
+    by_name: dict[str, list[Tensor]] = {}
     for key, tensor in parts.items():
-        found.setdefault(key.partition(":")[2], []).append(tensor)
-    return {name: torch.cat(tensors) for name, tensors in found.items()}
+        by_name.setdefault(key.partition(":")[2], []).append(tensor)
+    return {name: torch.cat(tensors) for name, tensors in by_name.items()}

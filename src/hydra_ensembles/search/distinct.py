@@ -1,4 +1,4 @@
-"""Members that differ: the next best mask where a search returns one that is taken."""
+"""Distinct members: the next best mask when a search returns one that is already taken."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from ..heads.masks import HeadMask, HeadScores
 
 
 def count_masks(heads: Sequence[int], kept: Sequence[int], layers: Sequence[int]) -> int:
-    """Count the masks that keep so many heads of these layers."""
+    """Count the masks that keep the given numbers of heads in these layers."""
     return math.prod(math.comb(heads[layer], kept[layer]) for layer in layers)
 
 
 def next_best(
     scores: HeadScores, mask: HeadMask, layers: Sequence[int], taken: Collection[HeadMask]
 ) -> HeadMask | None:
-    """Return the mask nearest to `mask` by score that is not taken, or None when all are.
+    """Return the best-scoring mask that is not taken, or None if all are.
 
-    Masks with as many heads in every layer are tried in the order of the score that they give up:
-    sum of the scores of the heads kept, against that of `mask`. One step exchanges a kept head of
-    a layer for another. Ties go to the mask that was reached first, lower layers and heads first.
+    Masks with the same number of heads per layer are tried in order of the score they lose against
+    `mask` (sum of the kept heads' scores). One step swaps a kept head of a layer for another. Ties:
+    the mask that was reached first, lower layers and heads first.
 
     Args:
-        scores: Of all heads; higher = keep. `mask` keeps the highest of each layer.
-        mask: The mask that is taken.
-        layers: Layers in which heads may be exchanged.
-        taken: Masks that are not wanted.
+        scores: Scores of all heads; higher = keep. `mask` keeps the highest of each layer.
+        mask: The mask to start from.
+        layers: Layers in which heads may be swapped.
+        taken: Masks to exclude.
     """
     queue: list[tuple[float, int, HeadMask]] = [(0.0, 0, mask)]
     seen = {mask}
@@ -41,9 +41,9 @@ def next_best(
                 for into in (~row).nonzero().flatten().tolist():
                     changed = row.clone()
                     changed[out], changed[into] = False, True
-                    near = best.with_layer(layer, changed)
-                    if near not in seen:
-                        seen.add(near)
+                    neighbour = best.with_layer(layer, changed)
+                    if neighbour not in seen:
+                        seen.add(neighbour)
                         given_up = float(scores[layer][out] - scores[layer][into])
-                        heapq.heappush(queue, (loss + given_up, len(seen), near))
+                        heapq.heappush(queue, (loss + given_up, len(seen), neighbour))
     return None

@@ -1,4 +1,4 @@
-"""Search for members: select from a pool by the ensemble's figures, mutate, and stop."""
+"""Search for members: select from a pool by the ensemble's metrics, mutate, and stop."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Members:
     """The members that a search chose.
 
     Attributes:
-        masks: One a member.
-        selection: How they did, and what else was tried.
-        origins: Where each member's mask comes from.
+        masks: One mask per member.
+        selection: Their metrics, and what else was tried.
+        origins: Origin of each member's mask.
         cost: Counted multiply-adds relative to the plain host.
         rounds: Rounds of evolution that helped on the held-out part.
     """
@@ -53,26 +53,26 @@ def search_members(
     seed: int = 0,
     state: SearchState | None = None,
 ) -> Members:
-    """Choose members out of a pool and its mutations.
+    """Choose members from a pool and its mutations.
 
-    Selection runs on the whole selecting part and on bags of it: half of the examples each, and one
-    family of outliers left out in turn. What it finds are finalists; held-out examples of all
-    families choose among them, and a round of mutations counts only if it helps there.
+    Selection runs on the whole selection part and on bags of it: half of the examples each, and one
+    family of outliers left out at a time. The results are finalists; held-out examples of all
+    families decide between them, and a round of mutations counts only if it helps there.
 
     Args:
         candidates: The pool; grown by mutations.
         budget: Bounds the members' counted cost.
-        members: Number of members M; a mask is chosen twice only where no other fits the budget.
+        members: Number of members M; a mask is chosen twice only if no other fits the budget.
         layers: Layers in which mutations change heads.
-        select, hold: Examples by data set that select and that decide; all by default.
+        select, hold: Examples by data set for selection and for the decision; all by default.
         objective: See `EnsembleObjective`.
-        rounds: Rounds of mutations at most; none where the pool holds all masks.
+        rounds: Most rounds of mutations; none if the pool holds all masks.
         beam: Ensembles kept while growing.
-        bags: Bags of half of the examples.
-        leave_family_out: Also select with each family left out.
-        seed: Of bags and mutations.
-        state: Where finished rounds are kept, so that a stopped search goes on; its settings are to
-            name everything that the rounds depend on.
+        bags: Number of bags with half of the examples.
+        leave_family_out: Whether to also select with each family left out.
+        seed: Seed of bags and mutations.
+        state: Stores finished rounds, so that a stopped search can resume; its settings must name
+            everything that the rounds depend on.
     """
     objective = objective or EnsembleObjective()
     state = SearchState(None, {}) if state is None else state
@@ -108,7 +108,7 @@ def search_members(
             judge = Selector(table, objective=objective, select=select, hold=hold, fits=fits)
             known.append({"finalists": list(finalists), **asdict(judge.choose(list(finalists)))})
             state.add({"round": known[turn]})
-        finalists = dict.fromkeys(tuple(found) for found in known[turn]["finalists"])
+        finalists = dict.fromkeys(tuple(finalist) for finalist in known[turn]["finalists"])
         now = Selection.of(known[turn])
         if best is not None and now.order <= (best.order[0], best.held_out + 1e-9):
             break
@@ -120,7 +120,7 @@ def search_members(
 
 
 class _Fits:
-    """Whether candidates fit the budget together, remembered by the set of them."""
+    """Whether a set of candidates fits the budget; cached per set."""
 
     def __init__(self, masks: Sequence[HeadMask], budget: Budget) -> None:
         self.masks, self.budget = masks, budget
@@ -136,22 +136,22 @@ class _Fits:
 def _bags(
     table: Table, select: Rows | None, bags: int, leave_family_out: bool, seed: int
 ) -> list[dict[str, Tensor]]:
-    """Return row sets to select on: all, each family left out, halves."""
+    """Return the sets of rows to select on: all, each family left out, halves."""
     base = {
         name: torch.arange(size) if select is None else select[name]
         for name, size in table.sizes().items()
     }
-    found = [dict(base)]
+    row_sets = [dict(base)]
     families = table.families
     if leave_family_out and len(families) > 2:
         for family in families:
-            found.append({name: rows for name, rows in base.items() if name != family})
+            row_sets.append({name: rows for name, rows in base.items() if name != family})
     generator = torch.Generator().manual_seed(seed)
     for _ in range(bags):
-        found.append(
+        row_sets.append(
             {
                 name: rows[torch.randperm(len(rows), generator=generator)[: (len(rows) + 1) // 2]]
                 for name, rows in base.items()
             }
         )
-    return found
+    return row_sets

@@ -1,8 +1,8 @@
-"""Successive halving of candidate masks: most of them die on a small share of the data.
+"""Successive halving of candidate masks: most are dropped on a small share of the data.
 
-A rung scores the masks that are left on a little more data and keeps the best of them (Jamieson &
-Talwalkar, 2016). A mask is worth the best ensemble that it was seen in: alone, or as an addition to
-the best masks of the rung, so that masks which complement others survive.
+Each rung scores the remaining masks on a little more data and keeps the best (Jamieson & Talwalkar,
+2016). A mask's value is that of the best ensemble it was in: by itself, or added to the best masks
+of the rung, so that masks which complement others survive.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def halve(
 
     Args:
         prefix: Cached states at the first layer in which masks differ, by `<rung>:<name>`.
-        pool: Masks and where they come from; the first is the unpruned host.
-        rungs: Names of the shares of the data, in the order of their use.
-        objective: What an ensemble is rewarded for.
-        members: Size of the ensembles that masks are judged in, at most.
+        pool: Masks and their origins; the first is the unpruned host.
+        rungs: Names of the shares of the data, in order.
+        objective: The objective of an ensemble.
+        members: Largest size of the ensembles in which masks are scored.
         keep: Share of the masks that survives a rung.
-        at_least: Masks that survive a rung at least.
-        state: Finished rungs are kept here, so that a stopped search goes on.
-        tick: Called with the number of block runs that were done.
+        at_least: Fewest masks that survive a rung.
+        state: Stores finished rungs, so that a stopped search can resume.
+        tick: Called with the number of finished block runs.
     """
     masks = list(pool)
     known = state.find("rung")
@@ -70,7 +70,7 @@ def halve(
 
 
 def _worth(selector: Selector, members: int) -> list[float]:
-    """Return the objective of the best ensemble that each candidate was seen in."""
+    """Return, per candidate, the objective of the best ensemble that it was in."""
     pool = list(range(selector.candidates))
     best: tuple[int, ...] = ()
     worth = [float("-inf")] * len(pool)

@@ -1,7 +1,7 @@
 """What each head does: its effect on accuracy, calibration and OOD detection, under several edits.
 
-A head's output A_h is replaced by zero, by its mean over the data, or by that of another example
-(activation patching); either each head by itself, or with what a search fixed below it.
+A head's output A_h is replaced by zero, by its mean over the data, or by its output on another
+example (activation patching); each head by itself, or under the mask that a search fixed below.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ EDITS = ("zero", "mean", "patch")
 
 @dataclass(frozen=True)
 class HeadMap:
-    """Effects of heads, a table for each figure; positive means that the figure gets worse.
+    """Effects of heads, one table per metric; positive means that the metric gets worse.
 
     Attributes:
-        effects: By figure (`error`, `nll`, `ece`, `ood-auroc`), with standard errors.
+        effects: By metric (`error`, `nll`, `ece`, `ood-auroc`), with standard errors.
         edit: What replaced a head's output.
         below: The mask under which lower layers ran, or None for the whole model.
     """
@@ -58,8 +58,8 @@ class HeadMap:
         )
 
     def __str__(self) -> str:
-        given = "each head by itself" if self.below is None else "under a mask below"
-        lines = [f"HeadMap by {self.edit}-ablation, {given}; positive = the head helps"]
+        context = "each head by itself" if self.below is None else "under a mask below"
+        lines = [f"HeadMap by {self.edit}-ablation, {context}; positive = the head helps"]
         for name, table in self.effects.items():
             clear = self.significant(name).total_kept
             assert table.standard_error is not None
@@ -111,15 +111,15 @@ def head_map(
     """Measure each head's effect on accuracy, NLL, calibration and OOD detection.
 
     Args:
-        model: A host model; left as it was.
+        model: A host model; it is not changed.
         id: Labelled in-distribution data.
-        ood: Outliers (data, dict by family, `"auto"` for proxies); None leaves OOD detection out.
-        edit: `"zero"`, `"mean"` (the head's mean output over `id`, by position where all inputs
-            have one length) or `"patch"` (its output on another example of the batch, seeded).
+        ood: Outliers (data, dict by family, `"auto"` for proxies); None omits OOD detection.
+        edit: `"zero"`, `"mean"` (the head's mean output over `id`, by position if all inputs have
+            the same length) or `"patch"` (its output on another example of the batch, seeded).
         below: Condition on a mask: layers below the one that is edited keep only these heads.
         score: The uncertainty that ranks outliers.
-        layers: Layers to look at; effects elsewhere are 0.
-        seed: Of the donors of `"patch"`.
+        layers: Layers to measure; effects elsewhere are 0.
+        seed: Seed of the donors of `"patch"`.
         cache_bytes: Memory for hidden states.
         progress: Show a bar on a terminal.
     """
@@ -134,7 +134,7 @@ def head_map(
     chosen = set(range(len(host)) if layers is None else layers)
     prefix = Prefix(host, sets, cache_bytes=cache_bytes)
     names = ["error", "nll", "ece", "ood-auroc"][: len(goals)]
-    found: dict[str, list[tuple[list[float], list[float]]]] = {name: [] for name in names}
+    effects: dict[str, list[tuple[list[float], list[float]]]] = {name: [] for name in names}
     depth = len(host)
     work = sum((host.head_counts[i] + 1) * (depth - i) for i in chosen) * prefix.batches
     with ticker(f"head map, {edit}", work, enabled=progress) as tick:
@@ -145,15 +145,15 @@ def head_map(
                 base = outputs.candidate(0)
                 for name, goal in zip(names, goals, strict=True):
                     pairs = [effect(goal, outputs.candidate(h + 1), base) for h in range(heads)]
-                    found[name].append(([p[0] for p in pairs], [p[1] for p in pairs]))
+                    effects[name].append(([p[0] for p in pairs], [p[1] for p in pairs]))
             else:
                 for name in names:
-                    found[name].append(([0.0] * heads, [0.0] * heads))
+                    effects[name].append(([0.0] * heads, [0.0] * heads))
             if layer < depth - 1:
                 prefix.advance(rows[layer])
     tables = {
         name: HeadScores([v for v, _ in table], name=name, standard_error=[e for _, e in table])
-        for name, table in found.items()
+        for name, table in effects.items()
     }
     return HeadMap(tables, edit, mask)
 
@@ -180,7 +180,7 @@ def _replacement(
         generator = torch.Generator().manual_seed(seed + 7919 * index)
         order = torch.randperm(call.batch, generator=generator)
         taken = torch.empty_like(order)
-        taken[order] = order.roll(1)  # nobody is its own donor, as long as there are two
+        taken[order] = order.roll(1)  # no example is its own donor, if there are two or more
         return Replacement(donors=taken)
 
     return donors
@@ -194,10 +194,10 @@ def _mean_heads(prefix: Prefix) -> Tensor:
         heads = prefix.engine.heads(prefix.layer, x, call)  # [batch, tokens, heads, width]
         return {"sum": heads.sum(0), "count": torch.tensor(call.batch)}
 
-    found = list(prefix.over("id", sum_of))
-    same = len({len(one["sum"]) for one in found}) == 1
+    sums = list(prefix.over("id", sum_of))
+    same = len({len(one["sum"]) for one in sums}) == 1
     total, count = None, 0
-    for one in found:
+    for one in sums:
         value = one["sum"] if same else one["sum"].mean(0, keepdim=True)
         total = value if total is None else total + value
         count += int(one["count"])

@@ -57,20 +57,20 @@ class Circuit:
 
     def margins(self) -> list[float | None]:
         """Return, by layer, the standard errors between the last kept and first pruned head."""
-        found: list[float | None] = []
+        gaps: list[float | None] = []
         assert self.effects.standard_error is not None
         for mask, row, error in zip(
             self.mask, self.effects, self.effects.standard_error, strict=True
         ):
             if bool(mask.all()) or not bool(mask.any()):
-                found.append(None)
+                gaps.append(None)
                 continue
             last_in = torch.where(mask, row, torch.inf).argmin()
             first_out = torch.where(mask, -torch.inf, row).argmax()
             spread = float((error[last_in] ** 2 + error[first_out] ** 2).sqrt())
             gap = float(row[last_in] - row[first_out])
-            found.append(gap / spread if spread else (float("inf") if gap else 0.0))
-        return found
+            gaps.append(gap / spread if spread else (float("inf") if gap else 0.0))
+        return gaps
 
     def __str__(self) -> str:
         lines = [f"Circuit for {self.objective} ({self.condition}): {self.mask.total_kept} heads"]
@@ -136,8 +136,8 @@ def find_circuit(
 ) -> HeadMask:
     """Find the heads that carry an objective. See `find_effects` for the arguments.
 
-    Within a layer heads are ranked by the objective without each of them: what it is with all of
-    them moves no rank, so the passes that would measure it are spared.
+    Heads of a layer are ranked by the objective without each of them. The objective with all heads
+    does not change the ranking, so the passes that would measure it are skipped.
 
     Example:
         >>> mask = find_circuit(model, id=validation, ood=outliers, objective="ood-auroc", keep=0.5)
@@ -165,24 +165,24 @@ def find_effects(
     """Search for a circuit and return it with the harm of removing each head.
 
     Args:
-        model: A host model; left as it was.
+        model: A host model; it is not changed.
         id: Labelled in-distribution data, any re-iterable of batches.
-        ood: Outliers: data, a dict of data by family, or `"auto"` (proxies made of `id`); None
-            means `"auto"` where the objective needs outliers.
-        shift: Labelled in-distribution data under corruption; made of `id` where the objective
-            needs it and None is given.
+        ood: Outliers: data, a dict of data by family, or `"auto"` (proxies made from `id`); None
+            means `"auto"` if the objective needs outliers.
+        shift: Labelled in-distribution data under corruption; by default made from `id` if the
+            objective needs it.
         objective: `id-loss`, `ood-auroc`, `ece`, `nll-shift`, `average`, an `Objective`, or a
             function of `Outputs` that is lower when better.
         keep: Heads of the circuit: a fraction of each layer, a number, or a list by layer; half by
             default.
-        max_cost: In place of `keep`: as many heads as the model pruned to the circuit may cost, in
-            counted multiply-adds relative to the plain one (`Budget.heads`).
+        max_cost: Instead of `keep`: bound on the pruned model's counted multiply-adds relative to
+            the plain model (`Budget.heads`).
         condition: What is fixed below a layer: `"knockout"` (the published search: heads already
             selected stay zeroed), `"keep"` (heads not selected are zeroed: the circuit as it will
             be used), `"none"` (nothing: each head by itself).
         layers: Layers to search; the others keep all heads. All by default.
         score: The uncertainty by which `ood-auroc` ranks.
-        folder: Where to keep the state, so that a stopped search goes on; None keeps none.
+        folder: Where to store the state, so that a stopped search can resume; None stores nothing.
         cache_bytes: Memory for hidden states; beyond it they are recomputed.
         progress: Show a bar with the remaining time on a terminal.
     """
@@ -251,7 +251,7 @@ def _search(
 def _counts(
     host: HostModel, data: Any, keep: Keep | None, max_cost: float | None, layers: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return how many heads each layer keeps, as asked or as a budget allows."""
+    """Return the number of heads that each layer keeps, as requested or within a budget."""
     if max_cost is None:
         return keep_counts(0.5 if keep is None else keep, host.head_counts)
     if keep is not None:
@@ -262,7 +262,7 @@ def _counts(
 
 
 def _fingerprints(sets: Mapping[str, Any]) -> dict[str, str]:
-    """Hash every data set; outliers' labels mean nothing and are left out."""
+    """Hash every data set; outliers without their labels, which mean nothing."""
     labelled = ("id", "shift")
     return {
         name: fingerprint(data if name in labelled else [without_labels(b) for b in data])

@@ -59,9 +59,9 @@ class LayerSearch:
                 prefix.advance(row)
 
     def _climb(self, prefix: Prefix, rows: Sequence[Tensor]) -> Outputs | None:
-        """Go up to where a search stopped; run again what its next baseline was taken from.
+        """Advance to where a search stopped; repeat the pass that gave its next baseline.
 
-        The same pass in the same shape, so that the baseline has the same bits.
+        The pass has the same shape, so that the baseline has the same bits.
         """
         source = self._source(rows) if self.baselines else None
         base = None
@@ -75,17 +75,17 @@ class LayerSearch:
     def _source(self, rows: Sequence[Tensor]) -> tuple[int, int] | None:
         """Return the layer and candidate whose pass ran the baseline above `rows`; None for none.
 
-        Passes run a layer as it is, and with one head off. Where no head, or one, is off below the
-        next layer, its baseline is known: it need not be run again.
+        Passes run a layer as it is, and with one head off. If at most one head is off below the
+        next layer, its baseline is known and need not be run.
         """
-        found: tuple[int, int] | None = None
+        source: tuple[int, int] | None = None
         for layer, row in enumerate(rows):
             place = _known(row)
             if place != 0:
-                found = None if place is None else (layer, place)
-            elif found is None and layer in self.layers:
-                found = (layer, 0)
-        return found
+                source = None if place is None else (layer, place)
+            elif source is None and layer in self.layers:
+                source = (layer, 0)
+        return source
 
     def _below(self, step: Mapping[str, Any], layer: int) -> Tensor:
         """Return the gates of a finished layer while later ones are scored."""
@@ -95,20 +95,20 @@ class LayerSearch:
         return ~selected if self.condition == "knockout" else selected
 
     def _pass(self, prefix: Prefix, base: Outputs | None, tick: Any) -> list[Any]:
-        """Run a layer as it is, unless that is known, and with each head off by itself."""
+        """Run a layer as it is, unless known, and with each head off by itself."""
         layer = prefix.layer
         if layer not in self.layers:
             return [base]
         if not self.baselines:
-            base = Outputs({}, {})  # nobody reads it
+            base = Outputs({}, {})  # never read
         heads = self.host.head_counts[layer]
         full = HeadMask.full(self.host)
         masks = [full.with_layer(layer, torch.arange(heads) != head) for head in range(heads)]
         if base is not None:
-            found = prefix.logits(masks, tick=tick)
-            return [base, *(found.candidate(head) for head in range(heads))]
-        found = prefix.logits([full, *masks], tick=tick)
-        return [found.candidate(place) for place in range(heads + 1)]
+            outputs = prefix.logits(masks, tick=tick)
+            return [base, *(outputs.candidate(head) for head in range(heads))]
+        outputs = prefix.logits([full, *masks], tick=tick)
+        return [outputs.candidate(place) for place in range(heads + 1)]
 
     def _step(self, layer: int, runs: Sequence[Outputs]) -> dict[str, Any]:
         """Rank the heads of a layer by their harm."""
@@ -146,10 +146,10 @@ class LayerSearch:
     def _effects(self, base: Outputs, changed: Sequence[Outputs]) -> tuple[Tensor, Tensor]:
         tables, spreads = [], []
         for goal in self.goals:
-            found = torch.tensor([effect(goal, c, base) for c in changed], dtype=torch.float64)
-            _check(goal, found[:, 0])
-            tables.append(found[:, 0])
-            spreads.append(found[:, 1])
+            pairs = torch.tensor([effect(goal, c, base) for c in changed], dtype=torch.float64)
+            _check(goal, pairs[:, 0])
+            tables.append(pairs[:, 0])
+            spreads.append(pairs[:, 1])
         if len(self.goals) == 1:
             return tables[0], spreads[0]
         return average_harm(tables), average_error(tables, spreads)

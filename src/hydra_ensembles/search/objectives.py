@@ -1,9 +1,9 @@
-"""What a circuit is for: objectives of logits on several data sets, **lower is better**.
+"""Objectives of a circuit: functions of logits on several data sets; **lower is better**.
 
 Data sets are named: `"id"` has labels; `"ood/<family>"` are outliers; `"shift"` is in-distribution
-data under corruption, with labels. An effect comes with a standard error over examples: from the
-examples' own parts where the objective is a mean of such (DeLong's placements for AUROC), by a
-jackknife over 20 groups otherwise.
+data under corruption, with labels. An effect comes with a standard error over examples: from
+per-example parts if the objective is a mean of them (DeLong's placements for AUROC), otherwise by a
+jackknife over 20 groups.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Objective:
     """An objective; **lower is better**.
 
     Attributes:
-        name: What to call it.
-        value: Outputs (logits [example, member, class] by data set) to a number.
-        parts: Outputs to one number for each example, whose means add up to the value (up to a
-            constant); None when there are no such parts.
+        name: Name of the objective.
+        value: Maps outputs (logits [example, member, class] by data set) to a number.
+        parts: Maps outputs to one number per example, whose means add up to the value (up to a
+            constant); None if there are no such parts.
         needs: Kinds of data that it reads: `"id"`, `"ood"`, `"shift"`.
     """
 
@@ -47,11 +47,11 @@ class Objective:
 
 
 objectives: Registry[Callable[[str | Score], Objective]] = Registry("objective")
-"""Objectives by name: functions of the uncertainty score to an `Objective`."""
+"""Objectives by name: functions from an uncertainty score to an `Objective`."""
 
 
 def as_objective(objective: Any, score: str | Score = "msp") -> Objective:
-    """Return an objective by name, a given one, or one made of a user's function of outputs."""
+    """Return an objective from its name, an `Objective` or a function of outputs."""
     if isinstance(objective, Objective):
         return objective
     if isinstance(objective, str):
@@ -119,16 +119,16 @@ def ood_auroc(score: str | Score = "msp") -> Objective:
         if not names:
             raise DataError('The objective "ood-auroc" needs outliers: pass ood=, or ood="auto".')
         inliers = score_logits(outputs.logits["id"], score)
-        found: Parts = {"id": torch.zeros(len(inliers), dtype=torch.float64)}
+        shares: Parts = {"id": torch.zeros(len(inliers), dtype=torch.float64)}
         for name in names:
             above, below = placements(inliers, score_logits(outputs.logits[name], score))
-            found["id"] -= above / len(names)
-            found[name] = -below / len(names)
-        return found
+            shares["id"] -= above / len(names)
+            shares[name] = -below / len(names)
+        return shares
 
     def value(outputs: Outputs) -> float:
-        found = parts(outputs)
-        return 1.0 + float(sum(found[name].mean() for name in families(outputs)))
+        shares = parts(outputs)
+        return 1.0 + float(sum(shares[name].mean() for name in families(outputs)))
 
     return Objective("ood-auroc", value, parts, needs=("id", "ood"))
 
@@ -144,7 +144,7 @@ def ece(score: str | Score = "msp") -> Objective:
 
 
 def average_of(score: str | Score, kinds: Sequence[str]) -> list[Objective]:
-    """Return the objectives that `average` is made of, as far as there is data for them."""
+    """Return the objectives that `average` combines, as far as there is data for them."""
     names = ["id-loss", "ece"]
     names += ["ood-auroc"] if "ood" in kinds else []
     names += ["nll-shift"] if "shift" in kinds else []
@@ -170,7 +170,7 @@ def _need(outputs: Outputs, data: str, name: str) -> None:
 def effect(objective: Objective, changed: Outputs, base: Outputs) -> tuple[float, float]:
     """Return how much the objective rises from `base` to `changed`, and its standard error.
 
-    The two are paired by example: what both share cancels.
+    The two are paired by example, so that what they share cancels.
     """
     difference = objective.value(changed) - objective.value(base)
     if objective.parts is not None:
@@ -195,5 +195,5 @@ def _jackknife(objective: Objective, changed: Outputs, base: Outputs) -> float:
         values.append(
             objective.value(changed.examples(rows)) - objective.value(base.examples(rows))
         )
-    found = torch.tensor(values, dtype=torch.float64)
-    return float(((groups - 1) / groups * ((found - found.mean()) ** 2).sum()).sqrt())
+    estimates = torch.tensor(values, dtype=torch.float64)
+    return float(((groups - 1) / groups * ((estimates - estimates.mean()) ** 2).sum()).sqrt())

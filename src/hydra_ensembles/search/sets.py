@@ -1,4 +1,4 @@
-"""The data sets of a search: in-distribution, outliers by family, proxies and shifts made of it."""
+"""The data sets of a search: in-distribution data, outliers, proxies and shifts."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ PROXY = "ood/proxy-"
 def outlier_sets(
     id: Any, ood: Any, *, proxies: bool | Sequence[str] = False, seed: int = 0
 ) -> dict[str, Any]:
-    """Return outlier data by name: given families, and proxies made of the ID data.
+    """Return outlier data by name: given families, and proxies made from the ID data.
 
     Args:
         id: In-distribution data.
         ood: Data, a dict of data by family, `"auto"` (proxies only) or None.
-        proxies: Join proxies to given families too: all kinds that fit, or those named.
+        proxies: Whether to add proxies to given families too: all suitable kinds, or those named.
     """
-    found: dict[str, Any] = {}
+    outliers: dict[str, Any] = {}
     if isinstance(ood, str) and ood != "auto":
         raise DataError(f'ood={ood!r}: expected data, a dict of data by family, or "auto".')
     if isinstance(ood, Mapping) and not _is_batch(ood):
-        found = {f"ood/{name}": as_data(data) for name, data in ood.items()}
+        outliers = {f"ood/{name}": as_data(data) for name, data in ood.items()}
     elif ood is not None and not isinstance(ood, str):
-        found = {"ood/given": as_data(ood)}
+        outliers = {"ood/given": as_data(ood)}
     if proxies or ood == "auto":
         kinds = list(proxies) if isinstance(proxies, (list, tuple)) else "auto"
-        made = make_proxies(id, kinds, seed=seed)
-        found.update({f"{PROXY}{name}": data for name, data in made.items()})
-    return found
+        proxy_sets = make_proxies(id, kinds, seed=seed)
+        outliers.update({f"{PROXY}{name}": data for name, data in proxy_sets.items()})
+    return outliers
 
 
 def _is_batch(value: Mapping[str, Any]) -> bool:
-    """Tell a batch (a mapping of tensors) from data by family."""
+    """Return whether a mapping is a batch (of tensors), not data by family."""
     return all(hasattr(inner, "dtype") for inner in value.values())
 
 
@@ -63,7 +63,7 @@ def search_sets(
 
 
 def shifted(data: Any, *, seed: int = 0) -> Any:
-    """Corrupt labelled data mildly: noise of severity 3 on images, 15 % of the tokens exchanged."""
+    """Corrupt labelled data mildly: noise of severity 3 on images, 15 % of the tokens replaced."""
     first = next(iter(check_reiterable(data)))
     if images_of(first) is not None:
         bank = images_of(spread(data, 64, seed))
@@ -85,7 +85,7 @@ def shifted(data: Any, *, seed: int = 0) -> Any:
 
 
 def _exchange_tokens(batch: Any, generator: torch.Generator) -> Any:
-    """Put other tokens of the batch in the place of 15 % of them; first tokens and padding stay."""
+    """Replace 15 % of the tokens by others of the batch, except first tokens and padding."""
     ids = batch["input_ids"]
     real = batch.get("attention_mask", torch.ones_like(ids)).bool()
     real = real & (torch.arange(ids.shape[1], device=ids.device) > 0)

@@ -1,4 +1,4 @@
-"""Resuming a search: finished steps and tensors, each file written beside and renamed."""
+"""Resuming a search: finished steps and tensors, each file written atomically."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ ADVICE = "Delete it to start again, or give another folder."
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read the file of a `SearchState`: its version, settings and steps, sound or refused."""
+    """Read the file of a `SearchState`: its version, settings and steps; raise if damaged."""
     saved = read_sealed(path, "the state of a search", ADVICE)
     keys = {"version", "settings", "steps"}
     if saved.keys() - {SEAL} != keys:
         problem = f"it has {', '.join(sorted(saved))[:80]}, expected {', '.join(sorted(keys))}"
     elif not (isinstance(saved["steps"], list) and isinstance(saved["settings"], dict)):
-        problem = "its steps or settings are no tables"
+        problem = "its steps or settings are not tables"
     else:
         return saved
     raise FormatError(f"{path} is not the state of a search: {problem}. {ADVICE}")
 
 
 class SearchState:
-    """A JSON file that remembers finished steps of a search.
+    """A JSON file of the finished steps of a search.
 
-    Of several processes only the first reads and writes the file; all of them know its steps.
+    Of several processes, only the first reads and writes the file; all of them know its steps.
 
     Args:
-        folder: Where to keep it; None keeps nothing.
+        folder: Where to store it; None stores nothing.
         settings: What the search depends on (model, data, options): plain data. A state that was
             written under other settings is refused.
-        name: Of the file.
+        name: Name of the file.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SearchState:
         name: str = "search.json",
     ) -> None:
         self.path = None if folder is None else Path(folder) / name
-        self.settings = json.loads(json.dumps(settings))  # as it will be read back
+        self.settings = json.loads(json.dumps(settings))  # as JSON will read it back
         self.steps: list[Any] = []
         if processes.size() > 1:
             processes.check_same("the settings of the search", self.settings)
@@ -81,7 +81,7 @@ class SearchState:
         return list(steps)
 
     def add(self, step: Any) -> None:
-        """Remember a finished step."""
+        """Store a finished step."""
         self.steps.append(step)
         if self.path is None or not processes.is_first():
             return
@@ -97,8 +97,8 @@ class TensorStore:
     """Tensors by name in a folder, for results of a search that are too large for JSON.
 
     Args:
-        folder: Made when the first tensor is kept. Whoever opens it checks, with a `SearchState`
-            beside it, that its tensors belong to the search.
+        folder: Created for the first tensor. The caller checks, with a `SearchState` next to it,
+            that its tensors belong to the search.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -108,23 +108,23 @@ class TensorStore:
         return self.folder / f"{name}.safetensors"
 
     def get(self, name: str) -> Tensor | None:
-        """Return a tensor, or None when it was not kept."""
+        """Return a tensor, or None if it is not stored."""
         path = self._path(name)
         if not path.exists():
             return None
         return read_stored(path)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Keep a tensor."""
+        """Store a tensor."""
         write_tensors(self._path(name), {"tensor": tensor.contiguous()})
 
     def clear(self) -> None:
-        """Remove all of them."""
+        """Remove all tensors."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def read_stored(path: Path) -> Tensor:
-    """Read the file of one tensor of a `TensorStore`, sound or refused."""
+    """Read one tensor's file of a `TensorStore`; raise if it is damaged."""
     advice = "Delete it: it will be computed again."
     tensors, _ = read_tensors(path, "a file with the logits of a search", advice)
     if tensors.keys() != {"tensor"}:

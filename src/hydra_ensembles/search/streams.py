@@ -1,4 +1,4 @@
-"""One batch through the blocks: candidate masks are streams that share all layers before they part.
+"""Run one batch through the blocks: candidate masks are streams that share the layers below.
 
 Streams are folded into the batch, stream-major: x is [streams * batch, tokens, width]. At a layer
 the attention of a stream is computed once for all its candidates: zeroing head h only leaves out
@@ -41,15 +41,15 @@ from ..hosts.relative import bias_of
 from ..hosts.sites import HeadWeights
 
 Branch = tuple[int, Tensor]
-"""A stream that leaves a block: the stream it comes from, and its gates [heads]."""
+"""An output stream of a block: its input stream and its gates [heads]."""
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """What stands in for heads that are edited and not simply zeroed.
+    """What replaces heads that are edited and not simply zeroed.
 
     Attributes:
-        donors: For every example the one whose head outputs it takes [batch], or None.
+        donors: Per example, the example whose head outputs it takes [batch], or None.
         means: Mean head outputs [tokens or 1, heads, head width], or None.
     """
 
@@ -66,14 +66,14 @@ class Replacement:
 
 @dataclass
 class Call:
-    """What a host hands to its blocks for one batch, and what is needed to read it out.
+    """What a host passes to its blocks for one batch, and what its readout needs.
 
     Attributes:
         batch: Number of examples.
-        layers: What each block is handed, where they must run by the host's own code.
-        reads: What each block is handed as our own arithmetic reads it, where that runs; a bias of
-            each head is in the mask.
-        inputs: The host's own inputs, kept only where its readout looks at them again.
+        layers: Arguments per block, if the host's own code runs them.
+        reads: Arguments per block as our own arithmetic reads them, if that runs; a bias per head
+            is part of the mask.
+        inputs: The host's own inputs, kept only if its readout reads them again.
         positions: Readout positions of the examples [batch], or None.
     """
 
@@ -86,14 +86,14 @@ class Call:
 
     def bytes(self) -> int:
         """Count the bytes of its tensors."""
-        held: list[Any] = [self.positions]
+        values: list[Any] = [self.positions]
         if self.inputs is not None:
-            held += [*self.inputs[0], *self.inputs[1].values()]
+            values += [*self.inputs[0], *self.inputs[1].values()]
         shared = {id(v): v for call in self.layers for v in (*call.args, *call.kwargs.values())}
         for read in self.reads:
             angles = () if read.rotary is None else (read.rotary.cos, read.rotary.sin)
             shared.update({id(value): value for value in (read.mask, *angles)})
-        return sum(_bytes(value) for value in [*held, *shared.values()])
+        return sum(_bytes(value) for value in [*values, *shared.values()])
 
 
 def _bytes(value: Any) -> int:
@@ -105,9 +105,9 @@ class Engine:
     """Runs the blocks of a host for many candidates at once.
 
     Args:
-        host: The host; where its blocks compute what we think, heads are taken apart by our own
-            arithmetic, otherwise its own blocks run with gates for every stream.
-        streams: How many streams to fold into one call.
+        host: The host. If its blocks compute what we think, our own arithmetic separates the heads;
+            otherwise its own blocks run with gates, once per stream.
+        streams: Number of streams to fold into one call.
     """
 
     def __init__(self, host: HostModel, *, streams: int = 16) -> None:
@@ -118,7 +118,7 @@ class Engine:
         self._example: Inputs | None = None
 
     def enter(self, batch: Any) -> tuple[Tensor, Call]:
-        """Run what stands before the blocks; return the hidden states and the blocks' arguments."""
+        """Run what comes before the blocks; return the hidden states and the blocks' arguments."""
         args, kwargs, _ = split_batch(batch)
         inputs = move(args, self.device), move(kwargs, self.device)
         hidden, call = self._own_call(inputs) if self.own else self._host_call(inputs)
@@ -132,33 +132,33 @@ class Engine:
         return hidden, call
 
     def _own_call(self, inputs: Inputs) -> tuple[Tensor, Call]:
-        """Enter blocks that our own arithmetic runs."""
-        seen: list[BlockCall] = []
+        """Capture the arguments of blocks that our own arithmetic runs."""
+        calls: list[BlockCall] = []
 
         def answer(call: BlockCall) -> Tensor:
-            seen.append(call)
+            calls.append(call)
             return call.hidden
 
-        with stand_ins(self.host, answer, note=seen.append):
+        with stand_ins(self.host, answer, note=calls.append):
             self.host.model(*inputs[0], **inputs[1])
-        x, own = seen[-1].hidden, self.host.arithmetic
+        x, arithmetic = calls[-1].hidden, self.host.arithmetic
         reads: list[Understood] = []
-        for layer, call in enumerate(seen):
-            same = not own.by_layer and not isinstance(own.rotary, tuple)
+        for layer, call in enumerate(calls):
+            same = not arithmetic.by_layer and not isinstance(arithmetic.rotary, tuple)
             reads.append(reads[-1] if reads and same else self._read(layer, call))
         return x, Call(len(x), reads=tuple(reads), length=x.shape[1])
 
     def _read(self, layer: int, call: BlockCall) -> Understood:
-        """Read what a block is handed."""
-        block, own = self.host.blocks[layer], self.host.arithmetic
+        """Read a block's arguments."""
+        block, arithmetic = self.host.blocks[layer], self.host.arithmetic
         site = block.attention
         read = understand(
             parameter_names(block.module)[1:],
             call.args,
             call.kwargs,
             call.hidden,
-            rotary=own.rotary_of(layer),
-            heads=site.num_heads if own.biased else None,
+            rotary=arithmetic.rotary_of(layer),
+            heads=site.num_heads if arithmetic.biased else None,
             grid=site.grid,
         )
         causal = site.causal if read.causal is None else read.causal
@@ -168,7 +168,7 @@ class Engine:
         return Understood(mask, causal, read.rotary)
 
     def _host_call(self, inputs: Inputs) -> tuple[Tensor, Call]:
-        """Enter blocks that the host's own code runs, each with its own arguments."""
+        """Capture the arguments of blocks that the host's own code runs."""
         calls = capture_calls(self.host, inputs)
         reason = why_not_chained(calls)
         if reason is not None:
@@ -177,7 +177,7 @@ class Engine:
                 "score_heads() instead."
             )
         x = calls[0].hidden
-        # states are not kept: a search holds its own
+        # drop the states: a search keeps its own
         layers = tuple(replace(call, hidden=x[:0], output=None) for call in calls)
         return x, Call(len(x), layers=layers, length=x.shape[1])
 
@@ -259,13 +259,13 @@ class Engine:
         return out.transpose(1, 2)
 
     def _rows(self, call: Call) -> Callable[[Tensor], Tensor] | None:
-        """Return what takes the tokens that the classifier reads, or None for all."""
+        """Return a function that selects the tokens the classifier reads, or None for all."""
         return take_rows(self.host.readout.tokens, call.positions)
 
     def _host_step(
         self, layer: int, x: Tensor, call: Call, parents: list[int], gates: Tensor
     ) -> Tensor:
-        """Run the host's own block for every branch, with the arguments that the host hands it."""
+        """Run the host's own block for every branch, with the host's arguments."""
         streams = x.unflatten(0, (-1, call.batch))
         block = self.host.blocks[layer].module
         outputs = []
@@ -277,17 +277,17 @@ class Engine:
         return torch.cat(outputs)
 
     def read(self, x: Tensor, call: Call) -> Tensor:
-        """Let the host's own head read the streams: logits [batch, streams, class]."""
+        """Read out the streams with the host's own head: logits [batch, streams, class]."""
         if self.host.readout.folds:
             assert self._example is not None
             output = main_output(run_around(self.host, self._example, lambda _: x))
             return output.unflatten(0, (-1, call.batch)).transpose(0, 1)
         assert call.inputs is not None
-        found = []
+        logits = []
         for stream in x.unflatten(0, (-1, call.batch)):
-            whole = full_length(stream, call.positions, call.length)
-            found.append(main_output(run_around(self.host, call.inputs, partial(_first, whole))))
-        return torch.stack(found, 1)
+            states = full_length(stream, call.positions, call.length)
+            logits.append(main_output(run_around(self.host, call.inputs, partial(_first, states))))
+        return torch.stack(logits, 1)
 
 
 def _first(states: Tensor, _: Tensor) -> Tensor:
@@ -299,7 +299,7 @@ def _few_queries(
 ) -> Tensor:
     """Attend from few queries [batch, heads, queries, head width] to tokens [batch, T, d].
 
-    Neither keys nor values are projected: q.(W_K y_t + b_K) is (W_K^T q).y_t and a constant that
+    Neither keys nor values are projected: q.(W_K y_t + b_K) is (W_K^T q).y_t plus a constant that
     softmax drops, and sum_t a_t (W_V y_t + b_V) is W_V (sum_t a_t y_t) + b_V.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -308,8 +308,8 @@ def _few_queries(
     if mask is not None:
         floats = mask.is_floating_point()
         scores = scores + mask if floats else scores.masked_fill(~mask, float("-inf"))
-    seen = torch.bmm(scores.softmax(-1).flatten(1, 2), y).view_as(looked)
-    values = torch.einsum("bhqd,hed->bqhe", seen, weights.value)
+    attended = torch.bmm(scores.softmax(-1).flatten(1, 2), y).view_as(looked)
+    values = torch.einsum("bhqd,hed->bqhe", attended, weights.value)
     return values if weights.value_bias is None else values + weights.value_bias
 
 
@@ -323,7 +323,7 @@ def _attended(block: Block, heads: Tensor, parents: Sequence[int], gates: Tensor
     site = block.attention
     output = site.weights().output  # [heads, d, head width]
     if len(parents) > 2 * len(heads):
-        # many candidates of few streams: each head's part of the output once, then mixtures of them
+        # many candidates of few streams: compute each head's part of the output once, then sum
         result = heads.new_empty(len(parents), *heads.shape[1:3], output.shape[1])
         for stream, mine in enumerate(heads):
             places = [i for i, parent in enumerate(parents) if parent == stream]
@@ -340,7 +340,7 @@ def _attended(block: Block, heads: Tensor, parents: Sequence[int], gates: Tensor
 
 
 def _finish(block: Block, residual: Tensor, attended: Tensor) -> Tensor:
-    """Compute what follows the attention of a block."""
+    """Compute what follows a block's attention."""
     family = block.family
     norm1, norm2 = block.norm1, block.norm2
     assert norm1 is not None and norm2 is not None

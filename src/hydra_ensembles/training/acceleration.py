@@ -1,4 +1,4 @@
-"""accelerate for one run, leaving the process as it was found."""
+"""One run under accelerate, whose process-wide state is put back afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import HydraError, MissingDependencyError
 
 @contextlib.contextmanager
 def accelerator(mixed_precision: str) -> Iterator[Any]:
-    """Yield an `Accelerator`, leaving accelerate's process-wide state as it was found."""
+    """Yield an `Accelerator`; afterwards put accelerate's process-wide state back."""
     try:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
@@ -22,8 +22,8 @@ def accelerator(mixed_precision: str) -> Iterator[Any]:
         raise MissingDependencyError(
             "Training needs accelerate. Install it with: pip install 'hydra-ensembles[train]'."
         ) from error
-    processes.size()  # meet the others before accelerate does, so that messages of the CPU pass
-    # the precision is fixed for the whole process once a state exists: never touch a user's own
+    processes.size()  # before accelerate does: the process group must also carry CPU tensors
+    # once a state exists, its precision holds for the whole process: never change a user's
     foreign = AcceleratorState._shared_state.get("_mixed_precision")
     if foreign is not None and foreign != mixed_precision:
         raise HydraError(

@@ -21,7 +21,7 @@ from ..errors import DataError, FormatError
 from .teachers import Answer, Teacher
 
 DIGEST = ".sha256"
-"""How the name of the file ends that holds a table's SHA-256."""
+"""Suffix of the file that holds a table's SHA-256."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Part:
     """Examples that teachers answer: the data, or the outliers.
 
     Attributes:
-        name: Of its files.
-        count: Examples.
-        views: Views of each.
-        batches: A view's number to its batches, in the examples' order.
+        name: Used in the names of its files.
+        count: Number of examples.
+        views: Views per example.
+        batches: Returns the batches of view v, in the order of the examples.
     """
 
     name: str
@@ -45,8 +45,8 @@ class Answers:
     """Log-probabilities of T teachers by part, view and example.
 
     A teacher with several members (an ensemble) counts as that many teachers. With a folder the
-    answers are files that are read row by row; one teacher at a time is open, and what is there
-    already is not computed again.
+    answers are files that are read row by row. One teacher is open at a time, and answers that are
+    in the folder already are not computed again.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class Answers:
                 self._tables[key].append(table)
         first = next(iter(self._tables.values()))
         if len({table.shape[2] for table in first}) > 1:
-            found = ", ".join(
+            counts = ", ".join(
                 f"{t.name}: {a.shape[2]}" for t, a in zip(teachers, first, strict=True)
             )
-            raise DataError(f"Teachers have different numbers of classes ({found}).")
+            raise DataError(f"Teachers have different numbers of classes ({counts}).")
         self.teachers = sum(table.shape[1] for table in first)
         self.classes = first[0].shape[2]
 
     def rows(self, part: str, view: int, examples: Tensor) -> Tensor:
-        """Return the answers to some examples' view, `[example, teacher, class]`."""
+        """Return the answers to one view of the given examples, `[example, teacher, class]`."""
         index = examples.numpy()
         tables = [np.asarray(table[index]) for table in self._tables[part, view]]
         return torch.from_numpy(np.concatenate(tables, 1))
@@ -85,11 +85,11 @@ def _answers_of(
 ) -> dict[tuple[str, int], np.ndarray]:
     """Return one teacher's tables `[example, member, class]`, opening it only if one is missing."""
     if teacher.table is not None:
-        (part,) = parts  # a table answers the data as it is, nothing else
+        (part,) = parts  # a table covers the data itself: no other view, no outliers
         if len(teacher.table) != part.count:
             raise DataError(
                 f"The table of {teacher.name} has {len(teacher.table)} rows, but the data has "
-                f"{part.count} examples. Give one row for each example, in the data's order."
+                f"{part.count} examples. Give one row per example, in the data's order."
             )
         return {(part.name, 0): teacher.table}
     wanted = {(part.name, view): part for part in parts for view in range(part.views)}
@@ -97,7 +97,7 @@ def _answers_of(
         key: None if folder is None else folder / f"teacher-{place}-{key[0]}-{key[1]}.npy"
         for key in wanted
     }
-    found: dict[tuple[str, int], np.ndarray] = {}
+    tables: dict[tuple[str, int], np.ndarray] = {}
     places = list(wanted)
     absent: list[int] = processes.on_first(
         lambda: [i for i, key in enumerate(places) if not _is_file(paths[key])]
@@ -107,16 +107,16 @@ def _answers_of(
         assert teacher.open is not None
         with teacher.open() as answer:
             for key in missing:
-                said = f"{teacher.name}: {key[0]} {key[1]}"
-                found[key] = _table(answer, wanted[key], key[1], said if progress else "")
+                label = f"{teacher.name}: {key[0]} {key[1]}"
+                tables[key] = _table(answer, wanted[key], key[1], label if progress else "")
                 path = paths[key]
                 if path is not None and processes.is_first():
-                    _keep(path, found[key])
+                    _keep(path, tables[key])
     processes.wait()
     for key, path in paths.items():
-        if path is not None and (path.exists() or key not in found):
-            found[key] = read_answers(path)
-    return found
+        if path is not None and (path.exists() or key not in tables):
+            tables[key] = read_answers(path)
+    return tables
 
 
 def _is_file(path: Path | None) -> bool:
@@ -124,7 +124,7 @@ def _is_file(path: Path | None) -> bool:
 
 
 def _keep(path: Path, table: np.ndarray) -> None:
-    """Write a table's SHA-256 and then the table, so that no new table is without."""
+    """Write a table's SHA-256, then the table, so that no table lacks its digest."""
     content = io.BytesIO()
     np.save(content, table, allow_pickle=False)
     write_whole(path.with_suffix(DIGEST), sha256_of(content.getvalue()) + "\n")
@@ -132,12 +132,12 @@ def _keep(path: Path, table: np.ndarray) -> None:
 
 
 def read_answers(path: Path) -> np.ndarray:
-    """Open a teacher's kept answers, row by row from the disk; raise when they are damaged."""
+    """Open a teacher's saved answers as a memory map; raise when the file is damaged."""
     advice = "Delete it: the teacher will be asked again."
-    said = path.with_suffix(DIGEST)
-    if said.exists() and said.read_bytes().strip() != sha256_of_file(path).encode():
+    digest = path.with_suffix(DIGEST)
+    if digest.exists() and digest.read_bytes().strip() != sha256_of_file(path).encode():
         raise FormatError(
-            f"{path} is damaged: it does not have the SHA-256 in {said.name}. {advice}"
+            f"{path} is damaged: its SHA-256 is not the one in {digest.name}. {advice}"
         )
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
@@ -145,15 +145,15 @@ def read_answers(path: Path) -> np.ndarray:
         raise FormatError(f"{path} is not a table of answers ({error}). {advice}") from None
 
 
-def _table(answer: Answer, part: Part, view: int, said: str) -> np.ndarray:
+def _table(answer: Answer, part: Part, view: int, label: str) -> np.ndarray:
     halving = Halving(part.name)
 
     def work(index: int, batch: Any) -> dict[str, Tensor]:
         return {"answer": torch.cat([rows for _, rows in halving(answer, batch)])}
 
     answers = in_order(part.batches(view), work, name=f"{part.name} {view}")
-    bar = progress_bar(answers, description=said, enabled=bool(said))
-    table = torch.cat([found["answer"] for found in bar]).numpy()
+    bar = progress_bar(answers, description=label, enabled=bool(label))
+    table = torch.cat([result["answer"] for result in bar]).numpy()
     if len(table) != part.count:
         raise DataError(
             f"A teacher gave {len(table)} answers for {part.count} examples ({part.name})."

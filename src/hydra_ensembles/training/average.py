@@ -12,16 +12,16 @@ from torch import nn
 def average_weights(models: Sequence[nn.Module]) -> nn.Module:
     """Return a copy of the first model whose weights are the mean over all models.
 
-    A uniform soup (Wortsman et al., 2022): of fine-tunings of one pretrained model it is often
-    better than each, at the cost of one. Classifiers that started from different random weights do
-    not average well by themselves: fit a temperature, or train a little further.
+    This is a uniform soup (Wortsman et al., 2022). For fine-tunings of one pretrained model it is
+    often better than each of them, at the cost of one. Classifiers that started from different
+    random weights do not average well by themselves: fit a temperature, or train a little further.
 
     Args:
-        models: Of one architecture. Floating-point tensors are averaged, in float64 at least;
-            others (counters, indices) are the first model's.
+        models: Models of one architecture. Floating-point tensors are averaged in float64; other
+            tensors (counters, indices) are the first model's.
 
     Returns:
-        A new model, in the mode of the first; the models are not changed.
+        A new model in the training or eval mode of the first. The given models are not changed.
     """
     if not models:
         raise ValueError("There are no models to average. Pass at least one.")
@@ -30,10 +30,11 @@ def average_weights(models: Sequence[nn.Module]) -> nn.Module:
     for place, state in enumerate(states[1:], 1):
         other = {name: tensor.shape for name, tensor in state.items()}
         if other != shapes:
-            odd = sorted(n for n in shapes | other if shapes.get(n) != other.get(n))
+            differing = sorted(n for n in shapes | other if shapes.get(n) != other.get(n))
+            name = differing[0]
             raise ValueError(
-                f"Model {place} differs from the first in {odd[0]}: {other.get(odd[0])}, expected "
-                f"{shapes.get(odd[0])}. Average fine-tunings of one and the same model."
+                f"Model {place} differs from the first in {name}: {other.get(name)}, expected "
+                f"{shapes.get(name)}. Average fine-tunings of the same model."
             )
     result = copy.deepcopy(models[0])
     mean = {

@@ -17,6 +17,7 @@ from ..data import processes
 from ..data.running import progress_bar
 from ..fusion.ensemble import HydraEnsemble
 from .acceleration import accelerator
+from .labelled import logits_and_labels
 from .loop import FinetunedMember, Run, StepInfo
 from .numbered import keys_of, numbered
 from .outliers import Cycle, Outliers, outlier_stream
@@ -59,33 +60,33 @@ def finetune_branch(
 
     Every member gets its own heads, norms, output biases and classifier (`untie_`); the merged MLPs
     of the branch stay shared and learn from all members, and so does the norm through which members
-    read the trunk, where the host normalises first. Members with equal masks remain equal. The
-    trunk runs without dropout and gradients, once a sample.
+    read the trunk, where the host normalises first. Members with equal masks stay equal. The trunk
+    runs once per sample, without dropout or gradients.
 
     Objective: mean over samples b and members m of w_bm * cross-entropy(logits_bm, label_b), plus
     towards_host / 2 * sum (w - w_start)^2, with w_bm ~ Poisson(1), fixed for all epochs: the online
     form of the bootstrap (Oza and Russell, 2001), so that members see different data in one pass.
     With `distill` = a the label becomes (1 - a) * label_b + a * p_b, where p_b is what the given
-    ensemble predicts (with its temperatures): few examples then do not cost accuracy. With
-    `outliers` the mean over them and the members of w * KL(uniform || prediction) is added,
-    `outlier_weight` times (Outlier Exposure, Hendrycks et al., 2019).
+    ensemble predicts (with its temperatures); this protects accuracy when there are few examples.
+    With `outliers`, `outlier_weight` times the mean of w * KL(uniform || prediction) over outliers
+    and members is added (Outlier Exposure, Hendrycks et al., 2019).
 
     Args:
         ensemble: What `fuse` or `build` made. It is not changed.
         data: A list of batches, a `DataLoader` over a map-style data set, or what `load_data`
-            returns; labels as in `finetune`. Each sample is remembered by its place: random
-            augmentations are drawn once (`cache_bytes=0` draws them anew). Samples that a loader
-            pads to another length than the first time run through the trunk again.
-        settings: How to train; `Settings(bootstrap=True, outlier_weight=0.2)` by default. The
-            arguments that bear the names of its fields replace them where they are given.
-        seed: Decides order, dropout and the members' bootstraps.
+            returns; labels as in `finetune`. The trunk's output is cached per sample, so random
+            augmentations are drawn only once (`cache_bytes=0` draws them in every epoch). A sample
+            that a loader pads to a new length runs through the trunk again.
+        settings: How to train; `Settings(bootstrap=True, outlier_weight=0.2)` by default. Arguments
+            named like its fields override them.
+        seed: Determines the order, dropout and the members' bootstraps.
         outliers: What members learn to be unsure about: batches, batches by family, or "auto",
-            proxies made of `data` (see `make_proxies`), so that no real outliers are needed. They
-            are held in memory. Each step takes one batch of them.
-        cache_bytes: Memory for the trunk's outputs, beside the data. What does not fit is computed
-            each time it is needed, with the same result (up to rounding).
-        trunk_states: A dict to keep the trunk's outputs in, filled by the first of several runs and
-            read by the next. Only for the same trunk and the same data: neither is checked.
+            proxies made from `data` (see `make_proxies`), so that no real outliers are needed. They
+            are kept in memory; each step uses one batch of them.
+        cache_bytes: Memory for the trunk's outputs, in addition to the data. What does not fit is
+            recomputed when needed, with the same result (up to rounding).
+        trunk_states: A dict for the trunk's outputs, filled by the first of several runs and read
+            by the next ones. All runs must have the same trunk and data: neither is checked.
         validation, folder, save_every, progress, on_step: As in `finetune`.
 
     Returns:
@@ -97,7 +98,7 @@ def finetune_branch(
         chosen = replace(chosen, outlier_weight=0.0)
     chosen.check_validation(validation)
     model = CachedTrunk(untied(ensemble), cache_bytes, trunk_states)
-    odd = None if outliers is None else outlier_stream(outliers, data, seed=seed)
+    outlier_batches = None if outliers is None else outlier_stream(outliers, data, seed=seed)
     with accelerator(chosen.mixed_precision) as group:
         result = BranchRun(
             model=model,
@@ -114,7 +115,7 @@ def finetune_branch(
             on_step=on_step,
             accelerator=group,
             action="fine-tune branch",
-            outliers=None if odd is None else Cycle(odd),
+            outliers=None if outlier_batches is None else Cycle(outlier_batches),
             teacher=CachedTrunk(still(ensemble), cache_bytes, model._rows)
             if chosen.distill
             else None,
@@ -135,7 +136,7 @@ class BranchRun(Run):
     _targets: dict[Any, Tensor] = field(default_factory=dict)
 
     def _run_epochs(self) -> None:
-        # In the data's own order, whatever was trained before: a resumed run gets the same bits.
+        # in the data's own order, so that a resumed run computes the same bits
         shown = self.progress and processes.is_first()
         torch.manual_seed(derive_seed("trunk", self.seed))
         with self.accelerator.autocast():
@@ -145,7 +146,7 @@ class BranchRun(Run):
         super()._run_epochs()
 
     def _remembered(self) -> Iterable[Any]:
-        """Return the batches whose trunk states are kept, in an order that never changes."""
+        """Return the batches whose trunk states are cached, in a fixed order."""
         in_order = Stream(self.stream.data, seed=self.seed, shuffle=False)
         return chain(in_order.epoch(0), () if self.outliers is None else self.outliers.stream.data)
 
@@ -154,15 +155,15 @@ class BranchRun(Run):
         loss = share * self._labelled_loss(batch) if share else torch.zeros(())
         if self.outliers is None:
             return loss
-        odd, share = self._part(self.outliers.at(self.step), part)
+        outliers, share = self._part(self.outliers.at(self.step), part)
         if not share:
             return loss
-        answers = self.wrapped(odd).float().log_softmax(-1)
-        sure = -answers.mean(-1) - math.log(answers.shape[-1])  # KL(uniform || answer)
-        return loss + share * self.settings.outlier_weight * self._weighted(sure, odd).mean()
+        answers = self.wrapped(outliers).float().log_softmax(-1)
+        kl = -answers.mean(-1) - math.log(answers.shape[-1])  # KL(uniform || answer)
+        return loss + share * self.settings.outlier_weight * self._weighted(kl, outliers).mean()
 
     def _labelled_loss(self, batch: Any) -> Tensor:
-        logits, labels = self._answer(batch)
+        logits, labels = logits_and_labels(self.wrapped, batch)
         members = logits.shape[1]
         losses = F.cross_entropy(
             logits.transpose(1, 2),
@@ -172,8 +173,8 @@ class BranchRun(Run):
         )
         share = self.settings.distill
         if share:
-            own = -(self._soft_labels(batch)[:, None] * logits.log_softmax(-1)).sum(-1)
-            losses = (1 - share) * losses + share * own
+            soft_losses = -(self._soft_labels(batch)[:, None] * logits.log_softmax(-1)).sum(-1)
+            losses = (1 - share) * losses + share * soft_losses
         return self._weighted(losses, batch).mean()
 
     def _weighted(self, losses: Tensor, batch: Any) -> Tensor:
@@ -184,7 +185,7 @@ class BranchRun(Run):
 
     @torch.no_grad()
     def _soft_labels(self, batch: Any) -> Tensor:
-        """Return what the ensemble predicted before training [batch, class]; remembered."""
+        """Return what the ensemble predicted before training [batch, class]; cached per sample."""
         assert self.teacher is not None
         teacher, keys = self.teacher.to(self.accelerator.device), keys_of(batch)
         if any(key not in self._targets for key in keys):
@@ -195,7 +196,7 @@ class BranchRun(Run):
 
 
 def bootstrap_weights(samples: Tensor, members: int, seed: int) -> Tensor:
-    """Draw w ~ Poisson(1) [samples, members], a pure function of the seed and each number."""
+    """Draw w ~ Poisson(1) [samples, members], a pure function of the seed and sample number."""
     one = torch.ones(members)
     draws = [
         torch.poisson(one, generator=generator("bootstrap", seed, i)) for i in samples.tolist()

@@ -19,8 +19,8 @@ ADVICE = "Delete it to start the training again, or choose another folder."
 
 
 def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], record: Any) -> None:
-    """Write `folder/training.safetensors` beside the old one, then rename: it is always whole."""
-    # clone: safetensors refuses tensors that share memory, which trained weights may do
+    """Write `folder/training.safetensors` atomically: beside the old file, then renamed."""
+    # clone: safetensors refuses tensors that share memory, as tied weights do
     owned = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     write_tensors(folder / FILE_NAME, owned, json.dumps(record), name=_HEADER)
 
@@ -30,12 +30,12 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Any] | None:
     path = folder / FILE_NAME
     if not path.exists():
         return None
-    what = "a training checkpoint of this library"
-    tensors, text = read_tensors(path, what, ADVICE, name=_HEADER)
+    kind = "a training checkpoint of this library"
+    tensors, text = read_tensors(path, kind, ADVICE, name=_HEADER)
     try:
         record = json.loads(text)
     except ValueError as error:
-        raise FormatError(f"{path} is not {what} ({error}). {ADVICE}") from None
+        raise FormatError(f"{path} is not {kind} ({error}). {ADVICE}") from None
     return tensors, record
 
 
@@ -50,7 +50,7 @@ def pack_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: Mapping[str, Tensor]) -> None:
-    """Give a freshly made optimizer the state that `pack_optimizer` returned."""
+    """Load the state that `pack_optimizer` returned into a new optimizer."""
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in packed.items():
         index, key = name.split("/")
@@ -59,5 +59,5 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: Mapping[str, Tens
 
 
 def with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names start with `prefix`, under the rest of the name."""
+    """Return the tensors whose names start with `prefix`, with the prefix removed."""
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

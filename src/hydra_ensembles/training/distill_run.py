@@ -19,7 +19,7 @@ from .numbered import keys_of
 
 @dataclass
 class DistillRun(BranchRun):
-    """A run in which every member has a teacher of its own."""
+    """A run in which every member has its own teacher."""
 
     lessons: Lessons | None = None
     answers: Answers | None = None
@@ -38,36 +38,44 @@ class DistillRun(BranchRun):
         loss = share * self._taught("data", self.epoch, batch) if share else torch.zeros(())
         if self.outliers is None:
             return loss
-        odd, share = self._part(self.outliers.at(self.step), part)
+        outliers, share = self._part(self.outliers.at(self.step), part)
         if not share:
             return loss
         turn = self.outliers.turn(self.step)
-        return loss + share * self.settings.outlier_weight * self._taught("outliers", turn, odd)
+        return loss + share * self.settings.outlier_weight * self._taught(
+            "outliers", turn, outliers
+        )
 
     def _taught(self, part: str, turn: int, batch: Any) -> Tensor:
         """Return the members' mean loss against their teachers on a view of a batch."""
         assert self.lessons is not None and self.answers is not None and self.shares is not None
         view = turn % self.answers.parts[part].views
-        samples, heat = batch["samples"], self.settings.teacher_temperature
+        samples, temperature = batch["samples"], self.settings.teacher_temperature
         target = self.answers.rows(part, view, samples).to(self.accelerator.device)
-        target = (target / heat).softmax(-1)  # [batch, teacher, class]
+        target = (target / temperature).softmax(-1)  # [batch, teacher, class]
         target = torch.einsum("mt,btc->bmc", self.shares.to(target), target)
         shown = {**batch, "samples": self.lessons.number(part, view, samples)}
         if not self.model.knows(keys_of(shown)):
-            shown["batch"] = self.lessons.made(part, view, batch)
+            shown["batch"] = self.lessons.view_of(part, view, batch)
         logits = self.wrapped(shown).float()
         losses = self._losses(part, target, logits, batch)
         return self._weighted(losses, shown).mean()
 
     def _losses(self, part: str, target: Tensor, logits: Tensor, batch: Any) -> Tensor:
-        """Return each member's loss against its target, and its share of the mean's."""
-        heat, joint = self.settings.teacher_temperature, self.settings.joint
-        losses = self._cross_entropy(part, target, (logits / heat).log_softmax(-1), logits, batch)
+        """Return each member's loss: its own, mixed with a `joint` share of the mean's."""
+        temperature, joint = self.settings.teacher_temperature, self.settings.joint
+        losses = self._cross_entropy(
+            part, target, (logits / temperature).log_softmax(-1), logits, batch
+        )
         if not joint or logits.shape[1] == 1:  # one member is its own mean
             return losses
-        together = log_mean(logits)[:, None]
+        mean_logits = log_mean(logits)[:, None]
         mean = self._cross_entropy(
-            part, target.mean(1, keepdim=True), log_mean(logits / heat)[:, None], together, batch
+            part,
+            target.mean(1, keepdim=True),
+            log_mean(logits / temperature)[:, None],
+            mean_logits,
+            batch,
         )
         return (1 - joint) * losses + joint * mean
 

@@ -47,11 +47,11 @@ DISTILL = Settings(
     epochs=10, learning_rate=5e-4, weight_decay=0.01, distill=1.0, outlier_weight=1.0, views=4
 )
 RUN_FILE = "distill.json"
-"""What a run is made of, in its folder."""
+"""File in the run's folder that records what the run is made of."""
 
 HELD_OUT = 0.1
 KNOWN = 100
-"""Validation examples that novelty is fitted on; with fewer, it is fitted on the training data."""
+"""Fewest validation examples to fit novelty on; with fewer, the training data is used."""
 
 
 @in_plain_words()
@@ -89,19 +89,19 @@ def distill(
 ) -> HydraEnsemble:
     """Distil teachers into one fused model: member m learns teacher m's own probabilities.
 
-    Members that learn one loss, or the mean of an ensemble, agree almost everywhere. Here each has
-    a teacher and a loss of its own,
+    Members that share one loss, or learn the mean of an ensemble, agree almost everywhere. Here
+    each member has its own teacher and its own loss,
 
         L = sum_m E_x [-sum_c q_m(c | x) log p_m(c | x)],
 
-    never that of the mean alone (Tran et al., 2020, arXiv 2001.04694; arXiv 2301.11323;
-    `Settings.joint` adds a share of it), over the data, lightly changed, and over variants of it
-    whose label is destroyed, where teachers disagree most. Labels are not needed.
+    never only that of the mean (Tran et al., 2020, arXiv 2001.04694; arXiv 2301.11323;
+    `Settings.joint` adds a share of it). The loss runs over lightly augmented data, and over
+    variants of it whose label is destroyed, where teachers disagree most. Labels are not needed.
 
-    The teachers answer first, one after another, and their answers are kept in `folder`; then the
+    The teachers answer first, one after another, and their answers are saved in `folder`; then the
     members train. A run that was stopped and is started again with the same arguments ends with
-    the same weights to the bit. Under `torchrun` or `accelerate launch` the processes share each
-    batch (`Settings.parts`); call it in all of them.
+    bit-identical weights. Under `torchrun` or `accelerate launch` the processes share each batch
+    (`Settings.parts`); call `distill` in all of them.
 
     Args:
         model: The host: the trunk and every member start from its weights. It is not changed.
@@ -110,33 +110,33 @@ def distill(
             probabilities `[example, class]` in the data's order (a tensor, an array, a `.npy` or
             `.safetensors` file); a path to a checkpoint of a `finetune` run of this model, or to a
             folder of `save_pretrained`, which is opened when its turn comes. With as many teachers
-            as members, each member has one; with more, member m learns the mean of teachers m,
-            m + M, m + 2 M, ... (one member: the mean of all); with fewer, that of teacher m mod T.
+            as members, each member has one; with more, member m learns from the mean of teachers m,
+            m + M, m + 2 M, ... (one member: the mean of all); with fewer, from teacher m mod T.
         data: Batches with or without labels, the same at each pass: a list of batches, a
             `DataLoader` over a map-style data set or what `load_data` returns.
         members: Number of members M. One gives a single student.
         max_cost: Bound on counted multiply-adds relative to the plain host: it decides where
-            members part and how many heads each keeps.
-        masks: The members' heads, in place of those that the budget and `criterion` choose.
-        branch_layer: The block at which members part, in place of the one that the budget chooses.
+            members branch and how many heads each keeps.
+        masks: The members' heads, instead of those that the budget and `criterion` choose.
+        branch_layer: The block at which members branch, instead of the one the budget chooses.
         criterion: Scores the heads that members take turns to pick; all but `magnitude` and
             `random` need labelled data.
         at_most: Largest share of a branched block's heads that a member keeps, where the budget
             would allow more.
-        own_mlps: Whether members own the MLPs above the branch, too. They run them one by one
-            anyway: copies cost memory, not arithmetic.
-        outliers: Inputs without a label to learn the teachers' answers on: `"auto"`, label-
-            destroying variants of the data; batches, or batches by family; None for none.
-        augment: Whether views of the data after the first are lightly changed.
-        validation: Labelled data for the temperature, and for the NLL of each epoch where the best
+        own_mlps: Whether members also own the MLPs above the branch. They run one by one anyway, so
+            copies cost memory, not arithmetic.
+        outliers: Unlabelled inputs on which to learn the teachers' answers: `"auto"` for label-
+            destroying variants of the data; batches, or batches by family; or None.
+        augment: Whether views of the data after the first are lightly augmented.
+        validation: Labelled data for the temperature, and for each epoch's NLL when the best epoch
             is kept (`Settings.keep`). By default a tenth of the data is held out if it has labels;
             without labels nothing is calibrated.
         settings: How to train; see `Settings`. `epochs`, `learning_rate`, `trunk_rate`, `views`,
             `outlier_weight`, `teacher_temperature` and `mixed_precision` replace its fields.
-        seed: Decides the order, the views, dropout and what is held out.
+        seed: Determines the order, the views, dropout and what is held out.
         calibrate: Fit a temperature on validation data.
-        novelty: Fit the novelty of inputs (`fit_novelty_`), on validation data if it has a hundred
-            examples, else on the data.
+        novelty: Fit novelty (`fit_novelty_`), on the validation data if it has a hundred examples,
+            otherwise on the training data.
         folder: Where answers and checkpoints go.
         cache_bytes: Memory for outputs of a frozen trunk.
         save_every: Steps between checkpoints.
@@ -156,12 +156,12 @@ def distill(
     host = host_model(model)
     check_data(host.model, data)
     place = None if folder is None else Path(folder)
-    found = read_teachers(teachers, host.model)
-    train, held = _parts(as_data(data), validation, seed)
-    if any(teacher.table is not None for teacher in found):
-        # a table knows the data as it is and nothing else
-        if validation is None and held is not None:
-            train, held = as_data(data), None
+    sources = read_teachers(teachers, host.model)
+    train, held_out = _parts(as_data(data), validation, seed)
+    if any(teacher.table is not None for teacher in sources):
+        # a table covers the data itself: no other view, no outliers
+        if validation is None and held_out is not None:
+            train, held_out = as_data(data), None
         if outliers == "auto":
             outliers = None
         if outliers is not None:
@@ -171,7 +171,7 @@ def distill(
         chosen = replace(chosen, views=1)
     if outliers is None:
         chosen = replace(chosen, outlier_weight=0.0)
-    chosen.check_validation(held)
+    chosen.check_validation(held_out)
     batch = _first_batch(train)
     chosen_masks = masks
     if masks is None and members > 1:
@@ -191,14 +191,14 @@ def distill(
         raise MaskError(f"The members cost {ratio:.3f} x, more than max_cost={max_cost}.")
     lessons = Lessons(train, outliers, chosen, seed=seed, augment=augment)
     if place is not None:
-        processes.on_first(lambda: _check_folder(place, lessons, found, start, chosen, seed))
+        processes.on_first(lambda: _check_folder(place, lessons, sources, start, chosen, seed))
     trained = CachedTrunk(start, cache_bytes, frozen=chosen.trunk_rate == 0)
-    slow = {n for n, p in trained.named_parameters() if not p.requires_grad}
+    trunk_names = {n for n, p in trained.named_parameters() if not p.requires_grad}
     if chosen.trunk_rate:
         trained.requires_grad_(True)
     with accelerator(chosen.mixed_precision) as group:
         answers = Answers(
-            found,
+            sources,
             lessons.parts,
             folder=None if place is None else place / "answers",
             progress=progress,
@@ -212,7 +212,7 @@ def distill(
             member=0,
             is_trained=lambda name, parameter: parameter.requires_grad,
             loss=None,
-            validation=held if chosen.keep == "best" else None,
+            validation=held_out if chosen.keep == "best" else None,
             folder=place,
             save_every=save_every,
             progress=progress,
@@ -223,14 +223,14 @@ def distill(
             lessons=lessons,
             answers=answers,
             shares=shares,
-            slow=frozenset(slow),
+            slow=frozenset(trunk_names),
         ).train()
     ensemble = trained.ensemble.eval()
     ensemble.record = {
         "made_by": "distill",
         "settings": asdict(chosen),
         "seed": seed,
-        "teachers": [teacher.name for teacher in found],
+        "teachers": [teacher.name for teacher in sources],
         "shares": shares.tolist(),
         "examples": {part.name: part.count for part in lessons.parts},
         "outliers": lessons.kinds,
@@ -238,37 +238,37 @@ def distill(
         "cost": ratio,
         "training": result.to_dict(),
     }
-    if calibrate and held is not None:
-        logits, labels = collect_logits(ensemble, held, name="validation", need_labels=True)
+    if calibrate and held_out is not None:
+        logits, labels = collect_logits(ensemble, held_out, name="validation", need_labels=True)
         assert labels is not None
-        found_temperature = find_temperature(logits, labels)
-        ensemble.temperature = found_temperature.temperature
+        fitted = find_temperature(logits, labels)
+        ensemble.temperature = fitted.temperature
         ensemble.record["calibration"] = {
             "examples": len(labels),
-            **asdict(found_temperature),
+            **asdict(fitted),
         }
     if novelty:
-        enough = held is not None and count(held) >= KNOWN
-        ensemble.fit_novelty_(held if enough else train, progress=progress)
+        enough = held_out is not None and count(held_out) >= KNOWN
+        ensemble.fit_novelty_(held_out if enough else train, progress=progress)
     return ensemble
 
 
 def _first_batch(data: Any) -> Any:
-    """Return the first batch, after a look whether the data is the same when it is read again."""
+    """Return the first batch, after checking that a second pass over the data starts with it."""
     first, again = next(iter(check_reiterable(data)), None), next(iter(data), None)
     if first is None:
         raise DataError("The data has no batches. Check the loader or the filter.")
     if fingerprint([first]) != fingerprint([again]):
         raise DataError(
             "The data differs when it is read again (random augmentation or a shuffling loader?), "
-            "but the teachers' answers belong to examples that stay. Pass it without: distill "
-            "makes its own views."
+            "but the teachers' answers belong to fixed examples. Pass the data without either: "
+            "distill makes its own views."
         )
     return first
 
 
 def _parts(data: Any, validation: Any, seed: int) -> tuple[Any, Any]:
-    """Return what to train on and what to validate on, a tenth of labelled data by default."""
+    """Return training and validation data; by default a tenth of labelled data is held out."""
     if validation is not None:
         return data, as_data(validation)
     first = next(iter(check_reiterable(data)), None)
@@ -278,14 +278,14 @@ def _parts(data: Any, validation: Any, seed: int) -> tuple[Any, Any]:
     if not isinstance(data, (list, tuple)):
         both = split(data, {"train": 1 - HELD_OUT, "held": HELD_OUT}, seed=seed)
         return both["train"], both["held"]
-    kept, held = [], []  # batches of a list keep their own padding
+    kept, held_out = [], []  # split batch by batch: each keeps its own padding
     for place, batch in enumerate(data):
         order = torch.randperm(batch_length(batch), generator=generator("held", seed, place))
         share = round(HELD_OUT * (place + 1) * len(order)) - round(HELD_OUT * place * len(order))
         if 0 < share < len(order):
-            held.append(take(batch, order[:share].sort().values.tolist()))
+            held_out.append(take(batch, order[:share].sort().values.tolist()))
         kept.append(take(batch, order[share:].sort().values.tolist()))
-    return kept, held or None
+    return kept, held_out or None
 
 
 def _start(
@@ -299,8 +299,8 @@ def _start(
 ) -> HydraEnsemble:
     """Return the fused model that will be trained, its members untied."""
     if masks is not None and len(masks) != members:
-        raise MaskError(f"{len(masks)} masks for {members} members: give one each.")
-    if masks is None:  # one student has all heads; it trains the blocks that three would own
+        raise MaskError(f"{len(masks)} masks for {members} members: give one per member.")
+    if masks is None:  # a single student keeps all heads and trains the blocks three would own
         masks = [HeadMask.full(host)]
         if branch_layer is None:
             option = fit_budget(host, members=3, max_cost=max_cost, batch=batch, untied=True)
@@ -324,7 +324,7 @@ def _check_folder(
     settings: Settings,
     seed: int,
 ) -> None:
-    """Write what the run is made of into the folder; raise if another run began there."""
+    """Write what the run is made of into its folder; raise if the folder holds another run."""
     now = {
         "settings": asdict(settings),
         "seed": seed,

@@ -1,4 +1,4 @@
-"""`finetune`: train a host, pruned members or rivals, each on its own seed."""
+"""`finetune`: train a host, pruned members or baselines, each with its own seed."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ def finetune(
     """Fine-tune copies of classifiers with AdamW and a linear schedule.
 
     One model and a list of seeds give the members of a Deep Ensemble (Lakshminarayanan et al.,
-    2017); a list of pruned members trains each on its own seed. The result depends on the
-    arguments alone, not on global random state, and a run that was stopped and resumed from
-    `folder` ends with bit-identical weights (on the same machine, with the same threads). Random
-    augmentations take part if they draw from torch's generator.
+    2017); a list of pruned members trains each with its own seed. The result depends only on the
+    arguments, not on global random state, and a run that was stopped and resumed from `folder` ends
+    with bit-identical weights (on the same machine, with the same number of threads). This includes
+    random augmentations that draw from torch's generator.
 
-    Objective of a member: loss(logits, labels) + towards_host / 2 * sum (w - w_start)^2, the
-    second term as in L2-SP (Li, Grandvalet and Davoine, 2018).
+    Objective per member: loss(logits, labels) + towards_host / 2 * sum (w - w_start)^2, the second
+    term as in L2-SP (Li, Grandvalet and Davoine, 2018).
 
     Args:
         model_or_members: A classifier, or one per member. Anything that returns logits `[B, C]`
             or member logits `[B, M, C]` (the loss is then the members' mean), bare or as `.logits`.
         data: Re-iterable batches: dicts with `labels`, or `(inputs, labels)`. Labels are class
-            numbers `[B]` or probabilities `[B, C]`: a teacher's answers, to distil it. A list of
-            batches of equal shapes is shuffled by sample, other lists by batch, a `DataLoader` by
-            its data set; anything else keeps its own order (see `Stream`).
+            numbers `[B]` or probabilities `[B, C]` (a teacher's answers, for distillation). A list
+            of batches of equal shapes is shuffled by sample, other lists by batch, a `DataLoader`
+            by its data set; anything else keeps its own order (see `Stream`).
         settings: How to train; `Settings()` by default. The arguments `epochs`, `learning_rate`,
             `label_smoothing`, `towards_host`, `bootstrap`, `shuffle`, `warmup`, `weight_decay`,
-            `max_grad_norm`, `mixed_precision` and `keep` replace its fields where they are given.
+            `max_grad_norm`, `mixed_precision` and `keep` override its fields.
         seed: One number, or one per member. Members of a list get `seed`, `seed + 1`, ... .
         parameters: What is trained: a regular expression searched in the parameters' names, or a
-            function `(name, parameter) -> bool`; None trains all that require gradients.
+            function `(name, parameter) -> bool`; None trains all parameters that require gradients.
         loss: Replaces cross-entropy: `(logits [B, M, C], labels) -> scalar`; M is 1 for a
             plain classifier.
         validation: Data for NLL and accuracy after each epoch.
@@ -78,7 +78,7 @@ def finetune(
         on_step: Called after each step with a `StepInfo`.
 
     Returns:
-        One `FinetunedMember` for each member, with the trained `model` in evaluation mode.
+        One `FinetunedMember` per member, with the trained `model` in evaluation mode.
     """
     chosen = (settings or Settings()).updated(locals())
     chosen.check_validation(validation)
@@ -121,7 +121,7 @@ def _members_and_seeds(
     if len(seeds) != len(models) or not models:
         raise ValueError(
             f"There are {len(models)} members but {len(seeds)} seeds. "
-            "Give one seed for each member, or a single number."
+            "Give one seed per member, or a single number."
         )
     return list(zip(models, seeds, strict=True))
 

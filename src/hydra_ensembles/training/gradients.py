@@ -1,4 +1,4 @@
-"""One step's gradients out of parts of a batch, which several processes may share."""
+"""The gradients of one step, computed from parts of a batch that processes may share."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..data import processes
 class Gradients:
     """Gradients of the parts of one batch.
 
-    Part k is done by process k mod n. The sum over all parts is what the whole batch gives, up to
-    rounding. Added up in the order of the parts it has the same bits for any number of processes.
+    Process k mod n computes part k. The sum over all parts equals the whole batch's gradients, up
+    to rounding. Summed in the order of the parts, it has the same bits for any number of processes.
 
     Args:
-        parameters: What is trained.
-        parts: Into how many parts a batch is cut.
-        ordered: Add them up in their order, at the price of one message per part.
+        parameters: The trained parameters.
+        parts: Number of parts per batch.
+        ordered: Sum the parts in order, at the price of one message per part.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], parts: int, *, ordered: bool) -> None:
@@ -27,13 +27,13 @@ class Gradients:
         self._found: dict[int, list[Tensor | None]] = {}
 
     def take_(self, part: int) -> None:
-        """Take the gradients that a part left on the parameters; they have none after."""
+        """Move the gradients that a part left on the parameters into this object."""
         self._found[part] = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
 
     def put_(self) -> None:
-        """Put the sum of all parts of all processes on the parameters."""
+        """Set the parameters' gradients to the sum over all parts of all processes."""
         used = torch.zeros(len(self.parameters))
         for row in self._found.values():
             used += torch.tensor([grad is not None for grad in row], dtype=torch.float32)
@@ -49,7 +49,7 @@ class Gradients:
             parameter.grad = grad.view_as(parameter).to(parameter.dtype)
 
     def _flat(self, row: Sequence[Tensor | None], used: Tensor) -> Tensor:
-        """Return a part's gradients as one vector; zeros where only other parts have some."""
+        """Return a part's gradients as one vector, zero where only other parts have gradients."""
         pieces = [
             (torch.zeros_like(parameter) if grad is None else grad).reshape(-1)
             for parameter, grad, count in zip(self.parameters, row, used.tolist(), strict=True)

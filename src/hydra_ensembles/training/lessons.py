@@ -17,7 +17,7 @@ from .stream import Stream, _pool, derive_seed
 from .views import Views
 
 POOL_BYTES = 2**29
-"""Views are kept in memory up to this size, so that they are made once for all teachers."""
+"""Memory for views, so that they are made only once for all teachers."""
 
 
 class Lessons:
@@ -26,9 +26,9 @@ class Lessons:
     Args:
         data: Batches, the same at each pass.
         outliers: `"auto"`, batches, batches by family, or None.
-        settings: `views` is read.
-        seed: Of the views and of the outliers' order.
-        augment: Whether views after the first are changed.
+        settings: Only `views` is read.
+        seed: Determines the views and the outliers' order.
+        augment: Whether views after the first are augmented.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Lessons:
         if isinstance(outliers, str) and not makes:
             raise ValueError(f'outliers is {outliers!r}; expected batches, a mapping, or "auto".')
         if isinstance(data, Batches) and "input_ids" in _names(data):
-            data = list(data)  # texts keep one padding, so that the trunk's outputs can be kept
+            data = list(data)  # texts keep one padding, so that the trunk's outputs can be cached
         wanted = makes or (augment and self.views > 1)
         self._views = Views(data, seed=seed, augment=augment) if wanted else None
         if self._views is None:
@@ -65,18 +65,18 @@ class Lessons:
             self.parts.append(Part("outliers", self.count, self.views, self._batches("outliers")))
 
     def outlier_cycle(self) -> Cycle | None:
-        """Return the outliers in an order of their own."""
+        """Return the outliers in their own order, or None if there are none."""
         if len(self.parts) == 1:
             return None
         source = self.data if self.given is None else self.given
         return Cycle(Stream(source, seed=derive_seed("outliers", self.seed)))
 
     def number(self, part: str, view: int, samples: Tensor) -> Tensor:
-        """Return numbers that tell the views of all examples apart."""
+        """Return one unique number per view of an example."""
         first = 0 if part == "data" else FIRST_NUMBER
         return first + view * self.count + samples
 
-    def made(self, part: str, view: int, batch: dict[str, Any]) -> Any:
+    def view_of(self, part: str, view: int, batch: dict[str, Any]) -> Any:
         """Return the view of a numbered batch."""
         if (part, view) in self._pools:
             return take(self._pools[part, view], batch["samples"])
@@ -88,28 +88,32 @@ class Lessons:
         return self._views.light(batch["batch"], batch["samples"], view)
 
     def numbered_views(self) -> Iterator[dict[str, Any]]:
-        """Give all views of all examples, numbered, in one order."""
+        """Yield all views of all examples, numbered, in a fixed order."""
         for part in self.parts:
             source = self.given if part.name == "outliers" and self.given else self.data
             for view in range(part.views):
                 for batch in self._in_order(source):
                     samples = self.number(part.name, view, batch["samples"])
-                    yield {**batch, "samples": samples, "batch": self.made(part.name, view, batch)}
+                    yield {
+                        **batch,
+                        "samples": samples,
+                        "batch": self.view_of(part.name, view, batch),
+                    }
 
     def _batches(self, part: str) -> Callable[[int], Iterable[Any]]:
         def batches(view: int) -> Iterator[Any]:
             source = self.given if part == "outliers" and self.given is not None else self.data
             changes = self._views is not None and (part == "outliers" or view > 0)
-            made: list[Any] = []
+            shown: list[Any] = []
             for batch in self._in_order(source):
-                made.append(without_labels(self.made(part, view, batch)))
-                yield made[-1]
-                if not changes or (part, view) in self._pools or _bytes(made) > self._room:
-                    made.clear()
+                shown.append(without_labels(self.view_of(part, view, batch)))
+                yield shown[-1]
+                if not changes or (part, view) in self._pools or _bytes(shown) > self._room:
+                    shown.clear()
                     changes = False
-            if made and (pool := _pool(made)) is not None:
+            if shown and (pool := _pool(shown)) is not None:
                 self._pools[part, view] = pool
-                self._room -= _bytes(made)
+                self._room -= _bytes(shown)
 
         return batches
 

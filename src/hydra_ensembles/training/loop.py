@@ -17,7 +17,6 @@ from ..data import processes
 from ..data.batches import batch_length, take
 from ..data.memory import is_out_of_memory
 from ..data.progress import Progress, telling_lost_workers
-from ..data.running import call_model, member_logits_of, split_batch
 from ..data.sharing import in_order, own_numbers
 from ..errors import DataError, HydraError
 from .checkpoint import (
@@ -28,13 +27,14 @@ from .checkpoint import (
     write_checkpoint,
 )
 from .gradients import Gradients
+from .labelled import MemberLogits, logits_and_labels
 from .settings import Settings
 from .stream import Stream, derive_seed
 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What `on_step` is told after each step."""
+    """What `on_step` receives after each step."""
 
     member: int
     epoch: int
@@ -46,7 +46,7 @@ class StepInfo:
 
 @dataclass
 class FinetunedMember:
-    """A trained model and the record of its training (all but the model is plain data)."""
+    """A trained model and the record of its training (plain data, apart from the model)."""
 
     model: nn.Module
     seed: int
@@ -64,25 +64,8 @@ class FinetunedMember:
         return f"FinetunedMember({name}, seed {self.seed}, {self.steps} steps; {last})"
 
 
-class Answer(nn.Module):
-    """A model as a function from a batch to member logits `[B, M, C]`.
-
-    accelerate replaces the `forward` of what it prepares: it may do so here, not in the model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Any) -> Tensor:
-        of_members = getattr(self.model, "member_logits", None)
-        if callable(of_members):  # a fused ensemble: its `logits` are the members' mean already
-            return of_members(batch)
-        return member_logits_of(call_model(self.model, batch))
-
-
 def schedule(step: int, steps: int, warmup: float) -> float:
-    """Return the factor of the learning rate: linear from 0 to 1 in the warm-up, then to 0."""
+    """Return the learning rate's factor: linear from 0 to 1 in the warm-up, then down to 0."""
     rising = round(warmup * steps)
     if step < rising:
         return (step + 1) / rising
@@ -91,8 +74,11 @@ def schedule(step: int, steps: int, warmup: float) -> float:
 
 @dataclass
 class Run:
-    """One member's run. All its random draws are functions of (seed, epoch, step): a checkpoint
-    therefore needs no generator states, and a resumed run repeats the original exactly."""
+    """Train one member.
+
+    All random draws are functions of (seed, epoch, step). A checkpoint therefore needs no generator
+    states, and a resumed run repeats the original exactly.
+    """
 
     model: nn.Module
     stream: Stream
@@ -159,7 +145,9 @@ class Run:
         self.start = {n: p.detach().clone() for n, p in self.trained.items()} if pull else {}
         self.optimizer = torch.optim.AdamW(self._groups(), lr=self.settings.learning_rate)
         # "evaluation": gradients of several processes are added up here (`Gradients`)
-        self.wrapped = self.accelerator.prepare_model(Answer(self.model), evaluation_mode=True)
+        self.wrapped = self.accelerator.prepare_model(
+            MemberLogits(self.model), evaluation_mode=True
+        )
         self.stepper = self.accelerator.prepare_optimizer(self.optimizer)
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -198,7 +186,7 @@ class Run:
         for index in range(self.steps_per_epoch):
             self._seed_step(epoch, index)
             batch = self._next_batch(batches)
-            if index < done:  # seen before the stop
+            if index < done:  # trained on before the run was stopped
                 continue
             loss, rate = self._fitting_update(batch)
             self.step += 1
@@ -214,11 +202,11 @@ class Run:
                 self.on_step(StepInfo(self.member, epoch, self.step, self.steps, loss, rate))
 
     def _seed_step(self, epoch: int, index: int, part: int = 0) -> None:
-        # inside fork_rng: the caller's generators are untouched
+        # inside fork_rng: the caller's generators do not change
         torch.manual_seed(derive_seed("step", self.seed, epoch, index, part))
 
     def _next_batch(self, batches: Any) -> Any:
-        """Take the next batch: the same in all processes."""
+        """Return the next batch, which is the same in all processes."""
         missing = object()
         batch = next(batches, missing)
         if batch is missing:
@@ -229,9 +217,9 @@ class Run:
         return batch
 
     def _fitting_update(self, batch: Any) -> tuple[float, float]:
-        """Make one step; say in plain words when memory runs out.
+        """Make one step; raise a clear error when memory runs out.
 
-        Half a batch would be another step, and other weights in the end: the user decides.
+        Halving the batch would change the steps and the final weights: that is the user's choice.
         """
         try:
             return self._update(batch)
@@ -284,18 +272,18 @@ class Run:
                 if loss.requires_grad:
                     self.accelerator.backward(loss)
                 gradients.take_(part)
-        except Exception as error:  # told to the others, raised by all
+        except Exception as error:  # sent to the other processes, so that all raise
             failure = error
-        said = processes.exchange_plain(
+        reports = processes.exchange_plain(
             {"losses": list(losses.items()), "error": processes.describe_error(failure)}
         )
         if failure is not None:
             raise failure
-        for other in said:
-            if other["error"] is not None:
-                raise processes.error_of(other["error"])
+        for report in reports:
+            if report["error"] is not None:
+                raise processes.error_of(report["error"])
         gradients.put_()
-        by_part = {part: value for other in said for part, value in other["losses"]}
+        by_part = {part: value for report in reports for part, value in report["losses"]}
         return sum(by_part[part] for part in range(self.parts))
 
     def _check_loss(self, value: float) -> float:
@@ -315,33 +303,16 @@ class Run:
         return take(batch, slice(start, end)), (end - start) / size
 
     def _loss(self, batch: Any, part: int) -> Tensor:
-        """Return what a part adds to the batch's mean loss."""
+        """Return a part's contribution to the batch's mean loss."""
         mine, share = self._part(batch, part)
         if not share:
             return torch.zeros(())
-        logits, labels = self._answer(mine)
+        logits, labels = logits_and_labels(self.wrapped, mine)
         if self.loss is not None:
             return share * self.loss(logits, labels)
         smoothing = self.settings.label_smoothing
         members = [F.cross_entropy(m, labels, label_smoothing=smoothing) for m in logits.unbind(1)]
         return share * torch.stack(members).mean()
-
-    def _answer(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return float32 logits `[B, M, C]` and labels `[B]` or `[B, C]` of a batch, checked."""
-        _, _, labels = split_batch(batch)
-        if labels is None:
-            raise DataError("A batch has no labels. Give (inputs, labels), or dicts with 'labels'.")
-        logits = self.wrapped(batch).float()
-        if len(labels) != len(logits):
-            raise DataError(f"A batch has {len(labels)} labels for {len(logits)} answers.")
-        if labels.is_floating_point():
-            return logits, _probabilities(labels, logits.shape[-1]).to(logits)
-        if labels.min() < 0 or labels.max() >= logits.shape[-1]:
-            raise DataError(
-                f"Labels run from {labels.min()} to {labels.max()}, but the model has "
-                f"{logits.shape[-1]} classes. Number the classes from 0."
-            )
-        return logits, labels.long().to(logits.device)
 
     def _end_epoch(self, epoch: int) -> None:
         entry = {"epoch": float(epoch), "loss": self.loss_sum / self.steps_per_epoch}
@@ -358,7 +329,7 @@ class Run:
         self.model.eval()
 
         def work(index: int, batch: Any) -> dict[str, Tensor]:
-            logits, labels = self._answer(batch)
+            logits, labels = logits_and_labels(self.wrapped, batch)
             if labels.ndim > 1:
                 raise DataError("Validation needs class numbers as labels, not probabilities.")
             log_mean = logits.log_softmax(-1).logsumexp(1) - math.log(logits.shape[1])
@@ -367,8 +338,8 @@ class Run:
             return {"sums": torch.tensor([nll, right, len(labels)], dtype=torch.float64)}
 
         sums = torch.zeros(3, dtype=torch.float64)
-        for found in in_order(data, work, name="validation"):
-            sums += found["sums"]
+        for result in in_order(data, work, name="validation"):
+            sums += result["sums"]
         nll, right, count = sums.tolist()
         if not count:
             raise DataError("The validation data has no batches. Check the loader or the filter.")
@@ -389,7 +360,7 @@ class Run:
         if processes.is_first():
             tensors = {f"model/{name}": value for name, value in self._state().items()}
             tensors |= {f"best/{name}": value for name, value in self.best.items()}
-            if self.step < self.steps:  # a finished run never steps again
+            if self.step < self.steps:  # a finished run needs no optimizer state
                 packed = pack_optimizer(self.optimizer)
                 tensors |= {f"optimizer/{name}": value for name, value in packed.items()}
             scaler = self.accelerator.scaler
@@ -423,15 +394,3 @@ class Run:
             self.accelerator.scaler.load_state_dict(record["scaler"])
         self.step, self.loss_sum = record["step"], record["loss_sum"]
         self.history = record["history"]
-
-
-def _probabilities(labels: Tensor, classes: int) -> Tensor:
-    """Return soft labels `[B, C]` if that is what they are: a teacher's answers, say."""
-    if labels.shape[1:] != (classes,):
-        raise DataError(
-            f"Labels of type {labels.dtype} have shape {list(labels.shape)}. Expected class "
-            f"numbers [batch] as integers, or probabilities [batch, {classes}]."
-        )
-    if bool((labels < 0).any()) or not bool(((labels.sum(1) - 1).abs() < 1e-2).all()):
-        raise DataError("Labels [batch, class] are not probabilities. Pass softmax(logits).")
-    return labels

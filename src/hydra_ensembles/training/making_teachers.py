@@ -29,7 +29,7 @@ How = Literal["lora", "branch", "snapshots", "full"]
 
 @dataclass(frozen=True)
 class Job:
-    """What a way of making teachers is given."""
+    """What each way of making teachers receives."""
 
     host: HostModel
     data: Iterable[Any]
@@ -41,11 +41,11 @@ class Job:
     progress: bool
 
     def place(self, name: str) -> Path | None:
-        """Return the folder of a part's checkpoints."""
+        """Return the folder for the checkpoints of one run, or None."""
         return None if self.folder is None else self.folder / name
 
     def tune(self, model: nn.Module, seed: int, choose: Any = None) -> nn.Module:
-        """Fine-tune one copy, all of it or what is chosen."""
+        """Fine-tune one copy: all parameters, or those that `choose` selects."""
         return finetune(
             model,
             self.data,
@@ -77,7 +77,7 @@ def make_teachers(
 ) -> list[nn.Module]:
     """Make teachers for `distill` out of one model and labelled data.
 
-    Ways, from the cheapest to the dearest:
+    Ways, from the cheapest to the most expensive:
 
     * `"branch"`: the last blocks and the classifier, each teacher on its own bootstrap, above one
       trunk that runs once;
@@ -93,10 +93,10 @@ def make_teachers(
         count: Number of teachers.
         how: One of the ways above.
         settings: How to train; each way has its own default. `epochs` (of each teacher) and
-            `learning_rate` replace its fields where they are given.
-        rank: Of low-rank updates.
+            `learning_rate` override its fields.
+        rank: Rank of the low-rank updates.
         branch_layer: First block that `"branch"` trains; by default the one at which three members
-            part within 1.07 x the cost.
+            would branch within 1.07 x the cost.
         seed: Teacher t has the seed `seed + t`.
         folder: Where checkpoints go; start again with the same arguments to resume.
         progress: Show bars on a terminal.
@@ -141,11 +141,11 @@ def _full(job: Job) -> list[nn.Module]:
 
 @_register("snapshots", Settings(epochs=3, learning_rate=2e-4))
 def _snapshots(job: Job) -> list[nn.Module]:
-    found, model = [], job.host.model
+    teachers, model = [], job.host.model
     for seed in job.seeds:
         model = job.tune(model, seed)
-        found.append(model)
-    return found
+        teachers.append(model)
+    return teachers
 
 
 @_register("branch", Settings(epochs=3, learning_rate=5e-4, bootstrap=True))
@@ -158,8 +158,8 @@ def _branch(job: Job) -> list[nn.Module]:
         option = fit_budget(job.host, members=3, max_cost=1.07, batch=first, untied=True)
         layer = option.branch_layer
     start = fuse(job.host.model, [HeadMask.full(job.host)], branch_layer=layer)
-    states: dict[Any, Tensor] = {}  # one trunk for all teachers
-    found = []
+    states: dict[Any, Tensor] = {}  # all teachers share one trunk
+    teachers = []
     for seed in job.seeds:
         trained = finetune_branch(
             start,
@@ -170,8 +170,8 @@ def _branch(job: Job) -> list[nn.Module]:
             folder=job.place(f"teacher-{seed}"),
             progress=job.progress,
         ).model
-        found.append(trained.member(0))  # type: ignore[operator]
-    return found
+        teachers.append(trained.member(0))  # type: ignore[operator]
+    return teachers
 
 
 @_register("lora", Settings(epochs=3, learning_rate=1e-3, weight_decay=0.0, bootstrap=True))
@@ -183,12 +183,12 @@ def _lora(job: Job) -> list[nn.Module]:
             return not name.endswith(".original")
         return name.startswith(after)
 
-    found = []
+    teachers = []
     for seed in job.seeds:
         model = _with_updates(job.host, job.rank, seed)
         trained = job.tune(model, seed, is_trained)
-        found.append(_merged(trained))
-    return found
+        teachers.append(_merged(trained))
+    return teachers
 
 
 class LowRank(nn.Module):
@@ -220,7 +220,7 @@ def _with_updates(host: HostModel, rank: int, seed: int) -> nn.Module:
 
 
 def _merged(model: nn.Module) -> nn.Module:
-    """Make updated weights plain ones."""
+    """Merge the low-rank updates into plain weights, in place."""
     for module in list(model.modules()):
         if parametrize.is_parametrized(module, "weight"):
             parametrize.remove_parametrizations(module, "weight")

@@ -1,4 +1,4 @@
-"""Batches whose samples carry numbers, so that what is known of a sample is found again."""
+"""Batches whose samples are numbered, so that cached results can be looked up per sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def numbered(data: Iterable[Any], *, need_labels: bool = True) -> list[Any] | Da
 
     Args:
         data: A list of batches, `Batches`, or a `DataLoader` over a map-style data set.
-        need_labels: Raise where a batch has none; otherwise they are zeros there.
+        need_labels: Raise when a batch has no labels; otherwise its labels are zeros.
 
     Returns:
         Data whose batches are dicts: `batch` as it was, its `labels`, and the numbers `samples`.
@@ -84,7 +84,7 @@ def _labels(batch: Any, needed: bool) -> Tensor:
     return labels
 
 
-# Functions and no closures below: a loader's workers may have to unpickle them.
+# Plain functions, not closures: a loader's workers may have to unpickle them.
 
 
 def _load(

@@ -17,13 +17,13 @@ FIRST_NUMBER = 2**40  # beyond the numbers of the data's own samples
 
 
 def outlier_stream(outliers: Outliers, data: Iterable[Any], *, seed: int) -> Stream:
-    """Return numbered outliers without labels, in memory, in a seeded order.
+    """Return numbered, unlabelled outliers, in memory and in a seeded order.
 
     Args:
-        outliers: Batches, or batches by family; `auto`: proxies made of the data itself, as many
-            as it has samples, the kinds by turns.
+        outliers: Batches, or batches by family; "auto" for proxies made from the data, as many as
+            it has samples, alternating between the kinds.
         data: What the members are trained on.
-        seed: Decides the order.
+        seed: Determines the order.
     """
     if isinstance(outliers, str):
         if outliers != "auto":
@@ -36,8 +36,8 @@ def outlier_stream(outliers: Outliers, data: Iterable[Any], *, seed: int) -> Str
     for name, batches in families.items():
         if not batches:
             raise DataError(f"The outliers {name!r} have no batches. Leave them out, or fill them.")
-    found = [without_labels(batch) for batches in families.values() for batch in batches]
-    return Stream(list(_numbered(found)), seed=seed)
+    unlabelled = [without_labels(batch) for batches in families.values() for batch in batches]
+    return Stream(list(_numbered(unlabelled)), seed=seed)
 
 
 def _numbered(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
@@ -50,25 +50,25 @@ def _numbered(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _proxies_by_turns(data: Iterable[Any]) -> dict[str, list[Any]]:
-    """Make one kind of proxies of every k-th batch each, or all kinds of all of few batches."""
+    """Make kind i from batches i, i + k, ... for k kinds; with fewer batches, from all of them."""
     kinds = list(make_proxies(data))
     batches = list(data)
     transform = getattr(data, "transform", None)
     result = {}
     for place, kind in enumerate(kinds):
-        made = make_proxies(
+        family = make_proxies(
             batches[place :: len(kinds)] if len(batches) >= len(kinds) else batches,
             [kind],
             mean=getattr(transform, "mean", None),
             std=getattr(transform, "std", None),
             tokenizer=getattr(data, "tokenizer", None),
         )
-        result[kind] = list(made[kind])
+        result[kind] = list(family[kind])
     return result
 
 
 class Cycle:
-    """The batches of a stream, epoch after epoch, by a running number: a resumed run skips."""
+    """The batches of a stream by a running number over epochs, so that a resumed run can skip."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream

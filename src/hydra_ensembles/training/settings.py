@@ -10,10 +10,10 @@ PRECISIONS = ("no", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the result of a training, apart from the model, the data and the seed.
+    """What determines the result of training, apart from the model, the data and the seed.
 
-    Every training function takes one, and takes its common fields as arguments too, which win. It
-    is saved with each checkpoint: a run resumes only with equal settings.
+    Every training function takes one. It also takes the common fields as arguments, which override
+    it. Each checkpoint holds the settings: a run resumes only with equal ones.
 
     Attributes:
         epochs: Passes over the data.
@@ -24,7 +24,7 @@ class Settings:
         mixed_precision: "no", "bf16" or "fp16" (autocast; weights stay in float32).
         shuffle: Whether to shuffle the data.
         bootstrap: Whether each member sees its own resampling of the data.
-        label_smoothing: Share of the label given to all classes.
+        label_smoothing: Share of the label spread over all classes.
         towards_host: Strength of the pull towards the starting weights (L2-SP).
         keep: "last" weights, or the "best" epoch's by validation NLL.
         distill: Share of the label that is a teacher's answer, in [0, 1]: in `finetune_branch` the
@@ -33,11 +33,11 @@ class Settings:
         trunk_rate: `distill`: learning rate of the trunk as a share of the branch's; 0 freezes it.
         views: `distill`: different variants of each example; epoch e sees variant e mod views.
         teacher_temperature: `distill`: divides the logits of teachers and members in the loss.
-        joint: `distill`: share of the loss that is the mean's, in [0, 1): the mean of the members'
-            probabilities learns the mean of their teachers, beside each member its own.
-        parts: Each batch is cut into so many parts, whose gradients are added up in order: less
-            memory, and the same bits for any number of processes that share the parts. By default
-            as many as there are processes, and results differ by rounding.
+        joint: `distill`: share of the loss, in [0, 1), in which the mean of the members'
+            probabilities learns the mean of their teachers; the rest is each member's own loss.
+        parts: Number of parts per batch, whose gradients are summed in order: less memory, and the
+            same bits for any number of processes that share the parts. 0 means one part per
+            process, and results then differ by rounding.
     """
 
     epochs: int = 1
@@ -64,7 +64,9 @@ class Settings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; at least 1 is needed.")
         if self.parts < 0:
-            raise ValueError(f"parts is {self.parts}; expected 1 or more, or 0 for one a process.")
+            raise ValueError(
+                f"parts is {self.parts}; expected 1 or more, or 0 for one per process."
+            )
         if not 0 <= self.distill <= 1:
             raise ValueError(f"distill is {self.distill}; expected a share in [0, 1].")
         if not 0 <= self.joint < 1:
@@ -85,12 +87,12 @@ class Settings:
             )
 
     def updated(self, given: dict[str, Any]) -> Settings:
-        """Return a copy with the fields that are given; None and other names are left out."""
+        """Return a copy with the given fields; None and unknown names are ignored."""
         names = {field.name for field in fields(self)}
         return replace(self, **{k: v for k, v in given.items() if k in names and v is not None})
 
     def check_validation(self, validation: Any) -> None:
-        """Raise when the best epoch is wanted but nothing tells which it is."""
+        """Raise when the best epoch is wanted but there is no validation data to find it."""
         if self.keep == "best" and validation is None:
             raise ValueError(
                 'keep="best" needs validation data: pass validation=..., or keep="last".'

@@ -1,4 +1,4 @@
-"""The batches of each epoch, in an order that depends on the seed and the epoch alone."""
+"""The batches of each epoch, in an order that depends only on the seed and the epoch."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ def generator(*parts: object) -> torch.Generator:
 class Stream:
     """Re-iterable batches in a seeded order, independent of any global state.
 
-    How far the order can be shuffled depends on what the data is:
+    How far the order can be shuffled depends on the type of the data:
 
-    * a list or tuple of batches whose tensors differ in the batch dimension alone: the samples
-      are pooled and dealt into new batches, as large as the largest, each epoch;
+    * a list or tuple of batches whose tensors differ only in the batch dimension: in each epoch the
+      samples are pooled and dealt into new batches, as large as the largest;
     * a list or tuple of other batches (padded to their own lengths, say): the order of the batches
-      is shuffled, their content stays;
-    * a `DataLoader` over a map-style data set, or `Batches`: the sampler is a seeded one;
-    * anything else is iterated as it is; if it has `set_epoch`, that is called first.
+      is shuffled, not their content;
+    * a `DataLoader` over a map-style data set, or `Batches`: it gets a seeded sampler;
+    * anything else is iterated as it is; its `set_epoch`, if any, is called first.
 
-    A bootstrap draws as many samples as there are, with replacement, once per seed: the same draw
-    in all epochs. Where samples cannot be pooled it is stratified by batch.
+    A bootstrap draws as many samples as there are, with replacement. It is drawn once per seed and
+    is the same in all epochs. Where samples cannot be pooled it is stratified by batch.
 
     Args:
         data: Any re-iterable of batches.
-        seed: Decides the order and the bootstrap.
-        shuffle: Whether to change the order of the data at all.
+        seed: Determines the order and the bootstrap.
+        shuffle: Whether to change the order of the data.
         bootstrap: Whether to resample the data with replacement.
     """
 
@@ -144,7 +144,7 @@ class Stream:
 
 
 def as_loader(data: Batches) -> DataLoader[Any]:
-    """Return a loader of the examples of `Batches`, which can be put into any order."""
+    """Return a loader over the examples of `Batches`, whose order can be chosen."""
     return DataLoader(
         range(data.count),  # type: ignore[arg-type]
         batch_size=data.batch_size,
@@ -153,12 +153,12 @@ def as_loader(data: Batches) -> DataLoader[Any]:
 
 
 def from_batches(data: Batches, numbers: Sequence[int]) -> Any:
-    """Load some examples as one batch; no closure, since a loader's workers may unpickle it."""
+    """Load the numbered examples as one batch (no closure: loader workers may unpickle it)."""
     return next(iter(data.subset(numbers, batch_size=len(numbers))))
 
 
 def _is_seedable(loader: DataLoader[Any]) -> bool:
-    """Return whether the loader's order is its own plain one, so that we may choose it."""
+    """Return whether the loader uses a standard sampler, which we may replace."""
     return (
         loader.batch_size is not None
         and not isinstance(loader.dataset, IterableDataset)
@@ -170,7 +170,7 @@ def _is_seedable(loader: DataLoader[Any]) -> bool:
 def _count(data: Iterable[Any]) -> int:
     try:
         return len(data)  # type: ignore[arg-type]
-    except TypeError:  # no length: one pass to count, since the schedule must know its end
+    except TypeError:  # no length: count in one pass, since the schedule needs the number of steps
         return sum(1 for _ in data)
 
 

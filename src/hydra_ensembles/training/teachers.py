@@ -24,7 +24,7 @@ from ..fusion.ensemble import HydraEnsemble
 from .checkpoint import FILE_NAME, read_checkpoint, with_prefix
 
 Answer = Callable[[Any], Tensor]
-"""A batch to log-probabilities `[batch, member, class]`; a plain model has one member."""
+"""Maps a batch to log-probabilities `[batch, member, class]`; a plain model has one member."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Teacher:
     """One source of probabilities.
 
     Attributes:
-        name: What it is called in errors and records.
-        identify: Returns what tells it from another teacher, for resuming.
-        open: Loads it and gives its answers to batches; None for a table.
-        table: Log-probabilities `[example, member, class]` that were computed before, or None.
+        name: Its name in errors and records.
+        identify: Returns what distinguishes it from another teacher, for resuming.
+        open: Loads it and yields its `Answer`; None for a table.
+        table: Precomputed log-probabilities `[example, member, class]`, or None.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Teacher:
 
 
 def read_teachers(teachers: Any, host: nn.Module) -> list[Teacher]:
-    """Understand what was given as teachers (see `distill`); nothing is run yet."""
+    """Return the teachers that an argument of `distill` names; nothing is run yet."""
     single = isinstance(teachers, (nn.Module, str, os.PathLike, Tensor, np.ndarray))
     if single or (callable(teachers) and not isinstance(teachers, Sequence)):
         teachers = [teachers]
-    found = [_read(teacher, host, place) for place, teacher in enumerate(teachers)]
-    if not found:
+    result = [_read(teacher, host, place) for place, teacher in enumerate(teachers)]
+    if not result:
         raise DataError("There are no teachers. Pass models, or make some with make_teachers().")
-    return found
+    return result
 
 
 def _read(teacher: Any, host: nn.Module, place: int) -> Teacher:
@@ -75,7 +75,7 @@ def _read(teacher: Any, host: nn.Module, place: int) -> Teacher:
 
 
 def _from_path(path: Path, host: nn.Module) -> Teacher:
-    """Read a table, a checkpoint of the host, a saved ensemble or a folder of the host's own."""
+    """Read a table, a checkpoint of the host, a saved ensemble or a saved host."""
     if not path.exists():
         raise DataError(f"The teacher {path} does not exist. Expected a file or a folder.")
     name = str(path)
@@ -88,7 +88,7 @@ def _from_path(path: Path, host: nn.Module) -> Teacher:
         return Teacher(name, lambda: _files_sha(path), table=table)
     if path.suffix != ".safetensors":
         raise DataError(
-            f"The teacher {path} is not known by its name; expected a folder, .npy or .safetensors."
+            f"The teacher {path} has an unknown suffix; expected a folder, .npy or .safetensors."
         )
     from safetensors import safe_open
 
@@ -119,7 +119,7 @@ def _from_folder(folder: Path, host: nn.Module) -> nn.Module:
 
 
 def _from_weights(path: Path, host: nn.Module) -> nn.Module:
-    """Return a copy of the host with weights of a training checkpoint, or of a plain file."""
+    """Return a copy of the host with the weights of a training checkpoint or a plain file."""
     from safetensors.torch import load_file
 
     state: dict[str, Tensor]
@@ -148,15 +148,15 @@ def _opened(model: nn.Module) -> Iterator[Answer]:
 @contextlib.contextmanager
 def _called(function: Callable[..., Any], name: str) -> Iterator[Answer]:
     def answer(batch: Any) -> Tensor:
-        found = member_logits_of(call_model(function, batch)).detach().float().cpu()
-        return log_probabilities(found, name)
+        values = member_logits_of(call_model(function, batch)).detach().float().cpu()
+        return log_probabilities(values, name)
 
     with torch.no_grad():
         yield answer
 
 
 def log_probabilities(values: Tensor, name: str) -> Tensor:
-    """Return log-probabilities of rows that are probabilities; of all other rows, logits' ones."""
+    """Return log-probabilities of values that are probabilities or, failing that, logits."""
     values = values.float()
     if not bool(values.isfinite().all()):
         raise DataError(f"The answers of {name} hold NaN or infinity.")

@@ -1,4 +1,4 @@
-"""A fused model's trunk, computed once for each sample, and its branch, ready for training."""
+"""A fused model's trunk, computed once per sample, and its branch, ready for training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .numbered import is_numbered, keys_of
 
 
 def untied(ensemble: HydraEnsemble, *, mlps: bool = False) -> HydraEnsemble:
-    """Return a copy in which all that members may own is their own, and nothing else trains."""
+    """Return a copy whose members own all parts they may own; only these are trained."""
     if not isinstance(ensemble, HydraEnsemble) or not ensemble.is_classifier:
         raise HydraError(
             f"finetune_branch trains a fused classifier, not {type(ensemble).__name__} "
@@ -35,10 +35,10 @@ def untied(ensemble: HydraEnsemble, *, mlps: bool = False) -> HydraEnsemble:
             "Give fuse masks that differ."
         )
     result = copy.deepcopy(ensemble).untie_(mlps=mlps).freeze_trunk_()
-    # what was fitted belongs to other weights
+    # temperatures and novelty were fitted to the old weights
     result.mode, result.temperature, result.member_temperatures = "fused", None, None
     result.novelty = None
-    # probed on a member: a plain host, whatever was split by member before
+    # probe a member: it is a plain host even where the classifier is split by member
     member = host_model(result.member(0), family=result.body.family)
     streams = len(result.plan.ends)
     for path in modules_after_blocks(member):
@@ -51,14 +51,14 @@ def untied(ensemble: HydraEnsemble, *, mlps: bool = False) -> HydraEnsemble:
 
 
 def still(ensemble: HydraEnsemble) -> HydraEnsemble:
-    """Return a copy that only predicts."""
+    """Return a frozen copy in eval mode, for prediction."""
     result = copy.deepcopy(ensemble).eval().requires_grad_(False)
     result.mode = "fused"
     return result
 
 
 class _Reached(Exception):
-    """Carries the trunk's output out of the host, whose other half need not run."""
+    """Carries the trunk's output out of the host, whose later blocks need not run."""
 
 
 class CachedTrunk(nn.Module):
@@ -83,19 +83,19 @@ class CachedTrunk(nn.Module):
         """Return the members' logits [batch, member, class] of a numbered or a plain batch."""
         if not is_numbered(batch):
             return self.ensemble.member_logits(batch)
-        if not self.frozen:  # its output changes and its gradients are wanted
+        if not self.frozen:  # its output changes, and gradients flow through it
             return self.ensemble.member_logits(batch["batch"])
         with self.ensemble.body.told(trunk_states=self.trunk_states(batch)):
             return self.ensemble.member_logits(batch["batch"])
 
     def knows(self, keys: Iterable[Any]) -> bool:
-        """Tell whether the trunk's output is kept for all of these samples."""
+        """Return whether the trunk's output is cached for all of these samples."""
         return self.frozen and all(key in self._rows for key in keys)
 
     def remember(self, batches: Iterable[Any]) -> None:
-        """Compute and keep the trunk's output of numbered batches, as many as the bound allows.
+        """Compute and cache the trunk's output of numbered batches, up to `cache_bytes`.
 
-        Several processes share the work; each keeps everything.
+        Several processes share the work; each of them caches everything.
         """
         if self.cache_bytes <= 0:
             return
@@ -107,21 +107,21 @@ class CachedTrunk(nn.Module):
             shapes = {f"shape {i}": torch.tensor(shape) for i, shape in enumerate(keys[0][1])}
             return {"states": self._compute(batch["batch"]), "samples": batch["samples"], **shapes}
 
-        for found in in_order(batches, work, name="trunk", ahead=2):
-            if not found:
+        for result in in_order(batches, work, name="trunk", ahead=2):
+            if not result:
                 continue
-            states = found["states"]
+            states = result["states"]
             size = states.numel() * states.element_size()
             if self.used_bytes + size > self.cache_bytes:
                 return
             self.used_bytes += size
-            shapes = [found[f"shape {i}"] for i in range(len(found) - 2)]
+            shapes = [result[f"shape {i}"] for i in range(len(result) - 2)]
             shape = tuple(torch.Size(sizes.tolist()) for sizes in shapes)
-            keys = [(number, shape) for number in found["samples"].tolist()]
+            keys = [(number, shape) for number in result["samples"].tolist()]
             self._rows.update(zip(keys, states.cpu(), strict=True))
 
     def trunk_states(self, batch: Any) -> Tensor:
-        """Return the trunk's output [batch, tokens, width]; compute only what is not known."""
+        """Return the trunk's output [batch, tokens, width]; compute only what is not cached."""
         rows = [self._rows.get(key) for key in keys_of(batch)]
         missing = [place for place, row in enumerate(rows) if row is None]
         if len(missing) == len(rows):

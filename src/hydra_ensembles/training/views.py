@@ -1,7 +1,7 @@
 """Views of data: lightly changed examples, and variants whose label is destroyed.
 
-Every view is a pure function of a seed, the example's number and the view's: a teacher's answer to
-it can be computed once and kept, and a resumed run sees the same examples.
+Every view is a pure function of a seed, the example's number and the view's number. A teacher's
+answer to it can therefore be computed once and saved, and a resumed run sees the same examples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TEXT_KINDS = ("shuffle_words", "token_noise", "halves")
 
 
 def _light_images(pixels: Tensor, draws: Draws, context: ImageContext) -> Tensor:
-    """Move by up to 1/16 of the side, change contrast by up to 10 % and add 2 % of noise."""
+    """Shift by up to 1/16 of the side, change contrast by up to 10 % and add 2 % noise."""
     height, width = pixels.shape[-2:]
     reach = max(1, round(min(height, width) / 16))
     padded = F.pad(pixels, (reach,) * 4, mode="replicate")
@@ -42,14 +42,14 @@ def _light_images(pixels: Tensor, draws: Draws, context: ImageContext) -> Tensor
 
 
 def _light_tokens(content: Tensor, generator: torch.Generator, context: TokenContext) -> Tensor:
-    """Replace up to 10 % of the tokens by random ones of the data."""
+    """Replace up to 10 % of the tokens by random tokens from the data."""
     rate = 0.1 * float(torch.rand((), generator=generator))
     other = context.seen[torch.randint(len(context.seen), content.shape, generator=generator)]
     return torch.where(torch.rand(content.shape, generator=generator) < rate, other, content)
 
 
 def _invert(pixels: Tensor, draws: Draws, context: ImageContext) -> Tensor:
-    """Turn light into dark, with the parts of the image in other places every second time."""
+    """Invert the pixels; of every second image on average, also shuffle the patches."""
     shuffled = proxies["shuffle"].make(pixels, draws, context)
     both = draws.integers(1, 1, 1, low=0, high=2).bool()
     return 1 - torch.where(both, shuffled, pixels)
@@ -62,11 +62,11 @@ class Views:
     """Makes views of numbered examples.
 
     Args:
-        data: The examples; some of them serve as partners of mixtures.
-        seed: Of every draw.
-        kinds: Names of label-destroying proxies, and `"invert"` for images; by default patches
-            shuffled, mixtures, noise, tiled crops and inverted images, or words shuffled, tokens
-            replaced and halves of two sentences.
+        data: The examples; some of them are mixed into others.
+        seed: Determines every draw.
+        kinds: Names of label-destroying proxies, and `"invert"` for images. By default: shuffled
+            patches, mixtures, noise, tiled crops and inverted images; or shuffled words, replaced
+            tokens and halves of two sentences.
         augment: Whether light views are changed at all.
     """
 
@@ -99,24 +99,24 @@ class Views:
         )
 
     def light(self, batch: Any, samples: Tensor, view: int) -> Any:
-        """Return a batch, a little changed; view 0 is the batch itself."""
+        """Return a lightly augmented batch; view 0 is the batch itself."""
         if view == 0 or not self.augment:
             return batch
         seeds = self._seeds("light", samples, view)
         return apply_proxy(LIGHT[self.modality], batch, seeds, self._context)
 
     def destroyed(self, batch: Any, samples: Tensor, view: int) -> Any:
-        """Return a batch of label-destroying variants, a kind for each example by its seed."""
+        """Return a batch of label-destroying variants, one kind per example, chosen by its seed."""
         batch = without_labels(batch)
         seeds = self._seeds("destroyed", samples, view)
         kinds = seeds % len(self._proxies)
-        order, made = [], []
+        order, variants = [], []
         for kind in kinds.unique().tolist():
             rows = (kinds == kind).nonzero().flatten()
             part = take(batch, rows.tolist())
-            made.append(apply_proxy(self._proxies[kind], part, seeds[rows], self._context))
+            variants.append(apply_proxy(self._proxies[kind], part, seeds[rows], self._context))
             order.append(rows)
-        return take(join(made), torch.cat(order).argsort().tolist())
+        return take(join(variants), torch.cat(order).argsort().tolist())
 
     def _seeds(self, name: str, samples: Tensor, view: int) -> Tensor:
         numbers = [derive_seed(name, self.seed, view, i) >> 1 for i in samples.tolist()]

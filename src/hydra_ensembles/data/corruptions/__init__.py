@@ -1,10 +1,10 @@
 """Shifts: the common corruptions of ImageNet-C and CIFAR-C for images of any size, and of text.
 
 Dan Hendrycks and Thomas Dietterich, *Benchmarking Neural Network Robustness to Common Corruptions
-and Perturbations*, ICLR 2019. Written anew on torch: the packages that offer them draw from global
-random states, need one image at a time or one size, or do not run with current numpy. Parameters
-are CIFAR-C's below 85 pixels and ImageNet-C's from there on; lengths in pixels scale with the
-image. Frost is drawn, not photographed, so its figures do not compare with published ones.
+and Perturbations*, ICLR 2019. Reimplemented in torch: existing packages draw from global random
+states, need one image at a time or one size, or do not run with current numpy. Parameters are
+CIFAR-C's below 85 pixels and ImageNet-C's from there on; lengths in pixels scale with the image.
+Frost is drawn, not photographed, so its results are not comparable with published ones.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Channels = float | Sequence[float] | Tensor
 def corrupt(
     images: Tensor, name: str, *, severity: int = 3, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Corrupt images `[B, C, H, W]` in [0, 1]; the answer is in [0, 1] too.
+    """Corrupt images `[B, C, H, W]` in [0, 1]; the result is in [0, 1] too.
 
     Args:
         images: floats in [0, 1] on any device.
@@ -98,7 +98,7 @@ def corrupted(
             corruption.
         name: a registered corruption of images, or of text (`typos`, `drop_words`, ...).
         severity: 1 to 5.
-        seed: of the draw; the same for any batch size.
+        seed: seed of the draw; the same for any batch size.
         mean, std: what the images were normalised with, a number or one per channel. By default
             those of the data's own transform if it has one, else the images must lie in [0, 1].
     """
@@ -135,7 +135,7 @@ def corrupted(
 
 
 def per_channel(values: Any, images: Tensor, default: float) -> Tensor:
-    """Return a mean or std as a tensor `[1, C, 1, 1]` (or one number) beside the images."""
+    """Return a mean or std as a tensor `[1, C, 1, 1]` (or one number) on the images' device."""
     tensor = torch.as_tensor(default if values is None else values)
     tensor = tensor.to(images.device, images.dtype).reshape(1, -1, 1, 1)
     if tensor.shape[1] not in (1, images.shape[1]):

@@ -71,7 +71,7 @@ def at(images: Tensor, severity: int, small: Sequence[T], large: Sequence[T]) ->
 
 
 def is_small(images: Tensor) -> bool:
-    """Tell whether CIFAR-C's parameters fit better: below the geometric mean of 32 and 224."""
+    """Return whether CIFAR-C's parameters fit better: below the geometric mean of 32 and 224."""
     return min(images.shape[-2:]) < math.sqrt(32 * 224)
 
 

@@ -39,10 +39,10 @@ def _disk(radius: float, edge: float, like: Tensor) -> Tensor:
 
 @corruptions.register("glass_blur")
 def glass_blur(images: Tensor, severity: int, draws: Draws) -> Tensor:
-    """Blur, let every pixel take the value of a random near one (several times), and blur again.
+    """Blur, give every pixel the value of a random nearby one (several times), and blur again.
 
-    The original swaps pixels one after another, so that each moves about twice a round; here all
-    move at once, twice a round, which makes it one gather.
+    The original swaps pixels one after another, so that each moves about twice per round; here all
+    move at once, twice per round, which makes it one gather.
     """
     sigma, reach, rounds = at(
         images,

@@ -1,7 +1,7 @@
-"""OOD proxies: outliers made from in-distribution data, for searches that have no others.
+"""OOD proxies: outliers made from in-distribution data, for searches that have no real ones.
 
-One proxy stands for a family of outliers at best, so take several: a search fits the family it
-sees. Every proxy is re-iterable, equal at every pass and for every batch size, and has no labels.
+A proxy represents one family of outliers at best, so use several: a search fits the family it sees.
+Every proxy is re-iterable, the same in every pass and for every batch size, and has no labels.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def make_proxies(
     std: Any = None,
     tokenizer: Any = None,
 ) -> dict[str, Data]:
-    """Make outliers of in-distribution data; return one data set per kind.
+    """Make outliers from in-distribution data; return one data set per kind.
 
     Args:
         data: batches of images, or of token ids (`input_ids`, `attention_mask`).
         kinds: names of registered proxies, or `auto`: all that fit. For images `corrupt`,
             `shuffle`, `mix`, `blur`, `tile`, `sketch`, `noise`; for text `shuffle_words`,
             `token_noise`, `foreign`, `halves`.
-        seed: of every draw.
-        mean, std: what images were normalised with; by default read off the data's transform or
-            its pixel range.
-        tokenizer: tells special and foreign tokens; by default the data's own, else guessed: what
-            begins and ends every sentence is special, and ids that do not occur are foreign.
+        seed: seed of every draw.
+        mean, std: normalisation of the images; by default that of the data's transform, or guessed
+            from the pixel range.
+        tokenizer: identifies special and foreign tokens; by default the data's own. Without one,
+            ids that begin or end every sentence are special, and ids that do not occur are foreign.
     """
     first = next(iter(check_reiterable(data)), None)
     if first is None:
@@ -89,7 +89,7 @@ def make_proxies(
         std=getattr(transform, "std", None) if std is None else std,
         tokenizer=getattr(data, "tokenizer", None) if tokenizer is None else tokenizer,
     )
-    # a seed by name, so that a kind is the same whatever other kinds are asked for
+    # a seed by name, so that a kind does not depend on the other kinds
     return {
         name: ProxyData(data, proxies[name], context, zlib.crc32(f"{seed} {name}".encode()))
         for name in names
@@ -97,7 +97,7 @@ def make_proxies(
 
 
 class Context:
-    """What the proxies of one data set share; read when it is first needed."""
+    """What the proxies of one data set share; computed when first needed."""
 
     def __init__(self, data: Data, *, seed: int, mean: Any, std: Any, tokenizer: Any) -> None:
         self.data, self.seed, self.tokenizer = data, seed, tokenizer
@@ -132,30 +132,30 @@ class ProxyData:
         return len(self.data)  # type: ignore[arg-type]
 
     def fingerprint(self) -> str:
-        """Return a hash of the data, of all that the draws read beside it, and of a first batch.
+        """Return a hash of the data, of everything else the draws read, and of the first batch.
 
-        Making every example would take as long as a pass over the data; whatever could change
-        one (the seed, the bank of partners, the ids' roles) is hashed itself.
+        Making every example would take as long as a pass over the data. Instead, everything that
+        could change an example (seed, bank of partners, roles of ids) is hashed.
         """
-        held = self._context.tokens if self._proxy.modality == "text" else self._context.images
-        whole = hashlib.sha256(f"{self._proxy.make.__name__} {self._seed}\n".encode())
-        for value in vars(held).values():
-            whole.update(fingerprint([value]).encode())
-        whole.update(fingerprint(self.data).encode())
-        whole.update(fingerprint([next(iter(self))]).encode())
-        return whole.hexdigest()
+        context = self._context.tokens if self._proxy.modality == "text" else self._context.images
+        total = hashlib.sha256(f"{self._proxy.make.__name__} {self._seed}\n".encode())
+        for value in vars(context).values():
+            total.update(fingerprint([value]).encode())
+        total.update(fingerprint(self.data).encode())
+        total.update(fingerprint([next(iter(self))]).encode())
+        return total.hexdigest()
 
 
 def apply_proxy(proxy: Proxy, batch: Batch, seeds: Tensor, context: Context) -> Batch:
-    """Make one proxy of every example of a batch, each by its own seed `[batch]`."""
+    """Make one proxy per example of a batch, each from its own seed `[batch]`."""
     if proxy.modality == "text":
         return tokens.apply(proxy.make, batch, seeds, context.tokens)
     images = images_of(batch)
     if images is None:
         raise DataError(f"Expected a batch of images; {describe(batch)}.")
     draws = Draws(seeds, images.device)
-    made = proxy.make(context.images.to_pixels(images), draws, context.images)
-    return with_images(batch, context.images.from_pixels(made, images))
+    pixels = proxy.make(context.images.to_pixels(images), draws, context.images)
+    return with_images(batch, context.images.from_pixels(pixels, images))
 
 
 __all__ = [

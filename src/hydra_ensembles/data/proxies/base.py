@@ -16,7 +16,7 @@ from ..corruptions.base import draw_seeds
 
 @dataclass(frozen=True)
 class Proxy:
-    """A kind of outlier made of in-distribution examples.
+    """A kind of outlier made from in-distribution examples.
 
     Args:
         modality: `image` or `text`.

@@ -38,10 +38,10 @@ class ImageContext:
 
     @classmethod
     def of(cls, bank: Tensor, mean: Any, std: Any) -> ImageContext:
-        """Read mean and std off the bank unless they are given.
+        """Estimate mean and std from the bank unless they are given.
 
-        Over many photographs every channel meets black and white, so that the lowest value found is
-        0 normalised and the highest is 1.
+        Over many photographs every channel contains black and white, so the lowest value is a
+        normalised 0 and the highest a normalised 1.
         """
         bank = bank.float()
         if mean is None or std is None:
@@ -59,7 +59,7 @@ class ImageContext:
         return (images.float() * std + mean).clamp(0, 1)
 
     def from_pixels(self, pixels: Tensor, like: Tensor) -> Tensor:
-        """Normalise again, to the kind and place of `like`."""
+        """Normalise again, with the data type and device of `like`."""
         std, mean = self.std.to(like.device), self.mean.to(like.device)
         return ((pixels.clamp(0, 1) - mean) / std).to(like.dtype)
 

@@ -23,10 +23,9 @@ class TokenContext:
     """Which ids are what, and a bank of sentences as partners.
 
     Args:
-        special: ids that stay where they are (padding needs none of this: the attention mask tells
-            it).
+        special: ids that stay in place (padding is known from the attention mask).
         seen: distinct ids of the bank's content.
-        foreign: ids of other scripts, or by default ids that the bank does not hold.
+        foreign: ids of other scripts, by default ids that are not in the bank.
         continues: `[vocabulary]`, True where an id continues the word before it; empty when
             unknown.
         bank: contents of some sentences.
@@ -50,7 +49,7 @@ class TokenContext:
         pairs = zip(ids, mask & ~torch.isin(ids, special), strict=True)
         contents = [row[content] for row, content in pairs if bool(content.any())]
         if not contents:
-            raise DataError("The sentences hold special tokens alone; there is nothing to change.")
+            raise DataError("The sentences hold only special tokens; there is nothing to change.")
         seen = torch.cat(contents).unique()
         tokens = _vocabulary(tokenizer)
         foreign = torch.tensor(
@@ -88,7 +87,7 @@ def apply(make: Callable[..., Tensor], batch: Batch, seeds: Tensor, context: Tok
 
 @text_proxy("shuffle_words")
 def shuffle_words(content: Tensor, generator: torch.Generator, context: TokenContext) -> Tensor:
-    """Shuffle the words; pieces of a word stay together where the tokenizer tells them."""
+    """Shuffle the words; pieces of a word stay together if the tokenizer marks them."""
     starts = torch.ones(len(content), dtype=torch.bool)
     if len(context.continues):
         starts = ~context.continues[content.clamp_max(len(context.continues) - 1)]
@@ -100,7 +99,7 @@ def shuffle_words(content: Tensor, generator: torch.Generator, context: TokenCon
 
 @text_proxy("token_noise")
 def token_noise(content: Tensor, generator: torch.Generator, context: TokenContext) -> Tensor:
-    """Replace 30 to 80 % of the tokens by random ones of the data."""
+    """Replace 30 to 80 % of the tokens by random tokens from the data."""
     return _replaced(content, context.seen, 0.3, 0.8, generator)
 
 
@@ -118,7 +117,7 @@ def halves(content: Tensor, generator: torch.Generator, context: TokenContext) -
         number = (number + 1) % len(context.bank)
     cut = (len(content) + 1) // 2
     tail = context.bank[number][len(context.bank[number]) // 2 :]
-    while len(tail) < len(content) - cut:  # too short: the next sentence goes on
+    while len(tail) < len(content) - cut:  # too short: continue with the next sentence
         number = (number + 1) % len(context.bank)
         tail = torch.cat([tail, context.bank[number]])
     return torch.cat([content[:cut], tail[: len(content) - cut]])
@@ -147,7 +146,7 @@ def _common_ends(ids: Tensor, mask: Tensor) -> Tensor:
     places = torch.arange(ids.shape[1]).expand_as(ids)
     firsts = ids.gather(1, places.masked_fill(~mask, ids.shape[1]).amin(1, True) % ids.shape[1])
     lasts = ids.gather(1, places.masked_fill(~mask, 0).amax(1, True))
-    if len(ids) < 2:  # one sentence tells nothing
+    if len(ids) < 2:  # one sentence is not enough
         return torch.empty(0, dtype=torch.long)
     common = [ends[0, 0] for ends in (firsts, lasts) if bool((ends == ends[0]).all())]
     return torch.stack(common).unique() if common else torch.empty(0, dtype=torch.long)
@@ -156,7 +155,7 @@ def _common_ends(ids: Tensor, mask: Tensor) -> Tensor:
 def _vocabulary(tokenizer: Any) -> dict[int, str]:
     """Return the tokens by id, in the order of the ids.
 
-    A fast tokenizer gives its vocabulary in the order of a hash table, another in every process.
+    A fast tokenizer returns its vocabulary in hash order, which differs between processes.
     """
     get = getattr(tokenizer, "get_vocab", None)
     if not callable(get):
@@ -171,11 +170,11 @@ def _is_foreign(token: str) -> bool:
 
 
 def _continues(tokens: Mapping[int, str]) -> Tensor:
-    """Tell which ids continue a word, by the marks of WordPiece (##), BPE or SentencePiece."""
+    """Return which ids continue a word, by the marks of WordPiece (##), BPE or SentencePiece."""
     if not tokens:
         return torch.empty(0, dtype=torch.bool)
-    found = torch.zeros(max(tokens) + 1, dtype=torch.bool)
+    continues = torch.zeros(max(tokens) + 1, dtype=torch.bool)
     marked = next((m for m in ("Ġ", "▁") if any(t.startswith(m) for t in tokens.values())), None)
     for number, token in tokens.items():
-        found[number] = not token.startswith(marked) if marked else token.startswith("##")
-    return found
+        continues[number] = not token.startswith(marked) if marked else token.startswith("##")
+    return continues
