@@ -39,7 +39,7 @@ def test_labelled_pictures(
     page = (tmp_path / "out" / "try.html").read_text()
     strangest = page.split("The strangest")[1].split("The least sure")[0]
     assert "3/stranger-0.png" in strangest and "3/stranger-1.png" in strangest
-    assert 'title="3/stranger-0.png"' in strangest and "files</h2>" not in page
+    assert 'title="nearest: ' in strangest and "files</h2>" not in page
     for words in (
         "At a glance",
         "Your own pictures",

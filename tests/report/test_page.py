@@ -164,7 +164,7 @@ def test_alarms_per_set_and_the_newest_examples(tmp_path: Path) -> None:
 def test_a_confidence_is_never_rounded_up_to_certainty(tmp_path: Path) -> None:
     shown = Example("surest", "3", 0.99996, 0.00004, label="5", source="test 1")
     text = write_report(tmp_path / "sure.html", three_results(), examples=[shown]).read_text()
-    assert "says 3 (99.9 %)" in text and "label 5 <span" in text
+    assert "says 3 (99.9\u00a0%)" in text and "label 5 <span" in text
 
 
 def test_rows_say_what_they_mean(page: Path) -> None:

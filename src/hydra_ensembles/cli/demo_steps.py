@@ -23,9 +23,9 @@ SHOWN = {
 all but the last hold a handful each, and the figure is mostly noise."""
 
 LEGEND = (
-    "cost: multiply-adds. NLL: nats. The others are in %; aECE: confidence against accuracy;\n"
-    "AURC: errors when the least sure go unanswered; AUROC: are wrong answers, and things that\n"
-    "are no digits (OOD), ranked as less sure, or as newer, than the others? 50 is chance."
+    "Cost counts multiply-adds; NLL is in nats, all else in %. aECE: gap between confidence and\n"
+    "accuracy. AURC: error rate, averaged over how much is answered. AUROC: does uncertainty (or\n"
+    "novelty) rank wrong answers, or things that are no digits (OOD), above the rest? 50: chance.\n"
 )
 
 COLUMNS = {
@@ -81,10 +81,10 @@ def problem(shares: dict[str, float]) -> list[str]:
 
 def answer(shares: dict[str, float], hydra: Any) -> list[str]:
     """Set what the ensemble calls new beside what one model was sure of."""
-    lines = [f"No digits:      one model over {SURE:.0%} sure    Hydra calls them new"]
+    lines = ["", f"No digits:      one model over {SURE:.0%} sure    Hydra calls them new"]
     for name, share in shares.items():
         lines.append(f"{name:<12} {share:18.0%} {hydra[f'ood/{name}/novelty/Caught_5']:24.0%}")
-    return [*lines, f"test digits {'–':>19} {hydra['novelty/Alarms_5']:24.0%}   (5% expected)"]
+    return [*lines, f"test digits {'–':>19} {hydra['novelty/Alarms_5']:24.0%}   (5% expected)", ""]
 
 
 def scaled(model: Any, validation: Any) -> Any:

@@ -35,7 +35,8 @@ MEANINGS = {
     "cal/aECE": "the same, in bins of equally many examples (%)",
     "sc/AURC": "error rate among the answered, averaged over all shares that may be answered (%)",
     "fail/AUROC": "how well uncertainty ranks wrong answers above right ones (%; 50 is chance)",
-    "ood/mean/AUROC": "how well uncertainty ranks outliers above test data (%; 50 is chance)",
+    "ood/mean/AUROC": "how well uncertainty ranks outliers (out of distribution; mean over all sets) "
+    "above test data (%; 50 is chance)",
     "ood/mean/AUPR": "area under precision and recall of finding outliers (%)",
     "ood/mean/FPR95": "test data called outliers where 95 % of the outliers are found (%)",
     "ood/mean/novelty/AUROC": "how well novelty ranks outliers above test data (%; 50 is chance)",
@@ -44,4 +45,4 @@ MEANINGS = {
     "novelty/Alarms_5": "test data that is newer than 95 % of the known data (%; 5 is expected)",
     "div/Disagreement": "pairs of members that give different answers (%)",
 }
-"""Of the figures whose names do not say it. OOD: out of distribution, the mean over all sets."""
+"""Of the figures whose names do not say it."""

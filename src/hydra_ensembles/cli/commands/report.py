@@ -137,7 +137,7 @@ def _lead(results: Sequence[Results], costs: Mapping[str, float]) -> str:
         if "ood/mean/novelty/AUROC" in result:
             words[-1] += f" ({shown('AUROC', result['ood/mean/novelty/AUROC'])} % by novelty)"
         cost = costs.get(result.name)
-        return ", ".join(words) + (f", at {cost:.2f} × the cost" if cost else "")
+        return ", ".join(words) + (f", at {cost:.2f}\u00a0× the cost" if cost else "")
 
     return "\n".join(f"{result.name}: {figures(result)}." for result in results)
 
