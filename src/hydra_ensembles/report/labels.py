@@ -35,7 +35,7 @@ MEANINGS = {
     "cal/aECE": "the same, in bins of equally many examples (%)",
     "sc/AURC": "error rate among the answered, averaged over all shares that may be answered (%)",
     "fail/AUROC": "how well uncertainty ranks wrong answers above right ones (%; 50 is chance)",
-    "ood/mean/AUROC": "how well uncertainty ranks outliers (out of distribution; mean over all sets) "
+    "ood/mean/AUROC": "how well uncertainty ranks outliers (out of distribution, mean of all sets) "
     "above test data (%; 50 is chance)",
     "ood/mean/AUPR": "area under precision and recall of finding outliers (%)",
     "ood/mean/FPR95": "test data called outliers where 95 % of the outliers are found (%)",
