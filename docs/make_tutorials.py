@@ -23,7 +23,7 @@ def page(name: str) -> str:
     words = (ast.get_docstring(tree) or "").removeprefix("Tutorial: ").split("\n\n")
     prose = [text for text in words if f"python {path}" not in text]
     first = prose[0][0].upper() + prose[0][1:]
-    run = f"Run it: `python {path}` ([the script](../../{path})). The tests run it too."
+    run = f"Run it in a clone of the repository: `python {path}`. The tests run it too."
     parts = [f"# {TITLES[name]}", first, *prose[1:], run]
     body = tree.body[1:]  # after the docstring
     functions = [node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]

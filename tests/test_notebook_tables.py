@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hydra_ensembles as hydra
-from hydra_ensembles.uncertainty import predict_from_logits
+from hydra_ensembles.uncertainty import choose_policy, predict_from_logits
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, LATE
 
@@ -50,6 +50,9 @@ def test_an_ensemble_shows_its_summary() -> None:
     assert said["trunk"] == "blocks 0-1, 3-4 of 4 heads, computed once"
     assert said["cost"] in str(ensemble) and "not fitted" in said["novelty"]
     assert len(page.rows) == len(str(ensemble).splitlines()) - 1
+    ensemble.policy = choose_policy(torch.rand(50), torch.rand(50) < 0.1, risk=0.1, alarm=None)
+    words = [row[1] for row in Page(ensemble._repr_html_()).rows]
+    assert any(line.startswith("answer · ") and line.count(" · ") == 2 for line in words)
 
 
 @pytest.mark.parametrize("novelty", [False, True])

@@ -178,7 +178,7 @@ def test_eval_and_report(
     attacked = [found[f"shift/{attack}/cls/NLL"] for attack in ("fgsm", "pgd")]
     assert found["cls/NLL"] < attacked[0] < attacked[1]
     page = (tmp_path / "report.html").read_text()
-    assert "member 2" in page and "data:image/png" in page and "ood/noise" in page
+    assert "member 2" in page and "data:image/png" in page and '<th scope="row">noise</th>' in page
 
     other = tmp_path / "again.html"
     assert run("report", tmp_path, "--ensemble", ensemble, "-o", other) == 0

@@ -51,3 +51,9 @@ def test_a_loss_is_told() -> None:
     lines = steps.verdict(one, hydra, other)
     assert lines[0] == "Hydra against single: better in NLL, outlier detection; behind in accuracy."
     assert lines[1].endswith("better in NLL; behind in accuracy, outlier detection.")
+
+
+def test_what_is_new_stands_beside_what_one_model_was_sure_of() -> None:
+    hydra = Results("Hydra", {"novelty/Alarms_5": 0.06, "ood/letters/novelty/Caught_5": 0.66})
+    letters, digits = steps.answer({"letters": 0.47}, hydra)[2:4]
+    assert letters.split() == ["letters", "47%", "66%"] and "6%" in digits

@@ -100,6 +100,10 @@ def test_an_encoder_without_a_trained_classifier(
 def test_missing_things(shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, line = failure(capsys, "build", shelf / "host", "--data", "/nowhere/at/all")
     assert code == 3 and "/nowhere/at/all does not exist" in line
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    code, line = failure(capsys, "build", shelf / "host", "--data", empty)
+    assert code == 3 and f"The folder {empty} is empty" in line
     code, line = failure(capsys, "explain", "/nowhere/at/all")
     assert code == 3 and "no model folder" in line
     code, line = failure(capsys, "build", "--config", tmp_path / "none.yaml")

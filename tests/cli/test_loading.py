@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from hydra_ensembles.cli.classes import check_labels, names_for_folder
+from hydra_ensembles.cli.commands.trying import _load
+from hydra_ensembles.cli.exits import one_line
 from hydra_ensembles.cli.hub import hub_access, reachable
-from hydra_ensembles.cli.loading import load_model
+from hydra_ensembles.cli.loading import Loaded, check_sources, load_model, load_set, load_sets
 from hydra_ensembles.cli.main import main
+from hydra_ensembles.cli.reading import Reading
 from hydra_ensembles.errors import DataError, FormatError, UnsupportedModelError
 
 from .test_errors import said
@@ -169,8 +172,6 @@ def test_a_label_that_the_model_does_not_know() -> None:
 def test_digits_of_a_missing_class_keep_their_number(
     shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from hydra_ensembles.cli.loading import load_set
-
     shutil.copytree(shelf / "digits", tmp_path / "some")
     shutil.rmtree(tmp_path / "some" / "3")
     data = load_set(load_model(str(shelf / "host")), str(tmp_path / "some"))
@@ -178,8 +179,6 @@ def test_digits_of_a_missing_class_keep_their_number(
 
 
 def test_a_text_column_of_the_labelled_data_alone(tmp_path: Path) -> None:
-    from hydra_ensembles.cli.loading import Loaded, load_set, load_sets
-
     def tokenizer(texts: list[str], **_: object) -> dict[str, torch.Tensor]:
         return {"input_ids": torch.tensor([[len(text)] for text in texts])}
 
@@ -196,9 +195,26 @@ def test_a_text_column_of_the_labelled_data_alone(tmp_path: Path) -> None:
         load_set(loaded, str(tmp_path / "known.csv"), text_column="sad")
 
 
-def test_texts_for_images_and_images_for_texts(shelf: Path, tmp_path: Path) -> None:
-    from hydra_ensembles.cli.loading import Loaded, check_sources, load_set
+def test_columns_are_named_as_the_command_line_has_them(tmp_path: Path) -> None:
+    table = tmp_path / "no-header.tsv"
+    table.write_text("0\ta dull film\n1\ta lovely film\n")
+    with pytest.raises(DataError, match="first line must name the columns") as told:
+        load_set(Loaded(None, "host", tokenizer=len), str(table))
+    assert "with --text-column" in one_line(told.value)
 
+
+def test_a_column_that_was_asked_for_is_no_missing_label(tmp_path: Path) -> None:
+    table = tmp_path / "reviews.tsv"
+    table.write_text("label\tcontent\n0\ta dull film\n1\ta lovely film\n")
+    loaded = Loaded(None, "host", tokenizer=len)
+    with pytest.raises(DataError, match="no column 'sentence'"):
+        _load(Reading(text_column="sentence"), loaded, str(table))
+    table.write_text("content\na dull film\na lovely film\n")
+    files, note = _load(Reading(text_column="content"), loaded, str(table))
+    assert files.count == 2 and files.labels is None and note.startswith("Labels are not used")
+
+
+def test_texts_for_images_and_images_for_texts(shelf: Path, tmp_path: Path) -> None:
     table = tmp_path / "texts=1.csv"
     table.write_text("text,label\nyes,1\n")
     check_sources(str(table), [f"far={shelf / 'noise'}", "some/dataset", "glue:sst2"])

@@ -35,11 +35,18 @@ def test_labelled_pictures(
     assert run("try", shelf / "host", "--data", mixed, *FEW, "-o", tmp_path / "out") == 0
     printed = capsys.readouterr().out
     assert "66 pictures with labels" in printed and "can be fused" in printed
-    assert "stranger-0.png" in printed.split("Strangest: ")[1].split("\n")[0]
+    assert "stranger-0.png" in printed.split("Strangest:")[1].split("Least sure")[0]
     page = (tmp_path / "out" / "try.html").read_text()
     strangest = page.split("The strangest")[1].split("The least sure")[0]
     assert "3/stranger-0.png" in strangest and "3/stranger-1.png" in strangest
-    for words in ("At a glance", "What an alarm level means", "Calibration", "Wrong, and surest"):
+    assert 'title="nearest: ' in strangest and "files</h2>" not in page
+    for words in (
+        "At a glance",
+        "Your own pictures",
+        "What an alarm level means",
+        "Calibration",
+        "Wrong, and surest",
+    ):
         assert words in page
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", "")
     saved = HydraEnsemble.from_pretrained(tmp_path / "out" / "ensemble")

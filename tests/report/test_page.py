@@ -154,10 +154,23 @@ def test_alarms_per_set_and_the_newest_examples(tmp_path: Path) -> None:
         columns["score:novelty"] = torch.arange(count) / 10 + 1000 * number
         columns["alarm"] = torch.arange(count) % 4 == 0
     text = write_report(tmp_path / "with.html", results).read_text(encoding="utf-8")
-    assert "Like anything known?" in text and "<td>25.0</td>" in text
-    last = [name for name in results[0].examples if not name.startswith("post/")][-1]
-    first = text.split("Newest first")[1].split(" #")[0].split("\n")[-1]
-    assert unescape(first) == last
+    assert "Like anything known?" in text and "<td>25.0 %</td>" in text
+    assert '<th scope="row">near</th>' in text and "ood/near" not in text.split("<script")[0]
+    newest = text.split("newest test examples")[1].split("(hydra):")[1].strip()
+    assert newest.startswith("239 (23.9), 238 (23.8)")
+    assert text.count("hydra, novelty") == 3  # in the legend and below both pictures
+
+
+def test_a_confidence_is_never_rounded_up_to_certainty(tmp_path: Path) -> None:
+    shown = Example("surest", "3", 0.99996, 0.00004, label="5", source="test 1")
+    text = write_report(tmp_path / "sure.html", three_results(), examples=[shown]).read_text()
+    assert "says 3 (99.9\u00a0%)" in text and "label 5 <span" in text
+
+
+def test_rows_say_what_they_mean(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "What the rows mean" in text and "<dt>NLL</dt>" in text
+    assert text.index('id="figures"') < text.index('id="built"')
 
 
 def test_figures_alone_are_enough(tmp_path: Path) -> None:

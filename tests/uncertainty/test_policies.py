@@ -179,6 +179,8 @@ def test_a_policy_survives_json(method: str) -> None:
         again = Policy.from_dict(json.loads(json.dumps(policy.to_dict())))
         assert again == policy and "answer when entropy <=" in str(again)
         assert (method in str(again)) and ("new" in str(again)) == (alarm is not None)
+    only_new = choose_policy(u, None, novelty_score=s, risk=None, alarm=0.1, method=method)
+    assert "inf" not in str(only_new) and "answer when the novelty score <=" in str(only_new)
     never = choose_policy(torch.tensor([0.5]), torch.tensor([True]), alarm=None)
     assert Policy.from_dict(json.loads(json.dumps(never.to_dict()))) == never
 

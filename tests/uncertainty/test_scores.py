@@ -153,7 +153,7 @@ def test_prediction_is_indexed_like_a_batch():
 
 def test_prediction_prints_well():
     text = repr(u.predict_from_logits(logits(batch=20), score="energy"))
-    assert text.startswith("Prediction of 3 member(s) on 20 example(s), 5 classes")
+    assert text.startswith("Prediction of 3 members on 20 examples, 5 classes")
     assert "energy" in text
     assert "12 more" in text
     assert repr(u.predict_from_logits(logits(batch=0)))

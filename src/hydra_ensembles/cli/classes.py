@@ -1,4 +1,4 @@
-"""Match the names of folders with the names of a model's classes."""
+"""Read class names, and match the names of folders with them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ def class_count(model: Any) -> int | None:
             if isinstance(found, int) and found > 0:
                 return found
     return None
+
+
+def read_names(given: str | None) -> list[str] | None:
+    """Read class names from a file with one per line, or from `a,b,c`."""
+    if given is None:
+        return None
+    path = Path(given).expanduser()
+    if path.is_file():
+        names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        return [name for name in names if name]
+    if "," not in given:
+        raise DataError(f"--class-names {given}: no such file, and no list like cat,dog.")
+    return [name.strip() for name in given.split(",")]
 
 
 def names_for_folder(

@@ -11,7 +11,7 @@ import typer
 
 from .._records import check_same_run
 from . import demo_steps as steps
-from .show import print_json, say, write_text
+from .show import print_json, say, step, write_text
 
 
 def numbers(text: str) -> list[int]:
@@ -40,7 +40,7 @@ def run_seeds(
     """Run every seed, write `seeds.json`, print the mean table and who is ahead how often."""
     runs = {}
     for seed in seeds:
-        say(f"Seed {seed}", json=as_json)
+        step(f"Seed {seed}", json=as_json)
         settings = {"seed": seed, "epochs": epochs, "members": members, "max_cost": max_cost}
         runs[seed] = _one(settings, output / f"seed-{seed}", quiet=as_json)
         write_text(output / "seeds.json", json.dumps(summary(runs), indent=1) + "\n")
@@ -121,6 +121,7 @@ def _show(runs: dict[int, tuple[list[Any], Any]]) -> None:
     }
     typer.echo(f"Mean of {len(runs)} seed{'s' * (len(runs) > 1)}:")
     results_table(means, costs, figures=steps.SHOWN)
+    typer.echo(steps.LEGEND)
     for other, columns in summary(runs)["ahead_of"].items():
         counts = ", ".join(f"{name} {len(won)}" for name, won in columns.items())
         typer.echo(f"Hydra ahead of {other} on so many of {len(runs)} seeds: {counts}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .show import FIGURES
+from .show import FIGURES, step
 
 SURE = 0.9
 """Confidence at which a person would believe an answer."""
@@ -21,6 +21,12 @@ SHOWN = {
 }
 """The table's columns. Calibration is told by bins of equally many digits: of bins of equal width
 all but the last hold a handful each, and the figure is mostly noise."""
+
+LEGEND = (
+    "Cost counts multiply-adds; NLL is in nats, all else in %. aECE: gap between confidence and\n"
+    "accuracy. AURC: error rate, averaged over how much is answered. AUROC: does uncertainty (or\n"
+    "novelty) rank wrong answers, or things that are no digits (OOD), above the rest? 50: chance.\n"
+)
 
 COLUMNS = {
     "cls/Acc": ("accuracy", 1),
@@ -39,7 +45,8 @@ def train(data: Any, output: Path, *, epochs: int, seeds: Any, quiet: bool) -> l
 
     batches = list(data.train)
     models = []
-    for seed in seeds:
+    for number, seed in enumerate(seeds, start=1):
+        step(f"    model {number} of {len(seeds)}", json=quiet)
         trained = finetune(
             TinyViT(seed=seed),
             batches,
@@ -54,17 +61,30 @@ def train(data: Any, output: Path, *, epochs: int, seeds: Any, quiet: bool) -> l
     return models
 
 
-def too_sure(model: Any, ood: dict[str, Any]) -> list[str]:
-    """Say how often one model is sure about things that are no digits."""
+def too_sure(model: Any, ood: dict[str, Any]) -> dict[str, float]:
+    """Return how often one model is sure about things that are no digits, by kind."""
     from ..data.running import collect_logits
     from ..uncertainty import mean_probability
 
-    lines = ["    What one model does with things that are no digits:"]
+    shares = {}
     for name, data in ood.items():
         confidence = mean_probability(collect_logits(model, data)[0]).amax(-1)
-        share = float((confidence > SURE).double().mean())
-        lines.append(f"    {name:>12}: {share:4.0%} answered as a digit with over {SURE:.0%}")
-    return lines
+        shares[name] = float((confidence > SURE).double().mean())
+    return shares
+
+
+def problem(shares: dict[str, float]) -> list[str]:
+    """Say what one model does with things that are no digits."""
+    lines = [f"    Of things that are no digits, one model is over {SURE:.0%} sure that they are:"]
+    return lines + [f"    {share:8.0%} of {name}" for name, share in shares.items()]
+
+
+def answer(shares: dict[str, float], hydra: Any) -> list[str]:
+    """Set what the ensemble calls new beside what one model was sure of."""
+    lines = ["", f"No digits:      one model over {SURE:.0%} sure    Hydra calls them new"]
+    for name, share in shares.items():
+        lines.append(f"{name:<12} {share:18.0%} {hydra[f'ood/{name}/novelty/Caught_5']:24.0%}")
+    return [*lines, f"test digits {'–':>19} {hydra['novelty/Alarms_5']:24.0%}   (5% expected)", ""]
 
 
 def scaled(model: Any, validation: Any) -> Any:

@@ -28,6 +28,14 @@ from ..errors import (
     VerificationError,
 )
 
+OPTIONS = {
+    "pass skip_broken=True": "give --skip-broken",
+    "(text_column)": "with --text-column",
+    "(label_column)": "with --label-column",
+    "start anew in another place": "give another folder with --output",
+}
+"""What messages of the library call an argument, and what it is called here."""
+
 
 class Stop(HydraError):
     """An error of the command line itself, with its exit code."""
@@ -64,7 +72,8 @@ def one_line(error: BaseException) -> str:
     from .._records import is_disk
 
     text = " ".join(str(error).split()) or type(error).__name__
-    text = text.replace("pass skip_broken=True", "give --skip-broken")  # as it is called here
+    for name, option in OPTIONS.items():
+        text = text.replace(name, option)
     if is_disk(error) and not isinstance(error, DiskError):  # which says all of it itself
         where = getattr(error, "filename", None)
         place = f" at {where}" if where else ""

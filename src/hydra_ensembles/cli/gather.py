@@ -36,20 +36,32 @@ def extreme_examples(
     """Return the most and least certain and the newest test examples, and familiar outliers."""
     column = f"score:{results.scores[0]}"
     order = results.examples["id"][column].argsort(stable=True).tolist()
-    found = describe(loaded, known, order[:each], "Most certain", "test")
-    found += describe(loaded, known, order[::-1][:each], "Least certain", "test")
+    found = describe(loaded, known, order[:each], "Surest", "test")
+    found += describe(loaded, known, order[::-1][:each], "Least sure", "test")
     wrong = (~results.examples["id"]["correct"].bool()).nonzero().flatten()
     scores = results.examples["id"][column]
     sure = wrong[scores[wrong].argsort(stable=True)][:each].tolist()
-    found += describe(loaded, known, sure, "Wrong, and most certain of it", "test")
+    found += describe(loaded, known, sure, "Wrong, and surest of it", "test")
     if "score:novelty" in results.examples["id"]:
         newest = results.examples["id"]["score:novelty"].argsort(descending=True, stable=True)
-        found += describe(loaded, known, newest[:each].tolist(), "Newest", "test")
+        rows = newest[:each].tolist()
+        title = "Newest: least like the known data"
+        found += describe(loaded, known, rows, title, "test", notes=_alarms(results, "id", rows))
     for name, data in outliers.items():
         familiar = results.examples[f"ood/{name}"][column].argsort(stable=True)
-        title = f"Outliers of {name} that it is most certain about"
-        found += describe(loaded, data, familiar[: each // 2].tolist(), title, name, labelled=False)
+        rows = familiar[: each // 2].tolist()
+        notes = _alarms(results, f"ood/{name}", rows)
+        title = f"Outliers ({name}) that it is surest of"
+        found += describe(loaded, data, rows, title, name, labelled=False, notes=notes)
     return found
+
+
+def _alarms(results: Results, name: str, rows: list[int]) -> list[str]:
+    """Say which examples an alarm level of 5 % calls new; nothing where novelty is not fitted."""
+    alarm = results.examples[name].get("alarm")
+    if alarm is None:
+        return []
+    return ["called new" if bool(alarm[row]) else "not called new" for row in rows]
 
 
 def describe(
@@ -98,6 +110,8 @@ def describe(
         if files is not None:
             file = files[source.indices[row]]
             where = f"{file.parent.name}/{file.name}" if notes else file.name
+        elif texts is not None and notes:
+            where = f"row {source.indices[row] + 1}"  # of the file, whatever was sampled of it
         found.append(
             Example(
                 group=group,

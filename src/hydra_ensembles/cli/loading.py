@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, FormatError, MissingDependencyError, UnsupportedModelError
-from .classes import check_labels, class_count, names_for_folder
+from .classes import check_labels, class_count, names_for_folder, read_names
 from .exits import Stop
 from .hub import hub_access, not_cached
 from .options import DATA_HELP
@@ -144,16 +144,21 @@ def load_set(loaded: Loaded, source: str, *, outliers: bool = False, **options: 
         _check_kind(loaded, folder)
         if not outliers and labels is None and folder.is_dir():
             names = names_for_folder(folder, loaded.name, [names, loaded.folder_names], classes)
-    with nullcontext() if folder.exists() else hub_access():
-        data = load_data(
-            source,
-            tokenizer=loaded.texts,
-            transform=loaded.transform,
-            labels=False if outliers else labels or True,
-            class_names=None if outliers else names,
-            key=loaded.key,
-            **options,
-        )
+    try:
+        with nullcontext() if folder.exists() else hub_access():
+            data = load_data(
+                source,
+                tokenizer=loaded.texts,
+                transform=loaded.transform,
+                labels=False if outliers else labels or True,
+                class_names=None if outliers else names,
+                key=loaded.key,
+                **options,
+            )
+    except DataError as error:
+        if folder.exists():
+            raise
+        raise DataError(f"There is no file or folder {source} here. {error}") from error
     check_labels(getattr(data, "labels", None), classes, source=source, model=loaded.name)
     return data if limit is None else sample(data, limit, seed=seed)
 
@@ -161,6 +166,7 @@ def load_set(loaded: Loaded, source: str, *, outliers: bool = False, **options: 
 def check_sources(data: str | None, ood: Sequence[str] | None = None) -> None:
     """Raise for data that is not there, before the time that loading a model takes."""
     outliers = [source.partition("=")[2] or source for source in ood or ()]
+    expected = DATA_HELP[0].lower() + DATA_HELP[1:]
     for source in [*([] if data is None else [data]), *outliers]:
         path = Path(source).expanduser()
         text = str(path)
@@ -168,8 +174,9 @@ def check_sources(data: str | None, ood: Sequence[str] | None = None) -> None:
         local = path.suffix.lower() in FILES or text.startswith((".", "/")) or text.count("/") > 1
         if local and not path.exists():
             kind = "file" if path.suffix.lower() in FILES else "folder"
-            expected = DATA_HELP[0].lower() + DATA_HELP[1:]
             raise DataError(f"The {kind} {path} does not exist. Data is {expected}")
+        if path.is_dir() and not any(path.iterdir()):
+            raise DataError(f"The folder {path} is empty. Data is {expected}")
 
 
 def _check_kind(loaded: Loaded, path: Path) -> None:
@@ -199,19 +206,6 @@ def load_sets(loaded: Loaded, sources: Sequence[str] | None, **options: Any) -> 
             raise Stop(f"Two --ood sets are called {name!r}: name them, as in --ood near=DATA.", 2)
         sets[name] = load_set(loaded, place, outliers=True, **options)
     return sets
-
-
-def read_names(given: str | None) -> list[str] | None:
-    """Read class names from a file with one per line, or from `a,b,c`."""
-    if given is None:
-        return None
-    path = Path(given).expanduser()
-    if path.is_file():
-        names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-        return [name for name in names if name]
-    if "," not in given:
-        raise DataError(f"--class-names {given}: no such file, and no list like cat,dog.")
-    return [name.strip() for name in given.split(",")]
 
 
 def _is_ensemble(folder: Path) -> bool:

@@ -45,6 +45,7 @@ KEPT = {
     "build": "hydra-ensemble",
     "circuit": "hydra-circuit",
     "demo": "hydra-demo",
+    "distill": "hydra-student",
     "sweep": "hydra-sweep",
     "try": "hydra-try",
 }
@@ -179,6 +180,8 @@ def _stopped(given: list[str]) -> str:
             folder = given[place + 1]
         elif argument.startswith("--output="):
             folder = argument.partition("=")[2]
+    if not Path(folder).exists():
+        return "Stopped before anything was finished: run the same command again."
     return (
         f"Stopped. Finished steps are kept in {folder}: run the same command again to go on from "
         "there, or delete the folder to start anew."

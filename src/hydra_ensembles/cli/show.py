@@ -39,6 +39,12 @@ def say(text: str, *, json: bool = False) -> None:
         typer.echo(text, err=json)
 
 
+def step(text: str, *, json: bool = False) -> None:
+    """Say what is done next, where progress is reported."""
+    if not life.quiet:
+        say(text, json=json)
+
+
 def sizes(known: Any, outliers: Mapping[str, Any]) -> str:
     """Say how much data there is: `200 examples, outliers: questions 150`."""
     from ..data import count
@@ -96,7 +102,7 @@ def results_table(
         cells = [result.name]
         if costs:
             ratio = costs.get(result.name)
-            cells.append("–" if ratio is None else f"{ratio:.2f} x")
+            cells.append("–" if ratio is None else f"{ratio:.2f}x")
         table.add_row(*cells, *(shown(key, result.get(key)) for key in keys))
     Console().print(table)
 

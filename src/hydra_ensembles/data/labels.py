@@ -53,8 +53,9 @@ def pick_column(
         if name in columns:
             return name
     raise DataError(
-        f"{where} has no {what} column under a usual name ({', '.join(usual)}). Name one of its "
-        f"columns: {_some(columns)}."
+        f"{where} has no {what} column under a usual name ({', '.join(usual)}). Its first line "
+        f"must name the columns; name the one to read ({what}_column). Its columns: "
+        f"{_some(columns)}."
     )
 
 

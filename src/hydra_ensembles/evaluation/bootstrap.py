@@ -56,7 +56,10 @@ def resampled_figures(
     ranked = rank_columns(examples)
     rows = []
     draws = resamples(ranked, count=count, seed=seed)
-    for draw in progress_bar(draws, description="bootstrap", enabled=progress, total=count):
+    bar = progress_bar(
+        draws, description="intervals (bootstrap)", enabled=progress, total=count, unit="draws"
+    )
+    for draw in bar:
         drawn = {
             name: {column: values[draw[name]] for column, values in columns.items()}
             for name, columns in ranked.items()

@@ -99,7 +99,7 @@ def prune_sweep(
     tables: dict[str, list[HeadScores]] = {criterion.label: [] for criterion in wanted}
     points, masks = [], {}
     for draw in progress_bar(
-        range(draws), description="calibration draws", enabled=progress, total=draws
+        range(draws), description="calibration", enabled=progress, total=draws, unit="draws"
     ):
         examples = sample(calibration, calibration_examples, seed=seed + draw)
         seeded = {criterion.label: _reseeded(criterion, draw) for criterion in wanted}
@@ -113,7 +113,7 @@ def prune_sweep(
                 points.append(SweepPoint(label, float(ratio), draw, mask_key(mask)))
 
     for key, mask in progress_bar(
-        masks.items(), description="masks", enabled=progress, total=len(masks)
+        masks.items(), description="pruned models", enabled=progress, total=len(masks), unit="masks"
     ):
         measure(key, mask)
     return PruneSweep(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from .._html import table
@@ -15,7 +16,9 @@ from ..hosts.examples import example_batch
 def summarize_html(ensemble: Any) -> str:
     """Describe an ensemble as a table for notebooks: what `summarize` says, line by line."""
     title, *lines = summarize(ensemble).splitlines()
-    return table(title, [], [[line[2:10].strip(), line[11:].strip()] for line in lines], texts=2)
+    # what stands in columns in a terminal would run together here
+    rows = [[line[2:10].strip(), re.sub(" {2,}", " · ", line[11:].strip())] for line in lines]
+    return table(title, [], rows, texts=2)
 
 
 def summarize(ensemble: Any) -> str:

@@ -42,9 +42,15 @@ def columns(results: Results, name: str) -> dict[str, Tensor]:
     return results.examples[name]
 
 
-def uncertainty(results: Results, name: str) -> Tensor:
-    """Return the main score of one set's examples `[example]`."""
-    return columns(results, name)[f"score:{results.scores[0]}"].double()
+def uncertainty(results: Results, name: str, score: str | None = None) -> Tensor:
+    """Return a score of one set's examples `[example]`; the main one by default."""
+    return columns(results, name)[f"score:{score or results.scores[0]}"].double()
+
+
+def knows(results: Results, name: str) -> bool:
+    """Tell whether the novelty of the test data and of an OOD set was measured."""
+    sets = (results.examples.get(key, {}) for key in ("id", f"ood/{name}"))
+    return all("score:novelty" in columns for columns in sets)
 
 
 def ood_names(results: Results) -> list[str]:
@@ -65,9 +71,9 @@ def reliability(results: Results, *, bins: int = 15) -> list[Bin]:
     ]
 
 
-def roc(results: Results, name: str) -> Curve:
-    """Return (false, true) positive rates of one OOD set by the main score, OOD positive."""
-    inside, outside = uncertainty(results, "id"), uncertainty(results, f"ood/{name}")
+def roc(results: Results, name: str, score: str | None = None) -> Curve:
+    """Return (false, true) positive rates of one OOD set by a score, OOD positive."""
+    inside, outside = (uncertainty(results, part, score) for part in ("id", f"ood/{name}"))
     values = torch.cat([inside, outside]).unique()
     # one point for each threshold: how many scores are at least that high
     false = 1 - torch.searchsorted(inside.sort().values, values).double() / len(inside)

@@ -13,7 +13,7 @@ from ..costs.cost_frontier import pareto_front
 from ..errors import DataError
 from ..evaluation.result_tables import direction, is_rate, shown
 from ..heads.masks import HeadMask
-from .curves import reliability, risk_curve, roc
+from .curves import knows, reliability, risk_curve, roc
 from .style import axes, colour, line_style, marker
 
 if TYPE_CHECKING:
@@ -49,13 +49,22 @@ def plot_reliability(results: Results, *, bins: int = 15, series: int = 0, ax: A
 
 
 def plot_roc(results: Results | Sequence[Results], name: str, *, ax: Any = None) -> Any:
-    """Draw the ROC of one out-of-distribution set by the main score, OOD positive."""
+    """Draw the ROC of one out-of-distribution set, OOD positive.
+
+    One line per model by its uncertainty; then one more per model that has novelty.
+    """
     ax = axes(ax)
-    for index, result in enumerate(_several(results)):
-        if f"ood/{name}" not in result.examples and len(_several(results)) > 1:
+    listed = _several(results)
+    for index, result in enumerate(listed):
+        if f"ood/{name}" not in result.examples and len(listed) > 1:
             continue
         area = shown("AUROC", result.get(f"ood/{name}/AUROC"))
         _line(ax, roc(result, name), index, f"{result.name}: AUROC {area} %")
+    for index, result in enumerate(by_novelty(listed), start=len(listed)):
+        if knows(result, name):
+            area = shown("AUROC", result.get(f"ood/{name}/novelty/AUROC"))
+            points = roc(result, name, "novelty")
+            _line(ax, points, index, f"{result.name}, novelty: AUROC {area} %")
     ax.plot([0, 1], [0, 1], ":", color=GUIDE, linewidth=1.2)
     ax.set(
         xlim=(0, 1),
@@ -170,6 +179,7 @@ def plot_cost_quality(
             textcoords="offset points",
             ha=side[0],
             fontsize="small",
+            bbox={"facecolor": "#ffffff", "edgecolor": "none", "pad": 1},  # no line through it
         )
     ax.set_xlabel("multiply-adds, single model = 1")
     ax.set_ylabel((label or figure) + (" ↑" if sign > 0 else " ↓"))
@@ -178,6 +188,11 @@ def plot_cost_quality(
     if is_rate(figure):
         _percent(ax.yaxis)
     return ax
+
+
+def by_novelty(results: Sequence[Results]) -> list[Results]:
+    """Return the models whose novelty was measured, in the order of their lines."""
+    return [result for result in results if "score:novelty" in result.examples.get("id", {})]
 
 
 def _several(results: Results | Sequence[Results]) -> list[Results]:
@@ -193,7 +208,5 @@ def _line(ax: Any, points: Sequence[tuple[float, float]], series: int, label: st
 
 
 def _percent(*sides: Any) -> None:
-    from matplotlib.ticker import PercentFormatter
-
     for side in sides:
-        side.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+        side.set_major_formatter(lambda share, _: f"{round(100 * share, 6):g} %")

@@ -72,14 +72,14 @@ def write_report(
         raise DataError(f"Two results have the same name ({', '.join(names)}): rename one.")
     curved = [result for result in results if "id" in result.examples]
     parts = [
-        sections.built(summary, masks, branch),
         sections.figures(results, costs or {}),
-        sections.cost(results, costs or {}, frontier),
-        sections.calibration(curved, names),
-        sections.detection(curved),
         sections.novelty(curved),
+        sections.detection(curved),
+        sections.calibration(curved, names),
         sections.abstention(curved),
         sections.shown_examples(examples),
+        sections.cost(results, costs or {}, frontier),
+        sections.built(summary, masks, branch),
         sections.reproduce(results, settings or {}, command),
     ]
     thresholds = {result.name: answered_at(result) for result in curved}

@@ -17,37 +17,13 @@ from . import figures as pictures
 from .curves import ood_names
 from .examples import Example
 from .inline import page_axes, to_svg
+from .labels import LABELS, MEANINGS
 
 if TYPE_CHECKING:
     from ..evaluation.results import Results
 
-LABELS = {
-    "cls/Acc": "accuracy",
-    "cls/NLL": "NLL",
-    "cls/Brier": "Brier",
-    "cal/ECE": "ECE",
-    "cal/aECE": "adaptive ECE",
-    "ood/mean/AUROC": "OOD AUROC",
-    "ood/mean/AUPR": "OOD AUPR",
-    "ood/mean/FPR95": "OOD FPR95",
-    "sc/AURC": "AURC",
-    "fail/AUROC": "error AUROC",
-    "ood/mean/novelty/AUROC": "OOD AUROC by novelty",
-    "ood/mean/novelty/FPR95": "OOD FPR95 by novelty",
-    "ood/mean/novelty/Caught_5": "OOD caught at 5 % alarms",
-    "novelty/Alarms_5": "alarms on test data at 5 %",
-    "policy/Answered": "answered by the policy",
-    "policy/WrongOfAll": "answered and wrong, of all",
-    "policy/WrongOfAnswered": "wrong, of the answered",
-    "policy/New": "called new",
-    "ood/mean/policy/Answered": "OOD answered by the policy",
-    "shift/mean/cls/Acc": "accuracy, shifted",
-    "shift/mean/cls/NLL": "NLL, shifted",
-    "shift/mean/cal/ECE": "ECE, shifted",
-    "div/Disagreement": "disagreement",
-}
 NEWEST = 12
-"""Newest examples that are listed."""
+"""Newest test examples that are listed."""
 FRONTIERS = ("ood/mean/AUROC", "cls/NLL", "cls/Acc", "cal/ECE")
 
 
@@ -99,6 +75,7 @@ def figures(results: Sequence[Results], costs: Mapping[str, float]) -> Section:
         "rows": rows,
         "intervals": any(result.intervals for result in results),
         "notes": sorted(notes),
+        "meanings": {r["label"]: MEANINGS[r["key"]] for r in rows if r["key"] in MEANINGS},
     }
     return Section("figures", "Figures", content)
 
@@ -158,6 +135,8 @@ def calibration(results: Sequence[Results], names: Sequence[str]) -> Section | N
 
 def detection(results: Sequence[Results]) -> Section | None:
     """Draw the ROC of every out-of-distribution set."""
+    lines = [(result.name, result, "") for result in results]
+    lines += [(f"{r.name}, novelty", r, "novelty/") for r in pictures.by_novelty(results)]
     panels = []
     for number, name in enumerate(_ood_sets(results)):
         with page_axes() as ax:
@@ -166,17 +145,18 @@ def detection(results: Sequence[Results]) -> Section | None:
             drawing = to_svg(ax, label, name=f"roc-{number}")
         rates = [
             {
-                "name": result.name,
-                "auroc": shown("AUROC", result.get(f"ood/{name}/AUROC")),
-                "fpr": shown("FPR95", result.get(f"ood/{name}/FPR95")),
+                "name": line,
+                "auroc": shown("AUROC", result.get(f"ood/{name}/{score}AUROC")),
+                "fpr": shown("FPR95", result.get(f"ood/{name}/{score}FPR95")),
             }
-            for result in results
+            for line, result, score in lines
             if name in ood_names(result)
         ]
         panels.append({"name": name, "drawing": drawing, "rates": rates})
     if not panels:
         return None
-    content = {"panels": panels, "legend": legend(results)}
+    names = [name for name, _, _ in lines]
+    content = {"panels": panels, "legend": legend(names), "novelty": len(lines) > len(results)}
     return Section("detection", "Out of distribution", content, long=True)
 
 
@@ -195,7 +175,7 @@ def abstention(results: Sequence[Results]) -> Section | None:
         "width": f"{right - left:.2f}",  # the cursor's way from no coverage to all
         "names": [result.name for result in results],
         "sets": _ood_sets(results),
-        "legend": legend(results),
+        "legend": legend([result.name for result in results]),
     }
     return Section("abstention", "Answer or abstain", content)
 
@@ -208,44 +188,44 @@ def novelty(results: Sequence[Results]) -> Section | None:
     sets = [name for name in able[0].examples if not name.startswith("post/")]
     rows = [
         {
-            "name": "test data" if name == "id" else name,
+            "name": _set(name),
             "count": len(able[0].examples[name]["alarm"]),
             "cells": [_share(result.examples.get(name, {}).get("alarm")) for result in able],
         }
         for name in sets
     ]
-    columns = [(name, able[0].examples[name]["score:novelty"].tolist()) for name in sets]
-    ranked = sorted(
-        ((score, name, number) for name, column in columns for number, score in enumerate(column)),
-        reverse=True,
-    )
-    newest = [
-        {"set": "test data" if name == "id" else name, "number": number, "score": f"{score:.1f}"}
-        for score, name, number in ranked[:NEWEST]
-    ]
-    content = {"names": [result.name for result in able], "rows": rows, "newest": newest}
+    scores = able[0].examples["id"]["score:novelty"]
+    newest = scores.argsort(descending=True, stable=True)[:NEWEST].tolist()
+    content = {
+        "names": [result.name for result in able],
+        "rows": rows,
+        "newest": [{"number": row, "score": f"{float(scores[row]):.1f}"} for row in newest],
+    }
     return Section("novelty", "Like anything known?", content, long=True)
 
 
+def _set(name: str) -> str:
+    """Return what a set of examples is called on the page."""
+    return "test data" if name == "id" else name.removeprefix("ood/")
+
+
 def _share(alarm: Any) -> str:
-    return "–" if alarm is None else f"{100 * float(alarm.double().mean()):.1f}"
+    return "–" if alarm is None else f"{100 * float(alarm.double().mean()):.1f} %"
 
 
-def legend(results: Sequence[Results]) -> list[dict[str, Any]]:
-    """Return the models with a sample of their line, to be switched on and off."""
+def legend(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the names of lines with a sample of each, to be switched on and off."""
     entries = []
-    for series, result in enumerate(results):
+    for series, name in enumerate(names):
         with page_axes((0.5, 0.17)) as ax:
             ax.plot([0, 1], [0, 0], **pictures.line_style(series))
             ax.set_axis_off()
             sample = to_svg(ax, "", name=f"line-{series}")
-        entries.append({"name": result.name, "sample": sample})
+        entries.append({"name": name, "sample": sample})
     return entries
 
 
-def shown_examples(
-    examples: Sequence[Example], heading: str = "Most and least certain examples"
-) -> Section | None:
+def shown_examples(examples: Sequence[Example], heading: str = "Single examples") -> Section | None:
     """Show single examples with their picture or text, by group."""
     if not examples:
         return None
@@ -262,7 +242,7 @@ def reproduce(results: Sequence[Results], settings: Mapping[str, Any], command: 
     sizes = first.get("examples", {})
     facts = {
         "score": ", ".join(results[0].scores),
-        "test examples": ", ".join(f"{name} {size}" for name, size in sizes.items()),
+        "test examples": ", ".join(f"{_set(name)} {size}" for name, size in sizes.items()),
         "bootstrap draws": first.get("bootstrap", 0),
         **settings,
     }

@@ -23,6 +23,7 @@ def write_trial(
     examples: Sequence[Example],
     title: str,
     folder: str,
+    kind: str = "files",
     notes: Sequence[str] = (),
     command: str = "",
     made: str | None = None,
@@ -36,6 +37,7 @@ def write_trial(
         examples: Those to show, by group.
         title: Heading.
         folder: Where the ensemble is saved.
+        kind: What the examples are: pictures, texts.
         notes: Lines below the heading.
         command: The command line that made it.
         made: When, as text; now by default.
@@ -44,12 +46,12 @@ def write_trial(
     ensemble = trial.ensemble
     costs = {"your model": 1.0, "Hydra": trial.ratio.multiply_adds}
     parts = [
-        trial_sections.at_a_glance(trial),
-        sections.shown_examples(examples, "Your own files"),
-        trial_sections.alarms(trial, names),
+        trial_sections.at_a_glance(trial, kind),
+        sections.shown_examples(examples, f"Your own {kind}"),
+        trial_sections.alarms(trial, names, kind),
         sections.calibration(trial.results, models),
         sections.figures(trial.results, costs) if trial.results else None,
-        trial_sections.policy(trial.policy, trial.policy_note),
+        trial_sections.policy(trial.policy, trial.policy_note, kind),
         sections.built(str(ensemble), ensemble.masks, ensemble.plan.trunk),
         trial_sections.next_steps(folder, trial.labels is not None, command),
     ]

@@ -29,8 +29,8 @@ WORDS = {
 }
 
 
-def at_a_glance(trial: Trial) -> Section:
-    """Show the figures that matter most as tiles."""
+def at_a_glance(trial: Trial, kind: str = "files") -> Section:
+    """Show the figures that matter most as tiles; `kind` says what the examples are."""
     rates = trial.policy.measured
     tiles = [
         (f"{trial.ratio.multiply_adds:.2f} ×", "multiply-adds of your model"),
@@ -47,16 +47,19 @@ def at_a_glance(trial: Trial) -> Section:
             )
         ]
     if rates is not None:
-        tiles += [(f"{rates.answer:.0%}", "answered"), (f"{rates.unsure:.0%}", "left as unsure")]
-        tiles.append((f"{rates.new:.0%}", "called new"))
+        tiles.append((f"{100 * rates.answer:.0f} %", "answered"))
+        if trial.policy.risk is not None:
+            tiles.append((f"{100 * rates.unsure:.0f} %", "left as unsure"))
+        tiles.append((f"{100 * rates.new:.0f} %", "called new"))
     cards = [{"value": value, "label": label} for value, label in tiles]
     held_out = int(trial.held_out.sum()) if trial.results else 0
-    content = {"tiles": cards, "held_out": held_out, "decide": int(trial.decide.sum())}
+    decide = int(trial.decide.sum())
+    content = {"tiles": cards, "held_out": held_out, "decide": decide, "kind": kind}
     return Section("glance", "At a glance", content)
 
 
-def alarms(trial: Trial, names: Sequence[str]) -> Section:
-    """Say what an alarm level means for these files."""
+def alarms(trial: Trial, names: Sequence[str], kind: str = "files") -> Section:
+    """Say what an alarm level means for these examples."""
     novelty, score = trial.answer.novelty, trial.answer.novelty_score
     assert novelty is not None and score is not None
     rows: list[dict[str, Any]] = []
@@ -72,7 +75,7 @@ def alarms(trial: Trial, names: Sequence[str]) -> Section:
                 "count": len(flagged),
                 "share": f"{100 * len(flagged) / len(novelty):.1f} %",
                 "daily": f"{1000 * level:.0f}",
-                "names": ", ".join(names[row] for row in newest) or "none",
+                "names": [names[row] for row in newest],
             }
         )
     with page_axes((7.2, 2.7)) as ax:
@@ -81,16 +84,22 @@ def alarms(trial: Trial, names: Sequence[str]) -> Section:
         for level in ALARMS[::2]:
             place = float(torch.quantile(score.double(), 1 - level))
             ax.axvline(place, color=colour(1), linestyle="--", linewidth=1.2)
-            high = ax.get_ylim()[1]
-            ax.text(place, 0.93 * high, f" {100 * level:.0f} %", color=colour(1))
-        ax.set(xlabel="novelty score, each file scored by what was learnt without it")
-        ax.set_ylabel("files")
-        drawing = to_svg(ax, "Histogram of the files' novelty scores", name="alarms")
-    content = {"rows": rows, "drawing": drawing, "files": len(novelty)}
+            ax.annotate(
+                f"{100 * level:.0f} %",
+                (place, 0.93),
+                xycoords=("data", "axes fraction"),
+                xytext=(4, 0),
+                textcoords="offset points",
+                color=colour(1),
+            )
+        ax.set(xlim=(0, top), xlabel="novelty score (fitted without the scored example)")
+        ax.set_ylabel(kind)
+        drawing = to_svg(ax, f"Histogram of the novelty scores of your {kind}", name="alarms")
+    content = {"rows": rows, "drawing": drawing, "files": len(novelty), "kind": kind}
     return Section("alarms", "What an alarm level means in your data", content)
 
 
-def policy(found: Policy, note: str) -> Section:
+def policy(found: Policy, note: str, kind: str = "files") -> Section:
     """Set promised and measured rates side by side."""
     promised, rates = found.promises(), found.measured
     rows: list[dict[str, Any]] = []
@@ -105,6 +114,7 @@ def policy(found: Policy, note: str) -> Section:
         "rows": rows,
         "note": note,
         "examples": found.examples,
+        "kind": kind,
         "wrong": None if wrong is None else f"{100 * wrong:.1f} %",
         "among": None if among is None else f"{100 * among:.1f} %",
     }

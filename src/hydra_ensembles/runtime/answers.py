@@ -96,7 +96,8 @@ class Answer:
         return [{name: values[i] for name, values in arrays.items()} for i in range(len(self))]
 
     def __repr__(self) -> str:
-        head = f"Answer on {len(self)} example(s), {self.probabilities.shape[-1]} classes"
+        examples = "1 example" if len(self) == 1 else f"{len(self)} examples"
+        head = f"Answer on {examples}, {self.probabilities.shape[-1]} classes"
         if self.label.ndim > 1:
             return f"{head}, for each of {self.label.shape[1]} tokens"
         names = self.names or self.label.tolist()

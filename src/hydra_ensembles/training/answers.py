@@ -15,7 +15,7 @@ from torch import Tensor
 from .._records import sha256_of, sha256_of_file, write_whole
 from ..data import processes
 from ..data.memory import Halving
-from ..data.running import progress_bar
+from ..data.progress import Progress, telling_lost_workers
 from ..data.sharing import in_order
 from ..errors import DataError, FormatError
 from .teachers import Answer, Teacher
@@ -107,7 +107,9 @@ def _answers_of(
         assert teacher.open is not None
         with teacher.open() as answer:
             for key in missing:
-                label = f"{teacher.name}: {key[0]} {key[1]}"
+                views = wanted[key].views
+                view = f", view {key[1] + 1} of {views}" if views > 1 else ""
+                label = f"{teacher.name} answers {key[0]}{view}"
                 tables[key] = _table(answer, wanted[key], key[1], label if progress else "")
                 path = paths[key]
                 if path is not None and processes.is_first():
@@ -152,8 +154,12 @@ def _table(answer: Answer, part: Part, view: int, label: str) -> np.ndarray:
         return {"answer": torch.cat([rows for _, rows in halving(answer, batch)])}
 
     answers = in_order(part.batches(view), work, name=f"{part.name} {view}")
-    bar = progress_bar(answers, description=label, enabled=bool(label))
-    table = torch.cat([result["answer"] for result in bar]).numpy()
+    parts = []
+    with Progress(label, part.count, enabled=bool(label), unit="examples") as bar:
+        for result in telling_lost_workers(answers, part.name):
+            parts.append(result["answer"])
+            bar.update(len(parts[-1]))
+    table = torch.cat(parts).numpy()
     if len(table) != part.count:
         raise DataError(
             f"A teacher gave {len(table)} answers for {part.count} examples ({part.name})."

@@ -103,7 +103,7 @@ def finetune(
                 progress=progress,
                 on_step=on_step,
                 accelerator=group,
-                action=f"fine-tune member {index}",
+                action="fine-tune" if len(members) == 1 else f"fine-tune member {index}",
             )
             trained.append(run.train())
     return trained

@@ -156,7 +156,7 @@ class Policy:
             sure = 1 - (self.delta or 0)
             found["answer"] = f"at most {self.risk:.3g} of the answered wrong, {sure:.3g} sure"
         if self.alarm is not None and self.method != GIVEN:
-            found["new"] = f"at most {self.alarm:.3g} of data like the labelled, on average"
+            found["new"] = f"at most {self.alarm:.3g} of data like these examples, on average"
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -183,9 +183,10 @@ class Policy:
         return policy
 
     def __str__(self) -> str:
-        rule = f"answer when {self.score} <= {self.threshold:.4g}"
+        rules = [f"{self.score} <= {self.threshold:.4g}"] * (self.threshold < math.inf)
         if self.alarm is not None:
-            rule += f" and the novelty score <= {self.novelty_threshold:.4g}"
+            rules.append(f"the novelty score <= {self.novelty_threshold:.4g}")
+        rule = f"answer when {' and '.join(rules)}" if rules else "always answer"
         if self.method == GIVEN:
             return f"{rule} (thresholds set by hand)"
         lines = [f"{rule} ({self.method}, {self.examples} examples)"]

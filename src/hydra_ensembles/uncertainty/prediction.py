@@ -107,9 +107,15 @@ class Prediction:
         tensors = {name: function(v) for name, v in values.items() if isinstance(v, Tensor)}
         return Prediction(**{**values, **tensors})
 
+    def _title(self) -> str:
+        examples, members, *_, classes = self.member_logits.shape
+        of = "1 member" if members == 1 else f"{members} members"
+        on = "1 example" if examples == 1 else f"{examples} examples"
+        return f"Prediction of {of} on {on}, {classes} classes"
+
     def _repr_html_(self) -> str:
-        examples, members, *tokens, classes = self.member_logits.shape
-        title = f"Prediction of {members} member(s) on {examples} example(s), {classes} classes"
+        examples, _, *tokens, _ = self.member_logits.shape
+        title = self._title()
         if tokens:
             return table(f"{title}, for each of {tokens[0]} tokens", [], [])
         columns = {
@@ -133,8 +139,8 @@ class Prediction:
         return table(title, ["", *shown], rows, note=note)
 
     def __repr__(self) -> str:
-        examples, members, *tokens, classes = self.member_logits.shape
-        head = f"Prediction of {members} member(s) on {examples} example(s), {classes} classes"
+        examples, _, *tokens, _ = self.member_logits.shape
+        head = self._title()
         if tokens:
             return f"{head}, for each of {tokens[0]} tokens"
         rows = [f"  {'label':>6}  {'p':>6}  {self.score:>10}  {'mutual inf.':>11}  {'disagree':>8}"]

@@ -53,7 +53,7 @@ def test_answers_are_rows_for_json(exported: Any) -> None:
     answer = runtime.load(exported[1]).predict(np.zeros((2, 3, 16, 16), np.float32))
     first, second = json.loads(json.dumps(answer.rows()))
     assert first == second and first["name"] == answer.names[0]
-    assert len(answer[0]) == 1 and len(list(answer)) == 2 and "2 example(s)" in repr(answer)
+    assert len(answer[0]) == 1 and len(list(answer)) == 2 and "2 examples" in repr(answer)
     with pytest.raises(IndexError):
         answer[2]
 

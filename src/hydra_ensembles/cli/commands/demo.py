@@ -12,7 +12,7 @@ import typer
 
 from .. import demo_steps as steps
 from .. import options
-from ..show import print_json, results_table, say, write_config, write_text
+from ..show import print_json, results_table, say, step, write_config, write_text
 
 
 def command(
@@ -61,14 +61,15 @@ def command(
         return
     data = digits(16, parts=steps.PARTS, seed=seed)
     names = dict(enumerate(data.class_names))
-    say(f"1/4 Training {members} small Vision Transformers on the digits", json=json)
+    step(f"1/4 Training {members} small Vision Transformers on the digits", json=json)
     several = range(seed, seed + members)
     teachers = steps.train(data, output, epochs=epochs, seeds=several, quiet=json)
     single = teachers[0]
-    for line in steps.too_sure(single, data.ood):
+    shares = steps.too_sure(single, data.ood)
+    for line in steps.problem(shares):
         say(line, json=json)
 
-    say(f"2/4 Distilling them into one model of {members} members, one teacher each", json=json)
+    step(f"2/4 Distilling them into one model of {members} members, one teacher each", json=json)
     ensemble = steps.taught(
         single,
         teachers,
@@ -86,13 +87,13 @@ def command(
         model.save_pretrained(output / name)
     say(str(ensemble), json=json)
 
-    say(f"3/4 Evaluating on test digits and {len(data.ood)} kinds of outliers", json=json)
+    step(f"3/4 Evaluating on test digits and {len(data.ood)} kinds of outliers", json=json)
     results, costs = steps.evaluated(
         single, ensemble, teachers, data, output, bootstrap=bootstrap, seed=seed, quiet=json
     )
     write_text(output / "costs.json", plain.dumps(costs, indent=2))
 
-    say("4/4 Writing the report", json=json)
+    step("4/4 Writing the report", json=json)
     shape = Loaded(ensemble, "Hydra", class_names=data.class_names)
     shown = extreme_examples(shape, results[1], data.test, data.ood)
     write_text(
@@ -112,10 +113,12 @@ def command(
         print_json({r.name: {**r.figures, "cost": costs[r.name]} for r in results})
     else:
         results_table(results, costs, figures=steps.SHOWN)
-        for line in steps.verdict(*results):
+        typer.echo(steps.LEGEND)
+        for line in [*steps.verdict(*results), *steps.answer(shares, results[1])]:
             typer.echo(line)
         typer.echo(
             f"{len(data.test.indices)} test digits, one seed: the report has intervals; "
             "--seeds 0-4 shows the table on five."
         )
     say(f"Report: {page}   Ensemble: {output / 'ensemble'}", json=json)
+    say("Next, your own model: hydra-ensembles try MODEL --data FOLDER", json=json)

@@ -134,8 +134,10 @@ def _lead(results: Sequence[Results], costs: Mapping[str, float]) -> str:
         words.append(f"NLL {shown('cls/NLL', result['cls/NLL'])}")
         if "ood/mean/AUROC" in result:
             words.append(f"OOD AUROC {shown('AUROC', result['ood/mean/AUROC'])} %")
+        if "ood/mean/novelty/AUROC" in result:
+            words[-1] += f" ({shown('AUROC', result['ood/mean/novelty/AUROC'])} % by novelty)"
         cost = costs.get(result.name)
-        return ", ".join(words) + (f", at {cost:.2f} x the cost" if cost else "")
+        return ", ".join(words) + (f", at {cost:.2f}\u00a0× the cost" if cost else "")
 
     return "\n".join(f"{result.name}: {figures(result)}." for result in results)
 

@@ -123,7 +123,7 @@ def load_backend(
 def _by_onnx(folder: Path, threads: int | None, class_names: str | None) -> Backend:
     from ...runtime import load
     from ...serving.exported_backend import ExportedBackend
-    from ..loading import read_names
+    from ..classes import read_names
 
     names = read_names(class_names)
     with waiting(f"Loading {folder}"):

@@ -100,13 +100,14 @@ def command(
             examples=_examples(loaded, files, trial, names),
             title=f"{_title(model)} on {Path(data).name}",
             folder=str(output / "ensemble"),
+            kind=_kind(files),
             notes=_lead(trial, files, note),
             command=shlex.join(["hydra-ensembles", *sys.argv[1:]]),
         )
     if json:
         print_json(_figures(trial, page, output / "ensemble"))
     else:
-        for line in _told(trial, names):
+        for line in _told(trial, names, _kind(files)):
             typer.echo(line)
     took = time.monotonic() - start
     say(f"Page: {page}   Ensemble: {output / 'ensemble'}   ({took:.0f} s)", json=json)
@@ -122,8 +123,18 @@ def _load(reading: Reading, loaded: Loaded, data: str) -> tuple[Any, str]:
     except DataError as error:
         if reading.labels is not None or reading.label_column is not None:
             raise
+        if not _has_column(data, reading.text_column):
+            raise
         (files,) = reading.load_outliers(loaded, [f"files={data}"]).values()
         return indexable(files), f"Labels are not used: {str(error).split('. ')[0]}."
+
+
+def _has_column(data: str, name: str | None) -> bool:
+    """Tell whether a file of texts has the column that was asked for, if one was."""
+    from ...data.table_files import read_table
+
+    path = Path(data).expanduser()
+    return name is None or not path.is_file() or name in read_table(path)
 
 
 def _names(files: Any) -> list[str]:
@@ -186,8 +197,8 @@ def _second(loaded: Loaded, answer: Any, rows: Any) -> list[str]:
 def _title(model: str) -> str:
     """Return a model's name for people: without the place of its weights."""
     plain = model.removeprefix("timm:").partition("@")[0]
-    folder = Path(plain)
-    return "/".join(folder.parts[-2:]) if folder.is_dir() else plain
+    folder = Path(plain).expanduser()
+    return folder.resolve().name if folder.is_dir() else plain
 
 
 def _kind(files: Any) -> str:
@@ -201,15 +212,14 @@ def _lead(trial: Trial, files: Any, note: str) -> list[str]:
     """Say in a few lines what was done."""
     asked = "with labels" if trial.labels is not None else "without labels"
     lines = [
-        f"{files.count} {_kind(files)} of yours {asked}; {trial.ensemble.members} members within "
-        f"one model at {trial.ratio.multiply_adds:.2f} times the multiply-adds. Nothing was "
-        "trained.",
-        "Each of them is judged by what was learnt without it.",
+        f"{files.count} {_kind(files)} {asked}. {trial.ensemble.members} members in one model, at "
+        f"{trial.ratio.multiply_adds:.2f} × the multiply-adds of yours. Nothing was trained.",
+        "Whatever this page says about an example was found without that example.",
     ]
     return [*lines, note] if note else lines
 
 
-def _told(trial: Trial, names: list[str]) -> list[str]:
+def _told(trial: Trial, names: list[str], kind: str) -> list[str]:
     """Say the outcome on the terminal."""
     from ...evaluation.result_tables import shown
 
@@ -228,11 +238,13 @@ def _told(trial: Trial, names: list[str]) -> list[str]:
                 ("cls/NLL", "NLL", ""),
             )
         )
-        lines.append(f"{int(trial.held_out.sum())} held-out files: {words}")
-    order = answer.novelty_score.argsort(descending=True, stable=True)[:5].tolist()
-    lines.append("Strangest: " + "; ".join(names[row] for row in order))
-    unsure = answer.uncertainty.argsort(descending=True, stable=True)[:5].tolist()
-    lines.append("Least sure: " + "; ".join(names[row] for row in unsure))
+        lines.append(f"{int(trial.held_out.sum())} held-out {kind}: {words}")
+    for title, column in {
+        "Strangest": answer.novelty_score,
+        "Least sure": answer.uncertainty,
+    }.items():
+        first = column.argsort(descending=True, stable=True)[:3].tolist()
+        lines += [f"{title}:", *(f"  {names[row]}" for row in first)]
     return lines
 
 
