@@ -189,19 +189,20 @@ class CostModel:
 
     def __init__(self, model: nn.Module | HostModel, batch: Any) -> None:
         self.host = host_model(model)
-        self.outside = _outside(self.host, batch)
         self.hosted = self.host.why_not_fused() is not None
-        self.geometry: Sequence[_Geometry | HostedGeometry] = (
-            hosted_geometry(self.host, batch)
-            if self.hosted
-            else [_Geometry.of(self.host, layer) for layer in range(len(self.host))]
-        )
+        self.geometry: Sequence[_Geometry | HostedGeometry]
+        last: Tensor | None = None  # hosts of several stages end with states of another shape
+        if self.hosted:
+            self.geometry, last = hosted_geometry(self.host, batch)
+        else:
+            self.geometry = [_Geometry.of(self.host, layer) for layer in range(len(self.host))]
+        self.outside = _outside(self.host, batch, last=last)
         plain = [g.plain(self.outside) for g in self.geometry]
         self.plain = self.outside.multiply_adds + sum(plain)
         readout = self.host.readout
         if self.hosted:  # its blocks run for all tokens
             readout = replace(readout, tokens=None, positions=None)
-        self.heads_after = _head_multiply_adds(self.host, batch, readout)
+        self.heads_after = _head_multiply_adds(self.host, batch, readout, last)
 
     def ratio(
         self,
@@ -412,9 +413,22 @@ def _loop_cost(ensemble: Any, batch: Any) -> Cost:
 
 
 def _outside(
-    host: HostModel, batch: Any, *, streams: int = 1, readout: Readout | None = None
+    host: HostModel,
+    batch: Any,
+    *,
+    streams: int = 1,
+    readout: Readout | None = None,
+    last: Tensor | None = None,
 ) -> _Outside:
-    """Count what the host runs around its blocks, on shapes only."""
+    """Count what the host runs around its blocks, on shapes only.
+
+    Args:
+        host: The host.
+        batch: A batch.
+        streams: Members after the blocks.
+        readout: Which tokens are read; None for all.
+        last: The states after the last block; by default they are like those before the first.
+    """
     args, kwargs, _ = split_batch(batch)
     seen: list[tuple[int, ...]] = []
     assert host.forms is not None  # looked up before anything is counted
@@ -423,6 +437,7 @@ def _outside(
     def answer(hidden: Tensor) -> Tensor:
         seen.append(tuple(hidden.shape))
         tokens = None if readout is None else readout.tokens
+        hidden = hidden if last is None else last.to(hidden.device)
         x = hidden[:, :tokens]
         return x.repeat(streams, *[1] * (x.dim() - 1)) if folds else hidden
 
@@ -450,10 +465,10 @@ def _outside(
     return _Outside(counted, batch, math.prod(grid), width, element)
 
 
-def _head_multiply_adds(host: HostModel, batch: Any, readout: Readout) -> int:
+def _head_multiply_adds(host: HostModel, batch: Any, readout: Readout, last: Tensor | None) -> int:
     """Count what one more stream costs after the blocks."""
-    two = _outside(host, batch, streams=2, readout=readout)
-    one = _outside(host, batch, streams=1, readout=readout)
+    two = _outside(host, batch, streams=2, readout=readout, last=last)
+    one = _outside(host, batch, streams=1, readout=readout, last=last)
     return two.multiply_adds - one.multiply_adds
 
 

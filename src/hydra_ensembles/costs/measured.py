@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..data.modes import in_eval
 from ..data.running import move, split_batch
@@ -33,8 +33,19 @@ class Measured:
 def formula_fits(host: HostModel) -> bool:
     """Tell whether a host's blocks are attention over all tokens, norms and MLP, and no more.
 
-    That is so where our own arithmetic is proven equal to them; windows, say, cost less.
+    That is so where our own arithmetic is proven equal to them; windows, say, cost less. Without
+    storage nothing can be proven, and the parts must do.
     """
+    if any(p.is_meta for p in host.model.parameters()):
+        return host.family.fusable and all(
+            block.norm1 is not None
+            and block.norm2 is not None
+            and block.mlp_names
+            and not block.has_experts
+            and not block.unknown_parameters()
+            and block.attention.why_not_taken_apart() is None
+            for block in host.blocks
+        )
     return host.why_not_fused() is None
 
 
@@ -136,7 +147,7 @@ class HostedGeometry:
         return sum(self.weight.with_heads(heads) for heads in plan.heads)
 
 
-def hosted_geometry(host: HostModel, batch: Any) -> list[HostedGeometry]:
-    """Weigh the blocks of a host on a batch."""
+def hosted_geometry(host: HostModel, batch: Any) -> tuple[list[HostedGeometry], Tensor | None]:
+    """Weigh the blocks of a host on a batch; return the states after the last one, too."""
     calls = capture_calls(host, inputs_of(host.model, batch))
-    return [HostedGeometry(weight) for weight in weigh_blocks(host, calls)]
+    return [HostedGeometry(weight) for weight in weigh_blocks(host, calls)], calls[-1].output
