@@ -1,4 +1,4 @@
-"""What one model is asked: explain, score, gate == prune, fused == members, saved == loaded."""
+"""What one model is asked: explain, score, gate == prune, fused == members, counted, saved."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
+from hydra_ensembles.costs.counting import CostModel
 
 TOLERANCE = 1e-4
 KEPT, BROKEN, WRONG, CRASHED, REFUSED = "kept", "broken", "wrong", "crashed", "refused"
-STEPS = ("explain", "score", "gate", "prune", "fuse", "save")
+STEPS = ("explain", "score", "gate", "prune", "fuse", "cost", "save")
 
 
 def scale_(model: nn.Module, seed: int) -> None:
@@ -239,6 +240,13 @@ def _ask(case: Case, explanation: Any, plain: Tensor) -> str | None:
             )
         compare_members(ensembles[0], "member")
 
+    def count() -> None:
+        batch = case.batches[0]
+        planned = CostModel(model, batch).ratio(members)
+        ran = hydra.cost(ensembles[0], batch).relative_to(hydra.cost(model, batch)).multiply_adds
+        if abs(planned - ran) > 1e-3 * ran:
+            raise Difference(f"the plan costs {planned:.4f} x, the ensemble {ran:.4f} x")
+
     def save() -> None:
         with tempfile.TemporaryDirectory() as folder:
             ensembles[0].save_pretrained(folder)
@@ -256,6 +264,7 @@ def _ask(case: Case, explanation: Any, plain: Tensor) -> str | None:
     if not all(bool(row.all()) for row in whole):  # else all heads are one group
         case.step("prune", prune, promised=explanation.removable)
     if case.step("fuse", fuse, promised=explanation.fusable):
+        case.step("cost", count, promised=True)
         case.step("save", save, promised=explanation.fusable)
     return ensembles[0].engine if ensembles else None
 

@@ -31,8 +31,9 @@ def page(record: dict[str, Any]) -> str:
         "classifier class of transformers and one timm, torchvision and open_clip model of every "
         "kind, tiny, with weights scaled so that biases and positions matter. What `explain` "
         "promises is compared with what happens: gated against pruned, fused members against the "
-        "gated host at 1e-4 (texts without padding, padded on the right and on the left), saved "
-        "against loaded.\n" + (f"\n{record['note']}\n" if "note" in record else ""),
+        "gated host at 1e-4 (texts without padding, padded on the right and on the left), the cost "
+        "of the plan against the cost of the ensemble, saved against loaded.\n"
+        + (f"\n{record['note']}\n" if "note" in record else ""),
         "## Popular families\n\n" + popular_table(record["models"]),
         "\n## All models\n\n| | before | now |\n|---|---|---|\n" + "\n".join(lines),
         "\n## Fused exactly\n\n" + _names(groups["fused"]),

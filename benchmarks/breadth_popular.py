@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,5 +107,7 @@ def _prices() -> str:
 def _short(result: dict[str, Any]) -> str:
     """Return why our own arithmetic, or any engine, does not run a model, in a few words."""
     reason = result.get("engine_why") or result.get("reason", "")
-    reason = reason.partition(": runs the host's own blocks")[0].partition(" (")[0]
-    return reason.partition(". ")[0].replace("|", "/")
+    reason = reason.partition(": runs the host's own blocks")[0].partition(". ")[0]
+    reason = reason.partition(", which our own arithmetic")[0].partition(", which cannot be cut")[0]
+    reason = re.sub(r" \([^)]*(Error|off by)[^)]*\)?.*", "", reason)  # details of a failed probe
+    return reason.replace("|", "/")

@@ -101,6 +101,13 @@ def _missing(table: dict[tuple[str, float], dict[str, list[float]]], ratios: lis
     parts = []
     if empty:
         parts.append(f"The tasks were not measured at {' and '.join(empty)}.")
+    tasks = {r: len(table["his", r]["arc"]) for r in ratios if table["his", r]["arc"]}
+    if min(tasks.values(), default=PLANNED) < PLANNED:
+        words = ", ".join(f"{draws} at {ratio:.0%}" for ratio, draws in tasks.items())
+        parts.append(
+            f"Of {PLANNED} draws the tasks were measured in fewer: {words}. `magnitude` looks at "
+            "no data and has one."
+        )
     if fewest < PLANNED:
         parts.append(
             f"{PLANNED} draws are planned, and the command goes on with those that are missing; "
@@ -134,10 +141,26 @@ def _findings(table: dict[tuple[str, float], dict[str, list[float]]], ratios: li
         lines.append(
             "\nKeeping the heads of low entropy alone is worse than keeping random ones, at every "
             "ratio, which suggests that this decoder needs heads that look at many tokens. HIES "
-            "mixes that order into HIS, and is behind HIS at every ratio here. The paper reports "
-            "gains over HIS on classifiers from 30 % on; this language model does not show them."
+            "mixes that order into HIS, and its perplexity is behind that of HIS at every ratio "
+            "here. The paper reports gains over HIS on classifiers from 30 % on; the perplexity "
+            "of this language model does not show them."
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *(_task(table, ratios, figure) for figure in ("arc", "sst2"))])
+
+
+def _task(
+    table: dict[tuple[str, float], dict[str, list[float]]], ratios: list[float], figure: str
+) -> str:
+    """Say at which ratios HIES answers a task better than HIS does."""
+    ahead = []
+    for ratio in ratios:
+        ours, theirs = (table[name, ratio][figure] for name in ("hies", "his"))
+        if ours and theirs and mean(ours) > mean(theirs):
+            ahead.append(f"{ratio:.0%} ({mean(ours):.1%} against {mean(theirs):.1%})")
+    draws = sorted({len(table["his", ratio][figure]) for ratio in ratios})
+    count = " or ".join(map(str, draws))
+    where = f"ahead of HIS at {' and '.join(ahead)}" if ahead else "ahead of HIS at no ratio"
+    return f"{FIGURES[figure]}: HIES is {where}, in {count} draws."
 
 
 def _number(figure: str, values: list[float]) -> str:

@@ -92,3 +92,19 @@ def test_the_readme_is_up_to_date() -> None:
     make = load("docs/make_tables.py")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert make.fill(text, make.tables()) == text, "run python docs/make_tables.py"
+
+
+def test_the_example_of_a_family_runs_as_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hydra_ensembles.hosts.family import families
+
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text[text.index("## Add a model family in 20 lines") :]
+    example = re.search(r"```python\n(.*?)```", section, re.S)
+    assert example is not None and len(example[1].splitlines()) <= 20
+    monkeypatch.setattr(families, "_entries", dict(families._entries))  # it registers one
+    exec(example[1], {})
+    assert "mine" in families
+    said = capsys.readouterr().out
+    assert "can be fused, heads can be removed physically" in said and "family    mine" in said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -48,6 +50,56 @@ def test_the_plan_alone_counts_what_the_ensemble_counts(name: str, switches: dic
     ensemble = hydra.fuse(model, EARLY, **switches)
     whole = cost(ensemble, inputs).relative_to(cost(model, inputs)).multiply_adds
     assert CostModel(model, inputs).ratio(EARLY, **switches) == pytest.approx(whole, rel=1e-9)
+
+
+def deberta() -> nn.Module:
+    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
+
+    more = {"relative_attention": True, "position_buckets": 4, "pos_att_type": ["p2c", "c2p"]}
+    config = DebertaV2Config(**zoo.SIZES, **zoo.TEXT, **more, num_labels=5)
+    return DebertaV2ForSequenceClassification(config)
+
+
+def longformer() -> nn.Module:
+    from transformers import LongformerConfig, LongformerForSequenceClassification
+
+    config = LongformerConfig(**zoo.SIZES, **zoo.TEXT, attention_window=4, num_labels=5)
+    return LongformerForSequenceClassification(config)
+
+
+def swin() -> nn.Module:
+    import timm
+
+    sizes = {"img_size": 32, "patch_size": 4, "window_size": 2, "embed_dim": 16}
+    return timm.create_model(
+        "swin_tiny_patch4_window7_224", num_classes=5, depths=(1, 2), num_heads=(2, 4), **sizes
+    )
+
+
+@pytest.mark.parametrize("make", [deberta, longformer, swin])
+def test_hosts_that_run_their_own_blocks_are_counted(make: Callable[[], nn.Module]) -> None:
+    """DeBERTa slices parameters, Longformer pads, Swin's states are [batch, y, x, width]."""
+    model = zoo.seeded(make)
+    picture = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    inputs = picture if make is swin else zoo.batch("bert")
+    masks = [HeadMask([[1] * 4, row]) for row in ([1, 1, 0, 0], [0, 1, 0, 1])]
+    masks = masks if make is swin else EARLY
+    assert cost(model, inputs).multiply_adds == pytest.approx(counted(model, inputs), rel=0.01)
+    ensemble = hydra.fuse(model, masks)
+    assert ensemble.engine == "host"
+    whole = cost(ensemble, inputs).relative_to(cost(model, inputs)).multiply_adds
+    assert CostModel(model, inputs).ratio(masks) == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_group_of_queries_goes_from_the_trunk_as_a_whole() -> None:
+    model, inputs = zoo.host("llama"), zoo.batch("llama")  # two groups of two heads
+    rows = [[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1]]
+    for first in ([1, 0, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]):
+        masks = [HeadMask([first, [1] * 4, row]) for row in rows]
+        ensemble = hydra.fuse(model, masks)
+        assert ensemble.engine == "fused" and ensemble.plan.trunk == 2
+        whole = cost(ensemble, inputs).relative_to(cost(model, inputs)).multiply_adds
+        assert CostModel(model, inputs).ratio(masks) == pytest.approx(whole, rel=1e-9)
 
 
 def test_parts_add_up_and_shared_things_count_once() -> None:

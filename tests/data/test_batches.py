@@ -81,6 +81,46 @@ def test_joining_sentences_pads_with_their_own_padding() -> None:
     assert whole["attention_mask"][1].tolist() == [1, 1, 0, 0]
 
 
+def test_padding_is_looked_for_in_all_batches() -> None:
+    whole = indexable([sentences([2, 2]), sentences([3, 3]), sentences([5, 1], pad=9)])
+    assert next(iter(whole.subset([0, 2])))["input_ids"][0].tolist() == [0, 1, 9]
+
+
+def test_a_pad_token_is_used_where_no_text_is_padded() -> None:
+    texts = [sentences([2, 2]), sentences([4, 4])]
+    for pad_id, expected in ((None, 0), (7, 7)):
+        batch = next(iter(indexable(texts, pad_id=pad_id).subset([0, 2])))
+        assert batch["input_ids"][0].tolist() == [0, 1, expected, expected]
+        assert batch["attention_mask"][0].tolist() == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_labels_of_padding_do_not_count(apart: bool) -> None:
+    def tagged(lengths: list[int]) -> object:
+        batch = sentences(lengths)
+        labels = torch.ones_like(batch.pop("labels")[:, None] * batch["input_ids"])
+        return (batch, labels) if apart else {**batch, "labels": labels}
+
+    data = indexable([tagged([2, 2]), tagged([3, 3])])
+    assert data.labels[0].tolist() == [1, 1, -100]
+    whole = next(iter(data.subset([0, 2])))
+    assert labels_of(whole).tolist() == [[1, 1, -100], [1, 1, 1]]
+
+
+def test_boxes_of_words_are_padded_along() -> None:
+    def boxed(length: int) -> dict[str, torch.Tensor]:
+        return {**sentences([length]), "bbox": torch.ones(1, length, 4)}
+
+    whole = join([boxed(2), boxed(3)])
+    assert whole["bbox"].shape == (2, 3, 4)
+    assert whole["bbox"][0].sum(-1).tolist() == [4, 4, 0]
+
+
+def test_texts_of_two_lengths_need_a_mask() -> None:
+    with pytest.raises(DataError, match="attention_mask"):
+        join([{"input_ids": torch.ones(1, 2).long()}, {"input_ids": torch.ones(1, 3).long()}])
+
+
 def test_joining_images_of_two_sizes_is_refused() -> None:
     with pytest.raises(DataError, match="one size"):
         join([torch.zeros(1, 3, 4, 4), torch.zeros(1, 3, 5, 5)])

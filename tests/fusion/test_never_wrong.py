@@ -33,7 +33,7 @@ def timm_model(name: str, **options: Any) -> nn.Module:
     ("name", "options", "reason"),
     [
         ("vit_base_patch16_rope_mixed_224", {}, "rotary positions"),
-        ("vit_relpos_base_patch16_cls_224", {}, "relative-position bias"),
+        ("vit_relpos_base_patch16_cls_224", {}, "relative positions (rel_pos"),
     ],
 )
 def test_an_argument_that_is_not_understood_is_refused(

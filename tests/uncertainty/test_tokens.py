@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hydra_ensembles import HeadMask, HydraError, evaluate, fuse, verify
+from hydra_ensembles import HeadMask, HydraError, build, evaluate, fuse, score_heads, verify
 from hydra_ensembles.uncertainty import predict_from_logits, scores
 from hydra_ensembles.uncertainty.scores import disagreement, pairwise_kl
 from tests import zoo
@@ -104,6 +104,30 @@ def test_a_fused_tagger_answers_and_is_evaluated_by_token() -> None:
     found = evaluate(ensemble, [{**batch, "labels": labels}], progress=False)
     assert found["cls/Acc"] == 1.0
     assert found.settings["examples"] == {"id": int(real.sum())}
+
+
+def test_a_tagger_is_made_by_scores_and_told_so_by_build() -> None:
+    from transformers import BertConfig, BertForTokenClassification
+
+    def make() -> torch.nn.Module:
+        return BertForTokenClassification(BertConfig(**zoo.SIZES, **zoo.TEXT, num_labels=5))
+
+    model = zoo.seeded(make)
+    data = []
+    for seed, length in enumerate((5, 7, 6, 7)):  # batches of texts of different lengths
+        batch = {k: v[:, :length] for k, v in zoo.batch("bert", size=10, seed=seed).items()}
+        labels = model(**batch).logits.argmax(-1)
+        data.append({**batch, "labels": labels.masked_fill(batch["attention_mask"] == 0, -100)})
+    with pytest.raises(HydraError, match=r"score_heads\(model, data\)\.top_k"):
+        build(model, data, members=2, progress=False)
+    masks = [
+        score_heads(model, [batch], progress=False).top_k([4, 4, 2], scope="layer")
+        for batch in data[:2]
+    ]
+    ensemble = fuse(model, masks)
+    assert ensemble.member_logits(data[0]).shape == (10, 2, 5, 5)
+    tokens = sum(int((batch["labels"] != -100).sum()) for batch in data)
+    assert evaluate(ensemble, data, progress=False).settings["examples"] == {"id": tokens}
 
 
 @pytest.mark.parametrize("trunk", [0, 2])

@@ -24,6 +24,7 @@ from ..fusion.fusing import fuse
 from ..fusion.inputs import remember_inputs
 from ..heads.masks import HeadMask
 from ..hosts import HostModel, host_model
+from ..hosts.examples import pad_token
 from ..search.state import SearchState, TensorStore
 from ..uncertainty import scores
 from .deciding import apply_decisions, decide, learn_known
@@ -97,7 +98,8 @@ def build(
         scores[score]  # an unknown name fails now
     host = host_model(model)
     check_data(host.model, calibration)
-    parts = Parts(calibration, validation, ood, seed, proxies=way.proxies)
+    pad_id = pad_token(host.model)
+    parts = Parts(calibration, validation, ood, seed, proxies=way.proxies, pad_id=pad_id)
     classes, seconds = _try(host, parts.first_batch())
     settings: dict[str, Any] = {
         "method": way.name,

@@ -22,6 +22,7 @@ class Parts:
         ood: Outliers as `build` takes them.
         seed: Of splits and proxies.
         proxies: Join outliers that are made of the calibration data.
+        pad_id: The token that pads texts, for data in which no text is padded.
 
     Attributes:
         data: In-distribution data by part.
@@ -30,22 +31,31 @@ class Parts:
     """
 
     def __init__(
-        self, calibration: Any, validation: Any, ood: Any, seed: int, *, proxies: bool
+        self,
+        calibration: Any,
+        validation: Any,
+        ood: Any,
+        seed: int,
+        *,
+        proxies: bool,
+        pad_id: int | None = None,
     ) -> None:
         self.validated = validation is not None
-        source = indexable(as_data(calibration))
+        source = indexable(as_data(calibration), pad_id=pad_id)
         self.data: dict[str, Batches]
         if validation is None:
             self.data = split(source, SHARES, seed=seed)
         else:
-            held_out = split(as_data(validation), {"stop": 0.5, "temperature": 0.5}, seed=seed)
+            unseen = indexable(as_data(validation), pad_id=pad_id)
+            held_out = split(unseen, {"stop": 0.5, "temperature": 0.5}, seed=seed)
             self.data = {"select": source, **held_out}
         given = outlier_sets(None, None if ood == "auto" else ood)
         self.sets: dict[str, dict[str, Any]] = {
             part: {"id": self.data[part]} for part in ("select", "stop")
         }
         for name, data in given.items():
-            halves = split(data, {"select": 0.7, "stop": 0.3}, seed=seed)
+            outliers = indexable(data, pad_id=pad_id)
+            halves = split(outliers, {"select": 0.7, "stop": 0.3}, seed=seed)
             for part, sets in self.sets.items():
                 sets[name] = halves[part]
         # proxies are made of each part by itself, so that no example both selects and decides

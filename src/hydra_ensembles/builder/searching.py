@@ -9,6 +9,7 @@ import torch
 
 from ..costs.budget import Budget
 from ..criteria import score_heads
+from ..errors import UnsupportedModelError
 from ..heads.masks import HeadScores
 from ..hosts import HostModel
 from ..search.candidates import PartCandidates
@@ -72,11 +73,16 @@ def score_tables(
     """Score heads by criteria, as seeds of the pool."""
     if not state.find("tables"):
         few = all(host.head_counts[layer] <= 3 for layer in layers)  # the pool holds all masks
-        found = (
-            {} if few else score_heads(host, data, criterion=["taylor", "hies"], progress=progress)
-        )
+        found = {} if few else _scores(host, data, progress)
         state.add({"tables": {name: table.tolist() for name, table in found.items()}})
     return {name: HeadScores(rows) for name, rows in state.find("tables")[0].items()}
+
+
+def _scores(host: HostModel, data: Any, progress: bool) -> dict[str, HeadScores]:
+    try:
+        return score_heads(host, data, criterion=["taylor", "hies"], progress=progress)
+    except UnsupportedModelError:  # attention that cannot be watched (Longformer) has no entropy
+        return score_heads(host, data, criterion=["taylor", "his"], progress=progress)
 
 
 def plain(found: Members, pool: int, layers: Sequence[int], budget: Budget) -> dict[str, Any]:

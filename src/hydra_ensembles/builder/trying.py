@@ -40,6 +40,7 @@ from ..evaluation.results import Results
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.known import logits_and_summaries, novelty_fit
 from ..fusion.policies import decided
+from ..hosts.examples import pad_token
 from ..uncertainty import Policy, Prediction, choose_policy, predict_from_logits
 from ..uncertainty.novelty import Novelty
 from .building import build
@@ -113,7 +114,7 @@ def try_model(
         folder: Keep finished steps here, so that a stopped try goes on.
         progress: Report progress.
     """
-    source = indexable(as_data(data))
+    source = indexable(as_data(data), pad_id=pad_token(model))
     if source.count < LEAST:
         raise DataError(
             f"{source.count} examples are too few to hold some out: give {LEAST} or more, better "

@@ -8,8 +8,9 @@ shapes only. Norms, activations and softmax are not counted, as in other counter
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -105,16 +106,20 @@ class CostModel:
 
     def __init__(self, model: nn.Module | HostModel, batch: Any) -> None:
         self.host = host_model(model)
-        self.outside = _outside(self.host, batch)
         self.hosted = self.host.why_not_fused() is not None
-        self.geometry: Sequence[_Geometry | HostedGeometry] = (
-            hosted_geometry(self.host, batch)
-            if self.hosted
-            else [_Geometry.of(self.host, layer) for layer in range(len(self.host))]
-        )
+        self.geometry: Sequence[_Geometry | HostedGeometry]
+        last: Tensor | None = None  # hosts of several stages end with states of another shape
+        if self.hosted:
+            self.geometry, last = hosted_geometry(self.host, batch)
+        else:
+            self.geometry = [_Geometry.of(self.host, layer) for layer in range(len(self.host))]
+        self.outside = _outside(self.host, batch, last=last)
         plain = [g.plain(self.outside) for g in self.geometry]
         self.plain = self.outside.multiply_adds + sum(plain)
-        self.heads_after = _head_multiply_adds(self.host, batch, self.outside)
+        readout = self.host.readout
+        if self.hosted:  # its blocks run for all tokens
+            readout = replace(readout, tokens=None, positions=None)
+        self.heads_after = _head_multiply_adds(self.host, batch, readout, last)
 
     def ratio(
         self,
@@ -146,12 +151,18 @@ class CostModel:
         for layer, geometry in enumerate(self.geometry[: plan.trunk]):
             # heads that the host's own blocks need stay, gated off
             keeps = self.host.arithmetic.keeps_heads
-            heads = None if keeps else len(plan.trunk_heads[layer])
+            heads = None if keeps else self._places(layer, plan.trunk_heads[layer])
             total += geometry.plain(self.outside, heads)
         for layer_plan in plan.layers:
             geometry = self.geometry[layer_plan.layer]
             total += geometry.fused(layer_plan, self.outside, self.host.readout)
         return total / self.plain
+
+    def _places(self, layer: int, heads: Sequence[int]) -> Sequence[int]:
+        """Return heads by their place among those that are left in an already pruned host."""
+        now = self.host.original_mask
+        there = None if now is None else now.indices(layer)
+        return heads if there is None else [there.index(head) for head in heads]
 
 
 @dataclass(frozen=True)
@@ -191,12 +202,12 @@ class _Geometry:
             hidden=max((max(w.shape) for w in weights), default=0),
         )
 
-    def plain(self, outside: _Outside, heads: int | None = None) -> int:
-        """Multiply-adds of a block of one stream, all tokens."""
-        heads = self.heads if heads is None else heads
-        kv = self.kv_heads if heads == self.heads else heads
+    def plain(self, outside: _Outside, kept: Sequence[int] | None = None) -> int:
+        """Multiply-adds of a block of one stream, all tokens; groups of queries go as a whole."""
+        group = max(1, self.heads // max(1, self.kv_heads))
+        kv = self.kv_heads if kept is None else len({place // group for place in kept})
         rows, t = outside.batch * outside.tokens, outside.tokens
-        wide = heads * self.head_dim
+        wide = (self.heads if kept is None else kv * group) * self.head_dim
         projections = rows * self.width * (2 * wide + 2 * kv * self.head_dim)
         return projections + 2 * rows * t * wide + rows * self.mlp
 
@@ -319,9 +330,22 @@ def _loop_cost(ensemble: Any, batch: Any) -> Cost:
 
 
 def _outside(
-    host: HostModel, batch: Any, *, streams: int = 1, readout: Readout | None = None
+    host: HostModel,
+    batch: Any,
+    *,
+    streams: int = 1,
+    readout: Readout | None = None,
+    last: Tensor | None = None,
 ) -> _Outside:
-    """Count what the host runs before and after its blocks, on shapes only."""
+    """Count what the host runs before and after its blocks, on shapes only.
+
+    Args:
+        host: The host.
+        batch: A batch.
+        streams: Number of streams after the blocks.
+        readout: Which tokens are read; None for all.
+        last: The states after the last block; by default they are like those before the first.
+    """
     args, kwargs, _ = split_batch(batch)
     shapes: list[tuple[int, ...]] = []
     assert host.forms is not None  # looked up before anything is counted
@@ -330,8 +354,9 @@ def _outside(
     def answer(hidden: Tensor) -> Tensor:
         shapes.append(tuple(hidden.shape))
         tokens = None if readout is None else readout.tokens
+        hidden = hidden if last is None else last.to(hidden.device)
         x = hidden[:, :tokens]
-        return x.repeat(streams, 1, 1) if folds else hidden
+        return x.repeat(streams, *[1] * (x.dim() - 1)) if folds else hidden
 
     _ = host.forms  # probed by a pass through the host, which must not be counted below
     counted = 0
@@ -353,14 +378,14 @@ def _outside(
                 ) from error
     if not folds:
         counted *= streams
-    shape = shapes[0]
-    return _Outside(counted, shape[0], shape[1], shape[2], element)
+    batch, *grid, width = shapes[0]  # states are [batch, tokens, width] or [batch, y, x, width]
+    return _Outside(counted, batch, math.prod(grid), width, element)
 
 
-def _head_multiply_adds(host: HostModel, batch: Any, outside: _Outside) -> int:
+def _head_multiply_adds(host: HostModel, batch: Any, readout: Readout, last: Tensor | None) -> int:
     """Count the cost of one more stream after the blocks."""
-    two = _outside(host, batch, streams=2, readout=host.readout)
-    one = _outside(host, batch, streams=1, readout=host.readout)
+    two = _outside(host, batch, streams=2, readout=readout, last=last)
+    one = _outside(host, batch, streams=1, readout=readout, last=last)
     return two.multiply_adds - one.multiply_adds
 
 

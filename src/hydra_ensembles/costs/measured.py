@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..data.modes import in_eval
 from ..data.running import move, split_batch
@@ -28,15 +31,22 @@ class Measured:
 
 
 def formula_fits(host: HostModel) -> bool:
-    """Return whether a host's blocks hold only attention, norms and MLP."""
-    return host.family.fusable and all(
-        block.norm1 is not None
-        and block.norm2 is not None
-        and block.mlp_names
-        and not block.has_experts
-        and not block.unknown_parameters()
-        for block in host.blocks
-    )
+    """Return whether a host's blocks are attention over all tokens, norms and MLP, and no more.
+
+    That is so where our own arithmetic is proven equal to them; windows, say, cost less. Without
+    storage nothing can be proven, and the parts must do.
+    """
+    if any(p.is_meta for p in host.model.parameters()):
+        return host.family.fusable and all(
+            block.norm1 is not None
+            and block.norm2 is not None
+            and block.mlp_names
+            and not block.has_experts
+            and not block.unknown_parameters()
+            and block.attention.why_not_taken_apart() is None
+            for block in host.blocks
+        )
+    return host.why_not_fused() is None
 
 
 def inputs_of(model: nn.Module, batch: Any) -> Inputs:
@@ -77,21 +87,33 @@ def _measure(model: Any, root: nn.Module, path: str, inputs: Inputs) -> Measured
         shapes.append(tuple(take_call(args, kwargs).hidden.shape))
 
     places = list(root.get_submodule(path).children())
-    handle = places[0].register_forward_pre_hook(note, with_kwargs=True)
-    counter = operation_counter()
-    try:
-        with torch.no_grad(), counter:
-            if hasattr(model, "fused_logits"):
-                model.fused_logits(*inputs)
-            else:
-                model(*inputs[0], **inputs[1])
-    finally:
-        handle.remove()
-    counts = counter.get_flop_counts()
-    prefix = f"{type(root).__name__}.{path}"
-    blocks = tuple(sum(counts.get(f"{prefix}.{i}", {}).values()) // 2 for i in range(len(places)))
-    batch, tokens, width = shapes[0]
-    return Measured(counter.get_total_flops() // 2, blocks, (batch, tokens, width))
+    counter, blocks = operation_counter(), [0] * len(places)
+
+    def begin(place: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            blocks[place] -= counter.get_total_flops()
+
+        return hook
+
+    def end(place: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            blocks[place] += counter.get_total_flops()
+
+        return hook
+
+    with ExitStack() as stack, torch.no_grad(), counter:
+        hooks = [places[0].register_forward_pre_hook(note, with_kwargs=True)]
+        hooks += [block.register_forward_pre_hook(begin(i)) for i, block in enumerate(places)]
+        hooks += [block.register_forward_hook(end(i)) for i, block in enumerate(places)]
+        for handle in hooks:
+            stack.callback(handle.remove)
+        if hasattr(model, "fused_logits"):
+            model.fused_logits(*inputs)
+        else:
+            model(*inputs[0], **inputs[1])
+    batch, *grid, width = shapes[0]  # states are [batch, tokens, width] or [batch, y, x, width]
+    counted = tuple(flops // 2 for flops in blocks)
+    return Measured(counter.get_total_flops() // 2, counted, (batch, math.prod(grid), width))
 
 
 def _without_storage(model: Any) -> Any:
@@ -115,17 +137,17 @@ class HostedGeometry:
 
     weight: BlockWeight
 
-    def plain(self, outside: Any, heads: int | None = None) -> int:
+    def plain(self, outside: Any, kept: Sequence[int] | None = None) -> int:
         """Multiply-adds of a block of one stream."""
         weight = self.weight
-        return weight.whole if heads is None else weight.with_heads(range(heads))
+        return weight.whole if kept is None else weight.with_heads(kept)
 
     def fused(self, plan: LayerPlan, outside: Any, readout: Any) -> int:
         """Multiply-adds of all streams."""
         return sum(self.weight.with_heads(heads) for heads in plan.heads)
 
 
-def hosted_geometry(host: HostModel, batch: Any) -> list[HostedGeometry]:
-    """Count the blocks of a host on a batch."""
+def hosted_geometry(host: HostModel, batch: Any) -> tuple[list[HostedGeometry], Tensor | None]:
+    """Count the blocks of a host on a batch; also return the states after the last one."""
     calls = capture_calls(host, inputs_of(host.model, batch))
-    return [HostedGeometry(weight) for weight in weigh_blocks(host, calls)]
+    return [HostedGeometry(weight) for weight in weigh_blocks(host, calls)], calls[-1].output

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import DataError
+from .padding import IGNORED, even, even_columns, padded_one
 
 Batch = Any
 Data = Iterable[Batch]
@@ -93,23 +94,41 @@ def take(batch: Batch, rows: Sequence[int] | Tensor | slice) -> Batch:
     return map_columns(rows_of, batch)
 
 
-def join(batches: Sequence[Batch]) -> Batch:
-    """Join batches to one; sequences of different length are padded on the right."""
+def join(
+    batches: Sequence[Batch], *, like: Sequence[Batch] = (), pad_id: int | None = None
+) -> Batch:
+    """Join batches to one; sequences of different length are padded on the right.
+
+    Args:
+        batches: Batches of one kind.
+        like: More of them, in which the value of padding may be seen.
+        pad_id: The token that pads texts, when padding is seen nowhere.
+    """
     first = batches[0]
     if len(batches) == 1:
         return first
     if isinstance(first, Tensor):
-        return torch.cat(_even(batches, 0))
+        return torch.cat(even(batches, 0))
     if isinstance(first, Mapping):
         return {
-            key: torch.cat(_even([b[key] for b in batches], _pad_value(key, batches)))
+            key: torch.cat(
+                even_columns(batches, key, label=key in LABEL_KEYS, like=like, pad_id=pad_id)
+            )
             if isinstance(first[key], Tensor)
             else join([b[key] for b in batches])
             for key in first
         }
     if isinstance(first, tuple) or not _is_column(first):
-        return tuple(join(parts) for parts in zip(*batches, strict=True))
+        inputs = [join([b[0] for b in batches], like=[b[0] for b in like], pad_id=pad_id)]
+        labels = [[b[i] for b in batches] for i in range(1, len(first))]
+        return (*inputs, *(_join_labels(column) for column in labels))
     return [item for batch in batches for item in batch]
+
+
+def _join_labels(columns: Sequence[Any]) -> Any:
+    """Join what stands beside the inputs; tokens that are padding have a label that is ignored."""
+    tokens = isinstance(columns[0], Tensor) and not columns[0].is_floating_point()
+    return torch.cat(even(columns, IGNORED)) if tokens else join(columns)
 
 
 def labels_of(batch: Batch) -> Tensor | None:
@@ -312,14 +331,20 @@ def count(data: Data) -> int:
     return sum(batch_length(batch) for batch in data)
 
 
-def indexable(data: Data) -> Batches:
-    """Return data whose examples can be picked one by one; reads other data into memory once."""
+def indexable(data: Data, *, pad_id: int | None = None) -> Batches:
+    """Return data whose examples can be picked one by one; reads other data into memory once.
+
+    Args:
+        data: Any data.
+        pad_id: The token that pads texts, for texts of different lengths without any padding.
+    """
     if isinstance(data, Batches):
         return data
     batches = [batch for batch in check_reiterable(data) if batch_length(batch)]
     if not batches:
         raise DataError("The data is empty: it gave no example.")
     ends = list(accumulate(batch_length(batch) for batch in batches))
+    like = padded_one(batches)
 
     def load(rows: Sequence[int]) -> Batch:
         runs: list[tuple[int, list[int]]] = []
@@ -330,7 +355,8 @@ def indexable(data: Data) -> Batches:
                 runs[-1][1].append(local)
             else:
                 runs.append((index, [local]))
-        return join([take(batches[index], _as_slice(local)) for index, local in runs])
+        parts = [take(batches[index], _as_slice(local)) for index, local in runs]
+        return join(parts, like=like, pad_id=pad_id)
 
     labels = [labels_of(batch) for batch in batches]
     known = [label for label in labels if label is not None]
@@ -338,7 +364,7 @@ def indexable(data: Data) -> Batches:
         load,
         range(ends[-1]),
         batch_size=max(batch_length(batch) for batch in batches),
-        labels=torch.cat(known) if len(known) == len(batches) else None,
+        labels=torch.cat(even(known, IGNORED)) if len(known) == len(batches) else None,
     )
 
 
@@ -364,30 +390,6 @@ def _image_slot(batch: Batch) -> tuple[str | int | None, Tensor] | None:
         inner = _image_slot(batch[0])
         return None if inner is None else (0, inner[1])
     return None
-
-
-def _even(tensors: Sequence[Tensor], value: float) -> list[Tensor]:
-    if tensors[0].ndim < 2 or len({t.shape[1:] for t in tensors}) == 1:
-        return list(tensors)
-    if tensors[0].ndim != 2:
-        raise DataError(
-            f"Cannot join examples of shapes {sorted({tuple(t.shape[1:]) for t in tensors})}; "
-            "only token sequences can be padded. Give images of one size."
-        )
-    longest = max(t.shape[1] for t in tensors)
-    pad = torch.nn.functional.pad
-    return [pad(t, (0, longest - t.shape[1]), value=value) for t in tensors]
-
-
-def _pad_value(key: str, batches: Sequence[Mapping[str, Any]]) -> float:
-    """Return the id that pads `key`: what stands where the attention mask is 0."""
-    if key == "attention_mask" or "attention_mask" not in batches[0]:
-        return 0
-    for batch in batches:
-        masked = batch["attention_mask"] == 0
-        if batch[key].shape == masked.shape and bool(masked.any()):
-            return batch[key][masked][0].item()
-    return 0
 
 
 def _shape(value: Any) -> str:

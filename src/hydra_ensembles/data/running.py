@@ -21,6 +21,7 @@ from .batches import LABEL_KEYS
 from .batches import move as move
 from .memory import Halving
 from .modes import evaluating as evaluating
+from .padding import IGNORED as IGNORED
 from .progress import length_of as length_of
 from .progress import progress_bar as progress_bar
 from .sharing import in_order
@@ -386,9 +387,22 @@ def _check_labels(labels: Tensor, logits: Tensor, where: str) -> Tensor:
     return check_labels(labels, where, classes=logits.shape[-1])
 
 
+def _by_token(labels: Tensor) -> bool:
+    """Tell labels of tokens from several yes or no labels of one example."""
+    if labels.ndim != 2 or labels.is_floating_point():
+        return False
+    return bool(((labels == IGNORED) | (labels > 1)).any())
+
+
 def check_labels(labels: Tensor, where: str, *, classes: int | None = None) -> Tensor:
     """Return labels as whole numbers on the CPU; raise when they are not classes of the model."""
     labels = labels.detach().cpu()
+    if _by_token(labels):
+        raise DataError(
+            f"Labels of shape {list(labels.shape)} in {where} are one for each token, and members "
+            "are searched by one label for each example. For token classification choose heads by "
+            "score_heads(model, data).top_k(0.5), one mask for each member, and fuse() them."
+        )
     if labels.is_floating_point() or labels.ndim != 1:
         raise DataError(
             f"Labels of shape {list(labels.shape)} and type {labels.dtype} in {where}; expected "

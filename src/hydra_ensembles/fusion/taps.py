@@ -126,19 +126,24 @@ def collecting(body: Any, collector: Collector) -> Iterator[Collector]:
 def _tap(block: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     collector = _listening()
     if collector is not None:
-        collector.take(block, states_of(output)[0])
+        collector.take(block, _as_tokens(states_of(output)[0]))
 
 
 def _tap_entering(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     collector = _listening()
     if collector is not None:
-        collector.enter(take_call(args, kwargs).hidden)
+        collector.enter(_as_tokens(take_call(args, kwargs).hidden))
 
 
 def _tap_leaving(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     collector = _listening()
     if collector is not None:
-        collector.leave(states_of(output)[0])
+        collector.leave(_as_tokens(states_of(output)[0]))
+
+
+def _as_tokens(hidden: Tensor) -> Tensor:
+    """Return states `[batch, y, x, width]`, as Swin has them, as `[batch, tokens, width]`."""
+    return hidden.flatten(1, -2) if hidden.dim() > 3 else hidden
 
 
 def _listening() -> Collector | None:

@@ -16,6 +16,7 @@ from ..errors import UnsupportedModelError
 from .calling import without_cache
 from .relative import Grid
 from .rotary import ARGUMENTS, UNUSED, Rotary, read_rotary
+from .wording import argument_in_words
 
 MASKS = ("attention_mask", "attn_mask")
 """What hosts call the mask that is added to (or kept in) the attention's scores."""
@@ -35,6 +36,16 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 """Arguments that choose what else is returned or kept, and never change the states."""
+
+
+class UnknownArgumentError(UnsupportedModelError):
+    """Raised when a block is handed an argument that our own arithmetic would have to drop."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(
+            f"its blocks take {argument_in_words(name)}, which our own arithmetic does not compute"
+        )
 
 
 @dataclass(frozen=True)
@@ -107,10 +118,7 @@ def understand(
         elif name == "is_causal" and isinstance(value, bool):
             causal = value
         else:
-            raise UnsupportedModelError(
-                f"the host hands its blocks {_in_words(name)}, which our own arithmetic does not "
-                "compute"
-            )
+            raise UnknownArgumentError(name)
     return Understood(mask, causal, angles, bias)
 
 
@@ -146,25 +154,6 @@ def add_bias(mask: Tensor | None, bias: Tensor, *, causal: bool) -> Tensor:
     if mask.dtype == torch.bool:
         return bias.masked_fill(~mask, float("-inf"))
     return bias + mask
-
-
-def _in_words(name: str) -> str:
-    """Say what an argument means to a user."""
-    meaning = {
-        "position_embeddings": "rotary positions",
-        "rope": "rotary positions",
-        "rotary_pos_emb": "rotary positions",
-        "freqs_cis": "rotary positions",
-        "position_bias": "a position bias shared by all blocks",
-        "shared_rel_pos": "a relative-position bias shared by all blocks",
-        "relative_pos": "relative positions",
-        "rel_pos": "relative positions",
-        "relative_position_bias": "a relative-position bias",
-        "shared_rel_pos_bias": "a relative-position bias shared by all blocks",
-        "resolution": "pictures of another size",
-        "interpolate_pos_encoding": "positions to interpolate",
-    }.get(name)
-    return f"{name!r}" if meaning is None else f"{meaning} ({name!r})"
 
 
 def four_dimensional(mask: Any, x: Tensor) -> Tensor:

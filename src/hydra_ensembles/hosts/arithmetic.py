@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ..errors import UnsupportedModelError
 from . import windows
-from .arguments import is_bias, understand
+from .arguments import UnknownArgumentError, is_bias, understand
 from .block import Block
 from .calling import BlockCall, parameter_names
 from .probe import bare_call, check_block, structure_of
 from .rotary import ARGUMENTS, FORMS, UNUSED
+from .wording import at_layer, knows_argument, parts_in_words
 
-_NO_NAMES = "no family names its norms and its MLP, which our own arithmetic would need"
+_NO_NAMES = "its norms and its MLP have names that we do not know (register_family() tells them)"
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def find_arithmetic(
         if key not in known:
             found = _find_form(block, calls)
             if isinstance(found, UnsupportedModelError):
-                return f"layer {block.index}: {found}"
+                return at_layer(block.index, str(found))
             known[key] = found
         forms.append(known[key])
     rotary: str | tuple[str, ...] | None = forms[0]
@@ -108,12 +109,13 @@ def _why_no_parts(blocks: Sequence[Block]) -> str | None:
         if not block.family.fusable or not named:
             return _NO_NAMES
         if block.has_experts:
-            return f"layer {block.index}: its MLP is a mixture of experts"
+            return at_layer(block.index, "its MLP is a mixture of experts")
         unknown = block.unknown_parameters()
         if unknown:
-            return f"layer {block.index} has parts that we do not know: {', '.join(unknown)}"
+            words = parts_in_words(unknown, of_attention=False)
+            return at_layer(block.index, f"its blocks also have {words}")
         if block.attention.table is not None and block.attention.table.index is None:
-            return f"layer {block.index}: its table of relative positions has no index"
+            return at_layer(block.index, "its table of relative positions has no index")
     return None
 
 
@@ -144,7 +146,7 @@ def hands_bias(blocks: Sequence[Block], passes: Sequence[Sequence[BlockCall]]) -
 def why_not_understood(
     blocks: Sequence[Block], passes: Sequence[Sequence[BlockCall]]
 ) -> str | None:
-    """Name an argument of a block that our own arithmetic does not know, or None."""
+    """Name an argument that our own arithmetic does not know and that has a name in words."""
     for calls in passes:
         for block in blocks:
             call = calls[block.index]
@@ -152,8 +154,11 @@ def why_not_understood(
             heads = block.attention.num_heads
             try:
                 understand(names, call.args, call.kwargs, call.hidden, rotary=FORMS[0], heads=heads)
+            except UnknownArgumentError as error:
+                if knows_argument(error.name):
+                    return at_layer(block.index, str(error))
             except UnsupportedModelError as error:
-                return f"layer {block.index}: {error}"
+                return at_layer(block.index, str(error))
     return None
 
 

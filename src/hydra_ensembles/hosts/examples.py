@@ -48,6 +48,12 @@ def text_config(model: nn.Module) -> Any:
     return config if get is None else get()
 
 
+def pad_token(model: nn.Module) -> int | None:
+    """Return the token that pads a model's texts, where its config names it."""
+    token = getattr(text_config(model), "pad_token_id", None)
+    return token if isinstance(token, int) and token >= 0 else None
+
+
 def _texts(config: Any, device: torch.device) -> list[Inputs]:
     special: set[int | None] = set()
     for name in ("pad", "eos", "bos"):

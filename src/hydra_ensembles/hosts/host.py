@@ -37,6 +37,7 @@ from .probe import (
 from .sites import AttentionSite, linear_weight
 from .stacks import find_stack
 from .unrolling import unrolled
+from .wording import at_layer, parts_in_words
 
 
 class HostModel:
@@ -140,7 +141,7 @@ class HostModel:
             site = block.attention
             reason = site.why_not_taken_apart()
             if reason is not None:
-                return f"layer {site.layer}: {reason}"
+                return at_layer(site.layer, reason)
             parameters = dict(block.module.named_parameters())
             by_head = [
                 name
@@ -148,10 +149,9 @@ class HostModel:
                 if site.num_heads in parameters[name].shape
             ]
             if by_head:
-                return (
-                    f"layer {site.layer} has values by head that are not cut along "
-                    f"({', '.join(by_head)}: a relative-position bias, say)"
-                )
+                words = parts_in_words(by_head, of_attention=False)
+                reason = f"its blocks also have {words}, which have a value for each head"
+                return at_layer(site.layer, reason)
         return None
 
     def _why_not_removable(self) -> str | None:
@@ -167,12 +167,12 @@ class HostModel:
             key = structure_of(block.module)
             reason = block.attention.why_not_removable()
             if reason is not None:
-                return f"layer {block.index}: {reason}"
+                return at_layer(block.index, reason)
             if key in checked or len(half) == block.attention.num_heads:
                 continue
             reason = why_not_cut(block, half, call)
             if reason is not None:
-                return f"layer {block.index}: {reason}"
+                return at_layer(block.index, reason)
             checked.add(key)
         return None
 

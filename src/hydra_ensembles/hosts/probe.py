@@ -117,7 +117,7 @@ def randomized(module: nn.Module, seed: int = 0) -> nn.Module:
         for name, parameter in twin.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
             if parameter.dim() >= 2:
-                parameter.copy_(noise * 1.5 * parameter.shape[-1] ** -0.5)
+                parameter.copy_(noise * 1.5 * max(1, parameter.shape[-1]) ** -0.5)
             elif name.endswith("bias"):
                 parameter.copy_(noise * 0.3)
             else:

@@ -14,6 +14,7 @@ from ..errors import UnsupportedModelError
 from .family import Family, first
 from .multihead import open_attention_
 from .relative import Grid, find_table
+from .wording import parts_in_words
 
 _HEAD_WIDTH = ("head_dim", "attention_head_size")
 _HEAD_NUMBER = (
@@ -283,10 +284,8 @@ class AttentionSite:
             return "its table of relative positions has not one column for each head"
         unknown = self.unknown_parameters()
         if unknown:
-            return (
-                f"its attention has parameters that are not cut by heads ({', '.join(unknown)}: "
-                "a relative-position bias, a gate or a norm over all heads)"
-            )
+            words = parts_in_words(unknown, of_attention=True)
+            return f"its attention also has {words}, which cannot be cut by heads"
         return None
 
     def keep_(self, heads: list[int]) -> None:
