@@ -442,9 +442,13 @@ class Digits(Task):
     @cached_property
     def shifts(self) -> dict[str, Data]:
         """Three corruptions at two severities."""
+        return self.corrupted(self._demo.test)
+
+    def corrupted(self, data: Data) -> dict[str, Data]:
+        """Return the corruptions of some digits: of those that are tested, or that choose."""
         look = {"mean": self._demo.mean, "std": self._demo.std}
         return {
-            f"{kind}-{severity}": corrupted(self._demo.test, kind, severity=severity, **look)
+            f"{kind}-{severity}": corrupted(data, kind, severity=severity, **look)
             for kind in ("gaussian_noise", "defocus_blur", "contrast")
             for severity in (2, 4)
         }

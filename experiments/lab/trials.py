@@ -1,10 +1,12 @@
 """Ways to train members that were tried and that the library does not offer.
 
-A row with `trial: {...}` is distilled with a changed loss:
+A row with `trial: {...}` is distilled with a changed loss or start:
 
     repel    weight of a push on label-destroying inputs: members whose mutual information is below
              that of their teachers are driven apart
     beyond   how many times the teachers' mutual information is asked for (1 unless said)
+    fresh    whether members draw the weights of their branches anew, each its own, so that their
+             errors of fitting differ and not only their teachers
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hydra_ensembles.training import distilling
 from hydra_ensembles.training.distill_run import DistillRun, log_mean
+from hydra_ensembles.training.stream import generator
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Trial:
 
     repel: float = 0.0
     beyond: float = 1.0
+    fresh: bool = False
 
 
 def mutual_information(log_probabilities: Tensor) -> Tensor:
@@ -41,6 +46,16 @@ class TrialRun(DistillRun):
     """A distillation with the changes of a trial."""
 
     trial: ClassVar[Trial] = Trial()
+
+    @torch.no_grad()
+    def _prepare(self) -> None:
+        super()._prepare()
+        if not self.trial.fresh:
+            return
+        for name, parameter in self.trained.items():
+            if name not in self.slow and parameter.ndim > 1:  # at the scale that training gave it
+                noise = torch.randn(parameter.shape, generator=generator("fresh", self.seed, name))
+                parameter.copy_(noise * parameter.std())
 
     def _losses(self, part: str, target: Tensor, logits: Tensor, batch: Any) -> Tensor:
         losses = super()._losses(part, target, logits, batch)

@@ -356,6 +356,60 @@ def test_what_cannot_teach_is_refused(tmp_path):
         train([teacher(0)], outliers="proxies")
 
 
+def test_teachers_of_other_classes_are_refused_before_training(tmp_path):
+    other = copy.deepcopy(model())
+    other.classifier = nn.Linear(other.classifier.in_features, 7)
+    wide, narrow = torch.full((COUNT, 7), 1 / 7), torch.ones(COUNT, 1)
+    steps: list[Any] = []
+    for given, found in ((other, 7), (wide, 7), (narrow, 1), ([teacher(0), wide], 7)):
+        with pytest.raises(DataError, match=f"{found} classes, but the model to teach has 5"):
+            train(given, outliers=None, views=1, on_step=steps.append)
+    assert not steps
+
+
+def test_a_broken_teacher_is_named():
+    broken = copy.deepcopy(teacher(1))
+    with torch.no_grad():
+        broken.classifier.bias[2] = math.nan
+    with pytest.raises(DataError, match=r"teacher 1 \(ViT\w+\) to the data hold NaN"):
+        train([teacher(0), broken], outliers=None, views=1)
+    with pytest.raises(DataError, match=r"teacher 0 \(<lambda>\) gave 8 answers for 32"):
+        train([lambda images: torch.full((2, 5), 0.2)], outliers=None, views=1)
+
+
+def test_lists_of_modules_and_named_teachers_are_as_many_teachers():
+    teachers = [teacher(place) for place in range(3)]
+    options: dict[str, Any] = {"outliers": None, "views": 1, "epochs": 1, "calibrate": False}
+    whole = train(teachers, **options)
+    named = dict(zip("abc", teachers, strict=True))
+    assert largest_difference(whole, train(nn.ModuleList(teachers), **options)) == 0
+    assert largest_difference(whole, train(named, **options)) == 0
+    with pytest.raises(DataError, match="Teacher 0 is a NoneType"):
+        train(None)
+
+
+def test_a_share_of_labels_needs_labels_that_fit():
+    """Without labels nothing may be learnt from zeros in their place."""
+    inputs = [x for x, _ in data()]
+    options: dict[str, Any] = {"settings": replace(DISTILL, distill=0.7), "outliers": None}
+    with pytest.raises(DataError, match=r"distill=0.7 .* 0.3 .* no labels"):
+        train([teacher(0)], inputs, **options)
+    with pytest.raises(DataError, match="A batch has no labels"):
+        train([teacher(0)], [*data()[:1], *inputs[1:]], **options)
+    with pytest.raises(DataError, match=r"float32 of shape \[8, 5\]"):
+        train([teacher(0)], [(x, torch.full((8, 5), 0.2)) for x in inputs], **options)
+    with pytest.raises(DataError, match="the model has 5 classes"):
+        train([teacher(0)], [(x, y + 3) for x, y in data()], **options)
+    assert train([teacher(0)], inputs, outliers=None, views=1, epochs=1).members == 3
+
+
+@pytest.mark.parametrize("name", ["data", "validation", "outliers"])
+def test_what_can_be_read_once_is_refused_by_its_name(name):
+    batches = (batch for batch in data())
+    with pytest.raises(DataError, match=f"{name!r} is a generator that can be read only once"):
+        distill(model(), [teacher(0)], **{"data": data(), "progress": False, name: batches})
+
+
 def test_half_precision_and_bootstraps_leave_float_weights():
     options: dict[str, Any] = {"epochs": 1, "views": 1}
     full = train([teacher(0)], **options)

@@ -46,7 +46,8 @@ class Answers:
 
     A teacher with several members (an ensemble) counts as that many teachers. With a folder the
     answers are files that are read row by row. One teacher is open at a time, and answers that are
-    in the folder already are not computed again.
+    in the folder already are not computed again. A teacher with another number of classes than
+    `classes` is refused at its first answer.
     """
 
     def __init__(
@@ -54,24 +55,23 @@ class Answers:
         teachers: Sequence[Teacher],
         parts: Sequence[Part],
         *,
+        classes: int,
         folder: Path | None,
         progress: bool = True,
     ) -> None:
+        self.classes = classes
         self.parts = {part.name: part for part in parts}
         self._tables: dict[tuple[str, int], list[np.ndarray]] = {
             (part.name, view): [] for part in parts for view in range(part.views)
         }
+        for teacher in teachers:  # tables first: they are known before the others have answered
+            if teacher.table is not None:
+                check_classes(teacher.name, teacher.table.shape[2], classes)
         for place, teacher in enumerate(teachers):
-            for key, table in _answers_of(teacher, place, parts, folder, progress).items():
+            tables = _answers_of(teacher, place, parts, classes, folder, progress)
+            for key, table in tables.items():
                 self._tables[key].append(table)
-        first = next(iter(self._tables.values()))
-        if len({table.shape[2] for table in first}) > 1:
-            counts = ", ".join(
-                f"{t.name}: {a.shape[2]}" for t, a in zip(teachers, first, strict=True)
-            )
-            raise DataError(f"Teachers have different numbers of classes ({counts}).")
-        self.teachers = sum(table.shape[1] for table in first)
-        self.classes = first[0].shape[2]
+        self.teachers = sum(table.shape[1] for table in next(iter(self._tables.values())))
 
     def rows(self, part: str, view: int, examples: Tensor) -> Tensor:
         """Return the answers to one view of the given examples, `[example, teacher, class]`."""
@@ -80,8 +80,22 @@ class Answers:
         return torch.from_numpy(np.concatenate(tables, 1))
 
 
+def check_classes(name: str, found: int, expected: int) -> None:
+    """Raise when a teacher's classes are not as many as those of the model that learns."""
+    if found != expected:
+        raise DataError(
+            f"{name} answers with {found} classes, but the model to teach has {expected}. Pass "
+            "teachers of the same classes in the same order, or give the model another classifier."
+        )
+
+
 def _answers_of(
-    teacher: Teacher, place: int, parts: Sequence[Part], folder: Path | None, progress: bool
+    teacher: Teacher,
+    place: int,
+    parts: Sequence[Part],
+    classes: int,
+    folder: Path | None,
+    progress: bool,
 ) -> dict[tuple[str, int], np.ndarray]:
     """Return one teacher's tables `[example, member, class]`, opening it only if one is missing."""
     if teacher.table is not None:
@@ -109,8 +123,8 @@ def _answers_of(
             for key in missing:
                 views = wanted[key].views
                 view = f", view {key[1] + 1} of {views}" if views > 1 else ""
-                label = f"{teacher.name} answers {key[0]}{view}"
-                tables[key] = _table(answer, wanted[key], key[1], label if progress else "")
+                label = f"{teacher.name} answers {key[0]}{view}" if progress else ""
+                tables[key] = _table(answer, wanted[key], key[1], label, teacher.name, classes)
                 path = paths[key]
                 if path is not None and processes.is_first():
                     _keep(path, tables[key])
@@ -147,11 +161,19 @@ def read_answers(path: Path) -> np.ndarray:
         raise FormatError(f"{path} is not a table of answers ({error}). {advice}") from None
 
 
-def _table(answer: Answer, part: Part, view: int, label: str) -> np.ndarray:
+def _table(
+    answer: Answer, part: Part, view: int, label: str, name: str, classes: int
+) -> np.ndarray:
     halving = Halving(part.name)
 
     def work(index: int, batch: Any) -> dict[str, Tensor]:
-        return {"answer": torch.cat([rows for _, rows in halving(answer, batch)])}
+        rows = torch.cat([rows for _, rows in halving(answer, batch)])
+        check_classes(name, rows.shape[-1], classes)
+        if bool(rows.isnan().any()):
+            raise DataError(
+                f"The answers of {name} to the {part.name} hold NaN. Check its weights."
+            )
+        return {"answer": rows}
 
     answers = in_order(part.batches(view), work, name=f"{part.name} {view}")
     parts = []
@@ -162,7 +184,7 @@ def _table(answer: Answer, part: Part, view: int, label: str) -> np.ndarray:
     table = torch.cat(parts).numpy()
     if len(table) != part.count:
         raise DataError(
-            f"A teacher gave {len(table)} answers for {part.count} examples ({part.name})."
+            f"{name} gave {len(table)} answers for {part.count} examples ({part.name})."
         )
     return table
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import DataError
 from .answers import Answers
 from .branch import BranchRun
 from .lessons import Lessons
@@ -87,7 +88,8 @@ class DistillRun(BranchRun):
         share = self.settings.distill
         if share == 1 or part != "data":
             return losses
-        labels = batch["labels"].to(logits.device).long()[:, None].expand(losses.shape)
+        labels = check_labels(batch["labels"], share, logits.shape[-1])
+        labels = labels.to(logits.device).long()[:, None].expand(losses.shape)
         hard = F.cross_entropy(
             logits.transpose(1, 2),
             labels,
@@ -95,6 +97,25 @@ class DistillRun(BranchRun):
             label_smoothing=self.settings.label_smoothing,
         )
         return share * losses + (1 - share) * hard
+
+
+def check_labels(labels: Tensor | None, share: float, classes: int | None = None) -> Tensor:
+    """Return labels that a loss can be mixed with, else raise."""
+    mixed = f"distill={share:g} makes {1 - share:.2g} of the target the label, but"
+    otherwise = "Mend the labels, or pass Settings(distill=1.0) to learn from the teachers only."
+    if labels is None:
+        raise DataError(f"{mixed} the data has no labels. {otherwise}")
+    if labels.is_floating_point() or labels.ndim != 1:
+        raise DataError(
+            f"{mixed} the labels are {labels.dtype} of shape {list(labels.shape)}; expected class "
+            f"numbers [batch]. {otherwise}"
+        )
+    if classes is not None and (labels.min() < 0 or labels.max() >= classes):
+        raise DataError(
+            f"{mixed} labels run from {labels.min()} to {labels.max()} and the model has {classes} "
+            f"classes, numbered from 0. {otherwise}"
+        )
+    return labels
 
 
 def log_mean(logits: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from ..data.batches import (
     take,
 )
 from ..data.memory import in_plain_words
-from ..data.running import check_data, collect_logits
+from ..data.modes import evaluating
+from ..data.running import check_data, collect_logits, member_logits
 from ..data.splits import fingerprint, split
 from ..errors import DataError, HydraError, MaskError
 from ..fusion.ensemble import HydraEnsemble
@@ -35,7 +36,7 @@ from ..hosts import HostModel, host_model
 from ..uncertainty.calibration import find_temperature
 from .acceleration import accelerator
 from .answers import Answers, assign
-from .distill_run import DistillRun
+from .distill_run import DistillRun, check_labels
 from .lessons import Lessons
 from .loop import StepInfo
 from .settings import Settings
@@ -106,7 +107,8 @@ def distill(
     Args:
         model: The host: the trunk and every member start from its weights. It is not changed.
         teachers: One of these, or a list: a model; an ensemble (each of its members is a teacher);
-            a callable, called as the host is, that returns logits or probabilities; a table of
+            a callable, called as the host is, that returns logits or probabilities (a resumed run
+            knows it by its place and name only); a table of
             probabilities `[example, class]` in the data's order (a tensor, an array, a `.npy` or
             `.safetensors` file); a path to a checkpoint of a `finetune` run of this model, or to a
             folder of `save_pretrained`, which is opened when its turn comes. With as many teachers
@@ -157,6 +159,9 @@ def distill(
     check_data(host.model, data)
     place = None if folder is None else Path(folder)
     sources = read_teachers(teachers, host.model)
+    for name, given in {"data": data, "validation": validation, "outliers": outliers}.items():
+        if isinstance(given, Iterator):  # refused, by its own name
+            check_reiterable(given, name=name)
     train, held_out = _parts(as_data(data), validation, seed)
     if any(teacher.table is not None for teacher in sources):
         # a table covers the data itself: no other view, no outliers
@@ -173,6 +178,8 @@ def distill(
         chosen = replace(chosen, outlier_weight=0.0)
     chosen.check_validation(held_out)
     batch = _first_batch(train)
+    if chosen.distill < 1:
+        check_labels(labels_of(batch), chosen.distill)
     chosen_masks = masks
     if masks is None and members > 1:
         chosen_masks = budgeted_masks(
@@ -200,6 +207,7 @@ def distill(
         answers = Answers(
             sources,
             lessons.parts,
+            classes=_classes(start, batch),
             folder=None if place is None else place / "answers",
             progress=progress,
         )
@@ -251,6 +259,12 @@ def distill(
         enough = held_out is not None and count(held_out) >= KNOWN
         ensemble.fit_novelty_(held_out if enough else train, progress=progress)
     return ensemble
+
+
+def _classes(start: HydraEnsemble, batch: Any) -> int:
+    """Return the number of classes of the model that will learn."""
+    with evaluating(start):
+        return member_logits(start, batch).shape[-1]
 
 
 def _first_batch(data: Any) -> Any:

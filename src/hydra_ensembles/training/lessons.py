@@ -26,7 +26,7 @@ class Lessons:
     Args:
         data: Batches, the same at each pass.
         outliers: `"auto"`, batches, batches by family, or None.
-        settings: Only `views` is read.
+        settings: Only `views` is read, and whether labels are needed (`distill` below 1).
         seed: Determines the views and the outliers' order.
         augment: Whether views after the first are augmented.
     """
@@ -46,7 +46,7 @@ class Lessons:
         self._views = Views(data, seed=seed, augment=augment) if wanted else None
         if self._views is None:
             self.views = 1
-        self.data = numbered(data, need_labels=False)
+        self.data = numbered(data, need_labels=settings.distill < 1)
         self.given: list[Any] | None = None
         self.kinds: list[str] = list(self._views.kinds) if makes and self._views else []
         if outliers is not None and not makes:

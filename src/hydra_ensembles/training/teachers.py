@@ -7,7 +7,7 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,12 @@ class Teacher:
 
 def read_teachers(teachers: Any, host: nn.Module) -> list[Teacher]:
     """Return the teachers that an argument of `distill` names; nothing is run yet."""
+    if isinstance(teachers, nn.ModuleList):  # a list that is a module, but no model
+        teachers = list(teachers)
+    if isinstance(teachers, Mapping):
+        teachers = list(teachers.values())
     single = isinstance(teachers, (nn.Module, str, os.PathLike, Tensor, np.ndarray))
-    if single or (callable(teachers) and not isinstance(teachers, Sequence)):
+    if single or teachers is None or (callable(teachers) and not isinstance(teachers, Sequence)):
         teachers = [teachers]
     result = [_read(teacher, host, place) for place, teacher in enumerate(teachers)]
     if not result:
