@@ -82,13 +82,13 @@ class Subject:
     ) -> None:
         self.ensemble, self.test, self.outliers, self.prepare = ensemble, test, outliers, prepare
         half = len(known[0]) // 2
-        first = [self.batch(known[0][i : min(i + 16, half)]) for i in range(0, half, 16)]
-        ensemble.fit_novelty_(first, progress=False)
-        second = [
+        self.known = [self.batch(known[0][i : min(i + 16, half)]) for i in range(0, half, 16)]
+        ensemble.fit_novelty_(self.known, progress=False)
+        self.held_out = [
             self.labelled(known[0][i : i + 16], known[1][i : i + 16])
             for i in range(half, len(known[0]), 16)
         ]
-        hydra.fit_policy(ensemble, second, risk=0.1, alarm=0.1, progress=False)
+        hydra.fit_policy(ensemble, self.held_out, risk=0.1, alarm=0.1, progress=False)
 
     def batch(self, raw: list[Any]) -> Any:
         """Return a batch of the host."""
@@ -188,7 +188,13 @@ def measure(
     """Export a model and compare every program with it; add what is not there, part by part."""
     ensemble = subject.ensemble
     example = subject.batch(subject.test[0][:17])
-    made = ensemble.export(folder / "exported", example=example, int8=True)
+    made = ensemble.export(
+        folder / "exported",
+        example=example,
+        int8=True,
+        known=subject.known,
+        held_out=subject.held_out,
+    )
     ensemble.save_pretrained(folder / "saved")
     found["largest_difference"] = made.differences
     found["mebibytes"] = {
@@ -283,6 +289,9 @@ def quality(subject: Subject, model: runtime.ExportedEnsemble) -> dict[str, floa
         scores = [torch.from_numpy(getattr(part, name)) for part in (known, outliers)]
         figures[f"AUROC {name}"] = ood_figures(*scores)["AUROC"]
     figures["abstains"] = float(known.abstain.mean())
+    figures["called new"] = float((known.decision == 2).mean())  # 0.1 is promised
+    figures["outliers called new"] = float((outliers.decision == 2).mean())
+    figures["answered and wrong"] = float((~known.abstain & ~right).mean())  # 0.1 is promised
     return {name: round(value, 4) for name, value in figures.items()}
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..fusion.inputs import remember_inputs
 from ..heads.masks import HeadMask
 from ..hosts import HostModel, host_model
 from ..hosts.examples import pad_token
+from ..search.ray_tasks import ray_tasks
 from ..search.state import SearchState, TensorStore
 from ..uncertainty import scores
 from .deciding import apply_decisions, decide, learn_known
@@ -48,6 +49,8 @@ def build(
     novelty: bool = True,
     seed: int = 0,
     folder: str | os.PathLike[str] | None = None,
+    ray: bool = False,
+    workers: int = 2,
     progress: bool = True,
 ) -> HydraEnsemble:
     """Build an ensemble of a pretrained model: members, score and temperatures, nothing trained.
@@ -82,6 +85,9 @@ def build(
         folder: Keep finished steps here (candidates' logits, up to 1 GB, until the search is done),
             so that a stopped build goes on and ends with the same members. Another model, other
             data or settings are refused.
+        ray: Run the candidates of `select`, `search` and `circuit` as Ray tasks, on the cluster of
+            `RAY_ADDRESS` or on this machine; the members are the same to the bit (`ray_tasks`).
+        workers: Ray tasks at a time.
         progress: Report progress: a bar on a terminal, else a log line every ten seconds.
 
     Returns:
@@ -92,6 +98,11 @@ def build(
         >>> ensemble.predict(batch).uncertainty
     """
     way = as_method(method)
+    if ray and not getattr(way, "searches", False):
+        raise ValueError(
+            f"ray=True says nothing to the method {way.name!r}, which tries no candidates: leave "
+            "it out."
+        )
     if members < 1:
         raise ValueError(f"members={members}: expected 1 or more.")
     if score != "auto":
@@ -119,7 +130,7 @@ def build(
     if result is None:
         budget = Budget.of(host, parts.first_batch(), max_cost)
         task = Task(host, parts, members, budget, seed, state, store, progress, seconds)
-        with _telling_what_is_kept(folder, progress):
+        with _telling_what_is_kept(folder, progress), ray_tasks(workers) if ray else nullcontext():
             result = way.find(task)
         state.add(result)
     if store is not None:

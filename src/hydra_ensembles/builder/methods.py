@@ -28,6 +28,8 @@ class Method(Protocol):
     Attributes:
         name: In the registry.
         proxies: Whether outliers are made of the calibration data for it.
+
+    A method whose `searches` is True runs candidate masks, which Ray can share.
     """
 
     name: ClassVar[str]
@@ -86,6 +88,7 @@ class Select:
     """
 
     name: ClassVar[str] = "select"
+    searches: ClassVar[bool] = True
     proxies: ClassVar[bool] = False
     objective: EnsembleObjective = field(default_factory=EnsembleObjective)
     masks: int = 96
@@ -122,6 +125,7 @@ class Search:
     """
 
     name: ClassVar[str] = "search"
+    searches: ClassVar[bool] = True
     proxies: ClassVar[bool] = True
     objective: EnsembleObjective = field(default_factory=EnsembleObjective)
     masks: int = 600
@@ -227,6 +231,7 @@ class Circuits(_OneByOne):
     """
 
     name: ClassVar[str] = "circuit"
+    searches: ClassVar[bool] = True
     proxies: ClassVar[bool] = True
     objectives: tuple[str, ...] = ("id-loss", "ood-auroc", "average", "ece", "nll-shift")
     condition: Condition = "knockout"

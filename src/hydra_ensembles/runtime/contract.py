@@ -19,7 +19,7 @@ from .._records import inside, sha256_of, sha256_of_file
 from ..errors import FormatError
 
 FORMAT = "hydra-ensembles-export"
-FORMAT_VERSION = (1, 0)
+FORMAT_VERSION = (1, 1)
 CONTRACT = "contract.json"
 DIGEST = "contract_sha256"
 MOST_BYTES = 64 * 2**20
@@ -84,6 +84,10 @@ class Contract:
     def programs(self) -> dict[str, str]:
         """Names of the programs' files by kind: `onnx`, `int8`, `torch`."""
         return dict(self.data["programs"])
+
+    def rule(self, program: str) -> dict[str, Any]:
+        """Return when a program abstains: one with 8-bit weights has thresholds of its own."""
+        return dict(self.data.get("rules", {}).get(program) or self.data["rule"])
 
     def file(self, name: str) -> Path:
         """Return the path of a file, once its content is what the contract says."""
@@ -164,6 +168,8 @@ def problem_of(data: Mapping[str, Any]) -> str | None:
             good = False
         if not good:
             return f"{name} is {data[name]!r:.80}, which cannot be"
+    if not _are_rules(data.get("rules", {})):
+        return f"rules is {data['rules']!r:.80}, which cannot be"
     names = [port["name"] for port in (*data["inputs"], *data["outputs"])]
     if len(set(names)) < len(names):
         return "two inputs or outputs have one name"
@@ -252,6 +258,15 @@ def _is_rule(value: Any) -> bool:
         and _maybe_number(value["uncertainty_above"])
         and _maybe_number(value["novelty_score_above"])
     )
+
+
+def _are_rules(value: Any) -> bool:
+    try:
+        return isinstance(value, dict) and all(
+            kind in PROGRAMS and _is_rule(rule) for kind, rule in value.items()
+        )
+    except (TypeError, KeyError):
+        return False
 
 
 def _is_preparation(value: Any) -> bool:

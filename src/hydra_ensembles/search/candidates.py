@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..heads.masks import HeadMask
-from .prefix import Outputs, Prefix, Tick
+from .climbing import Tick
+from .prefix import Outputs, Prefix
 from .state import TensorStore
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..heads.masks import HeadMask
 from .candidate_table import Table
 from .candidates import joined
-from .prefix import Outputs, Prefix, Tick
+from .climbing import Tick
+from .prefix import Outputs, Prefix
 from .select import EnsembleObjective, Selector
 from .state import SearchState
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,18 +12,18 @@ from torch import Tensor
 
 from ..data import processes
 from ..data.batches import check_reiterable
-from ..data.memory import free_memory, is_out_of_memory
 from ..data.running import check_inputs, check_labels, evaluating, split_batch
 from ..data.sharing import in_order, own_batches, own_numbers
 from ..errors import DataError
 from ..heads.masks import HeadMask
 from ..hosts import HostModel
+from .climbing import Tick, climb
+from .ray_tasks import Job, RayTasks, current_tasks
 from .state import TensorStore
-from .streams import Branch, Call, Engine, Replacement
+from .streams import Call, Engine, Replacement
 
 CACHE_BYTES = 4 * 2**30
 Rows = Sequence[Tensor]
-Tick = Callable[[int], None]
 
 
 @dataclass
@@ -236,23 +235,57 @@ class Prefix:
         """
         above = [[row.float() for row in mask][self.layer :] for mask in masks]
         chosen = [name for name in self.data if sets is None or name in sets]
+        tasks = current_tasks()
         found: dict[str, list[Tensor]] = {}
 
+        def stored(name: str, index: int) -> Tensor | None:
+            known = None if store is None else store.get(f"{label}-{self._span(name, index)}")
+            if known is not None and tick is not None:
+                tick(len(masks) * (len(self.host) - self.layer) * processes.size())
+            return known
+
+        def keep(name: str, index: int, logits: Tensor) -> None:
+            if store is not None:
+                store.put(f"{label}-{self._span(name, index)}", logits)
+
         def run(name: str, index: int, x: Tensor, call: Call) -> dict[str, Tensor]:
-            key = f"{label}-{self._span(name, index)}"
-            known = None if store is None else store.get(key)
+            known = stored(name, index)
             if known is None:
                 edit = None if replacement is None else replacement(name, index, call)
-                known = self._fitting_tree(x, call, above, edit, tick).float().cpu()
-                if store is not None:
-                    store.put(key, known)
-            elif tick is not None:
-                tick(len(masks) * (len(self.host) - self.layer) * processes.size())
+                known = climb(self.engine, self.layer, x, call, above, edit, tick).float().cpu()
+                keep(name, index, known)
             return {"logits": known}
+
+        def by_tasks(name: str, tasks: RayTasks) -> list[Tensor]:
+            results: dict[int, Tensor] = {}
+
+            def jobs() -> Iterator[tuple[int, Job]]:
+                for index, x, call in self._own_states(name):
+                    known = stored(name, index)
+                    if known is not None:
+                        results[index] = known
+                        continue
+                    edit = None if replacement is None else replacement(name, index, call)
+                    yield index, Job(self.layer, x, call, above, edit)
+
+            def finish(index: int, logits: Tensor, runs: int) -> None:
+                results[index] = logits
+                keep(name, index, logits)
+                if tick is not None:
+                    tick(runs)
+
+            tasks.run(self.engine, jobs(), finish)
+            if len(results) < len(self._sizes[name]):
+                raise self._changed(name, len(results))
+            return [results[index] for index in range(len(results))]
 
         with evaluating(self.host.model):
             for name in chosen:
-                found[name] = [one["logits"] for one in self.over(name, partial(run, name))]
+                found[name] = (
+                    [one["logits"] for one in self.over(name, partial(run, name))]
+                    if tasks is None
+                    else by_tasks(name, tasks)
+                )
         labels = {name: self.labels[name] for name in chosen if name in self.labels}
         for name, values in labels.items():
             check_labels(values, f"the data set {name!r}", classes=found[name][0].shape[-1])
@@ -263,78 +296,3 @@ class Prefix:
         sizes = self._sizes[name]
         start = sum(sizes[:index])
         return f"{list(self.data).index(name)}-{start}-{start + sizes[index]}"
-
-    def _fitting_tree(
-        self,
-        x: Tensor,
-        call: Call,
-        above: list[list[Tensor]],
-        edit: Replacement | None,
-        tick: Tick | None,
-    ) -> Tensor:
-        """Run all masks on one batch, half as many at once whenever memory runs out."""
-        while True:
-            try:
-                return self._tree(x, call, above, edit, tick)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                if self.engine.streams < 2:
-                    raise DataError(
-                        f"Memory ran out on a batch of {call.batch} examples ({error}). Give the "
-                        "search smaller batches, or less cache_bytes."
-                    ) from error
-            self.engine.streams //= 2
-            free_memory()
-            warnings.warn(
-                f"Memory ran out: going on with {self.engine.streams} candidates at once.",
-                stacklevel=3,
-            )
-
-    def _tree(
-        self,
-        x: Tensor,
-        call: Call,
-        above: list[list[Tensor]],
-        edit: Replacement | None,
-        tick: Tick | None,
-    ) -> Tensor:
-        """Run all masks on one batch, depth first: streams part only where masks do."""
-        result: list[Tensor | None] = [None] * len(above)
-
-        def climb(layer: int, x: Tensor, groups: list[list[int]]) -> None:
-            if layer == len(self.host):
-                logits = self.engine.read(x, call)
-                for stream, group in enumerate(groups):
-                    for mask in group:
-                        result[mask] = logits[:, stream]
-                return
-            branches: list[Branch] = []
-            members: list[list[int]] = []
-            for stream, group in enumerate(groups):
-                places: dict[tuple[float, ...], int] = {}
-                for mask in group:
-                    row = above[mask][layer - self.layer]
-                    key = tuple(row.tolist())
-                    if key not in places:
-                        places[key] = len(branches)
-                        branches.append((stream, row))
-                        members.append([])
-                    members[places[key]].append(mask)
-            width = self.engine.streams
-            last = layer == len(self.host) - 1 and self.engine.own
-            width = width * 64 if last and self.host.readout.tokens is not None else width
-            for start in range(0, len(branches), width):
-                chunk = branches[start : start + width]
-                first, end = chunk[0][0], chunk[-1][0] + 1  # branches stand in the order of streams
-                part = x[first * call.batch : end * call.batch]
-                local = [(parent - first, row) for parent, row in chunk]
-                y = self.engine.step(
-                    layer, part, call, local, edit if layer == self.layer else None
-                )
-                if tick is not None:  # the other processes do as much at the same time
-                    tick(len(chunk) * processes.size())
-                climb(layer + 1, y, members[start : start + width])
-
-        climb(self.layer, x, [list(range(len(above)))])
-        return torch.stack(result, 1)  # type: ignore[arg-type]

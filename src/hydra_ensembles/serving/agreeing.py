@@ -50,9 +50,9 @@ def compare(
         found[kind] = {name: max(part[name] for part in parts) for name in parts[0]}
         if kind == "int8" and parts[-1]["decision"] > OTHERWISE:
             warnings.warn(
-                f"The 8-bit program decides otherwise on {parts[-1]['decision']:.0%} of the "
-                "example: the policy and the statistics of novelty are those of the full weights. "
-                "Use model.onnx, or read label, probabilities and uncertainty only.",
+                f"The 8-bit program decides otherwise than the ensemble on "
+                f"{parts[-1]['decision']:.0%} of the example. Compare both on data of your own "
+                "before you use it, or use model.onnx.",
                 stacklevel=5,
             )
     return found

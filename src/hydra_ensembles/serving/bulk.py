@@ -11,14 +11,12 @@ from typing import Any
 from .._records import sha256_of
 from ..data import processes
 from ..data.progress import Progress
+from ..data.ray_cluster import import_ray, start_ray
 from ..data.sharing import own_numbers
-from ..errors import DataError, MissingDependencyError
+from ..errors import DataError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.row_answers import RowAnswers
 from .parts import Part, Plan, clean, plan, write_part
-
-STORE_BYTES = 200 * 2**20
-"""Memory of a local Ray's object store: parts are named there, rows are not kept."""
 
 
 @dataclass(frozen=True)
@@ -165,16 +163,11 @@ def _by_ray(
     """Do the parts in a pool of actors; a part whose actor dies is given to another one."""
     if not todo:
         return
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise MissingDependencyError(
-            "A pool of workers needs Ray: pip install 'hydra-ensembles[ray]'."
-        ) from error
-    started = not ray.is_initialized()
-    if started:
-        start_ray(workers)
+    import_ray()  # or it says what to install
+    import ray
+    import ray.data
+
+    started = start_ray(workers + 1)
     try:
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
@@ -198,18 +191,3 @@ def _by_ray(
     finally:
         if started:
             ray.shutdown()
-
-
-def start_ray(workers: int) -> None:
-    """Join the cluster of `RAY_ADDRESS`, or start a small one on this machine."""
-    import ray
-
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False)
-        return
-    ray.init(
-        num_cpus=workers + 1,
-        object_store_memory=STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-    )

@@ -31,11 +31,18 @@ class Example:
         tensors: Inputs by name, `[rows, ...]`, at least `ROWS` rows (repeated when there are less).
         by_name: Whether the host takes them by name, not by place.
         real: Whether they were given, not made up.
+        host: Name of the host's class.
     """
 
     tensors: dict[str, Tensor]
     by_name: bool
     real: bool
+    host: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the inputs when the host takes them by name, else none."""
+        return list(self.tensors) if self.by_name else []
 
     @property
     def has_tokens(self) -> bool:
@@ -86,9 +93,7 @@ def _made_up(ensemble: HydraEnsemble) -> Example:
 
 
 def _example(ensemble: HydraEnsemble, args: Any, kwargs: dict[str, Any], *, real: bool) -> Example:
-    names = list(inspect.signature(type(ensemble.host).forward).parameters)[1:]
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
-    values = {name: value for name, value in values.items() if value is not None}
+    values = named(ensemble, args, kwargs)
     wrong = [n for n, v in values.items() if not isinstance(v, Tensor) or not v.ndim]
     if wrong or not values:
         raise DataError(
@@ -99,16 +104,25 @@ def _example(ensemble: HydraEnsemble, args: Any, kwargs: dict[str, Any], *, real
     if len(rows) > 1 or rows == {0}:
         raise DataError(f"The inputs of the example have {sorted(rows)} rows; expected one size.")
     by_name = not args
-    if len(values) == 1 and not by_name:  # timm and open_clip call images by place, as x or image
-        (value,) = values.values()
-        values = {"pixel_values": value} if value.ndim == 4 else values
     index = torch.arange(max(ROWS, rows.pop()))
     tensors = {
         name: value.detach().cpu()[index % len(value)].contiguous()
         for name, value in values.items()
     }
     tensors = {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
-    return Example(tensors, by_name, real)
+    return Example(tensors, by_name, real, type(ensemble.host).__name__)
+
+
+def named(ensemble: HydraEnsemble, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a batch under the names that they have in exported programs."""
+    names = list(inspect.signature(type(ensemble.host).forward).parameters)[1:]
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    values = {name: value for name, value in values.items() if value is not None}
+    if len(values) == 1 and args:  # timm and open_clip call images by place, as x or image
+        (value,) = values.values()
+        if isinstance(value, Tensor) and value.ndim == 4:
+            return {"pixel_values": value}
+    return values
 
 
 def most_tokens(ensemble: HydraEnsemble) -> int:

@@ -58,7 +58,7 @@ class ExportedBackend:
         self.score = str(data["score"])
         outputs = {port["name"] for port in exported.contract.outputs}
         self.has_novelty = "novelty" in outputs
-        rule = data["rule"]
+        rule = exported.contract.rule(exported.program)
         self.alarm = float(rule.get("alarm") or ALARM)
         self.rule = str(rule.get("words") or rule["kind"])
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .._records import names_to_disk, sha256_of_file, write_whole, writing
-from ..errors import FormatError, HydraError, MissingDependencyError, UnsupportedModelError
+from ..errors import DataError, FormatError, MissingDependencyError, UnsupportedModelError
 from ..fusion import HydraEnsemble
 from ..registry import check_name
 from ..runtime.contract import (
@@ -35,13 +32,14 @@ from ..runtime.contract import (
 )
 from .agreeing import BATCHES, compare
 from .checksums import SIGNATURE, write_sums
+from .eight_bits import EightBits
 from .example import Example, example_of, most_tokens
 from .graph import AnsweringGraph, frozen
 from .preparation import image_preparation, text_preparation
 from .program import save_program
-from .quantizing import quantize
 from .rules import Rule, rule_of
 from .sbom import write_sbom
+from .tracing import trace, write_onnx
 
 FORMATS = ("onnx", "torch")
 FILES = {"onnx": "model.onnx", "torch": "model.pt2", "int8": "model.int8.onnx"}
@@ -79,6 +77,8 @@ def export(
     formats: Sequence[str] = FORMATS,
     example: Any = None,
     int8: bool = False,
+    known: Any = None,
+    held_out: Any = None,
     alarm: float | None = 0.05,
     tolerance: float = 1e-4,
     key: str | os.PathLike[str] | None = None,
@@ -95,6 +95,13 @@ def export(
         example: Real inputs, to trace and to compare with: a batch of the host, pictures or texts.
             Made up where it is known what the host takes.
         int8: Also write `model.int8.onnx`, with the linear layers' weights in 8 bits.
+        known: For `int8`: known data, as `fit_novelty_` takes it. 8-bit weights move the features
+            that novelty measures, so the 8-bit program learns anew, from its own features, what is
+            known (every other batch row by row, since a batch shares the scale of its activations).
+            Needed when the ensemble has novelty.
+        held_out: For `int8`: labelled data, as `fit_policy` takes it, that the thresholds of the
+            8-bit program are fitted on anew. Without it the threshold of the uncertainty stays that
+            of the full weights, and the alarm is a rank among `known`.
         alarm: For an ensemble without a policy: abstain when an input is newer than all but this
             share of the known data. None answers everything.
         tolerance: Largest difference to `ensemble.predict`, relative to values above 1.
@@ -115,30 +122,30 @@ def export(
             f"Only a HydraEnsemble can be exported, not a {type(ensemble).__name__}. One model "
             "becomes an ensemble of one member with fuse(model, [HeadMask.full(model)])."
         )
+    _check_small(ensemble, int8, known, held_out)
     if "onnx" in formats:
         _check_packages()
     inputs = example_of(ensemble, example)
     rule = rule_of(ensemble, alarm)
-    graph = AnsweringGraph(
-        frozen(ensemble, inputs.batch(inputs.rows(3))),
-        list(inputs.tensors) if inputs.by_name else (),
-        rule,
-    ).eval()
+    ready = frozen(ensemble, inputs.batch(inputs.rows(3)))
+    graph = AnsweringGraph(ready, inputs.names, rule).eval()
     target = Path(folder)
     with _staging(target) as beside:
         limits = {"tokens": most_tokens(ensemble)} if inputs.has_tokens else {}
-        program = _trace(graph, inputs, limits)
-        programs = {}
+        program = trace(graph, inputs, limits)
+        programs, rules = {}, {}
         if "onnx" in formats:
             programs["onnx"] = FILES["onnx"]
-            _write_onnx(program, inputs, graph.output_names, beside / FILES["onnx"])
+            write_onnx(program, inputs, graph.output_names, beside / FILES["onnx"])
             if int8:
                 programs["int8"] = FILES["int8"]
-                quantize(beside / FILES["onnx"], beside / FILES["int8"])
+                small = EightBits(ready, ensemble.policy, inputs, limits, beside)
+                rules["int8"] = small.write(FILES["int8"], rule, known, held_out, alarm)
         if "torch" in formats:
             programs["torch"] = FILES["torch"]
             save_program(program, beside / FILES["torch"])
         contract = _contract(ensemble, inputs, graph, rule, limits, programs, beside)
+        contract["rules"] = {kind: own.to_dict() for kind, own in rules.items()}
         write_sbom(beside, list(programs.values()), name=contract["host"])
         _write_contract(contract, beside)
         agreement = compare(ensemble, inputs, rule, beside, tolerance)
@@ -151,6 +158,24 @@ def export(
         write_sums(beside, key=key)
         _put_in_place(beside, target)
     return Export(target, programs, agreement)
+
+
+def _check_small(ensemble: HydraEnsemble, int8: bool, known: Any, held_out: Any) -> None:
+    """Refuse an 8-bit program that would decide by statistics of other features than its own."""
+    if not int8:
+        if known is not None or held_out is not None:
+            raise ValueError("known= and held_out= are for the 8-bit program: pass int8=True.")
+        return
+    if ensemble.novelty is not None and known is None:
+        raise DataError(
+            "8-bit weights move the features that novelty measures: with the statistics of the "
+            "full weights the 8-bit program would call most inputs new. Give known=, data as "
+            "fit_novelty_() takes it (hydra-ensembles export --known DATA), so that it learns what "
+            "is known from its own features; or set ensemble.novelty = None and "
+            "ensemble.policy = None to export it without."
+        )
+    if held_out is not None and ensemble.policy is None:
+        raise ValueError("held_out= fits a policy, but this ensemble has none: fit_policy() first.")
 
 
 def _check_packages() -> None:
@@ -182,67 +207,6 @@ def _staging(target: Path) -> Iterator[Path]:
             yield beside
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-
-
-def _trace(graph: AnsweringGraph, inputs: Example, limits: dict[str, int]) -> Any:
-    """Trace a graph for any size of batch and any number of tokens."""
-    sizes = {"batch": torch.export.Dim("batch", min=1, max=2**20)}
-    if limits:
-        sizes["tokens"] = torch.export.Dim("tokens", min=1, max=limits["tokens"])
-    shapes = tuple(
-        {axis: sizes[dim] for axis, dim in enumerate(inputs.dims(name)) if isinstance(dim, str)}
-        for name in inputs.tensors
-    )
-    rows = inputs.rows(3)
-    if inputs.has_tokens and rows["input_ids"].shape[1] in (1, 3):  # sizes that mean one thing
-        rows = {n: torch.cat([t, t[:, -1:]], 1) if t.ndim == 2 else t for n, t in rows.items()}
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=DeprecationWarning)
-            warnings.filterwarnings("ignore", category=FutureWarning)
-            return torch.export.export(
-                graph, tuple(rows.values()), dynamic_shapes=(shapes,), strict=False
-            )
-    except HydraError:
-        raise
-    except Exception as error:  # torch.export has many kinds of errors, of its own and of the host
-        reason = " ".join(str(error).split())[:300]
-        fixed = "specialized it to be a constant" in reason
-        hint = " Its forward may call len(tensor): write tensor.shape[0]." if fixed else ""
-        raise UnsupportedModelError(
-            f"{type(graph.ensemble.host).__name__} cannot be exported for any size of batch: "
-            f"{type(error).__name__}: {reason}.{hint}"
-        ) from error
-
-
-def _write_onnx(program: Any, inputs: Example, outputs: list[str], path: Path) -> None:
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.onnx.*")
-        made = torch.onnx.export(
-            program,
-            dynamo=True,
-            input_names=list(inputs.tensors),
-            output_names=outputs,
-            verbose=False,
-        )
-    assert made is not None
-    _name_sizes(made, inputs)
-    made.save(str(path))
-
-
-def _name_sizes(made: Any, inputs: Example) -> None:
-    """Call the free sizes of inputs and outputs by their names in place of torch's symbols."""
-    import onnx_ir as ir
-
-    names: dict[str, str] = {}
-    for value in made.model.graph.inputs:
-        for found, wanted in zip(value.shape, inputs.dims(value.name), strict=True):
-            if isinstance(wanted, str):
-                names[str(found)] = wanted
-    for value in (*made.model.graph.inputs, *made.model.graph.outputs):
-        value.shape = ir.Shape([names.get(str(size), size) for size in value.shape])
 
 
 def _contract(

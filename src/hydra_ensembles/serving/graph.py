@@ -70,6 +70,28 @@ class AnsweringGraph(nn.Module):
         return tuple(outputs[name].contiguous().clone() for name in self.output_names)
 
 
+class FeaturesGraph(nn.Module):
+    """What novelty is fitted on: raw member logits and token summaries.
+
+    Args:
+        ensemble: What `frozen` returned.
+        names: Names of the inputs, in their order; empty when the host takes them by place.
+    """
+
+    output_names = ("member_logits", "summaries")
+
+    def __init__(self, ensemble: HydraEnsemble, names: Sequence[str]) -> None:
+        super().__init__()
+        self.ensemble = ensemble
+        self._names = tuple(names)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits `[batch, member, class]` and summaries `[batch, tap, width]`."""
+        batch: Any = dict(zip(self._names, inputs, strict=True)) if self._names else inputs
+        logits, summaries = logits_and_summaries(self.ensemble, batch)
+        return logits.contiguous().clone(), summaries.contiguous().clone()
+
+
 def outputs_of(answer: Prediction) -> dict[str, Tensor]:
     """Return the outputs of a prediction by name, in the contract's types; no rule applied."""
     found = {

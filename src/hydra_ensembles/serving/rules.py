@@ -55,18 +55,19 @@ def rule_of(ensemble: Any, alarm: float | None) -> Rule:
     without novelty, none: everything is answered.
     """
     if ensemble.policy is not None:
-        return Rule("policy", _finite(ensemble.policy), str(ensemble.policy))
+        return Rule("policy", finite(ensemble.policy), str(ensemble.policy))
     if alarm is None or ensemble.novelty is None:
-        return Rule("none", _finite(Policy()), "everything is answered: there is no policy")
+        return Rule("none", finite(Policy()), "everything is answered: there is no policy")
     if not 0 < alarm < 1:
         raise ValueError(f"alarm={alarm}: expected a number between 0 and 1, such as 0.05.")
     newest = ensemble.novelty.single().threshold(alarm)
     policy = Policy(novelty_threshold=newest, alarm=alarm, score=ensemble.score)
     words = f"new when novelty is above {1 - alarm:.4g}, as is {alarm:.3g} of the known data"
-    return Rule("alarm", _finite(policy), words)
+    return Rule("alarm", finite(policy), words)
 
 
-def _finite(policy: Policy) -> Policy:
+def finite(policy: Policy) -> Policy:
+    """Return a policy with thresholds that JSON and a program can hold."""
     limits = (policy.threshold, policy.novelty_threshold)
     unsure, new = (min(max(limit, -LARGEST), LARGEST) for limit in limits)
     return replace(policy, threshold=unsure, novelty_threshold=new)

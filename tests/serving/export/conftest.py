@@ -65,14 +65,21 @@ def image_ensemble() -> hydra.HydraEnsemble:
     ensemble.transform = hydra.data.ImageTransform(
         size=16, crop=0.9, mean=(0.5,) * 3, std=(0.3,) * 3
     )
-    known = [images(8, seed) for seed in range(12)]
-    ensemble.fit_novelty_([{**b, "labels": torch.arange(8) % 5} for b in known], progress=False)
+    ensemble.fit_novelty_(known_images(), progress=False)
+    hydra.fit_policy(ensemble, held_out_images(ensemble), risk=0.15, alarm=0.2, progress=False)
+    return ensemble
+
+
+def known_images() -> list[dict[str, torch.Tensor]]:
+    return [{**images(8, seed), "labels": torch.arange(8) % 5} for seed in range(12)]
+
+
+def held_out_images(ensemble: hydra.HydraEnsemble) -> list[dict[str, torch.Tensor]]:
+    """Return labelled pictures, a quarter of them called wrong: some answers are withheld."""
     held_out = images(32, 50)
     labels = ensemble.predict(held_out).label
-    labels[::4] = (labels[::4] + 1) % 5  # a quarter is wrong: some answers are withheld
-    labelled = [{**held_out, "labels": labels}]
-    hydra.fit_policy(ensemble, labelled, risk=0.15, alarm=0.2, progress=False)
-    return ensemble
+    labels[::4] = (labels[::4] + 1) % 5
+    return [{**held_out, "labels": labels}]
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +87,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[hydra.HydraEnsem
     """Export the ViT ensemble once, to every format."""
     folder = tmp_path_factory.mktemp("export") / "vit"
     ensemble = image_ensemble()
-    ensemble.export(folder, example=images(17, 99), int8=True)
+    data = {"known": known_images(), "held_out": held_out_images(ensemble)}
+    ensemble.export(folder, example=images(17, 99), int8=True, **data)
     return ensemble, folder
 
 

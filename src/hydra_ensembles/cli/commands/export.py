@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,9 +10,11 @@ import typer
 
 from .. import options
 from ..exits import Stop
+from ..reading import READING, Reading, reads_data
 from ..show import print_json, say, waiting
 
 
+@reads_data(leave_out=["class_names", "device", "dtype"])
 def command(
     ensemble: Annotated[
         str, typer.Argument(help="A saved ensemble: its folder or hub name.", show_default=False)
@@ -28,6 +31,14 @@ def command(
         Path | None,
         typer.Option(help="Real inputs to compare with: a picture, a folder or a text file."),
     ] = None,
+    known: Annotated[
+        str | None,
+        typer.Option(help="Of --int8: known data, that its novelty is fitted on anew."),
+    ] = None,
+    held_out: Annotated[
+        str | None,
+        typer.Option(help="Of --int8: labelled data, that its policy is fitted on anew."),
+    ] = None,
     alarm: Annotated[
         float | None,
         typer.Option(help="Without a policy: abstain when newer than all but this share."),
@@ -36,18 +47,28 @@ def command(
         Path | None,
         typer.Option(help="A private key of ssh: sign the artefact's SHA256SUMS with it."),
     ] = None,
+    reading: Reading = READING,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:
     """Export a saved ensemble: ONNX, a torch.export archive, preprocessing and a contract.
 
-    Every program is loaded again and compared with the ensemble before it is put in its place.
+    Every program is loaded again and compared with the ensemble before it is put in its place. An
+    8-bit program of an ensemble with novelty needs --known: it moves the features.
     """
     from ...fusion import HydraEnsemble
     from ...serving.exporting import export
+    from ..loading import check_sources
 
+    check_sources(known)
+    check_sources(held_out)
     with waiting(f"loading {ensemble}"):
         loaded = HydraEnsemble.from_pretrained(ensemble)
+    data: dict[str, Any] = {}
+    if known or held_out:
+        source = replace(reading.load_model(ensemble), model=loaded)
+        places = {"known": known, "held_out": held_out}
+        data = {name: reading.load_known(source, place) for name, place in places.items() if place}
     inputs = None if example is None else _inputs(example, text=loaded.tokenizer is not None)
     with waiting("tracing, exporting and comparing"):
         made = export(
@@ -56,6 +77,7 @@ def command(
             formats=formats or ["onnx", "torch"],
             example=inputs,
             int8=int8,
+            **data,
             alarm=alarm,
             key=sign,
         )
