@@ -153,3 +153,15 @@ def test_the_papers_design_costs_what_the_method_page_says() -> None:
     assert ratio == pytest.approx(2.27, abs=0.01)
     two = [HeadMask([[1] * 12] * 10 + [[h % 3 == m for h in range(12)]] * 2) for m in range(3)]
     assert CostModel(model, batch).ratio(two) == pytest.approx(1.04, abs=0.01)
+
+
+def test_gates_that_cost_a_product_of_their_own_are_planned() -> None:
+    """Torchvision's windows project inside one function: a gate before W_O needs a second one."""
+    models = pytest.importorskip("torchvision.models")
+    model = models.SwinTransformer([4, 4], 16, [2, 2], [2, 4], [2, 2], num_classes=5).eval()
+    images = torch.zeros(2, 3, 32, 32)
+    full = HeadMask.full(model)
+    last = len(full) - 1
+    masks = [full.with_layer(last, [head != member for head in range(4)]) for member in range(2)]
+    ran = cost(fuse(model, masks), images).relative_to(cost(model, images)).multiply_adds
+    assert CostModel(model, images).ratio(masks) == pytest.approx(ran)

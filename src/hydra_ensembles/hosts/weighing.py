@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop
 from .block import Block
 from .calling import BlockCall, Host
 from .cutting import Cut, why_not_cut
+from .multihead import opened
 from .probe import structure_of
 
 
@@ -24,15 +25,20 @@ class BlockWeight:
         whole: Multiply-adds with all heads.
         head: Saving per removed head; 0 if heads cannot be removed physically.
         heads, group: Number of heads, and size of the groups that are removed together.
+        gated: Multiply-adds with heads gated off, if they cannot be removed: a gate before W_O may
+            cost a product of its own (torchvision's windows).
     """
 
     whole: int
     head: float
     heads: int
     group: int
+    gated: int | None = None
 
     def with_heads(self, places: Sequence[int]) -> int:
         """Return the multiply-adds with these heads kept."""
+        if self.gated is not None and len(places) < self.heads:
+            return self.gated
         groups = len({place // self.group for place in places})
         return round(self.whole - self.head * (self.heads - groups * self.group))
 
@@ -95,7 +101,9 @@ def _weigh(block: Block, call: BlockCall) -> BlockWeight:
     full = multiply_adds(lambda: call.call(block.module))
     remaining = tuple(range(group, heads))
     if not remaining or why_not_cut(block, remaining, call) is not None:
-        return BlockWeight(full, 0.0, heads, group)
+        with opened([site.module]):  # as it is where gates must reach W_O
+            gated = multiply_adds(lambda: call.call(block.module))
+        return BlockWeight(full, 0.0, heads, group, gated)
     pruned = Block.of(block.index, copy.deepcopy(block.module), block.family)
     Cut(remaining, remaining).apply_(pruned)
     saved = full - multiply_adds(lambda: call.call(pruned.module))
