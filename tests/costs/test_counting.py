@@ -163,5 +163,5 @@ def test_gates_that_cost_a_product_of_their_own_are_planned() -> None:
     full = HeadMask.full(model)
     last = len(full) - 1
     masks = [full.with_layer(last, [head != member for head in range(4)]) for member in range(2)]
-    ran = cost(fuse(model, masks), images).relative_to(cost(model, images)).multiply_adds
+    ran = cost(hydra.fuse(model, masks), images).relative_to(cost(model, images)).multiply_adds
     assert CostModel(model, images).ratio(masks) == pytest.approx(ran)
