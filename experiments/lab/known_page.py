@@ -268,7 +268,7 @@ def draw_picture(records: dict[str, dict[str, Any]]) -> None:
     ax.axhline(5, color="grey", linewidth=0.8, linestyle="--")
     ax.set_xlabel("accuracy lost, % of the unchanged")
     ax.set_ylabel("alarms at 5 %, %")
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=2, frameon=False)
     style.save(ax, RESULTS / "novelty-shifts.png")
 
 

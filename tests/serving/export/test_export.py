@@ -261,5 +261,5 @@ def test_8_bits_that_decide_otherwise_are_warned_of(exported: Any, monkeypatch: 
     ensemble, folder = exported
     inputs = example_of(ensemble, images(17, 99))
     monkeypatch.setattr(agreeing, "OTHERWISE", -1.0)
-    with pytest.warns(UserWarning, match="8-bit program decides otherwise on"):
+    with pytest.warns(UserWarning, match="8-bit program decides otherwise than"):
         agreeing.compare(ensemble, inputs, rule_of(ensemble, None), folder, 1e-4)
