@@ -37,7 +37,8 @@ NOTES = {
     "class is too few for distances to classes. Energy wins on letters: the logits of a page of "
     "letters are all low, and the trunk knows dark strokes on light.",
     "cifar10": "Without the end of the last block novelty had 91.5 on TinyImageNet: classes that "
-    "are near in meaning show where the classifier reads, not in the trunk.",
+    "are near in meaning show where the classifier reads, not in the trunk. The Deep Ensemble has "
+    "two hosts here; three of an earlier training had 90.5 near and 95.4 far by energy.",
     "sst2": "With two classes labels are not used. Long movie reviews are near: the same topic at "
     "another length.",
     "clinc150": "Known and test questions are drawn from the validation and test parts together, "
