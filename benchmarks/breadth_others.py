@@ -139,7 +139,9 @@ STAGED: dict[str, dict[str, Any]] = {
     "mixer_s32_224": {"img_size": 64, "depth": 3},
 }
 
-_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'|multiple values for .*'(\w+)'")
+_UNKNOWN = re.compile(
+    r"unexpected keyword argument(?:\(s\): \[)? ?'(\w+)'|multiple values for .*'(\w+)'"
+)
 
 
 def cases() -> dict[str, tuple[str, str]]:
