@@ -90,6 +90,12 @@ def fit_novelty(known: Set, blocks: int, *, labels: bool = True) -> Novelty:
     return fit.finish()
 
 
+def alarm_rate(novelty: Novelty, data: Set, blocks: int) -> float:
+    """Return the share of examples that raise an alarm at 5 %, in percent."""
+    value, _ = novelty(summaries(data, blocks), data["members"])
+    return round(100 * float((value > 0.95).double().mean()), 2)
+
+
 class Figures:
     """Figures of one task."""
 
@@ -198,10 +204,9 @@ class Figures:
         changed = {n: s for n, s in self.sets.items() if n.startswith(kinds)}
         found = {}
         for name, data in {"test": test, **changed}.items():
-            value, _ = novelty(summaries(data, self.blocks), data["members"])
             right = data["members"].softmax(-1).mean(1).argmax(-1) == data["labels"]
             found[name] = {
-                "alarms": round(100 * float((value > 0.95).double().mean()), 2),
+                "alarms": alarm_rate(novelty, data, self.blocks),
                 "accuracy": round(100 * float(right.double().mean()), 2),
             }
         return found
@@ -212,23 +217,13 @@ class Figures:
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(every["labels"]), generator=generator)
         known, new = rows_of(every, order[:count]), rows_of(every, order[count:])
-        novelty = fit_novelty(known, self.blocks)
-        value, _ = novelty(summaries(new, self.blocks), new["members"])
-        return round(100 * float((value > 0.95).double().mean()), 2)
+        return alarm_rate(fit_novelty(known, self.blocks), new, self.blocks)
 
     def caught(self, count: int, seed: int) -> dict[str, float]:
         """Return the share of outliers that raise an alarm at 5 %."""
         novelty = self.novelty(count, seed)
         return {
-            name: round(
-                100
-                * float(
-                    (novelty(summaries(data, self.blocks), data["members"])[0] > 0.95)
-                    .double()
-                    .mean()
-                ),
-                2,
-            )
+            name: alarm_rate(novelty, data, self.blocks)
             for name, data in self.sets.items()
             if name in self.outliers
         }
