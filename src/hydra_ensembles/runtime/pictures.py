@@ -59,7 +59,7 @@ def open_image(source: Any, *, most_pixels: int = MOST_PIXELS, draft: bool = Fal
     """
     from PIL import Image
 
-    name = f" {source}" if isinstance(source, (str, os.PathLike)) else ""
+    name = f" {source!s:.500}" if isinstance(source, (str, os.PathLike)) else ""
     try:
         if name and not Path(source).is_file():  # a pipe or a device would never end
             raise OSError("there is no such file")
@@ -127,6 +127,8 @@ def converted(image: Any, mode: str, *, exif_orientation: bool) -> Any:
 def _upright(image: Any) -> Any:
     from PIL import Image
 
+    if getattr(image, "format", None) == "TIFF":  # Pillow turns it; older ones keep the tag
+        return image
     try:
         turn = TURNS[image.getexif()[0x0112]]
     except Exception:  # there is none, or it is damaged: Pillow raises many kinds of errors
