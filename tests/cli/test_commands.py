@@ -107,6 +107,30 @@ def test_policy_is_fitted_and_saved(
     assert HydraEnsemble.from_pretrained(tmp_path / "new").policy.risk is None
 
 
+def test_a_policy_out_of_reach_is_not_saved(
+    shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--data", shelf / "more", "--alarm", 0.1)
+    assert run("policy", ensemble, *given, "--risk", 0.9, "-o", tmp_path) == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert run("policy", tmp_path, *given, "--risk", 0.005) == 3
+    said = capsys.readouterr().err
+    assert "at least 199 labelled examples" in said and "smallest risk" in said
+    assert "as it was" in said
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_build_whose_policy_is_out_of_reach_is_saved_without_it(
+    shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ("--data", shelf / "digits", "--held-out", shelf / "more", "--risk", 0.005)
+    fast = ("--method", "random", "--members", 2, "--max-cost", 0, "-o", tmp_path)
+    assert run("build", shelf / "host", *data, *fast) == 3
+    assert "smallest risk" in capsys.readouterr().err
+    assert HydraEnsemble.from_pretrained(tmp_path).policy is None
+
+
 def test_distill_takes_teachers_or_makes_them(
     shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,7 +39,7 @@ def test_decisions_are_the_policys_and_survive_saving(
     data = batches(0, 6)
     assert ensemble.predict(data[0]).decision is None
     assert ensemble.predict(data[0]).abstain is None and ensemble.predict(data[0]).decisions is None
-    policy = hydra.fit_policy(ensemble, data, risk=0.9, alarm=0.2, method=method)
+    policy = hydra.fit_policy(ensemble, data, risk=0.95, alarm=0.2, method=method)
     assert ensemble.policy is policy and policy.score == "entropy" and policy.examples == 48
     ensemble.save_pretrained(tmp_path)
     loaded = HydraEnsemble.from_pretrained(tmp_path)
@@ -100,6 +100,14 @@ def test_a_failed_fit_keeps_the_policy_before(ensemble: HydraEnsemble) -> None:
     policy = hydra.fit_policy(ensemble, batches(0, 3), risk=0.9)
     with pytest.raises(DataError, match="no labels"):
         hydra.fit_policy(ensemble, [zoo.batch("vit")])
+    assert ensemble.policy is policy
+
+
+@pytest.mark.parametrize("method", ["conformal", "selective"])
+def test_a_risk_out_of_reach_keeps_the_policy_before(ensemble: HydraEnsemble, method: str) -> None:
+    policy = hydra.fit_policy(ensemble, batches(0, 3), risk=0.9)
+    with pytest.raises(DataError, match="smallest risk"):
+        hydra.fit_policy(ensemble, batches(0, 3), risk=0.005, method=method)
     assert ensemble.policy is policy
 
 

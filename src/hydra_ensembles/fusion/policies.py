@@ -13,6 +13,7 @@ from torch import Tensor
 from ..data.running import evaluating, member_logits, progress_bar, split_batch
 from ..errors import DataError, HydraError
 from ..uncertainty import Policy, Prediction, choose_policy, predict_from_logits
+from ..uncertainty.policies import check_reachable
 
 SAME = 1 - 1e-5
 """Two features with at least this cosine belong to the same example."""
@@ -31,7 +32,9 @@ def fit_policy(
     """Fit when to answer, and when to abstain as unsure or as new; set `ensemble.policy`.
 
     `predict` then returns a decision per example, and the policy is saved with the ensemble. The
-    page on policies says what is guaranteed and what is not.
+    page on policies says what is guaranteed and what is not. A risk that the labelled examples do
+    not allow raises a DataError with the smallest risk that they do; the ensemble keeps the policy
+    that it had.
 
     Args:
         ensemble: A `HydraEnsemble`, or any model that `evaluate` takes (without novelty, so with
@@ -100,16 +103,21 @@ def _fit(
     if not answers:
         raise DataError("The labelled data is empty: it gave no batch.")
     scores = [answer.novelty_score for answer in answers if answer.novelty_score is not None]
-    return choose_policy(
-        torch.cat([answer.uncertainty for answer in answers]),
-        torch.cat(errors) if len(errors) == len(answers) else None,
-        novelty_score=torch.cat(scores) if scores else None,
+    uncertainty = torch.cat([answer.uncertainty for answer in answers])
+    wrong = torch.cat(errors) if len(errors) == len(answers) else None
+    novelty_score = torch.cat(scores) if scores else None
+    policy = choose_policy(
+        uncertainty,
+        wrong,
+        novelty_score=novelty_score,
         risk=risk,
         alarm=alarm,
         method=method,
         delta=delta,
         score=answers[0].score,
     )
+    check_reachable(policy, uncertainty, wrong, novelty_score)
+    return policy
 
 
 def answer_of(model: Any, batch: Any) -> Prediction:
