@@ -261,9 +261,23 @@ def test_predict_reads_standard_input(
     lines = f"{picture}\n\n" + json.dumps({"file": str(picture), "id": 7}) + "\n{bad\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     assert run("predict", ensemble) == 3
-    plain, tagged, bad = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    lines = capsys.readouterr().out.splitlines()
+    plain, blank, tagged, bad = map(json.loads, lines)
+    assert "skipped" in blank and [plain["line"], tagged["line"], bad["line"]] == [1, 3, 4]
     assert tagged["id"] == 7 and tagged["uncertainty"] == pytest.approx(plain["uncertainty"])
     assert "expected a JSON object" in bad["error"] and bad["abstain"]
+
+
+def test_what_predict_skips_is_no_failure(
+    shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.md").write_text("not an image")
+    assert run("predict", ensemble, tmp_path) == 3  # nothing to predict
+    assert "nothing to predict" in capsys.readouterr().err
+    (tmp_path / "a.png").write_bytes(next((shelf / "noise").iterdir()).read_bytes())
+    assert run("predict", ensemble, tmp_path) == 0
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 2 and "1 skipped" in said.err
 
 
 def test_export_writes_programs_that_answer_as_the_ensemble(
