@@ -123,13 +123,19 @@ def fuzz_records(made: dict[str, Path], count: int, seed: int) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         write_pictures(place)
-        for name, share in (("texts", count - count // 2), ("images", count // 2)):
+        third = count // 3
+        shares = {"texts": count - 2 * third, "images": third, "json lines": third}
+        for name, share in shares.items():
             draw = random.Random(seed)
             lines = [
-                text_line(draw, n) if name == "texts" else picture_line(draw, n, place)
+                picture_line(draw, n, place) if name == "images" else text_line(draw, n)
                 for n in range(share)
             ]
-            kinds = _send(made[name], lines)
+            file = None
+            if name == "json lines":  # in a file, what is not an object is an error
+                file = place / "odd.jsonl"
+                lines = [(line, text if b"{" in line[:3] else None) for line, text in lines]
+            kinds = _send(made["images" if name == "images" else "texts"], lines, file)
             table[name] = Counter(kind for kind, _ in kinds)
             for number, (kind, detail) in enumerate(kinds):
                 if kind not in (ANSWERED, REFUSED):
@@ -145,14 +151,19 @@ def fuzz_records(made: dict[str, Path], count: int, seed: int) -> dict[str, Any]
     }
 
 
-def _send(model: Path, lines: list[tuple[bytes, str | None]]) -> list[tuple[str, str]]:
-    """Run the command on all lines at once and judge its answers one by one."""
+def _send(
+    model: Path, lines: list[tuple[bytes, str | None]], file: Path | None = None
+) -> list[tuple[str, str]]:
+    """Run the command on all lines at once, or on a file of them; judge its answers one by one."""
     import hydra_ensembles as hydra
 
     ensemble = hydra.HydraEnsemble.from_pretrained(model)
+    content = b"\n".join(line for line, _ in lines) + b"\n"
+    if file is not None:
+        file.write_bytes(content)
     done = subprocess.run(
-        [sys.executable, "-c", RUN, "predict", str(model)],
-        input=b"\n".join(line for line, _ in lines) + b"\n",
+        [sys.executable, "-c", RUN, "predict", str(model), *([] if file is None else [str(file)])],
+        input=content if file is None else b"",
         capture_output=True,
         check=False,
     )

@@ -43,6 +43,17 @@ def outliers(count=40):
     return [(torch.randn(count, 3, 16, 16, generator=generator),)]
 
 
+def test_novelty_that_cannot_be_fitted_raises_or_warns():
+    few = {"method": "random", "max_cost": None, "calibrate": False, "progress": False}
+    with pytest.raises(DataError, match="at least 10 known examples"):
+        build(sharp("timm"), pictures(9), novelty=True, **few)
+    with pytest.warns(UserWarning, match="at least 10 known examples"):
+        ensemble = build(sharp("timm"), pictures(9), **few)
+    assert ensemble.novelty is None and "at least 10 known" in ensemble.record["novelty"]
+    assert "novelty  not fitted: Novelty needs at least 10 known examples" in str(ensemble)
+    assert build(sharp("timm"), pictures(9), novelty=False, **few).novelty is None
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_a_calibrated_ensemble_within_its_budget(method):
     model = sharp("timm")

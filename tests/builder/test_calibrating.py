@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -69,6 +71,21 @@ def test_what_would_harm_is_refused_and_said():
     assert found["temperature"] == 1.0 and found["member_temperatures"] == [1.0] * 3
     assert report["way"] == "none" and "stay" in report["note"]
     assert report["ensemble"]["NLL"][0] == report["ensemble"]["NLL"][1]
+
+
+def test_what_is_refused_would_not_improve_the_figures_that_the_note_quotes():
+    refused = 0
+    for seed in range(8):
+        logits, labels, host = sharp(60, factor=1.2, seed=seed)
+        held_out = torch.arange(60) >= 36
+        report = calibrate(logits, labels, host, held_out=held_out)["calibration"]
+        quoted = re.findall(r"NLL ([\d.]+), ECE ([\d.]+) %", report.get("note", ""))
+        if report["way"] == "none" and quoted:
+            refused += 1
+            (nll_as_it_is, ece_as_it_is), *tried = [(float(a), float(b)) for a, b in quoted]
+            for nll_then, ece_then in tried:
+                assert nll_then >= nll_as_it_is or ece_then >= ece_as_it_is
+    assert refused > 1
 
 
 def test_all_right_and_tiny_sets_are_safe():

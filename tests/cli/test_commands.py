@@ -107,6 +107,30 @@ def test_policy_is_fitted_and_saved(
     assert HydraEnsemble.from_pretrained(tmp_path / "new").policy.risk is None
 
 
+def test_a_policy_out_of_reach_is_not_saved(
+    shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--data", shelf / "more", "--alarm", 0.1)
+    assert run("policy", ensemble, *given, "--risk", 0.9, "-o", tmp_path) == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert run("policy", tmp_path, *given, "--risk", 0.005) == 3
+    said = capsys.readouterr().err
+    assert "at least 199 labelled examples" in said and "smallest risk" in said
+    assert "as it was" in said
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_build_whose_policy_is_out_of_reach_is_saved_without_it(
+    shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ("--data", shelf / "digits", "--held-out", shelf / "more", "--risk", 0.005)
+    fast = ("--method", "random", "--members", 2, "--max-cost", 0, "-o", tmp_path)
+    assert run("build", shelf / "host", *data, *fast) == 3
+    assert "smallest risk" in capsys.readouterr().err
+    assert HydraEnsemble.from_pretrained(tmp_path).policy is None
+
+
 def test_distill_takes_teachers_or_makes_them(
     shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,9 +261,23 @@ def test_predict_reads_standard_input(
     lines = f"{picture}\n\n" + json.dumps({"file": str(picture), "id": 7}) + "\n{bad\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     assert run("predict", ensemble) == 3
-    plain, tagged, bad = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    lines = capsys.readouterr().out.splitlines()
+    plain, blank, tagged, bad = map(json.loads, lines)
+    assert "skipped" in blank and [plain["line"], tagged["line"], bad["line"]] == [1, 3, 4]
     assert tagged["id"] == 7 and tagged["uncertainty"] == pytest.approx(plain["uncertainty"])
     assert "expected a JSON object" in bad["error"] and bad["abstain"]
+
+
+def test_what_predict_skips_is_no_failure(
+    shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.md").write_text("not an image")
+    assert run("predict", ensemble, tmp_path) == 3  # nothing to predict
+    assert "nothing to predict" in capsys.readouterr().err
+    (tmp_path / "a.png").write_bytes(next((shelf / "noise").iterdir()).read_bytes())
+    assert run("predict", ensemble, tmp_path) == 0
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 2 and "1 skipped" in said.err
 
 
 def test_export_writes_programs_that_answer_as_the_ensemble(

@@ -130,17 +130,84 @@ def test_an_answer_that_is_no_number_is_an_error(texts: Path) -> None:
     assert "error" in answer and answer["abstain"]
 
 
+def answers_to_files(loaded: Any, *files: Path) -> list[dict[str, Any]]:
+    records = read_records(map(str, files), text=loaded.tokenizer is not None, column=None)
+    answers = Answering(loaded)
+    return [json.loads(line_of(a)) for batch in batches(records, 4) for a in answers(batch)]
+
+
 def test_files_of_texts_row_by_row(texts: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n{"text": 5}\nbad\n\xff\n')
+    (tmp_path / "a.jsonl").write_bytes(b'{"sentence": "good"}\n{"text": 5}\n\xff\n')
     (tmp_path / "b.csv").write_text("text,label\ngood,1\nbad,0\n")
     (tmp_path / "c.txt").write_text('{"just a brace\n')
     (tmp_path / "d.csv").write_text("other\n1\n")
     files = [str(tmp_path / n) for n in ("a.jsonl", "none.csv", "b.csv", "c.txt", "d.csv")]
     found = list(read_records(files, text=True, column=None))
     shown = [record.value or record.error or "" for record in found]
-    assert shown[0] == "good" and "a number" in shown[1] and shown[2] == "bad"
-    assert "not UTF-8" in shown[3] and "none.csv" in shown[4]
-    assert shown[5:8] == ["good", "bad", '{"just a brace'] and "no text column" in shown[8]
+    assert shown[0] == "good" and "a number" in shown[1]
+    assert "not UTF-8" in shown[2] and "none.csv" in shown[3]
+    assert shown[4:7] == ["good", "bad", '{"just a brace'] and "no text column" in shown[7]
+
+
+def test_what_is_no_object_in_json_lines_is_an_error_line(texts: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('not json\n[1]\n5\nnull\n"good"\n\n{"text": "good", "id": 7}\n')
+    found = answers_to_files(load_model(str(texts)), file)
+    assert [answer["line"] for answer in found] == [1, 2, 3, 4, 5, 6, 7]
+    for answer in found[:5]:
+        assert "expected a JSON object" in answer["error"] and answer["abstain"] is True
+    assert "a list" in found[1]["error"] and "null" in found[3]["error"]
+    assert "blank" in found[5]["skipped"] and found[5]["abstain"] is True
+    assert found[6]["id"] == 7 and found[6]["label"] in "abcde"
+
+
+def test_a_short_row_of_a_table_is_an_error_line_and_other_columns_stay(
+    texts: Path, tmp_path: Path
+) -> None:
+    table = tmp_path / "rows.csv"
+    table.write_bytes(
+        b'id,text,label\n7,good,x\n8\n\n9,"two\nlines",y\n10,a "quoted" film,z\n'
+        b'11,"bad" film,z\n12,\xff,z\n13,bad,\n'
+    )
+    found = answers_to_files(load_model(str(texts)), table)
+    assert [answer["line"] for answer in found] == [2, 3, 4, 5, 7, 8, 9, 10]
+    assert {answer["file"] for answer in found} == {str(table)}
+    assert "1 field" in found[1]["error"] and "skipped" in found[2]
+    assert "expected after" in found[5]["error"] and "not UTF-8" in found[6]["error"]
+    good = [answer for answer in found if "label" in answer]
+    assert [answer["id"] for answer in good] == ["7", "9", "10", "13"]
+    assert [answer["text"] for answer in good][1] == "two\nlines"
+    assert all(answer["label"] in "abcde" for answer in good)  # not the table's own
+    entries = tmp_path / "rows.json"
+    entries.write_text('[{"text": "good", "id": 1}, 5, {"id": 2}, {"text": "bad", "id": 3}]')
+    found = answers_to_files(load_model(str(texts)), entries)
+    assert ["error" in answer for answer in found] == [False, True, True, False]
+    assert [answer.get("id") for answer in found] == [1, None, 2, 3]
+
+
+def test_lines_of_texts_carry_their_number_and_blank_ones_are_told(
+    texts: Path, tmp_path: Path
+) -> None:
+    loaded = load_model(str(texts))
+    file = tmp_path / "rows.txt"
+    file.write_text("good\n  \nbad\n")
+    for found in (answers_to_files(loaded, file), answered(loaded, b"good\n  \nbad\n")):
+        assert [answer["line"] for answer in found] == [1, 2, 3]
+        assert ["skipped" in answer for answer in found] == [False, True, False]
+        assert found[2]["text"] == "bad" and "label" in found[2] and "label" not in found[1]
+
+
+def test_other_files_of_a_folder_of_images_get_their_line(shelf: Path, tmp_path: Path) -> None:
+    picture = next((shelf / "noise").iterdir())
+    (tmp_path / "b").mkdir()
+    for name in ("a.png", "b/c.PNG"):
+        (tmp_path / name).write_bytes(picture.read_bytes())
+    for name in ("a.txt", "b/d"):
+        (tmp_path / name).write_text("not an image")
+    found = answers_to_files(load_model(str(shelf / "host")), tmp_path)
+    names = [str(tmp_path / name) for name in ("a.png", "a.txt", "b/c.PNG", "b/d")]
+    assert [answer["file"] for answer in found] == names
+    assert ["skipped" in answer for answer in found] == [False, True, False, True]
 
 
 def test_a_batch_goes_on_when_nothing_comes() -> None:

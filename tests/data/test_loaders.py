@@ -263,8 +263,12 @@ def test_text_errors_help(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"Line 2 .*not JSON"):
         text_file(tmp_path / "f.jsonl", tokenizer)
     (tmp_path / "g.jsonl").write_text('{"label": 1, "text": "a"}\n{"label": 1}\n')
-    with pytest.raises(DataError, match=r"Entry 2 .*lacks text"):
+    with pytest.raises(DataError, match=r"Line 2 .*lacks text"):
         text_file(tmp_path / "g.jsonl", tokenizer)
+    for odd in ("[" * 100_000, '{"text": "a", "label": ' + "9" * 5000 + "}"):
+        (tmp_path / "g.jsonl").write_text(f'{{"label": 1, "text": "a"}}\n{odd}\n')
+        with pytest.raises(DataError, match=r"Line 2 .*not JSON"):
+            text_file(tmp_path / "g.jsonl", tokenizer)
     (tmp_path / "h.csv").write_bytes(b"label,text\n1,\xff\xfe\n")
     with pytest.raises(DataError, match="not UTF-8"):
         text_file(tmp_path / "h.csv", tokenizer)

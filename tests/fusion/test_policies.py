@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import hydra_ensembles as hydra
 from hydra_ensembles import HydraEnsemble
 from hydra_ensembles.errors import DataError, HydraError
 from hydra_ensembles.fusion.folder_format import DIGEST, digest_of
+from hydra_ensembles.fusion.known import known_inputs
 from hydra_ensembles.uncertainty.policies import METHODS
 from tests import zoo
 from tests.fusion.test_fusion import EARLY
@@ -39,7 +41,7 @@ def test_decisions_are_the_policys_and_survive_saving(
     data = batches(0, 6)
     assert ensemble.predict(data[0]).decision is None
     assert ensemble.predict(data[0]).abstain is None and ensemble.predict(data[0]).decisions is None
-    policy = hydra.fit_policy(ensemble, data, risk=0.9, alarm=0.2, method=method)
+    policy = hydra.fit_policy(ensemble, data, risk=0.95, alarm=0.2, method=method)
     assert ensemble.policy is policy and policy.score == "entropy" and policy.examples == 48
     ensemble.save_pretrained(tmp_path)
     loaded = HydraEnsemble.from_pretrained(tmp_path)
@@ -96,10 +98,46 @@ def test_data_that_is_known_already_is_noticed(ensemble: HydraEnsemble) -> None:
         hydra.fit_policy(ensemble, batches(100, 8), risk=0.9)
 
 
+def test_inputs_that_are_alike_but_not_known_are_no_cause_for_a_warning() -> None:
+    def alike(first: int, count: int) -> list[Any]:
+        return [(0.5 + 1e-4 * images, labels) for images, labels in batches(first, count)]
+
+    ensemble = hydra.fuse(zoo.host("vit"), EARLY).eval()
+    ensemble.fit_novelty_(alike(100, 8), progress=False)
+    hydra.fit_policy(ensemble, alike(0, 4), risk=0.95)  # warnings are errors here
+
+
+def test_known_examples_are_counted_over_all_batches(tmp_path: Path) -> None:
+    made = hydra.fuse(zoo.host("bert"), EARLY).eval()
+    known = [{**zoo.batch("bert", size=8, seed=s), "labels": torch.arange(8) % 5} for s in range(6)]
+    made.fit_novelty_(known, progress=False)
+    made.save_pretrained(tmp_path)
+    ensemble = HydraEnsemble.from_pretrained(tmp_path)
+    other = {**zoo.batch("bert", size=8, seed=77), "labels": torch.arange(8) % 5}
+    padded = {
+        name: value if name == "labels" else torch.nn.functional.pad(value, (0, 3))
+        for name, value in known[2].items()
+    }
+    with pytest.warns(UserWarning, match="8 of the 24 labelled examples"):
+        hydra.fit_policy(ensemble, [other, padded, other], risk=0.95)
+    assert known_inputs(ensemble, padded).all() and not known_inputs(ensemble, other).any()
+    ensemble.novelty = replace(ensemble.novelty, hashes=None)  # as saved by older versions
+    assert known_inputs(ensemble, padded) is None
+    hydra.fit_policy(ensemble, [padded], risk=0.95)
+
+
 def test_a_failed_fit_keeps_the_policy_before(ensemble: HydraEnsemble) -> None:
     policy = hydra.fit_policy(ensemble, batches(0, 3), risk=0.9)
     with pytest.raises(DataError, match="no labels"):
         hydra.fit_policy(ensemble, [zoo.batch("vit")])
+    assert ensemble.policy is policy
+
+
+@pytest.mark.parametrize("method", ["conformal", "selective"])
+def test_a_risk_out_of_reach_keeps_the_policy_before(ensemble: HydraEnsemble, method: str) -> None:
+    policy = hydra.fit_policy(ensemble, batches(0, 3), risk=0.9)
+    with pytest.raises(DataError, match="smallest risk"):
+        hydra.fit_policy(ensemble, batches(0, 3), risk=0.005, method=method)
     assert ensemble.policy is policy
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from scipy.stats import binom
 
 from hydra_ensembles.errors import DataError, FormatError, UnknownNameError
 from hydra_ensembles.uncertainty import Policy, Rates, choose_policy
-from hydra_ensembles.uncertainty.policies import start_sizes
+from hydra_ensembles.uncertainty.policies import check_reachable, start_sizes
 
 
 def brute_force(uncertainty: list[int], wrong: list[bool], risk: float, method: str) -> float:
@@ -154,6 +156,47 @@ def test_no_threshold_is_good_enough() -> None:
     assert few.decide(torch.tensor([0.0, -1e9])).tolist() == [1, 1]
     many = choose_policy(torch.rand(9), novelty_score=torch.rand(9), risk=None, alarm=0.05)
     assert many.novelty_threshold == math.inf  # nor 5 % of alarms: none at all
+
+
+def ranked(count: int, wrong: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return uncertainties in order, and the errors at some ranks."""
+    errors = torch.zeros(count, dtype=torch.bool)
+    errors[wrong] = True
+    return torch.arange(count).double(), errors
+
+
+SURE_AND_WRONG = ranked(400, [0, 2, 4, 6, *range(200, 240)])
+OUT_OF_REACH: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "too few for conformal": (ranked(40, [39]), {"risk": 0.005}, "at least 199 labelled"),
+    "too few for selective": (ranked(100, [99]), {"method": "selective"}, "at least 115 labelled"),
+    "the surest are wrong": (SURE_AND_WRONG, {"risk": 0.005}, "enough examples"),
+    "empirical": (ranked(400, [1, *range(3, 60)]), {"method": "empirical"}, "enough examples"),
+}
+
+
+@pytest.mark.parametrize("case", OUT_OF_REACH)
+def test_a_risk_out_of_reach_is_refused_with_the_smallest_in_reach(case: str) -> None:
+    data, settings, needed = OUT_OF_REACH[case]
+    settings = {"risk": 0.02, "alarm": None, **settings}
+    with pytest.raises(DataError, match=needed) as refused:
+        check_reachable(choose_policy(*data, **settings), *data)
+    found = re.search(r"smallest risk .* is (0\.\d+)", str(refused.value))
+    assert found is not None
+    smallest = float(found[1])
+    assert smallest > settings["risk"]
+    check_reachable(choose_policy(*data, **{**settings, "risk": smallest}), *data)
+    less = choose_policy(*data, **{**settings, "risk": 0.9 * smallest})
+    with pytest.raises(DataError, match="smallest risk"):
+        check_reachable(less, *data)
+
+
+@pytest.mark.parametrize("method", ["conformal", "selective", "empirical"])
+def test_a_risk_in_reach_is_not_refused(method: str) -> None:
+    for s, u, errors in zip(*draws(100, 300, seed=11), strict=True):
+        policy = choose_policy(u, errors, novelty_score=s, risk=0.1, alarm=0.1, method=method)
+        check_reachable(policy, u, errors, s)
+    everything = ranked(60, [5, 50])
+    check_reachable(choose_policy(*everything, risk=0.2, alarm=None), *everything)
 
 
 def test_nan_abstains_new_wins_and_reasons_are_said() -> None:

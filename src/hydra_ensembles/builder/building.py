@@ -46,7 +46,7 @@ def build(
     max_cost: float | None = 1.07,
     score: str = "auto",
     calibrate: bool = True,
-    novelty: bool = True,
+    novelty: bool | None = None,
     seed: int = 0,
     folder: str | os.PathLike[str] | None = None,
     ray: bool = False,
@@ -79,8 +79,8 @@ def build(
             `"msp"` without any.
         calibrate: Fit a temperature per member and one for the mean, where out of fold that lowers
             NLL; else they are 1 and the record says so.
-        novelty: Learn what is known from the calibration data, so that `predict` says how new an
-            input is (`fit_novelty_`).
+        novelty: Fit novelty on the calibration data (`fit_novelty_`). By default where that is
+            possible: otherwise a warning and the summary say why not. True raises instead.
         seed: Of splits, proxies, pools and bags.
         folder: Keep finished steps here (candidates' logits, up to 1 GB, until the search is done),
             so that a stopped build goes on and ends with the same members. Another model, other
@@ -154,8 +154,8 @@ def build(
         "decisions": decisions,
     }
     apply_decisions(ensemble, decisions)
-    if novelty:
-        ensemble.record["novelty"] = learn_known(ensemble, parts, progress=progress)
+    if novelty is not False:
+        learn_known(ensemble, parts, required=novelty is True, progress=progress)
     remember_inputs(ensemble, calibration)
     return ensemble
 

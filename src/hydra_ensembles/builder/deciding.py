@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -95,11 +96,22 @@ def _auto_score(ensemble: HydraEnsemble, parts: Parts, decisions: dict[str, Any]
     return {"score": best, "auroc_by_score": found}
 
 
-def learn_known(ensemble: HydraEnsemble, parts: Parts, *, progress: bool) -> str:
-    """Fit novelty on all calibration data; return what was done, or why it could not be."""
+def learn_known(ensemble: HydraEnsemble, parts: Parts, *, required: bool, progress: bool) -> None:
+    """Fit novelty on all calibration data; `record["novelty"]` says what was done.
+
+    Where that is impossible, `required` raises the error; else a warning and the record give it.
+    """
     known = Chained(list(parts.data.values()))
     try:
         ensemble.fit_novelty_(known, progress=progress)
     except (DataError, UnsupportedModelError) as error:
-        return f"not fitted: {error}"
-    return str(ensemble.novelty)
+        if required:
+            raise
+        ensemble.record["novelty"] = f"not fitted: {error}"
+        warnings.warn(
+            f"The ensemble is built without novelty: {error} Call ensemble.fit_novelty_(known) "
+            "with other data, or pass novelty=False.",
+            stacklevel=3,
+        )
+    else:
+        ensemble.record["novelty"] = str(ensemble.novelty)

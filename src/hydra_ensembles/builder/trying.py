@@ -43,6 +43,7 @@ from ..fusion.policies import decided
 from ..hosts.examples import pad_token
 from ..uncertainty import Policy, Prediction, choose_policy, predict_from_logits
 from ..uncertainty.novelty import Novelty
+from ..uncertainty.policies import check_reachable
 from .building import build
 from .calibrating import cross_fit
 from .deciding import apply_decisions
@@ -307,13 +308,12 @@ def _policy(
     asked = None if errors is None else risk
     settings: dict[str, Any] = {"novelty_score": score, "alarm": alarm, "method": method}
     policy = choose_policy(answer.uncertainty, errors, risk=asked, **settings)
-    if not policy.never_answers:
-        return policy, ""
-    note = (
-        f"{int(decide.sum())} labelled examples cannot promise a risk of {risk:.3g} here: only "
-        "what is new is withheld. More labelled examples or a higher --risk can."
-    )
-    return choose_policy(answer.uncertainty, errors, risk=None, **settings), note
+    try:
+        check_reachable(policy, answer.uncertainty, errors, score)
+    except DataError as error:
+        note = f"{error} Until then only what is new is withheld."
+        return choose_policy(answer.uncertainty, errors, risk=None, **settings), note
+    return policy, ""
 
 
 def _results(name: str, logits: Tensor, labels: Tensor) -> Results:

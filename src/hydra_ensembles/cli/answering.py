@@ -41,7 +41,9 @@ class Answering:
         answers = dict(zip(good, self._predict([inputs[i] for i in good]), strict=True))
         for i, record in enumerate(batch):
             answer = answers.get(i) or record.error or "there is no input"
-            if isinstance(answer, str):
+            if record.skipped is not None:
+                yield {**record.echo, "skipped": record.skipped, "abstain": True}
+            elif isinstance(answer, str):
                 yield {**record.echo, "error": answer, "abstain": True}
             else:
                 yield {**record.echo, **self._told(answer)}
@@ -173,6 +175,8 @@ def line_of(answer: dict[str, Any], *, encoding: str | None = "utf-8") -> str:
     except UnicodeEncodeError:
         text = json.dumps(answer)
     except (ValueError, RecursionError) as error:
-        kept = {key: answer[key] for key in ("line",) if key in answer}
+        kept = {
+            key: answer[key] for key in ("file", "line") if isinstance(answer.get(key), (str, int))
+        }
         text = json.dumps({**kept, "error": f"cannot be given back: {error}", "abstain": True})
     return text + "\n"

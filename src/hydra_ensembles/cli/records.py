@@ -7,7 +7,7 @@ import json
 import queue
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +20,7 @@ MOST_BYTES = 2**20
 ANSWERED = frozenset(
     (
         *("label", "class", "probability", "probabilities", "uncertainty", "score", "novelty"),
-        *("novelty_score", "decision", "abstain", "why", "error", "line"),
+        *("novelty_score", "decision", "abstain", "why", "error", "skipped", "line"),
     )
 )
 """Keys of an answer; an input's own values under these names do not pass into it."""
@@ -34,13 +34,15 @@ class Record:
 
     Attributes:
         value: A text, or the path of a picture; None when there is none.
-        echo: What comes back in the answer: the input itself, an id.
+        echo: What comes back in the answer: the file, the line, the input's own fields.
         error: What is wrong with it, or None.
+        skipped: Why it needs no answer, or None.
     """
 
     value: str | None = None
     echo: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+    skipped: str | None = None
 
 
 def read_records(files: Iterable[str], *, text: bool, column: str | None) -> Iterator[Record]:
@@ -61,105 +63,130 @@ def read_records(files: Iterable[str], *, text: bool, column: str | None) -> Ite
 
 
 def _of_pictures(file: str) -> Iterator[Record]:
+    """Yield a file, or the files of a folder; those that are not images are skipped."""
     from ..data.folders import SUFFIXES
 
-    path, names = Path(file), [file]
+    path = Path(file)
     try:
-        if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
-            names = [str(p) for p in found]
+        inside = sorted(p for p in path.rglob("*") if not p.is_dir()) if path.is_dir() else None
     except OSError as error:
         yield Record(echo={"file": file}, error=f"cannot list {file}: {error}")
         return
-    for name in names:
-        yield Record(name, {"file": name})
+    for name in [path] if inside is None else inside:
+        echo = {"file": file if inside is None else str(name)}
+        if inside is None or name.suffix.lower() in SUFFIXES:
+            yield Record(echo["file"], echo)
+        else:
+            yield Record(echo=echo, skipped=f"not an image by its ending {name.suffix!r}")
 
 
 def _of_text_file(path: Path, column: str | None) -> Iterator[Record]:
     """Yield the texts of a file; one that cannot be read is one record with an error."""
-    from ..data.table_files import read_table
-    from ..data.texts import TEXT_COLUMNS
+    from ..data.table_files import read_rows
 
+    place, keys, suffix = {"file": str(path)}, _keys(True, column), path.suffix.lower()
     try:
-        if path.suffix.lower() in _LINES:
+        if suffix in _LINES:
             with path.open("rb") as lines:
-                objects = path.suffix.lower() != ".txt"
-                yield from records_of_lines(lines, text=True, column=column, objects=objects)
+                objects = suffix != ".txt"
+                yield from records_of_lines(
+                    lines, text=True, column=column, objects=objects, place=place
+                )
             return
-        table = read_table(path)
-        name = column or next((c for c in TEXT_COLUMNS if c in table), None)
-        if name not in table:
-            raise DataError(f"{path} has no text column; name one of {', '.join(table)}.")
-        values = table[name]
+        for number, row in read_rows(path):
+            if isinstance(row, dict) and suffix != ".json" and not set(keys) & set(row):
+                raise DataError(f"{path} has no text column; name one of {', '.join(row)}.")
+            yield _record(row, keys, {**place, "line": number})
     except (OSError, DataError) as error:
-        yield Record(echo={"file": str(path)}, error=str(error))
-        return
-    for row, value in enumerate(values, start=1):
-        yield _record({"text": value}, "text", {"line": row})
+        yield Record(echo=place, error=str(error))
 
 
 def records_of_lines(
-    lines: BinaryIO, *, text: bool, column: str | None = None, objects: bool = True
+    lines: BinaryIO,
+    *,
+    text: bool,
+    column: str | None = None,
+    objects: bool | None = None,
+    place: Mapping[str, Any] | None = None,
 ) -> Iterator[Record]:
-    """Yield a record for every line that is not blank: a text, a path, or a JSON object.
+    """Yield a record for every line: a text, a path, or a JSON object.
 
     Args:
-        lines: Bytes; every line is decoded by itself.
+        lines: Bytes; each line is decoded separately.
         text: Whether the model reads texts, not pictures.
         column: The key of the texts in JSON objects.
-        objects: Whether a line that starts with a brace is a JSON object.
+        objects: Whether every line is a JSON object; by default those that start with a brace.
+        place: What every answer says of where its line comes from.
     """
-    key = (column or "text") if text else "file"
+    keys = _keys(text, column)
     number = 0
     while line := lines.readline(MOST_BYTES + 1):
         number += 1
+        here = {**(place or {}), "line": number}
         if len(line) > MOST_BYTES and not line.endswith(b"\n"):
             while (rest := lines.readline(MOST_BYTES)) and not rest.endswith(b"\n"):
                 pass
-            yield Record(error=f"longer than {MOST_BYTES} bytes", echo={"line": number})
+            yield Record(error=f"longer than {MOST_BYTES} bytes", echo=here)
             continue
         try:
             content = line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            yield Record(error=f"not UTF-8 ({error})", echo={"line": number})
+            yield Record(error=f"not UTF-8 ({error})", echo=here)
             continue
         content = content.removeprefix("\ufeff") if number == 1 else content
+        given: Any = {keys[0]: content}
         if not content.strip():
-            continue
-        if not (objects and content.lstrip().startswith("{")):
-            yield _record({key: content}, key, {"line": number})
-            continue
-        try:
-            given = json.loads(content, parse_constant=_no_number)
-        except (ValueError, RecursionError) as error:
-            problem = f"expected a JSON object with {key!r} ({error})"
-            yield Record(error=problem, echo={"line": number})
-            continue
-        yield _record(given, key, {"line": number})
+            given = None
+        elif objects or (objects is None and content.lstrip().startswith("{")):
+            try:
+                given = json.loads(content, parse_constant=_no_number)
+            except (ValueError, RecursionError) as error:
+                given = DataError(f"expected a JSON object with {keys[0]!r} ({error})")
+            else:
+                if not isinstance(given, dict):
+                    problem = f"expected a JSON object with {keys[0]!r}, found {_kind(given)}"
+                    given = DataError(problem)
+        yield _record(given, keys, here)
+
+
+def _keys(text: bool, column: str | None) -> Sequence[str]:
+    """Return the names under which an input is looked for."""
+    from ..data.texts import TEXT_COLUMNS
+
+    return ("file",) if not text else TEXT_COLUMNS if column is None else (column,)
 
 
 def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is no number in JSON")
 
 
-def _record(given: dict[str, Any], key: str, place: dict[str, Any]) -> Record:
-    """Check one input; other fields, an id say, come back in its answer."""
-    echo = {name: value for name, value in given.items() if name not in ANSWERED}
-    value = given.get(key)
-    if key not in given:
-        problem = f"expected a JSON object with {key!r}"
-    elif not isinstance(value, str):
-        problem = f"{key!r} is {_kind(value)}, expected a string"
-    elif not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
-        problem = f"{key!r} is not valid Unicode"
-    else:
-        return Record(value, echo)
-    return Record(None, {**echo, **place}, problem)
+def _record(
+    given: dict[str, Any] | DataError | None, keys: Sequence[str], place: Mapping[str, Any]
+) -> Record:
+    """Check one input; where it is from and its other fields, an id say, come back in its answer.
+
+    An error stands for a row that cannot be read, None for a blank line.
+    """
+    if given is None:
+        return Record(echo=dict(place), skipped="a blank line")
+    if isinstance(given, DataError):
+        return Record(echo=dict(place), error=str(given))
+    own = {name: value for name, value in given.items() if name not in ANSWERED}
+    echo = {**place, **own}
+    key = next((name for name in keys if name in given), None)
+    if key is None:
+        return Record(echo=echo, error=f"expected a JSON object with {keys[0]!r}")
+    value = given[key]
+    if not isinstance(value, str):
+        return Record(echo=echo, error=f"{key!r} is {_kind(value)}, expected a string")
+    if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
+        return Record(echo=echo, error=f"{key!r} is not valid Unicode")
+    return Record(value, echo)
 
 
 def _kind(value: Any) -> str:
     names = {type(None): "null", dict: "an object", list: "a list", bool: "true or false"}
-    return names.get(type(value), "a number")
+    return {**names, str: "a string"}.get(type(value), "a number")
 
 
 def _standard_input() -> BinaryIO:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import DataError
 
 SUFFIXES = frozenset({".csv", ".tsv", ".tab", ".jsonl", ".ndjson", ".json", ".txt"})
+NOT_UTF8 = "It is not UTF-8 text. Convert it, for example with iconv."
 
 
 def read_table(
@@ -33,6 +34,37 @@ def read_table(
             hold stray quotes.
     """
     path = Path(file).expanduser()
+    unit = "Entry" if path.suffix.lower() == ".json" else "Line"
+    table: dict[str, list[Any]] = {}
+    for number, row in read_rows(path, columns=columns, delimiter=delimiter, quoted=quoted):
+        if row is None:
+            continue
+        if isinstance(row, DataError):
+            raise DataError(f"{unit} {number} of {path}: {row}")
+        if not table:
+            table = {str(name): [] for name in row}
+        if missing := [name for name in table if name not in row]:
+            raise DataError(f"{unit} {number} of {path} lacks {', '.join(missing)}.")
+        for name, values in table.items():
+            values.append(row[name])
+    if not table:
+        raise DataError(f"{path} holds no rows.")
+    return table
+
+
+def read_rows(
+    file: str | Path,
+    *,
+    columns: Sequence[str] | None = None,
+    delimiter: str | None = None,
+    quoted: bool | None = None,
+) -> Iterator[tuple[int, dict[str, Any] | DataError | None]]:
+    """Yield the rows of a table, each with the number of its first line (of its entry, in JSON).
+
+    A row that cannot be read is an error in its place, a blank line is None, and the others go on.
+    The arguments are those of `read_table`.
+    """
+    path = Path(file).expanduser()
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
         raise DataError(f"The file {path} {kind}. Give a table that ends in {_endings()}.")
@@ -42,89 +74,100 @@ def read_table(
             f"Cannot tell what {path} is by its ending {suffix!r}; expected {_endings()}, or name "
             "its delimiter."
         )
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as lines:
-            if suffix in (".jsonl", ".ndjson"):
-                table = _from_objects(_json_lines(lines, path), path)
-            elif suffix == ".json":
-                table = _from_objects(_json_list(lines.read(), path), path)
-            elif suffix == ".txt" and delimiter is None:
-                table = {"text": [line.rstrip("\r\n") for line in lines if line.strip()]}
-            else:
-                tabs = suffix in (".tsv", ".tab")
-                mark = delimiter or ("\t" if tabs else ",")
-                plain = tabs if quoted is None else not quoted
-                with _long_fields():
-                    reader = csv.reader(
-                        lines, delimiter=mark, quoting=3 if plain else 0, strict=True
-                    )
-                    table = _from_rows(reader, columns, path)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 text (byte {error.start}). Convert it, for example with iconv."
-        ) from error
-    if not table or not next(iter(table.values())):
-        raise DataError(f"{path} holds no rows.")
-    return table
+    # bytes that are not UTF-8 become lone surrogates, which are looked for row by row
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+        if suffix == ".json":
+            for number, entry in enumerate(_json_list(lines.read(), path), start=1):
+                yield number, _object(entry)
+        elif suffix in (".jsonl", ".ndjson") or (suffix == ".txt" and delimiter is None):
+            for number, line in enumerate(lines, start=1):
+                line = line.rstrip("\r\n")
+                if not line.strip():
+                    yield number, None
+                elif not _is_utf8(line):
+                    yield number, DataError(NOT_UTF8)
+                else:
+                    yield number, {"text": line} if suffix == ".txt" else _json_object(line)
+        else:
+            tabs = suffix in (".tsv", ".tab")
+            mark = delimiter or ("\t" if tabs else ",")
+            plain = tabs if quoted is None else not quoted
+            with _long_fields():
+                reader = csv.reader(lines, delimiter=mark, quoting=3 if plain else 0, strict=True)
+                yield from _rows(reader, columns, path)
 
 
-def _from_rows(reader: Any, columns: Sequence[str] | None, path: Path) -> dict[str, list[Any]]:
+def _rows(
+    reader: Any, columns: Sequence[str] | None, path: Path
+) -> Iterator[tuple[int, dict[str, Any] | DataError | None]]:
     names = list(columns) if columns else None
-    rows: list[list[str]] = []
-    try:
-        for row in reader:
-            if not row:
-                continue
+    while True:
+        number = reader.line_num + 1
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            last = reader.line_num
+            where = f" (in lines {number} to {last})" if last > number else ""
+            yield number, DataError(f"{error}{where}. Check its quotes (quoted=...).")
+            continue
+        if not row:
+            yield number, None
+        elif not all(map(_is_utf8, row)):
             if names is None:
-                names = [name.strip() for name in row]
-                if len(set(names)) < len(names):
-                    raise DataError(f"{path} has two columns of one name: {', '.join(names)}.")
-                continue
-            if len(row) != len(names):
-                raise DataError(
-                    f"Line {reader.line_num} of {path} has {len(row)} fields, but there are "
-                    f"{len(names)} columns ({', '.join(names)}). Check its quotes and delimiters "
-                    "(quoted=..., delimiter=...)."
-                )
-            rows.append(row)
-    except csv.Error as error:
-        raise DataError(f"Line {reader.line_num} of {path}: {error}.") from error
-    return {name: [row[place] for row in rows] for place, name in enumerate(names or [])}
+                raise DataError(f"{path}: {NOT_UTF8}")
+            yield number, DataError(NOT_UTF8)
+        elif names is None:
+            names = [name.strip() for name in row]
+            if len(set(names)) < len(names):
+                raise DataError(f"{path} has two columns of one name: {', '.join(names)}.")
+        elif len(row) != len(names):
+            yield (
+                number,
+                DataError(
+                    f"It has {len(row)} field{'s' * (len(row) != 1)}, but there are {len(names)} "
+                    f"columns ({', '.join(names)}). Check its quotes and delimiters (quoted=..., "
+                    "delimiter=...)."
+                ),
+            )
+        else:
+            yield number, dict(zip(names, row, strict=True))
 
 
-def _json_lines(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"Line {number} of {path} is not JSON: {error}.") from error
-
-
-def _json_list(text: str, path: Path) -> Iterator[tuple[int, Any]]:
+def _json_list(text: str, path: Path) -> list[Any]:
     try:
+        if not _is_utf8(text):
+            raise DataError(f"{path}: {NOT_UTF8}")
         entries = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(
             f"{path} is not JSON: {error}. If it holds one object per line, end its name in .jsonl."
         ) from error
     if not isinstance(entries, list):
         raise DataError(f"{path} holds a {type(entries).__name__}; expected a list of objects.")
-    yield from enumerate(entries, start=1)
+    return entries
 
 
-def _from_objects(entries: Iterable[tuple[int, Any]], path: Path) -> dict[str, list[Any]]:
-    table: dict[str, list[Any]] = {}
-    for number, entry in entries:
-        if not isinstance(entry, dict):
-            raise DataError(f"Entry {number} of {path} is not an object but {entry!r:.60}.")
-        if not table:
-            table = {str(name): [] for name in entry}
-        if missing := [name for name in table if name not in entry]:
-            raise DataError(f"Entry {number} of {path} lacks {', '.join(missing)}.")
-        for name, values in table.items():
-            values.append(entry[name])
-    return table
+def _json_object(line: str) -> dict[str, Any] | DataError:
+    try:
+        return _object(json.loads(line))
+    except (ValueError, RecursionError) as error:
+        return DataError(f"It is not JSON: {error}.")
+
+
+def _object(entry: Any) -> dict[str, Any] | DataError:
+    return (
+        entry if isinstance(entry, dict) else DataError(f"It is not an object but {entry!r:.60}.")
+    )
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @contextmanager

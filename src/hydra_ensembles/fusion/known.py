@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..data.input_hashes import input_hashes
 from ..data.memory import Halving
 from ..data.modes import in_eval
 from ..data.running import length_of, move, progress_bar, split_batch
 from ..data.sharing import in_order
 from ..errors import DataError, HydraError
 from ..uncertainty.novelty import Evidence, Novelty, NoveltyFit
+from .inputs import is_raw, prepare
 from .taps import Collector, collecting, tap_names
 
 CLASS_BLOCKS = 3
@@ -99,20 +102,43 @@ def fit_novelty(
         by_text = parts[0][1][0].ndim == 3
         logits = torch.cat([per_text(said, part) for part, (said, _) in parts])
         found = {"logits": logits, "summaries": torch.cat([some for _, (_, some) in parts])}
+        hashes = _hashes(ensemble, batch)
+        if hashes is not None:
+            found["hashes"] = hashes
         given = split_batch(batch)[2] if by_text else None
         labels = _checked(given, logits.shape[-1], number)
         return found if labels is None else {**found, "labels": labels}
 
     total = length_of(known)
     results = in_order(known, work, name="known data")
+    hashes: list[Tensor | None] = []
     for found in progress_bar(results, description="known data", enabled=progress, total=total):
         logits = found["logits"]
+        hashes.append(found.get("hashes"))
         if fit is None:
             fit = novelty_fit(ensemble, logits.shape[-1])
         fit.add_(found["summaries"], logits, found.get("labels"))
     if fit is None:
         raise DataError("The known data is empty: it gave no batch.")
-    return fit.finish(names or ())
+    novelty, kept = fit.finish(names or ()), [part.cpu() for part in hashes if part is not None]
+    return replace(novelty, hashes=torch.cat(kept)) if len(kept) == len(hashes) else novelty
+
+
+def known_inputs(ensemble: Any, batch: Any) -> Tensor | None:
+    """Tell which inputs of a batch are known examples, to the bit: booleans `[example]`.
+
+    None where that cannot be told: statistics of older versions keep no hashes.
+    """
+    kept = None if ensemble.novelty is None else ensemble.novelty.hashes
+    if kept is None:
+        return None
+    hashes = _hashes(ensemble, prepare(ensemble, batch) if is_raw(batch) else batch)
+    return None if hashes is None else torch.isin(hashes, kept.cpu())
+
+
+def _hashes(ensemble: Any, batch: Any) -> Tensor | None:
+    args, kwargs, _ = split_batch(batch)
+    return input_hashes(ensemble._named(args, kwargs))
 
 
 def why_novel(ensemble: Any, batch: Any, neighbours: int) -> Evidence:

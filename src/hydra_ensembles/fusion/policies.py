@@ -13,9 +13,11 @@ from torch import Tensor
 from ..data.running import evaluating, member_logits, progress_bar, split_batch
 from ..errors import DataError, HydraError
 from ..uncertainty import Policy, Prediction, choose_policy, predict_from_logits
+from ..uncertainty.policies import check_reachable
+from .known import known_inputs
 
-SAME = 1 - 1e-5
-"""Two features with at least this cosine belong to the same example."""
+SHARED = 0.05
+"""Share of the labelled examples that may be known ones: some data repeats itself."""
 
 
 def fit_policy(
@@ -31,7 +33,9 @@ def fit_policy(
     """Fit when to answer, and when to abstain as unsure or as new; set `ensemble.policy`.
 
     `predict` then returns a decision per example, and the policy is saved with the ensemble. The
-    page on policies says what is guaranteed and what is not.
+    page on policies says what is guaranteed and what is not. A risk that the labelled examples do
+    not allow raises a DataError with the smallest risk that they do; the ensemble keeps the policy
+    that it had.
 
     Args:
         ensemble: A `HydraEnsemble`, or any model that `evaluate` takes (without novelty, so with
@@ -84,6 +88,7 @@ def _fit(
 ) -> Policy:
     answers: list[Prediction] = []
     errors: list[Tensor] = []
+    shared = 0
     bar = progress_bar(labelled, description="policy", enabled=progress)
     for number, batch in enumerate(bar):
         labels = split_batch(batch)[2]
@@ -95,21 +100,34 @@ def _fit(
         answers.append(answer_of(ensemble, batch))
         if labels is not None:
             errors.append(answers[-1].label != labels.cpu())
-        if number == 0 and alarm is not None:
-            _warn_of_known(ensemble, batch)
+        if alarm is not None and (known := known_inputs(ensemble, batch)) is not None:
+            shared += int(known.sum())
     if not answers:
         raise DataError("The labelled data is empty: it gave no batch.")
+    count = sum(map(len, answers))
+    if shared > SHARED * count:
+        warnings.warn(
+            f"{shared} of the {count} labelled examples of the policy are data that the ensemble "
+            "learnt as known: the alarm rate will be higher than guaranteed. Hold other examples "
+            "out for the policy.",
+            stacklevel=3,
+        )
     scores = [answer.novelty_score for answer in answers if answer.novelty_score is not None]
-    return choose_policy(
-        torch.cat([answer.uncertainty for answer in answers]),
-        torch.cat(errors) if len(errors) == len(answers) else None,
-        novelty_score=torch.cat(scores) if scores else None,
+    uncertainty = torch.cat([answer.uncertainty for answer in answers])
+    wrong = torch.cat(errors) if len(errors) == len(answers) else None
+    novelty_score = torch.cat(scores) if scores else None
+    policy = choose_policy(
+        uncertainty,
+        wrong,
+        novelty_score=novelty_score,
         risk=risk,
         alarm=alarm,
         method=method,
         delta=delta,
         score=answers[0].score,
     )
+    check_reachable(policy, uncertainty, wrong, novelty_score)
+    return policy
 
 
 def answer_of(model: Any, batch: Any) -> Prediction:
@@ -129,17 +147,3 @@ def decided(answer: Prediction, policy: Policy) -> Prediction:
         )
     decision = policy.decide(answer.uncertainty, answer.novelty_score)
     return replace(answer, decision=decision)
-
-
-def _warn_of_known(ensemble: Any, batch: Any) -> None:
-    """Warn when the labelled data is what novelty was fitted on: it looks less new than it should.
-
-    The first batch is looked up among the known examples in the statistics.
-    """
-    similarity = ensemble.why_novel(batch, neighbours=1).similarity
-    if float((similarity > SAME).double().mean()) > 0.5:
-        warnings.warn(
-            "The labelled data of the policy is data that the ensemble learnt as known: the alarm "
-            "rate will be higher than promised. Hold other examples out for the policy.",
-            stacklevel=3,
-        )

@@ -38,8 +38,9 @@ def summarize(ensemble: Any) -> str:
     lines += _cost_lines(ensemble)
     lines.append(f"  score    {_score(ensemble)}")
     lines += _calibration(ensemble)
-    novelty = ensemble.novelty
-    lines.append(f"  novelty  {novelty or 'not fitted: call fit_novelty_(known data)'}")
+    why = str(ensemble.record.get("novelty"))  # of `build`, which may have failed to fit it
+    missing = why if why.startswith("not fitted") else "not fitted: call fit_novelty_(known data)"
+    lines.append(f"  novelty  {ensemble.novelty or missing}")
     if ensemble.policy is not None:
         first, *rest = str(ensemble.policy).splitlines()
         lines += [f"  policy   {first}", *(f"         {line}" for line in rest)]

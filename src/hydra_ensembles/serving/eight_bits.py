@@ -24,7 +24,7 @@ from ..fusion.inputs import is_raw, prepare
 from ..fusion.known import novelty_fit, per_text
 from ..uncertainty import Policy, choose_policy, predict_from_logits
 from ..uncertainty.novelty import Novelty
-from ..uncertainty.policies import GIVEN
+from ..uncertainty.policies import GIVEN, check_reachable
 from .example import TEXT_INPUTS, Example, named
 from .graph import AnsweringGraph, FeaturesGraph
 from .quantizing import quantize
@@ -168,16 +168,20 @@ class EightBits:
                 errors.append(answer.label != labels.cpu())
             if self.ready.novelty is not None:
                 scores.append(self.ready.novelty(summaries, logits)[1])
-        return choose_policy(
+        wrong = torch.cat(errors) if len(errors) == len(uncertainty) else None
+        novelty_score = torch.cat(scores) if scores else None
+        refitted = choose_policy(
             torch.cat(uncertainty),
-            torch.cat(errors) if len(errors) == len(uncertainty) else None,
-            novelty_score=torch.cat(scores) if scores else None,
+            wrong,
+            novelty_score=novelty_score,
             risk=policy.risk,
             alarm=policy.alarm,
             method=policy.method,
             delta=0.1 if policy.delta is None else policy.delta,
             score=policy.score,
         )
+        check_reachable(refitted, torch.cat(uncertainty), wrong, novelty_score)
+        return refitted
 
     def _kept(self, policy: Policy) -> Rule:
         """Return a policy of the full weights as far as it holds: its alarm is ranked anew."""

@@ -115,7 +115,7 @@ class NoveltyGraph(nn.Module):
         self._facts: dict[str, Any] = {**novelty.facts(), "names": []}
         self._keys: list[str] = []
         for name, tensor in novelty.tensors().items():
-            if not name.startswith("bank"):  # known examples, for `why_novel` only
+            if not name.startswith(("bank", "hashes")):  # known examples, which no score needs
                 self._keys.append(name)
                 self.register_buffer(name.replace(".", "_"), tensor.detach().cpu().contiguous())
         self.register_buffer("bank", torch.zeros(0))

@@ -52,6 +52,8 @@ ANSWER, UNSURE, NEW = range(3)
 STARTS = (0, 2, 6, 14, 30)
 """Errors that pass the first test of each sequence of `selective`."""
 FOLDS = 5
+_RISKS = [digits * 10.0**place for place in range(-6, -1) for digits in range(10, 100)]
+"""Numbers of two digits, from 0.00001 to 0.99."""
 
 
 @dataclass(frozen=True)
@@ -278,6 +280,81 @@ def choose_policy(
         held = None if scores[2] is None else scores[2][rows]
         decision[rows] = policy(others).decide(scores[0][rows], held)
     return policy(everything, Rates.of(decision, scores[1]))
+
+
+def check_reachable(
+    policy: Policy, uncertainty: Tensor, errors: Tensor | None, novelty_score: Tensor | None = None
+) -> None:
+    """Raise when a policy's risk cannot be had from the examples that it was chosen on.
+
+    That is so when no threshold keeps the risk, or when abstaining makes the answers worse: out of
+    fold they are wrong more often, by over a standard error, than if every example that is not new
+    were answered. `selective` tests its answers and needs no such check.
+
+    Args:
+        policy: What `choose_policy` returned.
+        uncertainty, errors, novelty_score: What it was given.
+    """
+    problem = _problem(policy, uncertainty, errors, novelty_score)
+    if problem is None or policy.risk is None:
+        return
+    count, least = len(uncertainty), least_examples(policy)
+    if count < least:
+        needed = f"It needs at least {least} labelled examples, with none of the surest wrong."
+    else:
+        needed = (
+            "There are enough examples for it, but the model is wrong too often where it is "
+            "surest: check their labels."
+        )
+    settings: dict[str, Any] = {"alarm": policy.alarm, "method": policy.method}
+    settings["delta"] = policy.delta or 0.1
+    data = _checked(uncertainty, errors, novelty_score, risk=policy.risk, alarm=policy.alarm)
+    smallest = "They allow no risk below 1."
+    for risk in _RISKS:
+        if risk > policy.risk and _thresholds(*data, risk=risk, **settings)[0] > -math.inf:
+            other = choose_policy(*data[:2], novelty_score=data[2], risk=risk, **settings)
+            if _problem(other, *data) is None:
+                smallest = f"The smallest risk that they allow is {risk:.2g}."
+                break
+    raise DataError(
+        f"A risk of {policy.risk:.3g} ({policy.method}) cannot be had from these {count} labelled "
+        f"examples: {problem}. {needed} {smallest}"
+    )
+
+
+def least_examples(policy: Policy) -> int:
+    """Return how many labelled examples a policy's risk needs when none of the surest is wrong."""
+    assert policy.risk is not None
+    if policy.method == "conformal":
+        return math.ceil(1 / policy.risk - 1e-9) - 1
+    if policy.method != "selective" or policy.delta is None:
+        return 1
+    answered = math.ceil(math.log(policy.delta) / math.log1p(-policy.risk) - 1e-9) + 1
+    return math.ceil(answered / (1 - (policy.alarm or 0)))
+
+
+def _problem(
+    policy: Policy, uncertainty: Tensor, errors: Tensor | None, novelty_score: Tensor | None
+) -> str | None:
+    """Say why a policy is not worth having, or None (see `check_reachable`)."""
+    if policy.risk is None or errors is None or policy.measured is None:
+        return None
+    if policy.never_answers:
+        return "no threshold keeps it, so that nothing would be answered"
+    decision, wrong = policy.decide(uncertainty, novelty_score), errors.bool()
+    if policy.method == "selective" or not bool((decision == UNSURE).any()):
+        return None
+    # folds hold fewer examples, and may be too small to answer anything
+    rates = policy.measured if policy.measured.answer else Rates.of(decision, wrong)
+    share = 0.0 if rates.wrong_if_answered is None else rates.wrong_if_answered
+    always = float(wrong[decision != NEW].double().mean())
+    noise = (always * (1 - always) / (rates.answer * len(decision))) ** 0.5
+    if share < 1 and share <= always + noise:
+        return None
+    return (
+        f"it would answer {rates.answer:.1%} of them, {share:.0%} of that wrong, while "
+        f"{always:.1%} of all answers are"
+    )
 
 
 def _checked(

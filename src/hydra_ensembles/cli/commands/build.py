@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ...errors import HydraError
 from .. import options
+from ..exits import Stop
 from ..launched import is_first
 from ..reading import READING, Reading, reads_data
 from ..show import print_json, say, sizes, write_config
@@ -86,11 +88,18 @@ def command(
     names = loaded.class_names or getattr(calibration, "class_names", None)
     if names:
         ensemble.id2label = list(names)
+    refused = None
     if held_out is not None:
         more = reading.load_known(loaded, held_out)
-        fit_policy(ensemble, more, risk=risk, alarm=alarm, method=promise, progress=not json)
+        try:
+            fit_policy(ensemble, more, risk=risk, alarm=alarm, method=promise, progress=not json)
+        except HydraError as error:  # what was built is kept
+            refused = f"{error} Written to {output} without a policy: fit one with "
+            refused += "hydra-ensembles policy."
     save(ensemble, output, loaded)
     write_config(output)
+    if refused is not None:
+        raise Stop(refused, 3)
     if json:
         print_json({"folder": str(output), "summary": str(ensemble), **ensemble.record})
     else:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ...errors import DataError
 from .. import options
 from ..exits import Stop
 from ..reading import READING, Reading, reads_data
@@ -19,11 +20,16 @@ def command(
     folder: Annotated[Path, typer.Argument(help="Of a saved ensemble.", show_default=False)],
     data: options.Data,
     risk: Annotated[
-        float, typer.Option(help="How many answers may be wrong, as 0.02; 0 asks nothing.")
+        float,
+        typer.Option(
+            help="Largest share of wrong answers, for example 0.02; 0 turns this check off."
+        ),
     ] = 0.02,
     alarm: Annotated[
         float,
-        typer.Option(help="How much of the data to come may be called new; 0 asks nothing."),
+        typer.Option(
+            help="Largest share of known data that is called new; 0 turns this check off."
+        ),
     ] = 0.05,
     promise: options.Promise = "conformal",
     delta: options.Delta = 0.1,
@@ -37,7 +43,8 @@ def command(
     """Fit when a saved ensemble answers, when it abstains as unsure and when as new.
 
     DATA is labelled, like the data to come, and not what the ensemble was built on. The policy is
-    saved with the ensemble: `predict` and what is exported from it decide by it.
+    saved with the ensemble: `predict` and what is exported from it decide by it. A risk that DATA
+    does not allow is refused, with the smallest one that it does, and nothing is saved.
     """
     from ...fusion import HydraEnsemble, fit_policy
     from ..loading import check_sources
@@ -47,22 +54,25 @@ def command(
     loaded = kept.load_model(str(folder))
     if not isinstance(loaded.model, HydraEnsemble):
         raise Stop(
-            f"{folder} is no saved ensemble: make one with hydra-ensembles build, distill or try. "
-            "For a plain model, hydra-ensembles predict takes --risk and --held-out.",
+            f"{folder} is not a saved ensemble: make one with hydra-ensembles build, distill or "
+            "try. For a plain model, hydra-ensembles predict takes --risk and --held-out.",
             4,
         )
     labelled = reading.load_known(loaded, data)
     say(f"Fitting a policy on {sizes(labelled, {})}", json=json)
-    policy = fit_policy(
-        loaded.model,
-        labelled,
-        risk=risk or None,
-        alarm=alarm or None,
-        method=promise,
-        delta=delta,
-        progress=not json,
-    )
     target = folder if output is None else output
+    try:
+        policy = fit_policy(
+            loaded.model,
+            labelled,
+            risk=risk or None,
+            alarm=alarm or None,
+            method=promise,
+            delta=delta,
+            progress=not json,
+        )
+    except DataError as error:
+        raise Stop(f"{error} Nothing was saved: {target} is as it was.", 3) from error
     loaded.model.save_pretrained(target)
     if json:
         print_json({"folder": str(target), **policy.to_dict()})

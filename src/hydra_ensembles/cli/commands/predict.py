@@ -73,7 +73,8 @@ def command(
     """Predict files or standard input, one JSON object per line, as they come.
 
     Every input gets its line, in order. What cannot be answered says why under "error" and
-    abstains; the exit code is then 3. An ensemble that was saved with a policy decides by it.
+    abstains; the exit code is then 3. Blank lines and files of a folder that are not images say so
+    under "skipped". An ensemble that was saved with a policy decides by it.
 
     Parquet files are answered in parts into the folder OUTPUT, every row exactly once; the same
     command goes on after a stop.
@@ -117,7 +118,7 @@ def command(
     answers = Answering(loaded, policy, probabilities)
     text = loaded.tokenizer is not None
     records = read_records(files or ["-"], text=text, column=reading.text_column)
-    failed = total = 0
+    failed = total = skipped = 0
     with ExitStack() as stack:
         target = sys.stdout
         if output is not None and is_first():
@@ -127,15 +128,21 @@ def command(
             for answer in group:
                 total += 1
                 failed += "error" in answer
+                skipped += "skipped" in answer
                 target.write(line_of(answer, encoding=target.encoding))
             target.flush()  # a reader sees every batch as it is done
+    if skipped:
+        say(
+            f"{skipped} skipped (blank lines, files that are not images): see their lines.",
+            json=True,
+        )
     if failed:
         raise Stop(
-            f"{failed} of {total} inputs could not be answered; their lines say why, the others "
-            "are answered.",
+            f"{failed} of {total - skipped} inputs could not be answered; their lines say why, the "
+            "others are answered.",
             3,
         )
-    if not total and is_first():
+    if total == skipped and is_first():
         raise Stop("There was nothing to predict: no file, no line.", 3)
 
 

@@ -144,6 +144,8 @@ class Novelty:
         bank_positions: Their positions in the known data.
         names: Names of the known data by position (may be empty).
         examples: Known examples seen.
+        hashes: Of all known inputs in order, int64 `[example]` (`data.input_hashes`); None where
+            they were not kept.
     """
 
     taps: tuple[str, ...]
@@ -158,6 +160,7 @@ class Novelty:
     names: tuple[str, ...] = ()
     examples: int = 0
     hears_end: bool = False
+    hashes: Tensor | None = None
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -251,6 +254,8 @@ class Novelty:
             "bank": self.bank,
             "bank_positions": self.bank_positions,
         }
+        if self.hashes is not None:
+            found["hashes"] = self.hashes
         if self.classes is not None:
             found |= {
                 "classes.centre": self.classes.centre,
@@ -305,6 +310,7 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
             names=tuple(facts["names"]),
             examples=int(facts["examples"]),
             hears_end=bool(facts.get("hears_end", False)),
+            hashes=tensors.get("hashes"),
         )
     except KeyError as error:
         raise FormatError(
