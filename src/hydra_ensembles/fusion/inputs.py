@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..data.class_names import real_names
 from ..data.folders import image_batch, read_image
 from ..data.transforms import ImageTransform, ProcessorTransform, image_transform
 from ..errors import DataError, FormatError, MissingDependencyError
@@ -105,13 +106,8 @@ def remember_inputs(ensemble: Any, data: Any) -> None:
     if hasattr(tokenizer, "save_pretrained"):
         ensemble.tokenizer = tokenizer
     names = getattr(data, "class_names", None)
-    if names and _made_up(ensemble.id2label):
+    if names and real_names(ensemble.id2label) is None:
         ensemble.id2label = dict(enumerate(map(str, names)))
-
-
-def _made_up(names: Mapping[int, str] | None) -> bool:
-    """Return whether class names are missing or transformers' defaults."""
-    return not names or all(name.startswith("LABEL_") for name in names.values())
 
 
 def is_raw(batch: Any) -> bool:
