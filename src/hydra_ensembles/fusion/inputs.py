@@ -5,7 +5,6 @@ Both belong to the ensemble: set in Python or taken from the data that built it,
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -62,9 +61,6 @@ class Preparation:
                 "'hydra-ensembles[transformers]'."
             ) from error
         assert self._folder is not None
-        for name in self._files:
-            if name.endswith("_config.json"):
-                _check_names_nothing(self._folder / name)
         try:
             return getattr(transformers, kind).from_pretrained(
                 self._folder, local_files_only=True, trust_remote_code=False
@@ -79,22 +75,6 @@ class Preparation:
                 f"Cannot load the {kind.removeprefix('Auto').lower()} in {self._folder}: "
                 f"{str(error)[:200]}. Set it in Python, or save the ensemble again."
             ) from error
-
-
-def _check_names_nothing(path: Path) -> None:
-    """Raise when a tokenizer's or processor's config refers to code or to files elsewhere."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is damaged ({error}). Save or download it again.") from None
-    if not isinstance(config, dict):
-        raise FormatError(f"{path} holds no settings. Save or download it again.")
-    for key, value in config.items():
-        if key == "auto_map" or (key.endswith("_file") and value is not None):
-            raise FormatError(
-                f"{path} sets {key} to {value!r:.60}: code, and files that it names, are not "
-                "loaded. Set the tokenizer or transform in Python, and save the ensemble again."
-            )
 
 
 def remember_inputs(ensemble: Any, data: Any) -> None:
