@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+import hydra_ensembles as hydra
 from hydra_ensembles.cli.classes import check_labels
 from hydra_ensembles.cli.commands.trying import _load
 from hydra_ensembles.cli.exits import one_line
@@ -16,6 +18,12 @@ from hydra_ensembles.cli.loading import Loaded, check_sources, load_model, load_
 from hydra_ensembles.cli.main import main
 from hydra_ensembles.cli.reading import Reading
 from hydra_ensembles.errors import DataError, FormatError, UnsupportedModelError
+from tests import zoo
+from tests.fusion.hub_server import serving
+from tests.fusion.test_folder_format import rewrite
+from tests.fusion.test_fusion import EARLY
+from tests.fusion.test_hub import run
+from tests.fusion.test_inputs import words
 
 from .conftest import write_picture
 from .test_errors import said
@@ -116,7 +124,6 @@ def test_timm_weights_of_ones_own(tmp_path: Path) -> None:
 
 def test_an_ensemble_of_timm_remembers_its_images(tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")
-    import hydra_ensembles as hydra
     from hydra_ensembles.cli.commands.build import save
     from hydra_ensembles.cli.loading import Loaded
     from hydra_ensembles.data import image_transform
@@ -163,7 +170,7 @@ def test_folders_never_become_other_classes(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"2 class names .* model has 10 classes"):
         labels(None, 10)
     assert labels(["bird", "Dog", "cat"], 3) == [2, 1]
-    with pytest.raises(DataError, match="'cat' .* fits several"):
+    with pytest.raises(DataError, match=r"'cat' .* fits several"):
         labels(["cat", "dog", "cat"], 3)  # ImageNet has two cranes and two maillots
     assert labels(["cat", "dog", "Cat"], 3) == [0, 1]
 
@@ -232,3 +239,34 @@ def test_texts_for_images_and_images_for_texts(shelf: Path, tmp_path: Path) -> N
         load_set(Loaded(torch.nn.Identity(), "model"), str(table))
     with pytest.raises(DataError, match="reads texts"):
         load_set(Loaded(torch.nn.Identity(), "model", tokenizer=len), str(shelf / "digits"))
+
+
+ELSEWHERE = """
+import json, sys
+from hydra_ensembles.cli.loading import load_model
+for folder in sys.argv[1:]:
+    loaded = load_model(folder)
+    print(json.dumps([loaded.tokenizer is None, getattr(loaded.transform, "std", None)]))
+"""
+
+
+def test_an_ensemble_reads_and_fetches_nothing_elsewhere(tmp_path: Path) -> None:
+    """Its config says where its host came from: another folder, or a name on the hub."""
+    transformers = pytest.importorskip("transformers")
+    other = tmp_path / "other"
+    other.mkdir()
+    words(other).save_pretrained(other)
+    transformers.ViTImageProcessor(image_std=[0.1, 0.2, 0.3]).save_pretrained(other)
+    folders = []
+    for kind in ("bert", "vit"):
+        for place in (str(other), "somebody/model"):
+            folders.append(tmp_path / f"{kind}{len(folders)}")
+            hydra.fuse(zoo.host(kind), EARLY).save_pretrained(folders[-1])
+            rewrite(
+                folders[-1],
+                lambda config, p=place: config["host"]["config"].update({"_name_or_path": p}),
+            )
+    with serving() as (address, hub):
+        lines = run(ELSEWHERE, *folders, address=address, home=tmp_path / "home")
+    assert [json.loads(line) for line in lines] == [[True, None]] * 2 + [[True, [0.5] * 3]] * 2
+    assert hub.asked == []

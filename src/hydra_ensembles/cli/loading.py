@@ -14,7 +14,7 @@ from .classes import check_labels, check_order, read_names
 from .exits import Stop
 from .hub import hub_access, not_cached
 from .options import DATA_HELP
-from .show import waiting
+from .show import say, waiting
 from .timm_models import is_timm_name
 
 SAFE = {"trust_remote_code": False, "use_safetensors": True}
@@ -32,7 +32,8 @@ class Loaded:
         transform: How it wants its images, or None.
         tokenizer: How it wants its texts, or None.
         class_names: By class number, or None when it has none.
-        spellings: Of each class, its name and others that data may use; or None.
+        spellings: Of each class, its name and others that data may use; where it has no names,
+            those of the data that was read first, or None.
         key: The name of its image input; None if the model takes just the images.
         untrained: Names of weights that its checkpoint did not hold: they are random.
     """
@@ -244,6 +245,12 @@ def _ensemble(folder: str) -> Loaded:
             loaded.transform = _by_host(model.host)
         elif not hasattr(model.config, "vocab_size"):
             loaded.transform = _by_config(model)
+            say(
+                f"{folder} was saved without an image transform: images are scaled to "
+                f"{loaded.transform.size} pixels and normalised to -1 ... 1. If the model was "
+                "trained otherwise, set ensemble.transform and save it again.",
+                json=True,
+            )
     return loaded
 
 
