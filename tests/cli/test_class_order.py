@@ -111,7 +111,9 @@ def test_an_assumed_order_is_told_and_right_when_it_fits(
     assert told.count(LINE) == 1 and "--class-names" in told
 
 
-@pytest.mark.parametrize("command", ["eval", "build", "try", "score", "circuit", "distill", "sweep"])
+@pytest.mark.parametrize(
+    "command", ["eval", "build", "try", "score", "circuit", "distill", "sweep"]
+)
 def test_an_assumed_order_that_does_not_fit_is_refused_with_the_one_that_does(
     command: str, text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -293,3 +295,16 @@ def _image(seed: int) -> Image.Image:
 def test_class_names_with_commas() -> None:
     assert read_names('"tench, Tinca tinca",dog') == ["tench, Tinca tinca", "dog"]
     assert read_names("cat, dog") == ["cat", "dog"]
+
+
+def test_more_data_is_read_in_the_order_that_was_assumed_first(
+    text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = load_model(str(text_model))
+    load_set(loaded, str(reviews(tmp_path / "one.csv", text_model, ["negative", "positive"])))
+    (tmp_path / "two.csv").write_text("text,label\nword1,positive\n")
+    assert load_set(loaded, str(tmp_path / "two.csv")).labels.tolist() == [1]
+    assert capsys.readouterr().err.count(LINE) == 1
+    (tmp_path / "two.csv").write_text("text,label\nword1,mixed\n")
+    with pytest.raises(DataError, match="'mixed'"):
+        load_set(loaded, str(tmp_path / "two.csv"))

@@ -43,7 +43,10 @@ def check_labels(labels: Any, count: int | None, *, source: str, model: str) -> 
 
 
 def check_order(loaded: Loaded, data: Any) -> None:
-    """Say which class order was assumed, if one was, and raise when another fits better."""
+    """Say which class order was assumed, if one was, and raise when another fits better.
+
+    The model's next data is read in the same order.
+    """
     from ..data.class_order import check_class_order, shown_order
 
     assumed = getattr(data, "assumed_order", None)
@@ -58,3 +61,4 @@ def check_order(loaded: Loaded, data: Any) -> None:
         )
     with waiting("Checking the class order"):
         check_class_order(loaded.model, data, name=loaded.name)
+    loaded.spellings = [(name,) for name in data.class_names]

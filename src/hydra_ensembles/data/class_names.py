@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+IMAGENET = 1000
 Names = Sequence[str | Sequence[str]]
 """One entry per class: its name, or several spellings of it, the first for people."""
 
@@ -29,10 +30,10 @@ def model_names(model: Any) -> list[tuple[str, ...]] | None:
             if names is not None:
                 return [(name,) for name in names]
         settings, count = getattr(place, "pretrained_cfg", None), getattr(place, "num_classes", 0)
-        if isinstance(settings, Mapping):
-            found = _label_names(settings, count) or _imagenet_names(place)
-            if found is not None:
-                return found
+        if isinstance(settings, Mapping):  # a model of timm
+            found = _label_names(settings, count)
+            if found is not None or count == IMAGENET:
+                return found or _imagenet_names()
     return None
 
 
@@ -81,13 +82,11 @@ def _label_names(settings: Mapping[str, Any], count: int) -> list[tuple[str, ...
     return [(str(n), *([str(described[n])] if n in described else [])) for n in names]
 
 
-def _imagenet_names(model: Any) -> list[tuple[str, ...]] | None:
-    """Return ImageNet's class names and folder names, for a timm model with as many classes."""
-    from timm.data import ImageNetInfo, infer_imagenet_subset
+def _imagenet_names() -> list[tuple[str, ...]]:
+    """Return ImageNet's class names, each with the name of its folder."""
+    from timm.data import ImageNetInfo
 
-    if infer_imagenet_subset(model) != "imagenet-1k":
-        return None
-    info = ImageNetInfo("imagenet-1k")
+    info: Any = ImageNetInfo("imagenet-1k")
     long = info.label_descriptions()
     short = [name.partition(",")[0] for name in long]
     many = Counter(short)  # two are called maillot: those keep their long names

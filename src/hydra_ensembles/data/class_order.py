@@ -7,7 +7,7 @@ import io
 import math
 import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,13 +29,12 @@ class ClassOrderError(DataError):
 def check_class_order(model: Any, data: Any, *, name: str = "the model", seed: int = 0) -> None:
     """Raise when the order of class names that a reader assumed is not the model's.
 
-    Does nothing for other data: integer labels, and names in an order that was given. Data is
-    checked once.
+    Does nothing for other data: integer labels, and names in an order that was given.
 
     A model with class names must have those of the data, in the same order. A model without is run
     on a few examples of every class: the assignment of names to classes that fits half of them
     best must not be clearly better on the other half. With fewer than `LEAST` examples of a class
-    nothing is judged.
+    nothing is judged. Data is judged once, by the first model without names that meets it.
 
     Args:
         model: The plain model or ensemble: a pruned or attacked one may be wrong by system.
@@ -56,12 +55,12 @@ def check_class_order(model: Any, data: Any, *, name: str = "the model", seed: i
                 "reader, with its names in that order."
             )
     elif classes is not None and classes != len(names):
-        raise ClassOrderError(
+        raise DataError(
             f"There are {len(names)} class names ({assumed}), but {name} has {classes} classes "
             "without names. Give their names in the model's order with --class-names "
             "(class_names= in Python)."
         )
-    elif (rows := _drawn(data.labels, len(names), seed)) is not None:
+    elif not data.info.get("judged") and (rows := _drawn(data.labels, len(names), seed)):
         logits, labels = collect_logits(
             model, data.subset(rows), name="class order", need_labels=True
         )
@@ -76,26 +75,25 @@ def check_class_order(model: Any, data: Any, *, name: str = "the model", seed: i
                 f"{fitted.after:.0%} with the order that fits best. If that is the model's, pass "
                 f"--class-names {_pasted(order)} (class_names= in Python)."
             )
-    data.info["assumed_order"] = None
+        data.info["judged"] = True
 
 
-class Fitted:
-    """An order that fits better than the assumed one.
+class Fitted(NamedTuple):
+    """An order that fits better than the assumed one, and how many of other examples fit.
 
     Attributes:
         order: By class, the number of its name.
-        before, after: Accuracy with the assumed order and with this one, on examples that it was
-            not fitted to.
-        examples: How many they are.
+        before, after: Accuracy with the assumed order and with this one.
+        examples: Number of examples, which the order was not fitted to.
     """
 
-    def __init__(self, order: list[int], before: float, after: float, examples: int) -> None:
-        self.order, self.before, self.after, self.examples = order, before, after, examples
+    order: list[int]
+    before: float
+    after: float
+    examples: int
 
 
-def better_order(
-    answers: Tensor, labels: Tensor, classes: int, *, seed: int = 0
-) -> Fitted | None:
+def better_order(answers: Tensor, labels: Tensor, classes: int, *, seed: int = 0) -> Fitted | None:
     """Return an order of the classes that fits clearly better than the assumed one, or None.
 
     Fits a one-to-one assignment of labels to answered classes on half of the examples, stratified

@@ -53,7 +53,8 @@ def text_file(
     pairs = None
     if pair_column is not None:
         pairs = _strings(table[pick_column(pair_column, table, (), "text", where)], where)
-    numbers, info = None, {}
+    numbers: Tensor | None = None
+    info: dict[str, Any] = {}
     plain = Path(file).suffix.lower() == ".txt" and label_column is None
     if labels and not plain:
         values = table[pick_column(label_column, table, LABEL_COLUMNS, "label", where)]

@@ -65,6 +65,7 @@ def command(
     loaded = reading.load_model(model)
     host = loaded.host
     calibration = reading.load_known(loaded, data)
+    labelled = None if held_out is None else reading.load_known(loaded, held_out)
     outliers = reading.load_outliers(loaded, ood)
     output.mkdir(parents=True, exist_ok=True)
     write_config(output, begin=True)
@@ -86,9 +87,8 @@ def command(
     names = loaded.class_names or getattr(calibration, "class_names", None)
     if names:
         ensemble.id2label = list(names)
-    if held_out is not None:
-        more = reading.load_known(loaded, held_out)
-        fit_policy(ensemble, more, risk=risk, alarm=alarm, method=promise, progress=not json)
+    if labelled is not None:
+        fit_policy(ensemble, labelled, risk=risk, alarm=alarm, method=promise, progress=not json)
     save(ensemble, output, loaded)
     write_config(output)
     if json:
