@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -12,9 +12,6 @@ from ..errors import DataError
 from .launched import is_first
 from .life import life
 from .show import waiting
-
-if TYPE_CHECKING:
-    from .loading import Loaded
 
 
 def read_names(given: str | None) -> list[str] | None:
@@ -42,10 +39,10 @@ def check_labels(labels: Any, count: int | None, *, source: str, model: str) -> 
         )
 
 
-def check_order(loaded: Loaded, data: Any) -> None:
+def check_order(loaded: Any, data: Any) -> None:
     """Say which class order was assumed, if one was, and raise when another fits better.
 
-    The model's next data is read in the same order.
+    The next data of the model (a `Loaded`) is read in the same order.
     """
     from ..data.class_order import check_class_order, shown_order
 
