@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from ..errors import DataError
+from ..runtime.pictures import PixelLimitError, open_image
 from .answers import Answers
 from .backend import Backend, Row
 from .batching import Batcher
 from .drift_watch import DriftWatch
 from .limits import Limits, Refusal
 from .metrics import Metrics
-from .pictures import Pictures
 
 T = TypeVar("T")
 
@@ -109,8 +110,21 @@ class Service:
         if self.backend.reads != "image":
             raise Refusal(422, f"{self.name} reads texts, not pictures.")
         self._counted(contents)
-        pictures = Pictures(self.limits)
-        return [self.backend.prepare(pictures.open(content)) for content in contents]
+        rows, left = [], self.limits.pixels
+        for content in contents:
+            try:
+                image = open_image(content, most_pixels=left)
+                rows.append(self.backend.prepare(image))
+            except PixelLimitError:
+                raise Refusal(
+                    413,
+                    f"The images of this request have more than {self.limits.pixels} pixels. Make "
+                    "them smaller or send fewer.",
+                ) from None
+            except DataError as error:
+                raise Refusal(422, str(error)) from None
+            left -= image.width * image.height
+        return rows
 
     def _counted(self, rows: Any) -> Any:
         if not rows:
