@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from hydra_ensembles.cli.classes import check_labels, names_for_folder
+import hydra_ensembles as hydra
+from hydra_ensembles.cli.classes import check_labels
 from hydra_ensembles.cli.commands.trying import _load
 from hydra_ensembles.cli.exits import one_line
 from hydra_ensembles.cli.hub import hub_access, reachable
@@ -16,7 +18,14 @@ from hydra_ensembles.cli.loading import Loaded, check_sources, load_model, load_
 from hydra_ensembles.cli.main import main
 from hydra_ensembles.cli.reading import Reading
 from hydra_ensembles.errors import DataError, FormatError, UnsupportedModelError
+from tests import zoo
+from tests.fusion.hub_server import serving
+from tests.fusion.test_folder_format import rewrite
+from tests.fusion.test_fusion import EARLY
+from tests.fusion.test_hub import run
+from tests.fusion.test_inputs import words
 
+from .conftest import write_picture
 from .test_errors import said
 
 NOWHERE = "https://no-such-host.invalid"
@@ -115,7 +124,6 @@ def test_timm_weights_of_ones_own(tmp_path: Path) -> None:
 
 def test_an_ensemble_of_timm_remembers_its_images(tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")
-    import hydra_ensembles as hydra
     from hydra_ensembles.cli.commands.build import save
     from hydra_ensembles.cli.loading import Loaded
     from hydra_ensembles.data import image_transform
@@ -133,34 +141,38 @@ def test_an_ensemble_of_timm_remembers_its_images(tmp_path: Path) -> None:
 
 
 def test_imagenet_folders_by_name_or_number(tmp_path: Path) -> None:
-    pytest.importorskip("timm")
-    from hydra_ensembles.cli.timm_models import imagenet_names
+    timm = pytest.importorskip("timm")
+    from safetensors.torch import save_file
 
-    model = torch.nn.Module()
-    model.num_classes = 1000  # type: ignore[assignment]
-    known = imagenet_names(model)
-    assert known is not None
+    model = timm.create_model("vit_tiny_patch16_224", pretrained=False)
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    loaded = load_model(f"timm:vit_tiny_patch16_224@{tmp_path / 'weights.safetensors'}")
     for name, place in (("n01443537", 1), ("goldfish", 1), ("Great_White_Shark", 2)):
-        folder = tmp_path / name
-        (folder / name).mkdir(parents=True)
-        names = names_for_folder(folder, "model", known, 1000)
-        assert names is not None and names.index(name) == place and len(names) == 1000
-    (tmp_path / "goldfish" / "unicorn").mkdir()
+        write_picture(tmp_path / name / name / "0.png", torch.zeros(1, 8, 8))
+        data = load_set(loaded, str(tmp_path / name))
+        assert data.labels.tolist() == [place] and len(data.class_names) == 1000
+    write_picture(tmp_path / "goldfish" / "unicorn" / "0.png", torch.zeros(1, 8, 8))
     with pytest.raises(DataError, match="'unicorn'"):
-        names_for_folder(tmp_path / "goldfish", "model", known, 1000)
+        load_set(loaded, str(tmp_path / "goldfish"))
 
 
 def test_folders_never_become_other_classes(tmp_path: Path) -> None:
     for name in ("cat", "dog"):
-        (tmp_path / name).mkdir()
-    assert names_for_folder(tmp_path, "model", [None], 2) is None
-    with pytest.raises(DataError, match="2 class subfolders, but model has 10 classes"):
-        names_for_folder(tmp_path, "model", [None, None], 10)
-    assert names_for_folder(tmp_path, "m", [["bird", "Dog", "cat"]], 3) == ["bird", "dog", "cat"]
-    twice = ["cat", "dog", "cat"]  # ImageNet has two cranes and two maillots
-    with pytest.raises(DataError, match=r"'cat' of .* is one of several classes"):
-        names_for_folder(tmp_path, "m", [twice], 3)
-    assert names_for_folder(tmp_path, "m", [["cat", "dog", "Cat"]], 3) == ["cat", "dog", "Cat"]
+        write_picture(tmp_path / name / "0.png", torch.zeros(1, 8, 8))
+
+    def labels(names: list[str] | None, classes: int) -> list[int]:
+        model = torch.nn.Module()
+        model.num_classes = classes  # type: ignore[assignment]
+        loaded = Loaded(model, "model", class_names=names)
+        return load_set(loaded, str(tmp_path)).labels.tolist()
+
+    assert labels(None, 2) == [0, 1]
+    with pytest.raises(DataError, match=r"2 class names .* model has 10 classes"):
+        labels(None, 10)
+    assert labels(["bird", "Dog", "cat"], 3) == [2, 1]
+    with pytest.raises(DataError, match=r"'cat' .* fits several"):
+        labels(["cat", "dog", "cat"], 3)  # ImageNet has two cranes and two maillots
+    assert labels(["cat", "dog", "Cat"], 3) == [0, 1]
 
 
 def test_a_label_that_the_model_does_not_know() -> None:
@@ -227,3 +239,34 @@ def test_texts_for_images_and_images_for_texts(shelf: Path, tmp_path: Path) -> N
         load_set(Loaded(torch.nn.Identity(), "model"), str(table))
     with pytest.raises(DataError, match="reads texts"):
         load_set(Loaded(torch.nn.Identity(), "model", tokenizer=len), str(shelf / "digits"))
+
+
+ELSEWHERE = """
+import json, sys
+from hydra_ensembles.cli.loading import load_model
+for folder in sys.argv[1:]:
+    loaded = load_model(folder)
+    print(json.dumps([loaded.tokenizer is None, getattr(loaded.transform, "std", None)]))
+"""
+
+
+def test_an_ensemble_reads_and_fetches_nothing_elsewhere(tmp_path: Path) -> None:
+    """Its config says where its host came from: another folder, or a name on the hub."""
+    transformers = pytest.importorskip("transformers")
+    other = tmp_path / "other"
+    other.mkdir()
+    words(other).save_pretrained(other)
+    transformers.ViTImageProcessor(image_std=[0.1, 0.2, 0.3]).save_pretrained(other)
+    folders = []
+    for kind in ("bert", "vit"):
+        for place in (str(other), "somebody/model"):
+            folders.append(tmp_path / f"{kind}{len(folders)}")
+            hydra.fuse(zoo.host(kind), EARLY).save_pretrained(folders[-1])
+            rewrite(
+                folders[-1],
+                lambda config, p=place: config["host"]["config"].update({"_name_or_path": p}),
+            )
+    with serving() as (address, hub):
+        lines = run(ELSEWHERE, *folders, address=address, home=tmp_path / "home")
+    assert [json.loads(line) for line in lines] == [[True, None]] * 2 + [[True, [0.5] * 3]] * 2
+    assert hub.asked == []

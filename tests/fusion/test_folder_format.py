@@ -247,13 +247,25 @@ def test_a_tokenizer_names_no_code_and_no_other_files(tmp_path: Path) -> None:
     (tmp_path / "added_tokens.json").unlink()
     path = tmp_path / "tokenizer_config.json"
     settings = json.loads(path.read_text())
-    for change in ({"auto_map": {"AutoTokenizer": "code.Mine"}}, {"vocab_file": "/etc/passwd"}):
+    for change, problem in (
+        ({"auto_map": {"AutoTokenizer": "code.Mine"}}, "are not loaded"),
+        ({"vocab_file": "/etc/passwd"}, "are not loaded"),
+        ({"model_max_length": -5}, "model_max_length"),
+        ({"model_max_length": True}, "model_max_length"),
+        ({"model_max_length": "long"}, "model_max_length"),
+    ):
         path.write_text(json.dumps({**settings, **change}))
         digest = sha256_of_file(path)
         rewrite(tmp_path, lambda config, d=digest: config["files"].update({path.name: d}))
-        loaded = HydraEnsemble.from_pretrained(tmp_path)
-        with pytest.raises(FormatError, match="are not loaded"):
-            _ = loaded.tokenizer
+        with pytest.raises(FormatError, match=problem):
+            HydraEnsemble.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer.4.0.0.json", "source.spm"])
+def test_a_file_for_transformers_that_was_not_saved(name: str, folder: Path) -> None:
+    (folder / name).write_text('{"new": 3}')
+    with pytest.raises(FormatError, match="was not there"):
+        HydraEnsemble.from_pretrained(folder)
 
 
 def test_a_policy_is_whole(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from .._records import model_fingerprint
 from ..costs.budget import Budget
 from ..data import processes
+from ..data.class_order import check_class_order
 from ..data.memory import in_plain_words
 from ..data.progress import announce
 from ..data.running import call_model, check_data, check_inputs, evaluating, member_logits_of
@@ -109,6 +110,7 @@ def build(
         scores[score]  # an unknown name fails now
     host = host_model(model)
     check_data(host.model, calibration)
+    check_class_order(host.model, calibration, seed=seed)
     pad_id = pad_token(host.model)
     parts = Parts(calibration, validation, ood, seed, proxies=way.proxies, pad_id=pad_id)
     classes, seconds = _try(host, parts.first_batch())

@@ -28,6 +28,7 @@ from ..costs.cost_record import CostRatio
 from ..costs.counting import cost
 from ..data.answers import Answers
 from ..data.batches import Batches, as_data, images_of, indexable, join, take, without_labels
+from ..data.class_order import check_class_order
 from ..data.memory import Halving
 from ..data.modes import in_eval
 from ..data.progress import Progress, progress_bar
@@ -121,6 +122,7 @@ def try_model(
             f"{source.count} examples are too few to hold some out: give {LEAST} or more, better "
             "some hundred."
         )
+    check_class_order(model, source, seed=seed)
     source = _in_memory(source, progress)
     labels = source.labels
     host_logits = collect_logits(model, source, name="your model, as it is", progress=progress)[0]

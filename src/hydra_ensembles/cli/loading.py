@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, FormatError, MissingDependencyError, UnsupportedModelError
-from .classes import check_labels, class_count, names_for_folder, read_names
+from .classes import check_labels, check_order, read_names
 from .exits import Stop
 from .hub import hub_access, not_cached
 from .options import DATA_HELP
-from .show import waiting
+from .show import say, waiting
 from .timm_models import is_timm_name
 
 SAFE = {"trust_remote_code": False, "use_safetensors": True}
@@ -31,8 +31,9 @@ class Loaded:
         model: A host model or a `HydraEnsemble`.
         transform: How it wants its images, or None.
         tokenizer: How it wants its texts, or None.
-        class_names: By class number, or None when it has not told.
-        folder_names: What folders of its classes are called in its data set, by class number.
+        class_names: By class number, or None when it has none.
+        spellings: Of each class, its name and others that data may use; where it has no names,
+            those of the data that was read first, or None.
         key: The name of its image input; None if the model takes just the images.
         untrained: Names of weights that its checkpoint did not hold: they are random.
     """
@@ -42,7 +43,7 @@ class Loaded:
     transform: Any = None
     tokenizer: Any = None
     class_names: list[str] | None = None
-    folder_names: list[str] | None = None
+    spellings: list[tuple[str, ...]] | None = None
     key: str | None = "pixel_values"
     untrained: tuple[str, ...] = ()
 
@@ -98,6 +99,8 @@ def load_model(
 def _load_model(name: str, *, device: str | None, dtype: str, class_names: str | None) -> Loaded:
     import torch
 
+    from ..data.class_names import class_count, first_spellings, model_names
+
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise Stop(f"Unknown --dtype {dtype!r}: expected float32, bfloat16, float16 or float64.", 2)
@@ -106,12 +109,20 @@ def _load_model(name: str, *, device: str | None, dtype: str, class_names: str |
         loaded = _timm(name)
     elif is_timm_name(name):
         loaded = _timm(f"timm:{name}")
-    elif _is_ensemble(Path(name)):
+    elif (config := _config_of(Path(name))).get("format") == "hydra-ensembles":
         loaded = _ensemble(name)
+    elif "architecture" in config and "pretrained_cfg" in config:  # written by timm's save_for_hf
+        loaded = _timm(f"timm:local-dir:{name}")
     else:
         loaded = _transformers(name, names)
-    if names is not None:
-        loaded.class_names = names
+    count = class_count(loaded.model)
+    if names is not None and count not in (None, len(names)):
+        raise DataError(
+            f"--class-names gives {len(names)} class names, but {name} has {count} classes."
+        )
+    loaded.spellings = [(n,) for n in names] if names is not None else model_names(loaded.model)
+    if loaded.spellings is not None:
+        loaded.class_names = first_spellings(loaded.spellings)
     try:
         loaded.model = loaded.model.to(device=device, dtype=kind).eval()
     except (RuntimeError, AssertionError) as error:
@@ -129,12 +140,12 @@ def load_set(loaded: Loaded, source: str, *, outliers: bool = False, **options: 
         options: `limit` and `seed`, and what `load_data` takes.
     """
     from ..data import load_data, sample
+    from ..data.class_names import class_count
     from ..data.hub import is_saved_dataset
 
     limit, seed = options.pop("limit", None), options.pop("seed", 0)
     labels = options.pop("labels", None)
-    names, folder = loaded.class_names, Path(source).expanduser()
-    classes = class_count(loaded.model)
+    names, folder = loaded.spellings or loaded.class_names, Path(source).expanduser()
     if outliers and options.get("text_column") and folder.is_file():
         from ..data.table_files import read_table
 
@@ -142,8 +153,6 @@ def load_set(loaded: Loaded, source: str, *, outliers: bool = False, **options: 
             options["text_column"] = None
     if not is_saved_dataset(folder):
         _check_kind(loaded, folder)
-        if not outliers and labels is None and folder.is_dir():
-            names = names_for_folder(folder, loaded.name, [names, loaded.folder_names], classes)
     try:
         with nullcontext() if folder.exists() else hub_access():
             data = load_data(
@@ -159,7 +168,9 @@ def load_set(loaded: Loaded, source: str, *, outliers: bool = False, **options: 
         if folder.exists():
             raise
         raise DataError(f"There is no file or folder {source} here. {error}") from error
+    classes = class_count(loaded.model)
     check_labels(getattr(data, "labels", None), classes, source=source, model=loaded.name)
+    check_order(loaded, data)
     return data if limit is None else sample(data, limit, seed=seed)
 
 
@@ -183,7 +194,8 @@ def _check_kind(loaded: Loaded, path: Path) -> None:
     """Raise for texts given to a model of images, and images given to one of texts."""
     if path.is_file() and loaded.tokenizer is None:
         why = (
-            "has no tokenizer: save it into the model's folder"
+            "has no tokenizer: save it with the model (of an ensemble, set ensemble.tokenizer and "
+            "save it again)"
             if loaded.transform is None
             else "reads images: give a folder of them"
         )
@@ -208,13 +220,14 @@ def load_sets(loaded: Loaded, sources: Sequence[str] | None, **options: Any) -> 
     return sets
 
 
-def _is_ensemble(folder: Path) -> bool:
+def _config_of(folder: Path) -> dict[str, Any]:
+    """Read the config of a model's folder; empty for all else."""
     path = folder / "config.json"
     if not path.is_file():
-        return False
+        return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8")).get("format") == "hydra-ensembles"
-    except (ValueError, AttributeError, RecursionError, OSError):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError, OSError):
         raise FormatError(f"{path} is damaged: it is not JSON. Copy the folder again.") from None
 
 
@@ -225,14 +238,19 @@ def _ensemble(folder: str) -> Loaded:
     import_tiny_vit()
     model = HydraEnsemble.from_pretrained(folder)
     loaded = Loaded(model, folder, tokenizer=model.tokenizer, transform=model.transform)
-    loaded.class_names = _told(list((model.id2label or {}).values()))
     loaded.key = image_key(model)
-    if loaded.tokenizer is None and loaded.transform is None:  # saved without
-        if model.config is not None:
-            text = hasattr(model.config, "vocab_size")
-            _processors(loaded, model.name_or_path or folder, text=text)
-        else:
+    if loaded.tokenizer is None and loaded.transform is None:
+        # saved without: nothing is read or fetched from where the host is said to come from
+        if model.config is None:
             loaded.transform = _by_host(model.host)
+        elif not hasattr(model.config, "vocab_size"):
+            loaded.transform = _by_config(model)
+            say(
+                f"{folder} was saved without an image transform: images are scaled to "
+                f"{loaded.transform.size} pixels and normalised to -1 ... 1. If the model was "
+                "trained otherwise, set ensemble.transform and save it again.",
+                json=True,
+            )
         if loaded.transform is not None:  # orientation was not recorded, as in older folders
             loaded.transform = replace(loaded.transform, exif_orientation=False)
     return loaded
@@ -268,14 +286,10 @@ def import_tiny_vit() -> None:
 
 
 def _timm(name: str) -> Loaded:
-    from .timm_models import imagenet_names, load_timm
+    from .timm_models import load_timm
 
     model = load_timm(name)
-    loaded = Loaded(model, name, transform=_timm_transform(model), key=None)
-    names = imagenet_names(model)
-    if names is not None:
-        loaded.class_names, loaded.folder_names = names
-    return loaded
+    return Loaded(model, name, transform=_timm_transform(model), key=None)
 
 
 def _timm_transform(model: Any) -> Any:
@@ -338,32 +352,25 @@ def _classifier(transformers: Any, name: str, names: list[str] | None) -> Loaded
             f"Cannot load {name} as a classifier: {reason[:400]}"
         ) from error
     loaded = Loaded(model, name, untrained=tuple(sorted(info["missing_keys"])))
-    labels = getattr(config, "id2label", None) or {}
-    loaded.class_names = _told([str(labels[i]) for i in sorted(labels)])
     _processors(loaded, name, text=text)
     return loaded
-
-
-def _told(names: list[str]) -> list[str] | None:
-    """Return class names, or None when they are those that transformers makes up."""
-    made_up = all(name.startswith("LABEL_") for name in names)
-    return None if made_up else names
 
 
 def _processors(loaded: Loaded, source: str, *, text: bool) -> None:
     """Find how the model wants its texts or images; what is missing is told when it is needed."""
     import transformers
 
+    local = Path(source).is_dir()
     try:
         if text:
             loaded.tokenizer = transformers.AutoTokenizer.from_pretrained(
-                source, trust_remote_code=False
+                source, local_files_only=local, trust_remote_code=False
             )
         else:
             from ..data import image_transform
 
             processor = transformers.AutoImageProcessor.from_pretrained(
-                source, trust_remote_code=False
+                source, local_files_only=local, trust_remote_code=False
             )
             loaded.transform = image_transform(processor)
     except (OSError, ValueError, KeyError, ImportError):
@@ -388,6 +395,6 @@ def _zero_shot(transformers: Any, name: str, names: list[str] | None) -> Loaded:
     encoder = transformers.AutoModel.from_pretrained(name, **SAFE).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     model = ZeroShotClassifier(encoder, names, tokenizer=tokenizer)
-    loaded = Loaded(model, name, class_names=names)
+    loaded = Loaded(model, name)
     _processors(loaded, name, text=False)
     return loaded

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, FormatError, MissingDependencyError, UnsupportedModelError
 from .hub import hub_access, not_cached
-
-IMAGENET = 1000
 
 
 def is_timm_name(name: str) -> bool:
@@ -80,17 +77,3 @@ def _with_weights(timm: Any, name: str, file: Path) -> Any:
         reason = " ".join(lines[1:2] or lines)[:200]
         raise FormatError(f"The weights of {file} do not fit timm:{name}: {reason}") from error
     return model
-
-
-def imagenet_names(model: Any) -> tuple[list[str], list[str]] | None:
-    """Return ImageNet's class names and folder names, for a model with its 1,000 classes."""
-    if getattr(model, "num_classes", None) != IMAGENET:
-        return None
-    from timm.data import ImageNetInfo
-
-    info = ImageNetInfo("imagenet-1k")
-    long = [info.index_to_description(number) for number in range(IMAGENET)]
-    short = [name.partition(",")[0] for name in long]
-    many = Counter(short)  # two are called maillot: those keep their long names
-    names = [s if many[s] == 1 else name for s, name in zip(short, long, strict=True)]
-    return names, list(info.label_names())

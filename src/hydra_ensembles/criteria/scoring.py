@@ -10,6 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from ..data.class_order import check_class_order
 from ..data.memory import Halving
 from ..data.running import (
     call_model,
@@ -99,6 +100,7 @@ def score_heads(
     asked = [as_criterion(one) for one in wanted]
     host = host_model(model)
     check_data(host.model, data)
+    check_class_order(host.model, data)
     tables = gather(host, data, asked, loss=loss, progress=progress)
     setting = Setting(host, held_out=held_out, progress=progress)
     scores = {c.label: _score(c, tables, setting) for c in asked}

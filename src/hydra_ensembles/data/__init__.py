@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .adversarial import adversarial
 from .batches import Batch, Batches, Data, as_data, batch_length, check_reiterable, count
+from .class_order import check_class_order
 from .corruptions import COMMON, corrupt, corrupt_texts, corrupted, corruptions, text_corruptions
 from .demo import Demo, digits
 from .folders import image_folder
@@ -24,6 +25,7 @@ __all__ = [
     "adversarial",
     "as_data",
     "batch_length",
+    "check_class_order",
     "check_reiterable",
     "corrupt",
     "corrupt_texts",

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import DataError
 from ..runtime.pictures import open_image
 from .batches import Batch, Batches
+from .class_names import Names
 from .labels import encode_labels, pick_column
 from .progress import progress_bar
 from .table_files import read_table
@@ -30,7 +31,7 @@ def image_folder(
     labels: bool | str | Path = True,
     file_column: str | None = None,
     label_column: str | None = None,
-    class_names: Sequence[str] | None = None,
+    class_names: Names | None = None,
     batch_size: int = 32,
     key: str | None = "pixel_values",
     skip_broken: bool = False,
@@ -45,7 +46,9 @@ def image_folder(
             per picture (paths relative to the folder, or anywhere below it); False: no labels, as
             for outliers.
         file_column, label_column: columns of that file; by default the usual names.
-        class_names: names in the order of the host's classes; by default those found, sorted.
+        class_names: names in the order of the host's classes, or spellings of each; by default
+            those found, sorted: that order is assumed, and checked with the first model that meets
+            the data (`check_class_order`).
         batch_size: pictures per batch.
         key: the host's name for images (a batch is a mapping); None gives `(images, labels)`.
         skip_broken: check every picture first and leave broken ones out with one warning; by
@@ -76,10 +79,10 @@ def image_folder(
         values = [path.relative_to(root).parts[0] for path in files]
     if skip_broken:
         files, values = _unbroken(root, files, values)
-    numbers, names = None, None
+    numbers, info = None, {"class_names": None}
     if values is not None:
         where = f"the subfolders of {root}" if isinstance(labels, bool) else str(labels)
-        numbers, names = encode_labels(
+        numbers, info = encode_labels(
             values, class_names, where=where, numbers_stay=not isinstance(labels, bool)
         )
     prepare = image_transform(ImageTransform() if transform is None else transform)
@@ -88,7 +91,7 @@ def image_folder(
         range(len(files)),
         batch_size=batch_size,
         labels=numbers,
-        info={"class_names": names, "transform": prepare, "files": files},
+        info={**info, "transform": prepare, "files": files},
     )
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import DataError, MissingDependencyError
 from .batches import Batch, Batches
+from .class_names import Names
 from .folders import image_batch
 from .labels import encode_labels, pick_column
 from .texts import LABEL_COLUMNS, TEXT_COLUMNS, text_data
@@ -33,7 +33,7 @@ def hub_dataset(
     image_column: str | None = None,
     label_column: str | None = None,
     labels: bool = True,
-    class_names: Sequence[str] | None = None,
+    class_names: Names | None = None,
     max_length: int | None = None,
     batch_size: int = 32,
     key: str | None = "pixel_values",
@@ -50,31 +50,35 @@ def hub_dataset(
         text_column, pair_column, image_column, label_column: by default found under their usual
             names.
         labels: False leaves them out, as for outliers.
-        class_names: names in the order of the host's classes; by default those of the dataset.
+        class_names: see `image_folder`; by default those of the dataset, in its order.
         max_length: most tokens per text; by default the tokenizer's limit.
         batch_size: examples per batch.
         key: the host's name for images; None gives `(images, labels)`.
     """
     dataset = _open(name, split, config, revision)
     where = f"The dataset {name}"
-    numbers, names = None, None
+    numbers, facts = None, {"class_names": None}
     if labels:
         column = pick_column(label_column, dataset.column_names, LABELS, "label", where)
-        numbers, names = _labels(dataset, column, class_names, where)
+        stored = getattr(dataset.features.get(column), "names", None)
+        numbers, facts = encode_labels(
+            list(dataset[column]), class_names, where=f"the dataset {name}", stored=stored
+        )
     if tokenizer is not None:
         column = pick_column(text_column, dataset.column_names, TEXT_COLUMNS, "text", where)
         pairs = None
         if pair_column is not None:
             pairs = list(dataset[pick_column(pair_column, dataset.column_names, (), "text", where)])
-        return text_data(
+        data = text_data(
             list(dataset[column]),
             tokenizer,
             pairs=pairs,
             labels=numbers,
-            class_names=names,
             max_length=max_length,
             batch_size=batch_size,
         )
+        data.info |= facts
+        return data
     column = pick_column(image_column, dataset.column_names, IMAGE_COLUMNS, "image", where)
     prepare = image_transform(ImageTransform() if transform is None else transform)
     pictures = dataset.select_columns([column])
@@ -90,7 +94,7 @@ def hub_dataset(
             torch.stack(images), None if numbers is None else numbers[list(rows)], key
         )
 
-    info = {"class_names": names, "transform": prepare}
+    info = {**facts, "transform": prepare}
     return Batches(load, range(len(dataset)), batch_size=batch_size, labels=numbers, info=info)
 
 
@@ -127,14 +131,3 @@ def _open(name: str | Path, split: str | None, config: str | None, revision: str
             )
         return dataset[split]
     return dataset
-
-
-def _labels(
-    dataset: Any, column: str, class_names: Sequence[str] | None, where: str
-) -> tuple[Tensor, list[str] | None]:
-    values = list(dataset[column])
-    stored = getattr(dataset.features.get(column), "names", None)
-    if stored is not None and class_names is not None and list(stored) != list(class_names):
-        values = [stored[value] for value in values]  # by name, since the orders differ
-    numbers, names = encode_labels(values, class_names or stored, where=where)
-    return numbers, names

@@ -10,33 +10,58 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
+from .class_names import Names, class_finder, first_spellings
 
 
 def encode_labels(
     values: Sequence[Any],
-    class_names: Sequence[str] | None,
+    class_names: Names | None,
     *,
     where: str,
     numbers_stay: bool = True,
-) -> tuple[Tensor, list[str] | None]:
-    """Turn labels into class numbers; return them with the class names.
+    stored: Sequence[str] | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """Turn labels into class numbers; return them with what data tells of them.
 
-    Whole numbers stay as they are (unless `numbers_stay` is False, for folders whose names are
-    digits). Names become their index in `class_names`, by default the sorted names in the data.
+    Whole numbers (and the `LABEL_1` of transformers) stay as they are. Names become their index in
+    `class_names`. Without `class_names` the order is assumed: the sorted names.
+
+    Args:
+        values: The label of each example.
+        class_names: Names in the order of the host's classes, or None.
+        where: Where the labels are, for errors.
+        numbers_stay: False for folders whose names are digits.
+        stored: The names of the numbers, where the data has them.
+
+    Returns:
+        The numbers, with `class_names` (or None) and `assumed_order` (where an order that nobody
+        gave is from, or None).
     """
+    if stored is not None and class_names is not None:  # by name, since the orders may differ
+        values = [stored[v] if isinstance(v, int) and v >= 0 else v for v in values]
+    assumed = None if class_names is not None else f"sorted names of {where}"
+    if class_names is None and stored is not None:
+        class_names, assumed = stored, f"names in the order of {where}"
     numbers = _whole_numbers(values) if numbers_stay else None
     if numbers is not None:
-        return torch.tensor(numbers), None if class_names is None else list(class_names)
+        known = None if class_names is None else first_spellings(class_names)
+        info = {"class_names": known, "assumed_order": None if known is None else assumed}
+        return torch.tensor(numbers), info
     texts = [str(value) for value in values]
-    names = sorted(set(texts)) if class_names is None else [str(name) for name in class_names]
-    place = {name: number for number, name in enumerate(names)}
-    unknown = next((value for value in texts if value not in place), None)
-    if unknown is not None:
+    found = sorted(set(texts))
+    names = found if class_names is None else first_spellings(class_names)
+    find = class_finder(names if class_names is None else class_names)
+    place = {name: find(name) for name in found}
+    unclear = next((name for name in found if len(place[name]) != 1), None)
+    if unclear is not None:
+        kind = "fits several" if place[unclear] else "is none"
         raise DataError(
-            f"The label {unknown!r} in {where} is none of the {len(names)} class names "
-            f"({_some(names)}). Check class_names, or leave it out to use the names found."
+            f"The label {unclear!r} in {where} {kind} of the {len(names)} class names "
+            f"({_some(names)}). Give your names in the order of the model's classes with "
+            "--class-names (class_names= in Python)."
         )
-    return torch.tensor([place[value] for value in texts]), names
+    info = {"class_names": names, "assumed_order": assumed}
+    return torch.tensor([place[name][0] for name in texts]), info
 
 
 def pick_column(
@@ -60,6 +85,7 @@ def pick_column(
 
 
 def _whole_numbers(values: Sequence[Any]) -> list[int] | None:
+    values = [v.removeprefix("LABEL_") if isinstance(v, str) else v for v in values]
     try:
         numbers = [int(value) for value in values]
     except (TypeError, ValueError):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
 from . import table_files as tables
 from .batches import Batches
+from .class_names import Names
 from .folders import image_folder
 from .hub import hub_dataset, is_saved_dataset
 from .texts import text_file
@@ -26,7 +27,7 @@ def load_data(
     image_column: str | None = None,
     label_column: str | None = None,
     labels: bool | str | Path = True,
-    class_names: Sequence[str] | None = None,
+    class_names: Names | None = None,
     max_length: int | None = None,
     batch_size: int = 32,
     key: str | None = "pixel_values",

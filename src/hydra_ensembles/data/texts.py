@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from .batches import Batch, Batches
+from .class_names import Names
 from .labels import encode_labels, pick_column
 from .table_files import read_table
 
@@ -26,7 +27,7 @@ def text_file(
     pair_column: str | None = None,
     label_column: str | None = None,
     labels: bool = True,
-    class_names: Sequence[str] | None = None,
+    class_names: Names | None = None,
     columns: Sequence[str] | None = None,
     delimiter: str | None = None,
     quoted: bool | None = None,
@@ -41,7 +42,7 @@ def text_file(
         text_column, pair_column, label_column: by default text and label are found under their
             usual names and there is no second text.
         labels: False leaves them out, as for outliers.
-        class_names: names in the order of the host's classes; by default those found, sorted.
+        class_names: see `image_folder`.
         columns, delimiter, quoted: see `read_table`.
         max_length: most tokens per text; by default the tokenizer's limit.
         batch_size: texts per batch.
@@ -52,20 +53,22 @@ def text_file(
     pairs = None
     if pair_column is not None:
         pairs = _strings(table[pick_column(pair_column, table, (), "text", where)], where)
-    numbers, names = None, None
+    numbers: Tensor | None = None
+    info: dict[str, Any] = {}
     plain = Path(file).suffix.lower() == ".txt" and label_column is None
     if labels and not plain:
         values = table[pick_column(label_column, table, LABEL_COLUMNS, "label", where)]
-        numbers, names = encode_labels(values, class_names, where=where)
-    return text_data(
+        numbers, info = encode_labels(values, class_names, where=where)
+    data = text_data(
         texts,
         tokenizer,
         pairs=pairs,
         labels=numbers,
-        class_names=names,
         max_length=max_length,
         batch_size=batch_size,
     )
+    data.info |= info
+    return data
 
 
 def text_data(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.answers import Answers
+from ..data.class_order import check_class_order
 from ..data.running import collect_logits, iterate_answers
 from ..errors import DataError
 from ..uncertainty import fit_temperature, scale_logits, scores
@@ -71,13 +72,15 @@ def evaluate(
 
     Raises:
         DataError: naming the data set, for NaN logits, labels out of range or missing, empty data,
-            inputs that the model refuses, and classes that differ between sets.
+            inputs that the model refuses, and classes that differ between sets; and for class
+            names in an assumed order that is not the model's (`check_class_order`).
     """
     names = [score] if isinstance(score, str) else list(score)
     for each in names:
         if each != NOVELTY:
             scores[each]  # an unknown name fails before hours of work, not after
     scale = logit_scale_of(model) if "mcm" in names else None
+    check_class_order(model, data, seed=seed)
     sets = {"id": data, **_named(ood, OOD), **_named(shifts, SHIFT)}
     degrees = _temperature(model, temperature, device=device, progress=progress)
 

@@ -16,6 +16,7 @@ from .._records import check_same_run, model_fingerprint, read_record, to_record
 from ..criteria import Criterion, as_criterion, ranked, score_heads
 from ..criteria.losses import Loss
 from ..data.batches import check_reiterable
+from ..data.class_order import check_class_order
 from ..data.running import collect_logits, progress_bar
 from ..data.splits import fingerprint, sample, split
 from ..errors import HydraError, UnsupportedModelError
@@ -89,6 +90,7 @@ def prune_sweep(
     bad = [ratio for ratio in ratios if not 0 <= ratio < 1]
     if bad:
         raise HydraError(f"Pruning ratio {bad[0]}: expected a share of the heads in [0, 1).")
+    check_class_order(host.model, data, seed=seed)
     if calibration is None:
         parts = split(data, {"calibration": 0.25, "test": 0.75}, seed=seed)
         calibration, data = parts["calibration"], parts["test"]

@@ -5,7 +5,6 @@ Both belong to the ensemble: set in Python or taken from the data that built it,
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.class_names import real_names
 from ..data.folders import image_batch
 from ..data.transforms import (
     PROCESSOR_FILE,
@@ -77,9 +77,6 @@ class Preparation:
                 "'hydra-ensembles[transformers]'."
             ) from error
         assert self._folder is not None
-        for name in self._files:
-            if name.endswith("_config.json"):
-                _check_names_nothing(self._folder / name)
         try:
             return getattr(transformers, kind).from_pretrained(
                 self._folder, local_files_only=True, trust_remote_code=False
@@ -96,22 +93,6 @@ class Preparation:
             ) from error
 
 
-def _check_names_nothing(path: Path) -> None:
-    """Raise when a tokenizer's or processor's config refers to code or to files elsewhere."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is damaged ({error}). Save or download it again.") from None
-    if not isinstance(config, dict):
-        raise FormatError(f"{path} holds no settings. Save or download it again.")
-    for key, value in config.items():
-        if key == "auto_map" or (key.endswith("_file") and value is not None):
-            raise FormatError(
-                f"{path} sets {key} to {value!r:.60}: code, and files that it names, are not "
-                "loaded. Set the tokenizer or transform in Python, and save the ensemble again."
-            )
-
-
 def remember_inputs(ensemble: Any, data: Any) -> None:
     """Store the transform, tokenizer and class names of the data that built an ensemble."""
     transform, tokenizer = getattr(data, "transform", None), getattr(data, "tokenizer", None)
@@ -121,13 +102,8 @@ def remember_inputs(ensemble: Any, data: Any) -> None:
     if hasattr(tokenizer, "save_pretrained"):
         ensemble.tokenizer = tokenizer
     names = getattr(data, "class_names", None)
-    if names and _made_up(ensemble.id2label):
+    if names and real_names(ensemble.id2label) is None:
         ensemble.id2label = dict(enumerate(map(str, names)))
-
-
-def _made_up(names: Mapping[int, str] | None) -> bool:
-    """Return whether class names are missing or transformers' defaults."""
-    return not names or all(name.startswith("LABEL_") for name in names.values())
 
 
 def is_raw(batch: Any) -> bool:

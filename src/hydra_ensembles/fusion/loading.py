@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +41,10 @@ _TYPES = {
 }
 
 
-PREPARATION = frozenset({"tokenizer_config.json", "preprocessor_config.json"})
-"""Files that say that transformers prepares the inputs."""
-
-_READ_BY_TRANSFORMERS = frozenset(
-    {
-        *PREPARATION,
-        *("processor_config.json", "tokenizer.json", "special_tokens_map.json", "vocab.json"),
-        *("added_tokens.json", "vocab.txt", "merges.txt", "spiece.model", "tokenizer.model"),
-        *("sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json"),
-        *("video_preprocessor_config.json", "tekken.json"),
-    }
+_READ_BY_TRANSFORMERS = re.compile(
+    r"(\w+_)?(pre)?processor_config\.json|tokenizer.*\.json|vocab.*\.(json|txt)|merges\.txt"
+    r"|(added_tokens|special_tokens_map|chat_template|tekken)\.json|bpe\.codes"
+    r"|.*\.(model|spm|jinja|tiktoken)|additional_chat_templates"
 )
 """Files that transformers reads where it finds them, whoever put them there."""
 
@@ -118,13 +113,37 @@ def check_files(folder: Path, config: dict[str, Any]) -> None:
     """Raise unless every file is there with the content that was saved, and no other is read."""
     for name, expected in {WEIGHTS: config["sha256"], **config["files"]}.items():
         check_file(folder, name, expected)
-    if PREPARATION & config["files"].keys():
-        for path in sorted(folder.iterdir()):
-            if path.name not in config["files"] and path.name in _READ_BY_TRANSFORMERS:
-                raise FormatError(
-                    f"{path} was not there when the ensemble was saved, and would change how its "
-                    "inputs are prepared. Remove it, or save the ensemble again."
-                )
+        if name.endswith("_config.json"):
+            _check_preparation(folder / name)
+    for path in sorted(folder.iterdir()):
+        if path.name not in config["files"] and _READ_BY_TRANSFORMERS.fullmatch(path.name):
+            raise FormatError(
+                f"{path} was not there when the ensemble was saved, and would change how its "
+                "inputs are prepared. Remove it; or load the ensemble without it, set "
+                "ensemble.tokenizer or ensemble.transform, and save it again."
+            )
+
+
+def _check_preparation(path: Path) -> None:
+    """Raise when a tokenizer's or processor's config names code or other files, or cannot be."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is damaged ({error}). Save or download it again.") from None
+    if not isinstance(config, dict):
+        raise FormatError(f"{path} holds no settings. Save or download it again.")
+    for key, value in config.items():
+        if key == "auto_map" or (key.endswith("_file") and value is not None):
+            raise FormatError(
+                f"{path} sets {key} to {value!r:.60}: code, and files that it names, are not "
+                "loaded. Set the tokenizer or transform in Python, and save the ensemble again."
+            )
+    most = config.get("model_max_length")
+    if most is not None and not (type(most) in (int, float) and most >= 1):
+        raise FormatError(
+            f"{path} sets model_max_length to {most!r:.60}; expected a number of tokens, 1 or "
+            "more. Save or download it again."
+        )
 
 
 def check_file(folder: Path, name: str, expected: str) -> None:

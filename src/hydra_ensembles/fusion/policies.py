@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.class_order import check_class_order
 from ..data.running import evaluating, member_logits, progress_bar, split_batch
 from ..errors import DataError, HydraError
 from ..uncertainty import Policy, Prediction, choose_policy, predict_from_logits
@@ -57,6 +58,7 @@ def fit_policy(
         >>> ensemble.predict(batch).decisions
         ['answer', 'answer', 'new', 'unsure']
     """
+    check_class_order(ensemble, labelled)
     novelty = getattr(ensemble, "novelty", None)
     if alarm is not None and novelty is None:
         raise HydraError(

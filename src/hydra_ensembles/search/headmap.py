@@ -19,6 +19,7 @@ from torch import nn
 from .._records import model_fingerprint, read_record, to_record
 from ..costs.budget import Budget
 from ..data.batches import without_labels
+from ..data.class_order import check_class_order
 from ..data.memory import in_plain_words
 from ..data.splits import fingerprint
 from ..errors import MaskError
@@ -222,6 +223,7 @@ def _search(
     """
     check_name("condition", condition, CONDITIONS)
     host = host_model(model)
+    check_class_order(host.model, id)
     goal = as_objective(objective, score)
     sets = search_sets(id, ood=ood, shift=shift, needs=goal.needs, average=goal.name == "average")
     kinds = sorted({name.split("/")[0] for name in sets})

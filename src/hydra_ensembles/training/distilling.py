@@ -24,6 +24,7 @@ from ..data.batches import (
     labels_of,
     take,
 )
+from ..data.class_order import check_class_order
 from ..data.memory import in_plain_words
 from ..data.modes import evaluating
 from ..data.running import check_data, collect_logits, member_logits
@@ -157,6 +158,7 @@ def distill(
     chosen = (settings or DISTILL).updated(locals())
     host = host_model(model)
     check_data(host.model, data)
+    check_class_order(host.model, data, seed=seed)
     place = None if folder is None else Path(folder)
     sources = read_teachers(teachers, host.model)
     for name, given in {"data": data, "validation": validation, "outliers": outliers}.items():

@@ -67,6 +67,7 @@ def command(
     loaded = reading.load_model(model)
     host = loaded.host
     calibration = reading.load_known(loaded, data)
+    labelled = None if held_out is None else reading.load_known(loaded, held_out)
     outliers = reading.load_outliers(loaded, ood)
     output.mkdir(parents=True, exist_ok=True)
     write_config(output, begin=True)
@@ -89,10 +90,11 @@ def command(
     if names:
         ensemble.id2label = list(names)
     refused = None
-    if held_out is not None:
-        more = reading.load_known(loaded, held_out)
+    if labelled is not None:
         try:
-            fit_policy(ensemble, more, risk=risk, alarm=alarm, method=promise, progress=not json)
+            fit_policy(
+                ensemble, labelled, risk=risk, alarm=alarm, method=promise, progress=not json
+            )
         except HydraError as error:  # what was built is kept
             refused = f"{error} Written to {output} without a policy: fit one with "
             refused += "hydra-ensembles policy."

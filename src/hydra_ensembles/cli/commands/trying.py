@@ -116,10 +116,13 @@ def command(
 def _load(reading: Reading, loaded: Loaded, data: str) -> tuple[Any, str]:
     """Load the data, without labels where there are none that the model knows; say so."""
     from ...data.batches import indexable
+    from ...data.class_order import ClassOrderError
     from ...errors import DataError
 
     try:
         return indexable(reading.load_known(loaded, data)), ""
+    except ClassOrderError:
+        raise
     except DataError as error:
         if reading.labels is not None or reading.label_column is not None:
             raise
