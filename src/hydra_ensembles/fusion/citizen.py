@@ -10,6 +10,7 @@ from torch import nn
 
 from ..data.transforms import image_transform
 from ..hosts import device_of
+from ..hosts.task import is_language_model
 from .inputs import Preparation
 
 
@@ -66,6 +67,8 @@ class Citizen(nn.Module):
         """Class names by number: those that were set, or the host's; None without either."""
         if self._names is not None:
             return dict(self._names)
+        if is_language_model(self.host):  # its config names two classes that it does not have
+            return None
         labels = getattr(self.config, "id2label", None) or getattr(self.host, "id2label", None)
         return None if labels is None else {int(k): str(v) for k, v in labels.items()}
 

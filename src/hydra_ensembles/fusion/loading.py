@@ -74,7 +74,6 @@ def load(
             _check_on_meta(config, header, folder)
         skeleton = rebuild_host(config["host"]) if host is None else copy.deepcopy(host)
         assembly, view = structure(skeleton, config)
-        assembly.model.to(getattr(torch, config["dtype"]))
         _check_fit(assembly.model, view, config, header, folder)
     except (FormatError, MissingDependencyError):
         raise
@@ -228,7 +227,7 @@ def _load_weights(model: nn.Module, path: Path, config: dict[str, Any]) -> None:
         raise FormatError(f"Cannot read {path} ({error}). Save or download it again.") from None
     for alias, name in config["aliases"].items():
         tensors[alias] = tensors[name]
-    fill_(model, tensors)
+    fill_(model, tensors, config["host"].get("buffers", {}))
 
 
 def _load_novelty(folder: Path, facts: dict[str, Any] | None) -> Novelty | None:

@@ -20,6 +20,19 @@ def other_task(model: Any) -> str | None:
     return None
 
 
+def is_language_model(model: Any) -> bool:
+    """Return whether a model's classes are the tokens of its vocabulary, as transformers says."""
+    output = getattr(model, "get_output_embeddings", None)
+    return output is not None and output() is not None
+
+
+def predicts_next_token(model: Any) -> bool:
+    """Return whether a model is a causal language model: each token's logits are of the next."""
+    if not is_language_model(model) or getattr(model.config, "is_encoder_decoder", False):
+        return False
+    return bool(model.can_generate())
+
+
 def gives_classes(model: Any, output: Any) -> bool:
     """Return whether a model's output holds class logits, not an embedding or hidden states.
 
