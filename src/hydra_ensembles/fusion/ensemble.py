@@ -38,7 +38,7 @@ from .card import remember_results
 from .fused_model import FusedModel, Mode
 from .hub import push
 from .inputs import Preparation, is_raw, prepare
-from .known import fit_novelty, logits_and_summaries, per_text, why_novel
+from .known import fit_novelty, logits_and_summaries, per_text, statistics_of, why_novel
 from .layers import FusedBlock
 from .loading import check_answers, load
 from .outputs import with_embedding, with_logits, with_signature_of
@@ -81,6 +81,7 @@ class HydraEnsemble(FusedModel):
         self.score = "msp"
         self.policy: Policy | None = None
         self.novelty: Novelty | None = None
+        self.warned_precisions: set[str] = set()  # see `known.statistics_of`
         self.record: dict[str, Any] = {}
         shown = with_signature_of(HydraEnsemble.forward, type(self.host))
         self.forward = types.MethodType(shown, self)  # type: ignore[method-assign]
@@ -179,8 +180,7 @@ class HydraEnsemble(FusedModel):
             logit_scale=getattr(self.host, "logit_scale", None),
         )
         if self.novelty is not None and summaries is not None:
-            self.novelty = self.novelty.to(member_logits.device)  # moved once, not at every call
-            novelty, score = self.novelty(summaries, per_text(member_logits, batch))
+            novelty, score = statistics_of(self)(summaries, per_text(member_logits, batch))
             answer = replace(answer, novelty=novelty, novelty_score=score)
         return answer if self.policy is None else decided(answer, self.policy)
 

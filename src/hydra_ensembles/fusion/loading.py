@@ -18,7 +18,7 @@ from ..uncertainty.novelty import Novelty, from_tensors
 from .assemble import Assembly
 from .describing import fill_, structure
 from .folder_format import CONFIG, NOVELTY, WEIGHTS, read_config
-from .known import has_readout_token
+from .known import has_readout_token, precision_of
 from .saving import versions
 from .taps import tap_names
 
@@ -277,6 +277,7 @@ def check_answers(ensemble: Any, name: Any) -> None:
     if not inputs or ensemble.dtype == torch.float16:  # half is for other devices than this one
         return
     args, kwargs = inputs[0]
+    ensemble.warned_precisions.add(precision_of(ensemble))  # nobody said yet how it will be run
     try:
         if ensemble.is_classifier:  # novelty and the score too
             classes = ensemble.predict(kwargs or args[0]).probabilities.shape[-1]
@@ -287,6 +288,7 @@ def check_answers(ensemble: Any, name: Any) -> None:
             f"{name} loads but cannot run ({type(error).__name__}: {str(error)[:200]}): its "
             f"{CONFIG} does not describe the model that was saved. Save or download it again."
         ) from error
+    ensemble.warned_precisions.clear()
     names = ensemble.id2label
     if ensemble.is_classifier and names is not None and len(names) != classes:
         raise FormatError(
