@@ -1,4 +1,4 @@
-"""Half precision: saved and loaded to the bit; novelty belongs to the precision it was fitted in."""
+"""Half precision: saved to the bit; novelty belongs to the precision that it was fitted in."""
 
 from __future__ import annotations
 
