@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from ..data.transforms import image_transform
+from ..errors import UnsupportedModelError
 from ..hosts import device_of
-from ..hosts.task import is_language_model
+from ..hosts.task import NEXT_TOKENS, is_language_model, predicts_next_token
 from .inputs import Preparation
 
 
@@ -61,6 +62,12 @@ class Citizen(nn.Module):
     def can_generate(self) -> bool:
         """Tell pipelines that this is a classifier."""
         return False
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse with what works instead: an ensemble scores texts, it does not write them."""
+        name = type(self.host).__name__
+        why = NEXT_TOKENS if predicts_next_token(self.host) else f"{name} does not write text"
+        raise UnsupportedModelError(f"An ensemble cannot generate(): {why}.")
 
     @property
     def id2label(self) -> dict[int, str] | None:

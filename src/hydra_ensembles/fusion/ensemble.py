@@ -21,6 +21,7 @@ from ..evaluation.results import Results
 from ..heads.plan import Plan
 from ..hosts import HostModel, host_model
 from ..hosts.probe import modules_after_blocks
+from ..hosts.task import predicts_next_token
 from ..registry import public_function
 from ..uncertainty import (
     Evidence,
@@ -132,7 +133,8 @@ class HydraEnsemble(FusedModel):
         """Run all members; take the host's inputs, return the host's kind of output.
 
         `logits` = log mean_m softmax(member logits); with `labels`, `loss` is their negative
-        log-likelihood under the mean probability.
+        log-likelihood under the mean probability, of a causal language model that of the next
+        token, as its host has it.
         """
         member_logits, output = self._run(args, kwargs)
         if not self.is_classifier:
@@ -142,7 +144,10 @@ class HydraEnsemble(FusedModel):
         logits = log_mean_probability(self._scaled(member_logits))
         loss = None
         if labels is not None:  # a token classifier's [batch, token, class]; -100 does not count
-            loss = F.nll_loss(logits.flatten(0, -2), labels.to(logits.device).flatten())
+            rated, labels = logits, labels.to(logits.device)
+            if predicts_next_token(self.host):
+                rated, labels = logits[:, :-1], labels[:, 1:]
+            loss = F.nll_loss(rated.flatten(0, -2), labels.flatten())
         return with_logits(output, logits, loss, kwargs.get("return_dict"))
 
     def member_logits(self, batch: Any) -> Tensor:

@@ -8,6 +8,14 @@ from torch import Tensor
 
 _CLASSIFIERS = ("classifier", "score", "classification_head")
 
+NEXT_TOKENS = (
+    "fused, a causal language model scores the next token: forward (also with labels=) and predict "
+    "give the members' mean at every token, member_logits each member; PromptClassifier makes it "
+    "a classifier. It keeps no cache, and generate() works on one member only: "
+    "ensemble.member(m).generate(...)"
+)
+"""What works with a fused causal language model, and what does not."""
+
 
 def other_task(model: Any) -> str | None:
     """Name a model's task if its outputs are not class probabilities, which members average."""
