@@ -53,11 +53,11 @@ def checked_description(ensemble: Any) -> dict[str, Any]:
         twin, view = structure(rebuild_host(rebuilt), config)
         problem = _difference(ensemble, twin, view, kinds)
     except Exception as error:  # an unusual host: the user must pass it when loading
-        problem = f"{type(error).__name__}: {str(error)[:200]}"
+        problem = f"{type(error).__name__}: {str(error)[:200].rstrip('.')}"
     if problem is None:
         return description
     warnings.warn(
-        f"{description['class']} cannot be built again from its config ({problem}). The folder is "
+        f"{description['class']} cannot be built again by name ({problem}). The folder is "
         "complete, but loading it needs a model of the same architecture: "
         "from_pretrained(folder, host=model).",
         stacklevel=6,
