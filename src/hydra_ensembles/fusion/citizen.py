@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from ..data.transforms import image_transform
+from ..errors import UnsupportedModelError
 from ..hosts import device_of
+from ..hosts.task import NEXT_TOKENS, is_language_model, predicts_next_token
 from .inputs import Preparation
 
 
@@ -61,11 +63,19 @@ class Citizen(nn.Module):
         """Tell pipelines that this is a classifier."""
         return False
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse with what works instead: an ensemble scores texts, it does not write them."""
+        name = type(self.host).__name__
+        why = NEXT_TOKENS if predicts_next_token(self.host) else f"{name} does not write text"
+        raise UnsupportedModelError(f"An ensemble cannot generate(): {why}.")
+
     @property
     def id2label(self) -> dict[int, str] | None:
         """Class names by number: those that were set, or the host's; None without either."""
         if self._names is not None:
             return dict(self._names)
+        if is_language_model(self.host):  # its config names two classes that it does not have
+            return None
         labels = getattr(self.config, "id2label", None) or getattr(self.host, "id2label", None)
         return None if labels is None else {int(k): str(v) for k, v in labels.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,8 +26,10 @@ from .structure import build_body_, split_classifier_
 
 
 def checked_description(ensemble: Any) -> dict[str, Any]:
-    """Describe the host; call it custom if it cannot be rebuilt from the description."""
-    description = ensemble._assembly.description
+    """Describe the host; call it custom, with a warning, if it cannot be rebuilt from that."""
+    buffers = _unsaved_buffers(ensemble.host)
+    kinds = {name: plain_data(tensor.dtype) for name, tensor in buffers.items()}
+    description = {**ensemble._assembly.description, "buffers": kinds}
     if description["library"] == "custom":
         return description
     try:
@@ -48,39 +51,65 @@ def checked_description(ensemble: Any) -> dict[str, Any]:
             "aliases": distinct(ensemble.host.state_dict())[1],
         }
         twin, view = structure(rebuild_host(rebuilt), config)
-        ours, theirs = ensemble.host.state_dict(), twin.model.state_dict()
-        fits = ours.keys() == theirs.keys() and all(
-            ours[name].shape == theirs[name].shape for name in ours
-        )
-        fits = fits and _answers_alike(ensemble, twin, view)
-    except Exception:  # an unusual host: the user must pass it when loading
-        fits = False
-    return description if fits else {"library": "custom", "class": description["class"]}
+        problem = _difference(ensemble, twin, view, kinds)
+    except Exception as error:  # an unusual host: the user must pass it when loading
+        problem = f"{type(error).__name__}: {str(error)[:200].rstrip('.')}"
+    if problem is None:
+        return description
+    warnings.warn(
+        f"{description['class']} cannot be built again by name ({problem}). The folder is "
+        "complete, but loading it needs a model of the same architecture: "
+        "from_pretrained(folder, host=model).",
+        stacklevel=6,
+    )
+    return {"library": "custom", "class": description["class"], "buffers": kinds}
 
 
 @torch.no_grad()
-def _answers_alike(ensemble: Any, twin: Assembly, view: HostModel) -> bool:
-    """Check on an example that a rebuilt host with the same weights gives the same output.
+def _difference(
+    ensemble: Any, twin: Assembly, view: HostModel, kinds: Mapping[str, str]
+) -> str | None:
+    """Say how a rebuilt host with the same weights differs; None if it answers alike.
 
-    Settings without weights (how tokens are pooled, for example) show nowhere else.
+    Settings without weights (how tokens are pooled, for example) show in an answer only.
     """
+    state, rebuilt = ensemble.host.state_dict(), twin.model.state_dict()
+    unlike = [
+        name for name in state if name not in rebuilt or state[name].shape != rebuilt[name].shape
+    ]
+    if unlike or len(state) != len(rebuilt):
+        return f"other tensors: {', '.join(sorted({*unlike, *(rebuilt.keys() - state)})[:3])}"
     inputs = examples(ensemble.host)[-1:]
     if not inputs:
-        return True
-    device, dtype = ensemble.device, ensemble.dtype
+        return None
     other = type(ensemble).around(twin, view, mode="fused", switches={})
-    fill_(other.host.to(device, dtype), ensemble.host.state_dict())
+    fill_(other.host.to(ensemble.device), state, kinds)
     with evaluating(ensemble), evaluating(other):
         a, b = (e.fused_logits(*inputs[0]) for e in (ensemble, other))
-    return a.shape == b.shape and bool(torch.allclose(a, b, atol=1e-4, rtol=1e-4))
+    alike = a.shape == b.shape and bool(torch.allclose(a, b, atol=1e-4, rtol=1e-4))
+    return None if alike else "with the same weights its answers differ"
 
 
-def fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into a model, each in its own precision: parts of a model may differ."""
+def fill_(model: nn.Module, tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> None:
+    """Copy tensors into a model, each in its own precision: parts of a model may differ.
+
+    Args:
+        model: A host with the ensemble's structure.
+        tensors: Its state dict.
+        kinds: Types of the buffers that a state dict lacks, such as rotary frequencies, by name.
+    """
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.dtype != tensors[name].dtype:
             tensor.data = tensor.data.to(tensors[name].dtype)
+    for name, buffer in _unsaved_buffers(model).items():
+        buffer.data = buffer.data.to(getattr(torch, kinds.get(name, plain_data(buffer.dtype))))
     model.load_state_dict(tensors)
+
+
+def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the floating-point buffers that a state dict lacks, by name."""
+    saved = model.state_dict().keys()
+    return {n: b for n, b in model.named_buffers() if b.is_floating_point() and n not in saved}
 
 
 def structure(skeleton: nn.Module, config: dict[str, Any]) -> tuple[Assembly, HostModel]:

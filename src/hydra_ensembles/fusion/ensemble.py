@@ -20,6 +20,7 @@ from ..evaluation.results import Results
 from ..heads.plan import Plan
 from ..hosts import HostModel, host_model
 from ..hosts.probe import modules_after_blocks
+from ..hosts.task import predicts_next_token
 from ..registry import public_function
 from ..uncertainty import (
     Evidence,
@@ -37,7 +38,7 @@ from .card import remember_results
 from .fused_model import FusedModel, Mode
 from .hub import push
 from .inputs import Preparation, is_raw, prepare
-from .known import fit_novelty, logits_and_summaries, per_text, why_novel
+from .known import fit_novelty, logits_and_summaries, per_text, statistics_of, why_novel
 from .layers import FusedBlock
 from .loading import check_answers, load
 from .outputs import with_embedding, with_logits, with_signature_of
@@ -80,6 +81,7 @@ class HydraEnsemble(FusedModel):
         self.score = "msp"
         self.policy: Policy | None = None
         self.novelty: Novelty | None = None
+        self.warned_precisions: set[str] = set()  # see `known.statistics_of`
         self.record: dict[str, Any] = {}
         shown = with_signature_of(HydraEnsemble.forward, type(self.host))
         self.forward = types.MethodType(shown, self)  # type: ignore[method-assign]
@@ -130,7 +132,8 @@ class HydraEnsemble(FusedModel):
         """Run all members; take the host's inputs, return the host's kind of output.
 
         `logits` = log mean_m softmax(member logits); with `labels`, `loss` is their negative
-        log-likelihood under the mean probability.
+        log-likelihood under the mean probability, of a causal language model that of the next
+        token, as its host has it.
         """
         member_logits, output = self._run(args, kwargs)
         if not self.is_classifier:
@@ -140,7 +143,10 @@ class HydraEnsemble(FusedModel):
         logits = log_mean_probability(self._scaled(member_logits))
         loss = None
         if labels is not None:  # a token classifier's [batch, token, class]; -100 does not count
-            loss = F.nll_loss(logits.flatten(0, -2), labels.to(logits.device).flatten())
+            rated, labels = logits, labels.to(logits.device)
+            if predicts_next_token(self.host):
+                rated, labels = logits[:, :-1], labels[:, 1:]
+            loss = F.nll_loss(rated.flatten(0, -2), labels.flatten())
         return with_logits(output, logits, loss, kwargs.get("return_dict"))
 
     def member_logits(self, batch: Any) -> Tensor:
@@ -178,8 +184,7 @@ class HydraEnsemble(FusedModel):
             logit_scale=getattr(self.host, "logit_scale", None),
         )
         if self.novelty is not None and summaries is not None:
-            self.novelty = self.novelty.to(member_logits.device)  # moved once, not at every call
-            novelty, score = self.novelty(summaries, per_text(member_logits, batch))
+            novelty, score = statistics_of(self)(summaries, per_text(member_logits, batch))
             answer = replace(answer, novelty=novelty, novelty_score=score)
         return answer if self.policy is None else decided(answer, self.policy)
 

@@ -239,6 +239,9 @@ def _host(value: Any) -> str | None:
     for key in ("library", "class"):
         if not isinstance(value.get(key), str):
             return f"its {key} is {value.get(key)!r:.60}"
+    buffers = value.get("buffers", {})
+    if not isinstance(buffers, dict) or not set(buffers.values()) <= set(DTYPES):
+        return f"its buffers are {buffers!r:.60}"
     return None
 
 

@@ -26,7 +26,11 @@ from .hosted import HostedBody, body_of
 
 Mode = Literal["fused", "loop"]
 Self = TypeVar("Self", bound="FusedModel")
-_REFUSED = ("output_attentions", "output_hidden_states")
+_REFUSED = {
+    "output_attentions": "members have no single answer for it",
+    "output_hidden_states": "members have no single answer for it",
+    "use_cache": "an ensemble runs whole sequences and returns no keys and values",
+}
 
 
 class FusedModel(Citizen):
@@ -124,13 +128,14 @@ class FusedModel(Citizen):
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """Return the members' logits [batch, member, class] and the host's own output."""
-        for name in _REFUSED:
+        for name, why in _REFUSED.items():
             if kwargs.get(name):
                 raise UnsupportedModelError(
-                    f"{name}=True is not supported: members have no single answer for it. Use "
-                    "ensemble.member(m), a plain host model, for that."
+                    f"{name}=True is not supported: {why}. Use ensemble.member(m), a plain host "
+                    "model, for that."
                 )
-        kwargs = {k: v for k, v in kwargs.items() if k != "return_dict" and k not in _REFUSED}
+        dropped = _REFUSED.keys() - {"use_cache"} | {"return_dict"}  # no cache is made where False
+        kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
         if self.mode == "loop":
             outputs = [member(*args, **kwargs) for member in self._members()]
             self._gives_classes = gives_classes(self.host, outputs[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -75,7 +76,43 @@ def novelty_fit(ensemble: Any, classes: int) -> NoveltyFit:
     blocks = len(ensemble.body.trunk)
     taps = tap_names(blocks, readout=has_readout_token(ensemble.readout))
     late = min(CLASS_BLOCKS, blocks) * (len(taps) - 1) // blocks if blocks else 0
-    return NoveltyFit(taps, classes=classes, class_taps=late + 1, hears_end=blocks > 0)
+    return NoveltyFit(
+        taps,
+        classes=classes,
+        class_taps=late + 1,
+        hears_end=blocks > 0,
+        precision=precision_of(ensemble),
+    )
+
+
+def precision_of(ensemble: Any) -> str:
+    """Name the precision in which an ensemble computes its features here and now."""
+    wide = ensemble.dtype == torch.float64  # statistics have no more digits than float32
+    names = ["float32" if wide else str(ensemble.dtype).removeprefix("torch.")]
+    kind = ensemble.device.type
+    if torch.is_autocast_enabled(kind):
+        names.append(str(torch.get_autocast_dtype(kind)).removeprefix("torch."))
+    return " under autocast to ".join(names)
+
+
+def statistics_of(ensemble: Any) -> Novelty:
+    """Return the statistics of known data on the ensemble's device.
+
+    Another precision than that of the fit moves the features. That is warned of, once for each
+    precision, and not refused: the members' answers are still good.
+    """
+    novelty: Novelty = ensemble.novelty.to(ensemble.device)
+    ensemble.novelty = novelty  # moved once, not at every call
+    now = precision_of(ensemble)
+    if now != novelty.precision and now not in ensemble.warned_precisions:
+        ensemble.warned_precisions.add(now)
+        warnings.warn(
+            f"Novelty was fitted in {novelty.precision} but is computed in {now}: the features "
+            "differ, and so may the rate of false alarms. Call fit_novelty_(known) again in this "
+            "precision (and fit_policy(), if there is a policy), or predict in the fitted one.",
+            stacklevel=4,
+        )
+    return novelty
 
 
 @torch.no_grad()
@@ -146,9 +183,7 @@ def why_novel(ensemble: Any, batch: Any, neighbours: int) -> Evidence:
     if ensemble.novelty is None:
         raise HydraError("Novelty is not fitted: call ensemble.fit_novelty_(known) first.")
     logits, summaries = logits_and_summaries(in_eval(ensemble), batch)
-    return ensemble.novelty.to(ensemble.device).explain(
-        summaries, per_text(logits, batch), neighbours
-    )
+    return statistics_of(ensemble).explain(summaries, per_text(logits, batch), neighbours)
 
 
 def _checked(labels: Tensor | None, classes: int, batch: int) -> Tensor | None:

@@ -20,7 +20,7 @@ from ..uncertainty.novelty import Novelty, from_tensors
 from .assemble import Assembly
 from .describing import fill_, structure
 from .folder_format import CONFIG, NOVELTY, WEIGHTS, read_config
-from .known import has_readout_token
+from .known import has_readout_token, precision_of
 from .saving import versions
 from .taps import tap_names
 
@@ -69,7 +69,6 @@ def load(
             _check_on_meta(config, header, folder)
         skeleton = rebuild_host(config["host"]) if host is None else copy.deepcopy(host)
         assembly, view = structure(skeleton, config)
-        assembly.model.to(getattr(torch, config["dtype"]))
         _check_fit(assembly.model, view, config, header, folder)
     except (FormatError, MissingDependencyError):
         raise
@@ -247,7 +246,7 @@ def _load_weights(model: nn.Module, path: Path, config: dict[str, Any]) -> None:
         raise FormatError(f"Cannot read {path} ({error}). Save or download it again.") from None
     for alias, name in config["aliases"].items():
         tensors[alias] = tensors[name]
-    fill_(model, tensors)
+    fill_(model, tensors, config["host"].get("buffers", {}))
 
 
 def _load_novelty(folder: Path, facts: dict[str, Any] | None) -> Novelty | None:
@@ -297,6 +296,7 @@ def check_answers(ensemble: Any, name: Any) -> None:
     if not inputs or ensemble.dtype == torch.float16:  # half is for other devices than this one
         return
     args, kwargs = inputs[0]
+    ensemble.warned_precisions.add(precision_of(ensemble))  # nobody said yet how it will be run
     try:
         if ensemble.is_classifier:  # novelty and the score too
             classes = ensemble.predict(kwargs or args[0]).probabilities.shape[-1]
@@ -307,6 +307,7 @@ def check_answers(ensemble: Any, name: Any) -> None:
             f"{name} loads but cannot run ({type(error).__name__}: {str(error)[:200]}): its "
             f"{CONFIG} does not describe the model that was saved. Save or download it again."
         ) from error
+    ensemble.warned_precisions.clear()
     names = ensemble.id2label
     if ensemble.is_classifier and names is not None and len(names) != classes:
         raise FormatError(

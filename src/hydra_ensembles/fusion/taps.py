@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..hosts.calling import states_of, take_call
+from ..uncertainty.novelty import full_precision
 
 _active: ContextVar[Collector | None] = ContextVar("hydra_taps", default=None)
 _attaching = threading.Lock()
@@ -52,8 +53,13 @@ class Collector:
     def take(self, block: int, hidden: Tensor) -> None:
         """Summarise the hidden states `[batch, tokens, width]` after a block."""
         if block not in self._rows:  # members that run one by one share the trunk
-            weights = self._token_weights(hidden)
-            self._rows[block] = list(torch.matmul(weights, hidden).unbind(1))
+            self._rows[block] = list(self._summarised(hidden).unbind(1))
+
+    def _summarised(self, hidden: Tensor) -> Tensor:
+        """Return the summaries `[batch, summary, width]`, in float32 whatever the host runs in."""
+        with full_precision(hidden):
+            hidden = hidden.float()
+            return torch.matmul(self._token_weights(hidden), hidden)
 
     def _token_weights(self, hidden: Tensor) -> Tensor:
         """Return what sums tokens to summaries, `[batch or 1, summary, tokens]`: one product."""
@@ -77,16 +83,16 @@ class Collector:
 
     def enter(self, hidden: Tensor) -> None:
         """Summarise what enters a body without a trunk: the embeddings."""
-        self._rows.setdefault(0, [torch.matmul(self._token_weights(hidden), hidden)[:, -1]])
+        self._rows.setdefault(0, [self._summarised(hidden)[:, -1]])
 
     def leave(self, hidden: Tensor) -> None:
         """Summarise what leaves the last block: the members' streams, folded into the batch.
 
         A host that runs once per stream comes here once per stream.
         """
-        mean = hidden.unflatten(0, (self._streams, -1)).mean(0)
+        mean = hidden.float().unflatten(0, (self._streams, -1)).mean(0)
         if self._weights is not None and mean.shape[1] == self._weights.shape[-1]:
-            self._ends.append(torch.matmul(self._weights, mean)[:, 0])
+            self._ends.append(self._summarised(mean)[:, 0])
         else:  # readout-only blocks leave the readout token first
             self._ends.append(mean[:, 0].clone())
 

@@ -9,7 +9,7 @@ from torch import nn
 from ..errors import HydraError
 from .family import Family
 from .host import HostModel, describe_shape, host_model
-from .task import other_task
+from .task import NEXT_TOKENS, other_task, predicts_next_token
 from .weighing import three_members
 
 
@@ -84,6 +84,8 @@ def _explain(host: HostModel) -> Explanation:
         notes.append(f"{kind}: this is about {host.blocks_path}; {others} is left alone")
     if host.shares_layers:
         notes.append("its layers share weights: every call of the shared layer counts as a layer")
+    if fusable is None and predicts_next_token(host.model):
+        notes.append(NEXT_TOKENS)
     if site.kv_heads != site.num_heads:
         notes.append(
             f"grouped queries: {site.num_heads} heads on {site.kv_heads} key heads; only whole "

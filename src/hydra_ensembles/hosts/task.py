@@ -8,6 +8,14 @@ from torch import Tensor
 
 _CLASSIFIERS = ("classifier", "score", "classification_head")
 
+NEXT_TOKENS = (
+    "fused, a causal language model scores the next token: forward (also with labels=) and predict "
+    "give the members' mean at every token, member_logits each member; PromptClassifier makes it "
+    "a classifier. It keeps no cache, and generate() works on one member only: "
+    "ensemble.member(m).generate(...)"
+)
+"""What works with a fused causal language model, and what does not."""
+
 
 def other_task(model: Any) -> str | None:
     """Name a model's task if its outputs are not class probabilities, which members average."""
@@ -18,6 +26,19 @@ def other_task(model: Any) -> str | None:
     if getattr(config, "num_labels", 2) == 1 and any(hasattr(model, n) for n in _CLASSIFIERS):
         return "regression (one label)"
     return None
+
+
+def is_language_model(model: Any) -> bool:
+    """Return whether a model's classes are the tokens of its vocabulary, as transformers says."""
+    output = getattr(model, "get_output_embeddings", None)
+    return output is not None and output() is not None
+
+
+def predicts_next_token(model: Any) -> bool:
+    """Return whether a model is a causal language model: each token's logits are of the next."""
+    if not is_language_model(model) or getattr(model.config, "is_encoder_decoder", False):
+        return False
+    return bool(model.can_generate())
 
 
 def gives_classes(model: Any, output: Any) -> bool:

@@ -34,7 +34,7 @@ from .agreeing import BATCHES, compare
 from .checksums import SIGNATURE, write_sums
 from .eight_bits import EightBits
 from .example import Example, example_of, most_tokens
-from .graph import AnsweringGraph, frozen
+from .graph import AnsweringGraph, frozen, in_float32
 from .preparation import image_preparation, text_preparation
 from .program import save_program
 from .rules import Rule, rule_of
@@ -53,7 +53,7 @@ class Export:
     Attributes:
         folder: Where it is.
         programs: Names of the programs' files by kind.
-        differences: By program and output, the largest difference to `ensemble.predict`.
+        differences: By program and output, the largest difference to `ensemble.predict` in float32.
     """
 
     folder: Path
@@ -89,7 +89,7 @@ def export(
     `torch.export.load`. `contract.json` says what goes in and what comes out.
 
     Args:
-        ensemble: A classifier.
+        ensemble: A classifier. Programs compute in float32, whatever its own precision is.
         folder: Where to write; an earlier export there is replaced once the new one is whole.
         formats: Any of `"onnx"` and `"torch"`.
         example: Real inputs, to trace and to compare with: a batch of the host, pictures or texts.
@@ -104,7 +104,7 @@ def export(
             of the full weights, and the alarm is a rank among `known`.
         alarm: For an ensemble without a policy: abstain when an input is newer than all but this
             share of the known data. None answers everything.
-        tolerance: Largest difference to `ensemble.predict`, relative to values above 1.
+        tolerance: Largest difference to `ensemble.predict` in float32, relative to values above 1.
         key: A private key of ssh to sign `SHA256SUMS` with; `doctor` checks the signature.
 
     Raises:
@@ -125,6 +125,7 @@ def export(
     _check_small(ensemble, int8, known, held_out)
     if "onnx" in formats:
         _check_packages()
+    ensemble = in_float32(ensemble)
     inputs = example_of(ensemble, example)
     rule = rule_of(ensemble, alarm)
     ready = frozen(ensemble, inputs.batch(inputs.rows(3)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.modes import twin
-from ..errors import UnsupportedModelError
+from ..errors import DataError, UnsupportedModelError
 from ..fusion import FusedBlock, HydraEnsemble
 from ..fusion.known import logits_and_summaries
 from ..runtime.contract import OUTPUTS
@@ -129,18 +129,34 @@ class NoveltyGraph(nn.Module):
         return novelty.float(), score.float()
 
 
+def in_float32(ensemble: HydraEnsemble) -> HydraEnsemble:
+    """Return the ensemble as programs compute, on the CPU and in float32; a copy if need be.
+
+    Programs are compared with this one: a comparison with answers in half precision would have to
+    let errors of the size of their rounding pass.
+    """
+    novelty = ensemble.novelty
+    if novelty is not None and novelty.precision != "float32":
+        raise DataError(
+            f"Novelty was fitted in {novelty.precision}, but exported programs compute in float32, "
+            "where the features differ. Call ensemble.float().fit_novelty_(known), and "
+            "fit_policy() if there is a policy; or set ensemble.novelty = None and "
+            "ensemble.policy = None to export it without."
+        )
+    same = ensemble.device.type == "cpu" and ensemble.dtype == torch.float32
+    return ensemble if same else copy.deepcopy(ensemble).cpu().float()
+
+
 def frozen(ensemble: HydraEnsemble, inputs: Mapping[str, Any]) -> HydraEnsemble:
-    """Return the ensemble as it is exported: on the CPU, in float32, fused, weights packed.
+    """Return the ensemble as it is exported: fused, weights packed.
 
     The ensemble itself stays as it is; tensors are shared with it where they need no change.
 
     Args:
-        ensemble: Any classifier.
+        ensemble: Any classifier, as `in_float32` returned it.
         inputs: A batch to run it on once.
     """
-    same = ensemble.device.type == "cpu" and ensemble.dtype == torch.float32
-    ready = twin(ensemble) if same else copy.deepcopy(ensemble).cpu().float()
-    ready = ready.eval()
+    ready = twin(ensemble).eval()
     ready.mode, ready.policy = "fused", None  # the rule decides
     if ready.novelty is not None:
         ready.novelty = ready.novelty.to("cpu")

@@ -14,12 +14,19 @@ from PIL import Image
 import hydra_ensembles as hydra
 from hydra_ensembles import runtime
 from hydra_ensembles.errors import DataError, HydraError, UnsupportedModelError, VerificationError
+from hydra_ensembles.fusion.verifying import tolerance_of
 from hydra_ensembles.serving.agreeing import check
 from hydra_ensembles.serving.program import load_program
 from hydra_ensembles.serving.rules import Rule, rule_of
 from hydra_ensembles.uncertainty import Policy
 from tests import zoo
-from tests.serving.export.conftest import image_ensemble, images, late_masks, tokenizer
+from tests.serving.export.conftest import (
+    image_ensemble,
+    images,
+    known_images,
+    late_masks,
+    tokenizer,
+)
 
 EXACT = ("probabilities", "uncertainty", "mutual_information", "member_logits")
 OUTPUTS = (
@@ -237,6 +244,32 @@ def test_a_program_that_answers_otherwise_is_refused() -> None:
     ):
         with pytest.raises(VerificationError):
             compare(**wrong)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("vit", torch.bfloat16), ("timm", torch.float16)])
+def test_a_half_precision_ensemble_becomes_a_program_in_float32(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    ensemble = hydra.fuse(zoo.make(name), late_masks(zoo.host(name))).eval().to(dtype)
+    made = ensemble.export(tmp_path, formats=["onnx"])
+    assert made.differences["onnx"]["probabilities"] < 1e-4
+    assert ensemble.dtype == dtype
+    images = zoo.batch(name, size=4)
+    outputs = runtime.load(tmp_path).run({"pixel_values": images.numpy()})
+    half = ensemble.predict(images.to(dtype))
+    rounding = tolerance_of(dtype)
+    np.testing.assert_allclose(outputs["probabilities"], half.probabilities, atol=rounding)
+    assert_answers(outputs, ensemble.float().predict(images))
+
+
+def test_novelty_of_another_precision_is_not_exported(tmp_path: Path) -> None:
+    ensemble = image_ensemble()
+    with torch.autocast("cpu", torch.bfloat16):
+        ensemble.policy = None
+        ensemble.fit_novelty_(known_images(), progress=False)
+    with pytest.raises(DataError, match=r"under autocast.*ensemble\.float\(\)"):
+        ensemble.export(tmp_path, formats=["onnx"])
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_host_of_a_fixed_batch_is_refused_with_what_to_change(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor
 from ...errors import FormatError
 from ..scores import gen
 from .distances import ClassDistance, GlobalDistance
-from .moments import unit
+from .moments import full_precision, unit
 from .tails import Ranks
 
 FORMAT_VERSION = 2
@@ -146,6 +146,8 @@ class Novelty:
         examples: Known examples seen.
         hashes: Of all known inputs in order, int64 `[example]` (`data.input_hashes`); None where
             they were not kept.
+        precision: In which the features were computed, such as `"bfloat16"` or `"float32 under
+            autocast to bfloat16"`: in another precision they are other features.
     """
 
     taps: tuple[str, ...]
@@ -161,6 +163,7 @@ class Novelty:
     examples: int = 0
     hears_end: bool = False
     hashes: Tensor | None = None
+    precision: str = "float32"
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -195,8 +198,9 @@ class Novelty:
 
     def __call__(self, summaries: Tensor, member_logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return novelty in [0, 1] and the unbounded score, both `[example]`."""
-        score = self.total(self.surprise(summaries, member_logits))
-        return self.rank(score), score
+        with full_precision(summaries):
+            score = self.total(self.surprise(summaries, member_logits))
+            return self.rank(score), score
 
     def rank(self, score: Tensor) -> Tensor:
         """Return 1 - (1 + #{known >= score}) / (n + 1): above 1 - a for at most a share a."""
@@ -211,10 +215,11 @@ class Novelty:
 
     def explain(self, summaries: Tensor, member_logits: Tensor, neighbours: int = 3) -> Evidence:
         """Return which terms and which known examples speak for novelty."""
-        surprise = self.surprise(summaries, member_logits)
-        score = self.total(surprise)
-        last = unit(summaries[:, len(self.taps) - 1].to(self.bank.dtype))
-        similarity, order = (last @ self.bank.T).topk(min(neighbours, len(self.bank)))
+        with full_precision(summaries):
+            surprise = self.surprise(summaries, member_logits)
+            score = self.total(surprise)
+            last = unit(summaries[:, len(self.taps) - 1].to(self.bank.dtype))
+            similarity, order = (last @ self.bank.T).topk(min(neighbours, len(self.bank)))
         return Evidence(
             terms=self.terms,
             surprise=surprise.cpu(),
@@ -274,11 +279,15 @@ class Novelty:
             "hears_end": self.hears_end,
             "names": list(self.names),
             "examples": self.examples,
+            "precision": self.precision,
         }
 
     def __repr__(self) -> str:
         classes = "" if self.classes is None else f", {len(self.classes.counts)} classes"
-        return f"{len(self.taps)} taps, fitted on {self.examples} known examples{classes}"
+        precision = "" if self.precision == "float32" else f", in {self.precision}"
+        return (
+            f"{len(self.taps)} taps, fitted on {self.examples} known examples{classes}{precision}"
+        )
 
 
 def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
@@ -311,6 +320,7 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
             examples=int(facts["examples"]),
             hears_end=bool(facts.get("hears_end", False)),
             hashes=tensors.get("hashes"),
+            precision=str(facts.get("precision", "float32")),
         )
     except KeyError as error:
         raise FormatError(

@@ -39,6 +39,7 @@ class NoveltyFit:
         classes: Number of classes, for class distances when batches have labels; 0 for none.
         class_taps: Number of taps, from the last, that measure class distances.
         hears_end: Whether the last tap is the end of the last block (see `Novelty`).
+        precision: In which the summaries are computed (see `Novelty`).
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class NoveltyFit:
         classes: int = 0,
         class_taps: int = 0,
         hears_end: bool = False,
+        precision: str = "float32",
     ) -> None:
         self.taps, self.number, self.hears_end = tuple(taps), classes, hears_end
+        self.precision = precision
         self.first_class_tap = len(self.taps) - class_taps
         self.moments: Moments | None = None
         self._summaries: list[Tensor] = []
@@ -128,6 +131,7 @@ class NoveltyFit:
             names=tuple(names)[: len(last)],
             examples=moments.count,
             hears_end=self.hears_end,
+            precision=self.precision,
         )
         score = unranked.total(ranks.held_out_surprise(values))
         return replace(unranked, sums=Ranks.of(score[:, None])).single()

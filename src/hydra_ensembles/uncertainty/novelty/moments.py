@@ -7,12 +7,22 @@ the same statistics up to rounding, and parts of the data can be joined.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import DataError
+
+
+def full_precision(features: Tensor) -> AbstractContextManager[Any]:
+    """Turn autocast off, if it is on: bfloat16 would round features by more than they differ."""
+    kind = features.device.type
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext()  # an exported graph would keep a change that changes nothing
+    return torch.autocast(kind, enabled=False)
 
 
 def unit(features: Tensor) -> Tensor:
