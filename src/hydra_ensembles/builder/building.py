@@ -35,6 +35,7 @@ from .task import Task
 
 
 @in_plain_words()
+@processes.holds("folder")
 def build(
     model: nn.Module | HostModel,
     calibration: Any,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._records import sha256_of_file
 from ..data.folders import image_batch, read_image
 from ..data.transforms import ImageTransform, ProcessorTransform, image_transform
 from ..errors import DataError, FormatError, MissingDependencyError
@@ -24,13 +25,14 @@ class Preparation:
     """How an ensemble prepares its inputs; files in its folder are read when first needed.
 
     Args:
-        folder: Where a tokenizer or an image processor was saved, with their files' names.
+        folder: Where a tokenizer or an image processor was saved.
+        files: Their files' names, with the SHA-256 that they had when the ensemble was loaded.
     """
 
-    def __init__(self, folder: Path | None = None, files: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path | None = None, files: Mapping[str, str] | None = None) -> None:
         self.transform: Callable[[Any], Tensor] | None = None
         self.tokenizer: Any = None
-        self._folder, self._files = folder, tuple(files)
+        self._folder, self._files = folder, dict(files or {})
 
     def find_transform(self, host: Any) -> Callable[[Any], Tensor] | None:
         """Return the transform: the one that was set, the saved one, or the host's."""
@@ -60,13 +62,14 @@ class Preparation:
                 "The inputs of this ensemble are prepared by transformers: pip install "
                 "'hydra-ensembles[transformers]'."
             ) from error
-        assert self._folder is not None
+        folder = self._folder
+        assert folder is not None
         for name in self._files:
             if name.endswith("_config.json"):
-                _check_names_nothing(self._folder / name)
+                _check_names_nothing(folder / name)
         try:
-            return getattr(transformers, kind).from_pretrained(
-                self._folder, local_files_only=True, trust_remote_code=False
+            made = getattr(transformers, kind).from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
             )
         except BaseException as error:  # the library may refuse its own file with any error
             panic = (
@@ -78,6 +81,12 @@ class Preparation:
                 f"Cannot load the {kind.removeprefix('Auto').lower()} in {self._folder}: "
                 f"{str(error)[:200]}. Set it in Python, or save the ensemble again."
             ) from error
+        for name, digest in self._files.items():
+            if not (folder / name).is_file() or sha256_of_file(folder / name) != digest:
+                raise FormatError(
+                    f"{folder / name} has changed since the ensemble was loaded: load it again."
+                )
+        return made
 
 
 def _check_names_nothing(path: Path) -> None:

@@ -56,6 +56,7 @@ KNOWN = 100
 
 
 @in_plain_words()
+@processes.holds("folder")
 def distill(
     model: nn.Module | HostModel,
     teachers: Any,
