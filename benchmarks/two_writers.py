@@ -169,6 +169,7 @@ def main() -> None:
     parser.add_argument("--savers", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=900)
     parser.add_argument("--name", default="now", help="Key of these counts in the output.")
+    parser.add_argument("--home", default=MEMORY, help="Where the folders are made.")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--saver", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--reader", type=int, help=argparse.SUPPRESS)
@@ -180,7 +181,7 @@ def main() -> None:
     elif given.reader is not None:
         reader([parts_of(ensemble(number)) for number in range(given.reader + 1)])
     else:
-        with tempfile.TemporaryDirectory(dir=MEMORY) as home:
+        with tempfile.TemporaryDirectory(dir=given.home) as home:
             found = measure(given.rounds, given.savers, given.seconds, Path(home))
         print(json.dumps(found, indent=1))
         both = json.loads(given.output.read_text()) if given.output.exists() else {}

@@ -16,11 +16,11 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .errors import BusyError, DiskError, FormatError
+from .errors import BusyError, DiskError, FormatError, HydraError
 
 if TYPE_CHECKING:  # torch takes a second to import, and writing a file does not need it
     from torch import Tensor, nn
@@ -123,9 +123,10 @@ def holding(
         yield
     finally:
         mine.discard(key)
-        with suppress(OSError):  # Windows keeps a file that is open; filelock copes with either
-            lock.unlink()
-        system.release()
+        if system.is_locked:
+            with suppress(OSError):  # Windows keeps a file that is open; filelock copes with either
+                lock.unlink()
+            system.release()
 
 
 def read_steady(folder: Path, read: Callable[[], T]) -> T:
@@ -133,35 +134,49 @@ def read_steady(folder: Path, read: Callable[[], T]) -> T:
 
     When the folder is written meanwhile, it is read again while nobody else writes.
     """
-    problem: Exception | None = None
     for pause in (0.0, 0.2, 1.0):
         time.sleep(pause)
-        before = _file_states(folder)
+        problem: Exception | None = None
+        with ExitStack() as opened:
+            before = _file_numbers(folder, opened)
+            try:
+                found = read()
+            except Exception as error:
+                if _file_numbers(folder) == before and not (folder / LOCK).exists():
+                    raise
+                problem = error
+            else:
+                if _file_numbers(folder) == before:
+                    return found
         try:
-            found = read()
-        except Exception as error:
-            if _file_states(folder) == before and not (folder / LOCK).exists():
-                raise
-            problem = error
-        else:
-            if _file_states(folder) == before:
-                return found
-        # DiskError: a read-only folder, which cannot be held
-        with suppress(BusyError, DiskError), holding(folder, wait=3.0):
-            return read()
+            with holding(folder, wait=3.0):
+                return read()
+        except (BusyError, DiskError) as error:
+            refused: HydraError = error
+    if problem is not None and isinstance(refused, DiskError):
+        raise problem  # a read-only folder cannot be held; its lock may be that of a killed process
     raise BusyError(
         f"{folder} is being written by another process. Load it again when that is done."
     ) from problem
 
 
-def _file_states(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Return what tells whether a file was replaced, for every file directly in a folder."""
+def _file_numbers(folder: Path, opened: ExitStack | None = None) -> dict[str, int]:
+    """Return the system's number of every file in a folder: a file in its place has another one.
+
+    Args:
+        folder: Without what is in its sub-folders.
+        opened: Keeps the files open: the number of an open file is not given to another one.
+    """
     found = {}
-    for name in os.listdir(folder):
-        with suppress(FileNotFoundError):
-            state = (folder / name).stat()
-            if not name.endswith(LOCK) and not (folder / name).is_dir():
-                found[name] = (state.st_ino, state.st_size, state.st_mtime_ns)
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False) or entry.name.endswith(LOCK):
+            continue
+        found[entry.name] = entry.inode()
+        if opened is not None and entry.is_file(follow_symlinks=False) and os.name == "posix":
+            with suppress(OSError):  # Windows gives no number twice, and replaces no open file
+                handle = os.open(entry.path, os.O_RDONLY)
+                opened.callback(os.close, handle)
+                found[entry.name] = os.fstat(handle).st_ino
     return found
 
 
