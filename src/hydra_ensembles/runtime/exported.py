@@ -36,8 +36,12 @@ def load(
     Raises:
         FormatError: The folder is incomplete, damaged, newer than this library, or not ours.
     """
-    options = {"program": program, "threads": threads, "providers": providers}
-    return read_steady(Path(folder), lambda: ExportedEnsemble(read_contract(folder), **options))
+    return read_steady(
+        Path(folder),
+        lambda: ExportedEnsemble(
+            read_contract(folder), program=program, threads=threads, providers=providers
+        ),
+    )
 
 
 class ExportedEnsemble:

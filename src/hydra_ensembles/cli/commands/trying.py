@@ -77,8 +77,9 @@ def command(
     labelled = files.labels is not None
     asked = "with labels" if labelled else "without labels"
     say(f"{files.count} {_kind(files)} {asked}" + (f". {note}" if note else ""), json=json)
-    names = (_title(model), Path(data).expanduser().resolve().name)
-    output = output or Path("-".join(["hydra-try", *map(_slug, names)]))
+    if output is None:
+        source = Path(data).expanduser().resolve().name
+        output = Path(f"hydra-try-{_slug(_title(model))}-{_slug(source)}")
     say(f"Writing to {output}", json=json)
     write_config(output, begin=True)
     trial = try_model(
