@@ -6,14 +6,18 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 import torch
 
+import hydra_ensembles as hydra
 from hydra_ensembles import _records as records
-from hydra_ensembles.errors import DiskError, FormatError, HydraError
+from hydra_ensembles.errors import BusyError, DiskError, FormatError, HydraError
 from hydra_ensembles.evaluation import Results
 from hydra_ensembles.search.state import SearchState, TensorStore
 from hydra_ensembles.training.answers import _keep, read_answers
@@ -161,3 +165,207 @@ def test_links_and_names_do_not_lead_out(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match="leads out"):
             records.inside(folder, name)
     assert records.inside(folder, "file") == folder / "file"
+
+
+# --- several writers -----------------------------------------------------------------------------
+
+
+@contextmanager
+def held_elsewhere(target: Path, *, is_file: bool = False) -> Iterator[None]:
+    """Hold a folder or a file in another thread, as another process would."""
+    held, end = Event(), Event()
+
+    def hold() -> None:
+        with records.holding(target, is_file=is_file):
+            held.set()
+            end.wait(60)
+
+    thread = Thread(target=hold)
+    thread.start()
+    try:
+        assert held.wait(60)
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_a_folder_has_one_holder_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with held_elsewhere(folder):
+        with pytest.raises(BusyError, match="Another process is writing"):
+            records.holding(folder).__enter__()
+        with pytest.raises(BusyError), records.holding(tmp_path / "other" / ".." / "run"):
+            pass
+    with records.holding(folder), records.holding(folder, wait=1):  # the same thread holds it twice
+        assert (folder / records.LOCK).exists()
+    assert list(folder.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FormatError, match="is a file"), records.holding(tmp_path / "file"):
+        pass
+
+
+def test_who_waits_gets_it(tmp_path: Path) -> None:
+    order, started = [], Event()
+
+    def second() -> None:
+        started.set()
+        with records.holding(tmp_path, wait=60):
+            order.append("second")
+
+    with records.holding(tmp_path):
+        thread = Thread(target=second)
+        thread.start()
+        started.wait(60)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+
+
+def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from hydra_ensembles._records import holding\n"
+        "with holding(sys.argv[1]):\n"
+        "    print('held', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    run = [sys.executable, "-c", code, str(tmp_path)]
+    process = subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdin, process.stdout:
+        assert process.stdout.readline() == b"held\n"
+        with pytest.raises(BusyError), records.holding(tmp_path):
+            pass
+        process.kill()
+        process.wait()
+    assert (tmp_path / records.LOCK).exists()
+    with records.holding(tmp_path):
+        pass
+    assert not (tmp_path / records.LOCK).exists()
+
+
+def test_threads_write_one_file(tmp_path: Path) -> None:
+    contents = [bytes([number]) * 50_000 for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda c: records.write_whole(tmp_path / "file", c), contents * 10))
+    assert (tmp_path / "file").read_bytes() in contents
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_files_are_read_of_one_save(tmp_path: Path) -> None:
+    """A save between two reads, and one that a reader meets half done."""
+
+    def save(text: str, names: tuple[str, ...] = ("one", "two")) -> None:
+        for name in names:
+            records.write_whole(tmp_path / name, text)
+
+    def pair(meanwhile: list[str]) -> tuple[str, str]:
+        first = (tmp_path / "one").read_text()
+        if meanwhile:
+            save(meanwhile.pop())
+        second = (tmp_path / "two").read_text()
+        if first != second:
+            raise FormatError("mixed")
+        return first, second
+
+    save("old")
+    assert records.read_steady(tmp_path, lambda: pair(["new"])) == ("new", "new")
+    assert list(tmp_path.glob("*lock*")) == []
+    started = Event()
+
+    def slow() -> None:
+        with records.holding(tmp_path):
+            save("newer", ("one",))
+            started.set()
+            Event().wait(0.2)
+            save("newer", ("two",))
+
+    thread = Thread(target=slow)
+    thread.start()
+    started.wait(60)
+    assert records.read_steady(tmp_path, lambda: pair([])) == ("newer", "newer")
+    thread.join()
+    save("half", ("one",))
+    with pytest.raises(FormatError, match="mixed"):  # nobody writes: it stays so
+        records.read_steady(tmp_path, lambda: pair([]))
+
+
+def test_long_work_refuses_a_folder_that_is_held(tmp_path: Path) -> None:
+    from hydra_ensembles.costs.cost_frontier import frontier
+    from hydra_ensembles.evaluation.pruning_sweep import prune_sweep
+    from hydra_ensembles.serving.bulk import predict_files
+    from hydra_ensembles.training import finetune_branch, make_teachers
+
+    held, file = tmp_path / "held", tmp_path / "state.json"
+    data = {"id": None}
+    with held_elsewhere(held), held_elsewhere(file, is_file=True):
+        for work in (
+            lambda: hydra.build(None, None, folder=held),
+            lambda: hydra.distill(None, None, None, folder=held),
+            lambda: hydra.finetune(None, None, folder=held),
+            lambda: finetune_branch(None, None, folder=held),
+            lambda: make_teachers(None, None, folder=held),
+            lambda: hydra.find_circuit(None, **data, folder=held),
+            lambda: predict_files("none", [], held),
+            lambda: prune_sweep(None, None, resume=file),
+            lambda: frontier(None, None, None, None, path=file),
+        ):
+            with pytest.raises(BusyError, match="choose another"):
+                work()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_files_have_the_mode_of_new_files(tmp_path: Path, mask: int) -> None:
+    from hydra_ensembles.hosts.tiny_vit import TinyViT
+
+    before = os.umask(mask)
+    try:
+        host = TinyViT().eval()
+        hydra.fuse(host, [hydra.HeadMask.full(host)]).save_pretrained(tmp_path / "ensemble")
+        TensorStore(tmp_path / "store").put("one", torch.zeros(2))
+        write_checkpoint(tmp_path / "run", {"model/weight": torch.zeros(2)}, {"step": 3})
+        _keep(tmp_path / "answers" / "teacher-0-data-0.npy", torch.zeros(2, 1, 2).numpy())
+        Results("model", {"cls/Acc": 0.75}).save(tmp_path / "results.json")
+    finally:
+        os.umask(before)
+    modes = {p.name: p.stat().st_mode & 0o777 for p in tmp_path.rglob("*") if p.is_file()}
+    assert len(modes) >= 7 and set(modes.values()) == {0o666 & ~mask}, modes
+
+
+def test_what_differs_between_two_runs_is_said_in_words() -> None:
+    one, two = "a" * 64, "b" * 64
+    saved = {
+        "model": one,
+        "data": {"select": one, "stop": one},
+        "teachers": [one],
+        "members": 3,
+        "max_cost": 1.07,
+        "keep": [3] * 60,
+        "options": {"masks": 96, "own.key": 1},
+    }
+    now = {
+        "model": two,
+        "data": {"select": one, "stop": two},
+        "teachers": [two, one],
+        "members": 4,
+        "max_cost": None,
+        "keep": [3] * 59 + [2],
+        "options": {"masks": 48, "own.key": 1},
+    }
+    records.check_same_run("run", saved, json.loads(json.dumps(saved)))
+    with pytest.raises(FormatError, match="different settings") as found:
+        records.check_same_run("run", saved, now)
+    said = str(found.value)
+    assert one[:12] not in said and two[:12] not in said
+    assert said.startswith("run was written with different settings: ")
+    for words in (
+        "the data has changed",
+        "keep.59 was 3, is 2",
+        "max_cost was 1.07, is not set",
+        "members was 3, is 4",
+        "the model's weights have changed",
+        "options.masks was 96, is 48",
+        "and 1 more",
+    ):
+        assert words in said, words

@@ -1,4 +1,8 @@
-"""Files that are whole whenever a process ends, JSON records, and whether two runs are the same."""
+"""Files that are whole whenever a process ends and whoever else writes them; JSON records; runs.
+
+A file is written beside its place and renamed. A folder of several files is written by one process
+at a time (`holding`), as is the folder of a run; it is read as one save left it (`read_steady`).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,17 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import re
+import secrets
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .errors import DiskError, FormatError
+from .errors import BusyError, DiskError, FormatError, HydraError
 
 if TYPE_CHECKING:  # torch takes a second to import, and writing a file does not need it
     from torch import Tensor, nn
@@ -23,6 +32,14 @@ PARTIAL = ".partial"
 SEAL = "sha256"
 """Where a sealed record keeps the digest of everything else in it."""
 
+LOCK = ".lock"
+"""How the name of a file ends that is there while a process holds a folder or a file."""
+
+WAIT = 60.0
+"""Seconds to wait for a process that writes for seconds, such as a save."""
+
+T = TypeVar("T")
+_held = threading.local()
 _DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 _DISK_WORDS = ("no space left", "file too large", "disk quota", "enforce fail", "read-only file")
 
@@ -33,7 +50,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     Folders that are missing are made. A device or a pipe is written as it is, and a link stays.
     """
     target = place_of(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL}")
+    beside = target.with_name(f".{target.name}{own_suffix()}{PARTIAL}")
     with writing(target):
         if is_device(target):
             with target.open("wb") as file:
@@ -49,6 +66,129 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         finally:
             beside.unlink(missing_ok=True)
         names_to_disk(target.parent)
+
+
+def own_suffix() -> str:
+    """Return the end of a name that no other process or thread uses, on this machine or another."""
+    return f".{secrets.token_hex(4)}.{os.getpid()}"
+
+
+@contextmanager
+def holding(
+    target: str | os.PathLike[str], *, wait: float = 0.0, is_file: bool = False
+) -> Iterator[None]:
+    """Hold a folder or a file for writing: no other process or thread holds it meanwhile.
+
+    A thread may hold again what it holds already. The lock (of `filelock`: the system's, on a small
+    file in the folder or beside the file) ends with its process, however that ends.
+
+    Args:
+        target: A folder, which is made if it is missing, or a file.
+        wait: Seconds to wait for another holder before a `BusyError`.
+        is_file: Whether the target is a file, which need not be there.
+    """
+    from filelock import FileLock, Timeout
+
+    place = Path(target).resolve()
+    lock = place.with_name(f".{place.name}{LOCK}") if is_file else place / LOCK
+    mine: set[tuple[int, Path]] = _held.__dict__.setdefault("locks", set())
+    key = (os.getpid(), lock)  # a forked process does not hold what its parent does
+    if key in mine:
+        yield
+        return
+    kind = "file" if is_file else "folder"
+    with writing(target):
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise FormatError(f"{lock.parent} is a file: give a folder to write to.") from None
+        system = FileLock(lock, timeout=wait, thread_local=False)
+        try:
+            system.acquire()
+        except Timeout:
+            raise BusyError(
+                f"Another process is writing {os.fspath(target)}. Wait for it, or choose another "
+                f"{kind}."
+            ) from None
+        except OSError as error:
+            if is_disk(error):
+                raise
+            warnings.warn(
+                f"Cannot lock {os.fspath(target)} ({error}): make sure that no other process "
+                "writes it meanwhile.",
+                stacklevel=4,
+            )
+    mine.add(key)
+    try:
+        yield
+    finally:
+        mine.discard(key)
+        if system.is_locked:
+            with suppress(OSError):  # Windows keeps a file that is open; filelock copes with either
+                lock.unlink()
+            system.release()
+
+
+def read_steady(folder: Path, read: Callable[[], T]) -> T:
+    """Return what `read` makes of the files of a folder, all of one save.
+
+    When the folder is written meanwhile, it is read again while nobody else writes.
+    """
+    for pause in (0.0, 0.2, 1.0):
+        time.sleep(pause)
+        problem: Exception | None = None
+        with ExitStack() as opened:
+            before = _file_numbers(folder, opened)
+            try:
+                found = read()
+            except Exception as error:
+                if _file_numbers(folder) == before and not (folder / LOCK).exists():
+                    raise
+                problem = error
+            else:
+                if _file_numbers(folder) == before:
+                    return found
+        try:
+            with holding(folder, wait=3.0):
+                return read()
+        except (BusyError, DiskError) as error:
+            refused: HydraError = error
+    if problem is not None and isinstance(refused, DiskError):
+        raise problem  # a read-only folder cannot be held; its lock may be that of a killed process
+    raise BusyError(
+        f"{folder} is being written by another process. Load it again when that is done."
+    ) from problem
+
+
+def _file_numbers(folder: Path, opened: ExitStack | None = None) -> dict[str, int]:
+    """Return the system's number of every file in a folder: a file in its place has another one.
+
+    Args:
+        folder: Without what is in its sub-folders.
+        opened: Keeps the files open: the number of an open file is not given to another one.
+    """
+    found = {}
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False) or entry.name.endswith(LOCK):
+            continue
+        found[entry.name] = entry.inode()
+        if opened is not None and entry.is_file(follow_symlinks=False) and os.name == "posix":
+            with suppress(OSError):  # Windows gives no number twice, and replaces no open file
+                handle = os.open(entry.path, os.O_RDONLY)
+                opened.callback(os.close, handle)
+                found[entry.name] = os.fstat(handle).st_ino
+    return found
+
+
+def use_new_file_mode(folder: Path) -> None:
+    """Give every file of a folder the mode of a new file; safetensors makes files private."""
+    example = folder / f".mode{own_suffix()}"
+    example.touch()
+    mode = example.stat().st_mode & 0o777
+    example.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def place_of(path: str | os.PathLike[str]) -> Path:
@@ -317,17 +457,46 @@ def check_same_run(
         now: Plain data.
     """
     now = json.loads(json.dumps(now))  # as it would be read back: tuples become lists
-    changed = sorted(key for key in {*saved, *now} if saved.get(key) != now.get(key))
-    if changed:
-        changes = "; ".join(
-            f"{key} was {_short(saved.get(key))}, is {_short(now.get(key))}" for key in changed
-        )
+    changes = _changes("", dict(saved), now)
+    if changes:
+        more = f"; and {len(changes) - 6} more" if len(changes) > 6 else ""
         raise FormatError(
-            f"{os.fspath(where)} belongs to another run: {changes}. Use the same settings to "
-            "resume, or start anew in another place."
+            f"{os.fspath(where)} was written with different settings: {'; '.join(changes[:6])}"
+            f"{more}. Use the original settings to resume, or choose another folder."
         )
 
 
-def _short(value: Any) -> str:
+_CONTENTS = {
+    "model": "the model's weights have changed",
+    "start": "the model's weights have changed",
+    "data": "the data has changed",
+    "inputs": "the input files have changed",
+    "ood": "the outliers have changed",
+    "outliers": "the outliers have changed",
+    "teachers": "the teachers have changed",
+}
+"""What settings are about that hold fingerprints, which mean nothing to people."""
+
+
+def _changes(name: str, before: Any, after: Any) -> list[str]:
+    """Say in words how two values of a setting differ."""
+    if before == after:
+        return []
+    if name and re.search(r"[0-9a-f]{64}", json.dumps([before, after])):
+        return [_CONTENTS.get(name, f"{name} has changed")]
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        before, after = dict(enumerate(before)), dict(enumerate(after))
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = {key: f"{name}.{key}".lstrip(".") for key in sorted({**before, **after})}
+        pairs = [(full, before.get(key), after.get(key)) for key, full in names.items()]
+        return [words for pair in pairs for words in _changes(*pair)]
+    return [f"{name} was {_words(before)}, is {_words(after)}"]
+
+
+def _words(value: Any) -> str:
+    if value is None:
+        return "not set"
     text = json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    if len(text) <= 40:
+        return text
+    return f"{len(value)} values" if isinstance(value, (list, dict)) else text[:37] + "..."

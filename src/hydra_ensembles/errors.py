@@ -30,6 +30,10 @@ class DiskError(HydraError, OSError):
         return str(self.args[0]) if self.args else ""
 
 
+class BusyError(HydraError):
+    """Another process is writing the same folder or file; wait for it, or choose another one."""
+
+
 class VerificationError(HydraError, AssertionError):
     """Two computations that must be equal differ."""
 

@@ -15,6 +15,7 @@ from hydra_ensembles.costs.budget import Budget
 from hydra_ensembles.data import digits
 from hydra_ensembles.heads.masks import HeadScores
 from hydra_ensembles.hosts import host_model
+from tests.test_records import held_elsewhere
 
 
 def run(*arguments: object) -> int:
@@ -252,6 +253,24 @@ def test_predict_streams_files_and_abstains_at_a_risk(
     for line in map(json.loads, capsys.readouterr().out.splitlines()):
         assert line["abstain"] == (line["novelty"] > 0.9) == ("too new" in line.get("why", ""))
     assert run("predict", shelf / "host", shelf / "noise", "--alarm", 0.1) == 2
+
+
+def test_a_file_or_folder_that_another_process_writes_is_refused(
+    shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, folder = tmp_path / "answers.jsonl", tmp_path / "run"
+    (tmp_path / "answers.jsonl.partial").write_text("of the other")
+    with held_elsewhere(file, is_file=True), held_elsewhere(folder):
+        assert run("predict", ensemble, shelf / "noise", "-o", file) == 9
+        assert "choose another file with --output" in capsys.readouterr().err
+        assert run("build", shelf / "host", "--data", shelf / "digits", "-o", folder) == 9
+        assert "choose another folder with --output" in capsys.readouterr().err
+        assert run("eval", ensemble, "--data", shelf / "digits", "-o", folder) == 9
+        assert run("export", ensemble, folder) == 9
+    assert (tmp_path / "answers.jsonl.partial").read_text() == "of the other"
+    assert not file.exists() and list(folder.iterdir()) == []
+    assert run("predict", ensemble, shelf / "noise", "-o", file) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"answers.jsonl", "run"}
 
 
 def test_predict_reads_standard_input(

@@ -84,6 +84,28 @@ def test_what_is_wrong_is_said(
     assert "does not exist" in capsys.readouterr().err
 
 
+def test_each_model_and_data_has_a_folder_by_default(
+    shelf: Path,
+    mixed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("try", shelf / "host", "--data", shelf / "noise") == 3  # too few
+    for data in (shelf / "digits", mixed):
+        assert run("try", shelf / "host", "--data", data, *FEW) == 0
+        folder = f"hydra-try-host-{data.name}"
+        assert f"Writing to {folder}" in capsys.readouterr().out
+        assert (tmp_path / folder / "try.html").is_file()
+    assert run("try", shelf / "host", "--data", mixed, *FEW[2:]) == 5
+    said = capsys.readouterr().err
+    assert "members was 2, is 3" in said and "choose another folder with --output" in said
+    args = ("--data", shelf / "digits", *FEW, "-o", f"hydra-try-host-{mixed.name}")
+    assert run("try", shelf / "host", *args) == 5
+    assert "the data has changed" in capsys.readouterr().err
+
+
 def test_ctrl_c_says_what_is_kept(
     shelf: Path,
     tmp_path: Path,

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HydraEnsemble
+from hydra_ensembles._records import model_fingerprint
 from hydra_ensembles.errors import FormatError
+from hydra_ensembles.fusion import loading
 from hydra_ensembles.fusion.folder_format import signed
+from hydra_ensembles.fusion.saving import finish_saving
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, TREE, perturbed
 
@@ -158,3 +167,94 @@ def test_unfinetuned_members_cost_no_disk(tmp_path: Path) -> None:
     header = 16_000  # names and offsets, a few kilobytes whatever the size of the model
     assert on_disk - header <= 1.01 * host
     assert ensemble.parameter_bytes()["memory"] >= on_disk - header
+
+
+# --- several processes ---------------------------------------------------------------------------
+
+
+def two_ensembles() -> list[HydraEnsemble]:
+    """Return two ensembles of the same shapes, with other weights, masks and temperatures."""
+    from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
+
+    made = []
+    for number in range(2):
+        host = TinyViT(TinyViTConfig(layers=2, heads=4), seed=number).eval()
+        kept = [[1, 0, 1, 0], [0, 1, 0, 1]][number]
+        rows = [[1, 1, 1, 1], kept], [[1, 1, 1, 1], kept[::-1]]
+        made.append(hydra.fuse(host, [hydra.HeadMask(mask) for mask in rows]))
+        made[-1].temperature = 1.5 + number
+    return made
+
+
+def parts_of(ensemble: HydraEnsemble) -> tuple[Any, ...]:
+    return model_fingerprint(ensemble.host), ensemble.masks, ensemble.temperature
+
+
+def test_saves_at_once_leave_one_ensemble(tmp_path: Path) -> None:
+    """Threads stand for processes: both have staging folders and locks of their own."""
+    ensembles = two_ensembles()
+    known = [parts_of(ensemble) for ensemble in ensembles]
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(5):
+            saves = [pool.submit(e.save_pretrained, tmp_path / str(number)) for e in ensembles * 2]
+            for save in saves:
+                save.result()
+            assert parts_of(HydraEnsemble.from_pretrained(tmp_path / str(number))) in known
+            hidden = [path.name for path in (tmp_path / str(number)).glob(".*")]
+            assert hidden == []
+
+
+def test_a_save_while_a_folder_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are replaced after they were checked and before they are read."""
+    old, new = two_ensembles()
+    old.save_pretrained(tmp_path)
+    check, saves = loading.check_files, [new]
+
+    def check_then_save(*arguments: Any) -> None:
+        check(*arguments)
+        if saves:
+            saves.pop().save_pretrained(tmp_path)
+
+    monkeypatch.setattr(loading, "check_files", check_then_save)
+    assert parts_of(HydraEnsemble.from_pretrained(tmp_path)) == parts_of(new)
+
+
+def test_a_tokenizer_of_another_save_is_refused(tmp_path: Path) -> None:
+    """It is read when it is first needed, which may be after another process has saved."""
+    from tests.fusion.test_inputs import words
+
+    ensemble = hydra.fuse(zoo.host("bert"), EARLY)
+    ensemble.tokenizer = words(tmp_path)
+    ensemble.save_pretrained(tmp_path / "saved")
+    loaded = HydraEnsemble.from_pretrained(tmp_path / "saved")
+    ensemble.tokenizer.model_max_length = 7
+    ensemble.save_pretrained(tmp_path / "saved")
+    with pytest.raises(FormatError, match="load it again"):
+        _ = loaded.tokenizer
+
+
+def test_a_save_killed_between_two_renames_can_be_finished(tmp_path: Path) -> None:
+    old, new = two_ensembles()
+    old.save_pretrained(tmp_path / "folder")
+    new.save_pretrained(tmp_path / "new")
+    code = (
+        "import os, signal, sys\n"
+        "from hydra_ensembles import HydraEnsemble\n"
+        "from hydra_ensembles.hosts import tiny_vit\n"
+        "rename, done = os.replace, []\n"
+        "def die_after_the_first(source, target):\n"
+        "    if done:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    done.append(rename(source, target))\n"
+        "ensemble = HydraEnsemble.from_pretrained(sys.argv[1])\n"
+        "os.replace = die_after_the_first\n"
+        "ensemble.save_pretrained(sys.argv[2])\n"
+    )
+    run = [sys.executable, "-c", code, str(tmp_path / "new"), str(tmp_path / "folder")]
+    assert subprocess.run(run).returncode == -signal.SIGKILL
+    assert (tmp_path / "folder" / ".lock").exists()
+    with pytest.raises(FormatError, match="saving was interrupted"):
+        HydraEnsemble.from_pretrained(tmp_path / "folder")
+    assert finish_saving(tmp_path / "folder")
+    assert parts_of(HydraEnsemble.from_pretrained(tmp_path / "folder")) == parts_of(new)
+    assert [name for name in os.listdir(tmp_path / "folder") if name.startswith(".")] == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,36 @@ def test_logged_equals_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert again.predict(TEXTS)["label"].tolist() == names
     kinds = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
     assert ".safetensors" in kinds and not kinds & {".pkl", ".pickle", ".pt", ".bin", ".joblib"}
+
+
+def test_the_snippet_of_the_docs_runs_in_an_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With MLflow's default store, a file of SQLite: the extra brings what that needs."""
+    mlflow = pytest.importorskip("mlflow")
+    for package in ("sqlalchemy", "alembic"):
+        pytest.importorskip(package)
+    page = (Path(__file__).parents[2] / "docs" / "concepts" / "integrations.md").read_text()
+    snippet = page.partition("## MLflow")[2].split("```")[1].removeprefix("python")
+    model = ensemble(tmp_path)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    found = {"ensemble": model}
+    exec(snippet, found)
+    assert (tmp_path / "empty" / "mlflow.db").is_file()
+    frame = mlflow.pyfunc.load_model(found["info"].model_uri).predict(TEXTS)
+    names = [model.id2label[i] for i in model.predict(TEXTS).label.tolist()]
+    assert frame["label"].tolist() == names
+    requirements = next((tmp_path / "empty").rglob("requirements.txt")).read_text()
+    assert "hydra-ensembles[hosts]" in requirements  # a host of timm loads, too
+
+
+def test_the_extra_brings_what_the_default_store_needs() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    extra = re.search(r"^mlflow = (\[.+\])$", project, re.M)
+    assert extra is not None
+    names = {need.split(">=")[0] for need in json.loads(extra[1])}
+    assert names >= {"mlflow-skinny", "sqlalchemy", "alembic", "pandas"}
 
 
 def test_frames_of_other_inputs(tmp_path: Path) -> None:

@@ -193,11 +193,11 @@ def test_a_stopped_search_goes_on_and_a_changed_one_is_refused(tmp_path):
     assert resumed.effects.tolist() == whole.effects.tolist()
     with pytest.raises(FormatError, match="objective was"):
         find_effects(model, id=data, objective="ece", folder=tmp_path / "part", progress=False)
-    with pytest.raises(FormatError, match="data was"):
+    with pytest.raises(FormatError, match="the data has changed"):
         find_effects(model, id=data[:2], objective=goal, folder=tmp_path / "part", progress=False)
     with torch.no_grad():
         model.classifier.bias.add_(1.0)
-    with pytest.raises(FormatError, match="model was"):
+    with pytest.raises(FormatError, match="weights have changed"):
         find_effects(model, id=data, objective=goal, folder=tmp_path / "part", progress=False)
 
 

@@ -127,7 +127,7 @@ def test_another_run_in_the_same_folder_is_refused(
         run(shelf, answered, options=BulkOptions(rows_per_part=9))
     other = tmp_path / "c.parquet"
     parquet.write_table(pyarrow.table({"image": ["nothing.png"]}), other)
-    with pytest.raises(FormatError, match="inputs"):
+    with pytest.raises(FormatError, match="input files"):
         predict_files(shelf / "ensemble", [other], answered, options=OPTIONS, progress=False)
     with pytest.raises(DataError, match="not a folder of a saved ensemble"):
         predict_files(tmp_path, [other], tmp_path / "out", progress=False)

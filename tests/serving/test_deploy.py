@@ -58,6 +58,7 @@ def test_the_entry_point_is_a_command_with_these_options() -> None:
     project = (DEPLOY.parent / "pyproject.toml").read_text()
     for extra in extras.split(","):
         assert re.search(rf"^{extra} = \[", project, re.M), extra
+    assert {"serve", "hosts"} <= set(extras.split(","))  # an ensemble of any host can be mounted
 
 
 @pytest.mark.parametrize("name", ["try_dockerfile.sh"])

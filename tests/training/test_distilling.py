@@ -279,7 +279,7 @@ def test_a_stopped_run_ends_with_the_same_bits(tmp_path, rate, step):
     resumed = train(teachers, folder=tmp_path, **options)
     assert answers == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "answers").glob("*.npy")}
     assert largest_difference(resumed, train(teachers, **options)) == 0
-    with pytest.raises(FormatError, match="another run"):
+    with pytest.raises(FormatError, match="different settings"):
         train(teachers, folder=tmp_path, **{**options, "views": 3})
     with pytest.raises(FormatError, match="teachers"):
         train(teachers[::-1], folder=tmp_path, **options)

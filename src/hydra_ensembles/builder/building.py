@@ -36,6 +36,7 @@ from .task import Task
 
 
 @in_plain_words()
+@processes.holds("folder")
 def build(
     model: nn.Module | HostModel,
     calibration: Any,

@@ -11,12 +11,14 @@
 | 6 | a package is missing |
 | 7 | the disk is full or cannot be written |
 | 8 | a verification failed |
+| 9 | another process is writing the same folder or file |
 | 130 | interrupted |
 """
 
 from __future__ import annotations
 
 from ..errors import (
+    BusyError,
     DataError,
     DiskError,
     FormatError,
@@ -32,7 +34,8 @@ OPTIONS = {
     "pass skip_broken=True": "give --skip-broken",
     "(text_column)": "with --text-column",
     "(label_column)": "with --label-column",
-    "start anew in another place": "give another folder with --output",
+    "choose another folder": "choose another folder with --output",
+    "choose another file": "choose another file with --output",
 }
 """What messages of the library call an argument, and what it is called here."""
 
@@ -59,6 +62,7 @@ def exit_code(error: BaseException) -> int:
         (UnsupportedModelError, 4),
         ((FormatError, MaskError), 5),
         (DataError, 3),
+        (BusyError, 9),
         (UnknownNameError, 2),
         (FileNotFoundError, 3),
         (HydraError, 3),

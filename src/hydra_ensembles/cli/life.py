@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import typer
 
@@ -16,6 +17,7 @@ class SignOfLife:
 
     def __init__(self) -> None:
         self.quiet = False
+        self.folder: Path | None = None  # that the command writes to
         self._ended = threading.Event()
 
     def soon(self, text: str) -> None:

@@ -41,15 +41,8 @@ COMMANDS = {
     "env": "Print the versions of everything that matters.",
 }
 
-KEPT = {
-    "build": "hydra-ensemble",
-    "circuit": "hydra-circuit",
-    "demo": "hydra-demo",
-    "distill": "hydra-student",
-    "sweep": "hydra-sweep",
-    "try": "hydra-try",
-}
-"""Commands that go on where they stopped, and where they write by default."""
+KEPT = ("build", "circuit", "demo", "distill", "sweep", "try")
+"""Commands that go on where they stopped."""
 
 
 class Commands(TyperGroup):
@@ -85,7 +78,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog=(
         "Exit codes: 0 fine, 1 unexpected, 2 wrong usage, 3 data, 4 model not supported, 5 damaged "
-        "or foreign file, 6 package missing, 7 disk, 8 verification failed, 130 interrupted."
+        "or foreign file, 6 package missing, 7 disk, 8 verification failed, 9 folder in use by "
+        "another process, 130 interrupted."
     ),
 )
 
@@ -111,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     problems = click_module("exceptions")
     if not sys.warnoptions:
         warnings.showwarning = _note
-    life.quiet = quiet or not is_first()
+    life.quiet, life.folder = quiet or not is_first(), None
     life.soon(f"hydra-ensembles {_command_of(given) or ''}: starting")
     try:
         defaults = _config_of(given, command)
@@ -174,17 +168,11 @@ def _stopped(given: list[str]) -> str:
     name = _command_of(given)
     if name not in KEPT:
         return "Stopped. Nothing was kept to go on from: start the command again."
-    folder = KEPT[name]
-    for place, argument in enumerate(given):
-        if argument in ("-o", "--output") and place + 1 < len(given):
-            folder = given[place + 1]
-        elif argument.startswith("--output="):
-            folder = argument.partition("=")[2]
-    if not Path(folder).exists():
+    if life.folder is None:
         return "Stopped before anything was finished: run the same command again."
     return (
-        f"Stopped. Finished steps are kept in {folder}: run the same command again to go on from "
-        "there, or delete the folder to start anew."
+        f"Stopped. Finished steps are kept in {life.folder}: run the same command again to go on "
+        "from there, or delete the folder to start anew."
     )
 
 

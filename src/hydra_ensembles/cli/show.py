@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .._records import write_whole
+from .._records import holding, write_whole
 from .clicks import click_module
 from .launched import is_first
 from .life import life
@@ -119,11 +119,15 @@ def write_config(folder: Path, *, begin: bool = False) -> dict[str, Any]:
     """Write the resolved options of the running command beside its results; return them.
 
     At the beginning of long work a file that is there stays: the work may yet be refused, and the
-    results in the folder are those of the options that made them.
+    results in the folder are those of the options that made them. The command holds the folder from
+    here to its end.
     """
     import yaml
 
     context = click_module("globals").get_current_context()
+    if is_first():
+        context.with_resource(holding(folder))
+        life.folder = folder
     values = {
         key: str(value) if isinstance(value, Path) else value
         for key, value in context.params.items()

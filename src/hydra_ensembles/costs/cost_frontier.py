@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._records import check_same_run, model_fingerprint, read_record, to_record
+from ..data import processes
 from ..data.batches import check_reiterable
 from ..data.running import collect_logits, progress_bar
 from ..heads.gating import gate
@@ -124,6 +125,7 @@ class Frontier:
         return "\n".join(lines)
 
 
+@processes.holds("path", is_file=True)
 def frontier(
     model: nn.Module | HostModel,
     choose: HeadScores | Sequence[HeadScores] | Callable[[Option], Sequence[HeadMask]],

@@ -12,19 +12,22 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import functools
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from .. import errors
+from .. import _records, errors
 from ..errors import HydraError
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
 _side: dict[int, Any] = {}
 _NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -150,6 +153,33 @@ def on_first(function: Callable[[], Any]) -> Any:
     if report["error"] is not None:
         raise failure or error_of(report["error"])
     return report["value"]
+
+
+def holds(argument: str, *, is_file: bool = False) -> Callable[[Function], Function]:
+    """Hold a function's folder or file while it runs (`_records.holding`); None holds nothing.
+
+    Of several processes the first one holds it, for all of them.
+
+    Args:
+        argument: Name of the function's argument that says where it writes.
+        is_file: Whether that is a file.
+    """
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def held(*args: Any, **kwargs: Any) -> Any:
+            target = signature.bind(*args, **kwargs).arguments.get(argument)
+            with contextlib.ExitStack() as stack:
+                if target is not None:
+                    lock = _records.holding(target, is_file=is_file)
+                    on_first(lambda: stack.enter_context(lock))
+                return function(*args, **kwargs)
+
+        return cast(Function, held)
+
+    return decorate
 
 
 def check_same(what: str, value: Any) -> None:

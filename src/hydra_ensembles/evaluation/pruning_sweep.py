@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .._records import check_same_run, model_fingerprint, read_record, to_record
 from ..criteria import Criterion, as_criterion, ranked, score_heads
 from ..criteria.losses import Loss
+from ..data import processes
 from ..data.batches import check_reiterable
 from ..data.class_order import check_class_order
 from ..data.running import collect_logits, progress_bar
@@ -40,6 +41,7 @@ CRITERIA = ("random", "magnitude", "taylor", "his", "entropy", "hies", "fisher")
 RATIOS = (0.1, 0.2, 0.3, 0.5)
 
 
+@processes.holds("resume", is_file=True)
 def prune_sweep(
     model: nn.Module | HostModel,
     data: Iterable[Any],

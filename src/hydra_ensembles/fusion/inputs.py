@@ -6,13 +6,14 @@ Both belong to the ensemble: set in Python or taken from the data that built it,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._records import sha256_of_file
 from ..data.class_names import real_names
 from ..data.folders import image_batch
 from ..data.transforms import (
@@ -30,7 +31,8 @@ class Preparation:
     """How an ensemble prepares its inputs; files in its folder are read when first needed.
 
     Args:
-        folder: Where a tokenizer or an image processor was saved, with their files' names.
+        folder: Where a tokenizer or an image processor was saved.
+        files: Their files' names, with the SHA-256 that they had when the ensemble was loaded.
         recorded: The image transform in the folder's config; None in older folders that have an
             image processor.
     """
@@ -38,7 +40,7 @@ class Preparation:
     def __init__(
         self,
         folder: Path | None = None,
-        files: Sequence[str] = (),
+        files: Mapping[str, str] | None = None,
         recorded: Mapping[str, Any] | None = None,
     ) -> None:
         self.transform: Callable[[Any], Tensor] | None = None
@@ -46,7 +48,7 @@ class Preparation:
             self.transform = ImageTransform.from_dict(recorded)
         self._exif_orientation = bool((recorded or {}).get("exif_orientation"))
         self.tokenizer: Any = None
-        self._folder, self._files = folder, tuple(files)
+        self._folder, self._files = folder, dict(files or {})
 
     def find_transform(self, host: Any) -> Callable[[Any], Tensor] | None:
         """Return the transform: the one that was set, the saved one, or the host's."""
@@ -76,10 +78,11 @@ class Preparation:
                 "The inputs of this ensemble are prepared by transformers: pip install "
                 "'hydra-ensembles[transformers]'."
             ) from error
-        assert self._folder is not None
+        folder = self._folder
+        assert folder is not None
         try:
-            return getattr(transformers, kind).from_pretrained(
-                self._folder, local_files_only=True, trust_remote_code=False
+            made = getattr(transformers, kind).from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
             )
         except BaseException as error:  # the library may refuse its own file with any error
             panic = (
@@ -91,6 +94,12 @@ class Preparation:
                 f"Cannot load the {kind.removeprefix('Auto').lower()} in {self._folder}: "
                 f"{str(error)[:200]}. Set it in Python, or save the ensemble again."
             ) from error
+        for name, digest in self._files.items():
+            if not (folder / name).is_file() or sha256_of_file(folder / name) != digest:
+                raise FormatError(
+                    f"{folder / name} has changed since the ensemble was loaded: load it again."
+                )
+        return made
 
 
 def remember_inputs(ensemble: Any, data: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._records import inside, sha256_of_file
+from .._records import inside, read_steady, sha256_of_file
 from ..errors import FormatError, HydraError, MissingDependencyError
 from ..hosts import HostModel
 from ..hosts.examples import examples
@@ -61,6 +61,10 @@ def load(
     The config gets the key `"folder"`, where its other files lie; its `"novelty"` is read.
     """
     folder = find_folder(name_or_folder, revision, token)
+    return read_steady(folder, lambda: _read(folder, host))
+
+
+def _read(folder: Path, host: nn.Module | None) -> tuple[Assembly, HostModel, dict[str, Any]]:
     config = read_config(folder)
     check_files(folder, config)
     header = read_header(folder / WEIGHTS, config)

@@ -18,7 +18,16 @@ from typing import Any
 
 from torch import Tensor
 
-from .._records import inside, names_to_disk, sha256_of_file, writing
+from .._records import (
+    WAIT,
+    holding,
+    inside,
+    names_to_disk,
+    own_suffix,
+    sha256_of_file,
+    use_new_file_mode,
+    writing,
+)
 from ..data.transforms import ImageTransform, ProcessorTransform
 from ..errors import FormatError
 from .card import make_card
@@ -37,7 +46,7 @@ from .folder_format import (
 from .hosting import distinct
 
 SAVING = ".saving"
-"""Sub-folder in which new files are written before they are renamed."""
+"""How the name of a sub-folder begins in which new files are written before they are renamed."""
 
 
 def save(ensemble: Any, folder: Any, *, name: str | None = None) -> None:
@@ -47,26 +56,20 @@ def save(ensemble: Any, folder: Any, *, name: str | None = None) -> None:
     last. A failure before the renames leaves the folder as it was. If the process ends between two
     renames, the config does not match the files and loading says so; `finish_saving` then does the
     remaining renames. `name` is the ensemble's name on its card.
+
+    One process saves at a time; another one waits for it.
     """
     target = Path(folder)
-    try:
-        with writing(target):
-            target.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise FormatError(f"{target} is a file: give a folder to save the ensemble in.") from None
-    finish_saving(target)  # of a killed process: this save may fail before it renames
-    beside = target / SAVING
-    shutil.rmtree(beside, ignore_errors=True)
-    try:
-        with writing(target):
+    with holding(target, wait=WAIT), writing(target):
+        finish_saving(target)  # of a killed process: this save may fail before it renames
+        beside = target / f"{SAVING}{own_suffix()}"
+        try:
             beside.mkdir()
             _write_files(ensemble, beside, name)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
-    with writing(target):
+        except BaseException:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
         _rename(beside, target)  # a failure here leaves what `finish_saving` needs
-    shutil.rmtree(beside, ignore_errors=True)
 
 
 def _write_files(ensemble: Any, beside: Path, called: str | None) -> None:
@@ -89,6 +92,7 @@ def _write_files(ensemble: Any, beside: Path, called: str | None) -> None:
     check_fields(config, f"This {type(ensemble.host).__name__} cannot be saved")
     (beside / CARD).write_text(make_card(ensemble, called or "this-folder"), encoding="utf-8")
     (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    use_new_file_mode(beside)
     for name in (WEIGHTS, *files, CARD, CONFIG):
         _to_disk(beside / name)
 
@@ -104,6 +108,7 @@ def _rename(beside: Path, target: Path) -> None:
     for name in before - files:
         (target / name).unlink(missing_ok=True)
     names_to_disk(target)
+    shutil.rmtree(beside, ignore_errors=True)
 
 
 def _listed(folder: Path) -> set[str]:
@@ -116,13 +121,16 @@ def _listed(folder: Path) -> set[str]:
         return set()
 
 
-def can_finish_saving(folder: Path) -> bool:
-    """Return whether a save was stopped after all files were written, before all were renamed."""
-    beside = folder / SAVING
+def can_finish_saving(beside: Path) -> bool:
+    """Return whether a save was stopped after all files were written, before all were renamed.
+
+    Args:
+        beside: The sub-folder in which the files were written.
+    """
     try:
         config = read_config(beside)
         for name, digest in {WEIGHTS: config["sha256"], **config["files"]}.items():
-            places = [inside(folder, f"{SAVING}/{name}"), inside(folder, name)]
+            places = [inside(beside.parent, f"{beside.name}/{name}"), inside(beside.parent, name)]
             path = next((place for place in places if place.is_file()), None)
             if path is None or sha256_of_file(path) != digest:
                 return False
@@ -132,13 +140,18 @@ def can_finish_saving(folder: Path) -> bool:
 
 
 def finish_saving(folder: Path) -> bool:
-    """Do the remaining renames of a stopped save; return whether there were any."""
-    if not can_finish_saving(folder):
-        return False
-    with writing(folder):
-        _rename(folder / SAVING, folder)
-    shutil.rmtree(folder / SAVING, ignore_errors=True)
-    return True
+    """Do the remaining renames of a stopped save; return whether there were any.
+
+    What remains of other saves is removed: nobody writes it while the folder is held here.
+    """
+    with holding(folder, wait=WAIT), writing(folder):
+        stopped = [path for path in sorted(folder.glob(f"{SAVING}*")) if path.is_dir()]
+        whole = next((path for path in stopped if can_finish_saving(path)), None)
+        if whole is not None:
+            _rename(whole, folder)
+        for path in stopped:
+            shutil.rmtree(path, ignore_errors=True)
+    return whole is not None
 
 
 def _save_preparation(ensemble: Any, folder: Path) -> None:

@@ -54,7 +54,7 @@ def _parts(ensemble: HydraEnsemble, folder: str, metadata: dict[str, Any] | None
         "python_model": str(SCRIPT),
         "artifacts": {"ensemble": str(place)},
         # named, since MLflow would otherwise load the model in another process to find out
-        "pip_requirements": [f"hydra-ensembles[transformers]=={__version__}", "pandas"],
+        "pip_requirements": [f"hydra-ensembles[hosts]=={__version__}", "pandas"],
         "metadata": {
             "members": ensemble.members,
             "host": type(ensemble.host).__name__,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .._records import read_steady
 from ..errors import DataError, FormatError, MissingDependencyError
 from ..registry import unknown_name
 from .answers import Answer
@@ -34,8 +36,11 @@ def load(
     Raises:
         FormatError: The folder is incomplete, damaged, newer than this library, or not ours.
     """
-    return ExportedEnsemble(
-        read_contract(folder), program=program, threads=threads, providers=providers
+    return read_steady(
+        Path(folder),
+        lambda: ExportedEnsemble(
+            read_contract(folder), program=program, threads=threads, providers=providers
+        ),
     )
 
 

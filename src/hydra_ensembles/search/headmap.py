@@ -18,6 +18,7 @@ from torch import nn
 
 from .._records import model_fingerprint, read_record, to_record
 from ..costs.budget import Budget
+from ..data import processes
 from ..data.batches import without_labels
 from ..data.class_order import check_class_order
 from ..data.memory import in_plain_words
@@ -200,6 +201,7 @@ def find_effects(
 
 
 @in_plain_words()
+@processes.holds("folder")
 def _search(
     model: nn.Module | HostModel,
     *,

@@ -50,6 +50,7 @@ class BulkOptions:
         }
 
 
+@processes.holds("output")
 def predict_files(
     ensemble: str | os.PathLike[str],
     sources: Sequence[str | os.PathLike[str]],

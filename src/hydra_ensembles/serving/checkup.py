@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .._records import PARTIAL, inside
-from ..errors import FormatError, HydraError
+from .._records import PARTIAL, holding, inside
+from ..errors import BusyError, FormatError, HydraError
 from ..fusion.saving import SAVING, can_finish_saving, finish_saving
 from .findings import DAMAGED, LEFTOVER, SOUND, Checkup, Finding
 from .folder_checks import PARTS, check_file_of_run
@@ -64,7 +64,7 @@ def _files(home: Path) -> Iterator[Path]:
     count = 0
     for path in sorted(home.iterdir()):
         if path.is_dir() and not path.is_symlink():
-            if path.name in (SAVING, EXPORTING):
+            if path.name.startswith((SAVING, EXPORTING)):
                 yield path
             elif not path.name.startswith("."):
                 yield from _files(path)
@@ -77,14 +77,14 @@ def _files(home: Path) -> Iterator[Path]:
 
 def _leftover(path: Path, name: str) -> Finding | None:
     """Find what a killed process left."""
-    if path.name == SAVING:
+    if path.name.startswith(SAVING):
         words = (
             "a save that was stopped when all its files were written: --repair finishes it"
-            if can_finish_saving(path.parent)
+            if can_finish_saving(path)
             else "half a save; the next save removes it"
         )
         return Finding(name, LEFTOVER, words, again=True)
-    if path.name == EXPORTING:
+    if path.name.startswith(EXPORTING):
         return Finding(name, LEFTOVER, "half an export; the next export removes it", again=True)
     if path.name.endswith(PARTIAL):
         if path.name.startswith("."):
@@ -119,13 +119,16 @@ def repair(checkup: Checkup) -> list[str]:
         if not found.again or found.state == SOUND or _is_in_use(path):
             continue
         try:
-            if path.name == SAVING and finish_saving(path.parent):
-                done.append(f"finished the save in {path.parent}")
-                continue
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            with holding(path.parent):
+                if path.name.startswith(SAVING) and finish_saving(path.parent):
+                    done.append(f"finished the save in {path.parent}")
+                    continue
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        except BusyError:
+            continue
         except OSError as error:
             raise HydraError(f"Cannot remove {path}: {error}.") from error
         done.append(f"removed {found.file}")

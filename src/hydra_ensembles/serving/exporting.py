@@ -18,7 +18,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from .._records import names_to_disk, sha256_of_file, write_whole, writing
+from .._records import (
+    holding,
+    names_to_disk,
+    own_suffix,
+    sha256_of_file,
+    use_new_file_mode,
+    write_whole,
+    writing,
+)
 from ..errors import DataError, FormatError, MissingDependencyError, UnsupportedModelError
 from ..fusion import HydraEnsemble
 from ..registry import check_name
@@ -194,20 +202,16 @@ def _check_packages() -> None:
 
 @contextmanager
 def _staging(target: Path) -> Iterator[Path]:
-    """Make a folder beside the files' places; it goes, whatever happens."""
-    try:
-        with writing(target):
-            target.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise FormatError(f"{target} is a file: give a folder to export to.") from None
-    beside = target / _BESIDE
-    shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed
-    try:
-        with writing(target):
+    """Hold the target and make a folder in it for new files, which goes whatever happens."""
+    with holding(target), writing(target):
+        for killed in target.glob(f"{_BESIDE}*"):
+            shutil.rmtree(killed, ignore_errors=True)
+        beside = target / f"{_BESIDE}{own_suffix()}"
+        try:
             beside.mkdir()
             yield beside
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
 
 
 def _contract(
@@ -300,6 +304,7 @@ def _write_contract(contract: dict[str, Any], beside: Path) -> None:
 def _put_in_place(beside: Path, target: Path) -> None:
     """Rename all files, the contract last; then remove what an earlier export alone had."""
     earlier = _named_files(target / CONTRACT)
+    use_new_file_mode(beside)
     names = sorted(path.name for path in beside.iterdir() if path.name != CONTRACT)
     for name in (*names, CONTRACT):
         with (beside / name).open("rb") as file:

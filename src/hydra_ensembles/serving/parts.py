@@ -2,7 +2,8 @@
 
 The rows of the input files are numbered and cut into parts of equal size. A part's answers are one
 file, written beside its place and renamed when it is whole. So a part is there or not, whoever
-wrote it and how often: a killed worker, two workers on one part and a second run do no harm.
+wrote it and how often: a killed worker and two workers on one part do no harm. A run holds the
+folder; a second one meanwhile is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._records import check_same_run, sha256_of, write_whole
+from .._records import PARTIAL, check_same_run, sha256_of, write_whole
 from ..errors import DataError, FormatError, MissingDependencyError
 
 PLAN, DONE = "plan.json", "done.json"
@@ -88,7 +89,6 @@ class Plan:
 
     def begin(self, folder: Path) -> None:
         """Write the plan into the folder; raise if another one began there."""
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / PLAN
         if path.exists():
             try:
@@ -186,7 +186,7 @@ def write_part(
 
 def clean(folder: Path) -> None:
     """Remove what killed workers left half written."""
-    for path in folder.glob(".*.partial"):
+    for path in folder.glob(f".*{PARTIAL}"):
         path.unlink(missing_ok=True)
 
 

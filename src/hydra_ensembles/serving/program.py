@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .._records import read_steady
 from ..errors import DataError, FormatError
 from ..runtime.contract import Contract, read_contract
 
@@ -55,6 +56,10 @@ def save_program(program: Any, path: Path) -> None:
 
 def load_program(folder: Any) -> Program:
     """Load `model.pt2` of an exported folder: checked by its SHA-256, then piece by piece."""
+    return read_steady(Path(folder), lambda: _loaded(folder))
+
+
+def _loaded(folder: Any) -> Program:
     contract = read_contract(folder)
     name = contract.programs.get("torch")
     if name is None:

@@ -28,6 +28,7 @@ from .trunk import CachedTrunk, still, untied
 BRANCH = Settings(bootstrap=True, outlier_weight=0.2)
 
 
+@processes.holds("folder")
 def finetune_branch(
     ensemble: HydraEnsemble,
     data: Iterable[Any],

@@ -57,6 +57,7 @@ KNOWN = 100
 
 
 @in_plain_words()
+@processes.holds("folder")
 def distill(
     model: nn.Module | HostModel,
     teachers: Any,

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..data import processes
 from ..data.running import check_data
 from .acceleration import accelerator
 from .loop import FinetunedMember, Run, StepInfo
@@ -19,6 +20,7 @@ from .stream import Stream
 ParameterChoice = str | Callable[[str, nn.Parameter], bool] | None
 
 
+@processes.holds("folder")
 def finetune(
     model_or_members: nn.Module | Sequence[nn.Module],
     data: Iterable[Any],

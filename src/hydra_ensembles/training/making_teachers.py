@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..costs.budget import fit_budget
+from ..data import processes
 from ..errors import DataError
 from ..fusion.fusing import fuse
 from ..heads.masks import HeadMask
@@ -60,6 +61,7 @@ class Job:
 ways: Registry[tuple[Callable[[Job], list[nn.Module]], Settings]] = Registry("way to make teachers")
 
 
+@processes.holds("folder")
 def make_teachers(
     model: nn.Module | HostModel,
     data: Iterable[Any],

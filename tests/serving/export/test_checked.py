@@ -20,6 +20,8 @@ def test_an_export_is_sound_and_lists_what_it_is_made_of(copied: Copy) -> None:
     files = {path.name for path in folder.iterdir()}
     assert set(read_sums(folder)) == files - {SUMS}
     assert {found.file for found in checkup.findings} == files
+    (folder / "new").touch()
+    assert {path.stat().st_mode for path in folder.iterdir()} == {(folder / "new").stat().st_mode}
     parts = {part["name"] for part in json.loads((folder / SBOM).read_text())["components"]}
     assert {"model.onnx", "model.pt2", "torch", "hydra-ensembles"} <= parts
 

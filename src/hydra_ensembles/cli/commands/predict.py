@@ -12,7 +12,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from ..._records import PARTIAL, is_device, names_to_disk, place_of, writing
+from ..._records import PARTIAL, holding, is_device, names_to_disk, place_of, writing
 from .. import options
 from ..exits import Stop
 from ..launched import is_first
@@ -122,7 +122,6 @@ def command(
     with ExitStack() as stack:
         target = sys.stdout
         if output is not None and is_first():
-            output.parent.mkdir(parents=True, exist_ok=True)
             target = stack.enter_context(_written(output))
         for group in answered(answers, records, reading.batch_size):
             for answer in group:
@@ -150,11 +149,11 @@ def command(
 def _written(output: Path) -> Iterator[TextIO]:
     """Open a file beside `output`; it gets that name when all lines are written."""
     output = place_of(output)
-    with writing(output):
-        if is_device(output):
-            with output.open("w", encoding="utf-8") as lines:
-                yield lines
-            return
+    if is_device(output):
+        with writing(output), output.open("w", encoding="utf-8") as lines:
+            yield lines
+        return
+    with holding(output, is_file=True), writing(output):
         beside = output.with_name(output.name + PARTIAL)  # to be seen: it can be read meanwhile
         with beside.open("w", encoding="utf-8") as lines:
             yield lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import sys
 import time
@@ -39,7 +40,12 @@ def command(
         float, typer.Option(help="How much of data like yours may be called new.")
     ] = 0.05,
     promise: options.Promise = "conformal",
-    output: options.Output = Path("hydra-try"),
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Folder for what is made; hydra-try-MODEL-DATA by default."
+        ),
+    ] = None,
     reading: Reading = READING,
     config: options.Config = None,
     json: options.Json = False,
@@ -71,7 +77,10 @@ def command(
     labelled = files.labels is not None
     asked = "with labels" if labelled else "without labels"
     say(f"{files.count} {_kind(files)} {asked}" + (f". {note}" if note else ""), json=json)
-    output.mkdir(parents=True, exist_ok=True)
+    if output is None:
+        source = Path(data).expanduser().resolve().name
+        output = Path(f"hydra-try-{_slug(_title(model))}-{_slug(source)}")
+    say(f"Writing to {output}", json=json)
     write_config(output, begin=True)
     trial = try_model(
         host,
@@ -202,6 +211,11 @@ def _title(model: str) -> str:
     plain = model.removeprefix("timm:").partition("@")[0]
     folder = Path(plain).expanduser()
     return folder.resolve().name if folder.is_dir() else plain
+
+
+def _slug(name: str) -> str:
+    """Return a name as a part of a folder's name."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", name)[-40:].strip("-.")
 
 
 def _kind(files: Any) -> str:
