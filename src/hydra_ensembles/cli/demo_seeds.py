@@ -127,7 +127,7 @@ def _show(runs: dict[int, tuple[list[Any], Any]]) -> None:
         for column, by_seed in columns.items():
             better, worse = (list(by_seed.values()).count(word) for word in ("better", "worse"))
             counts.setdefault(rival, {})[column] = f"{better} / {worse}"
-    for line in steps.verdict_table("better / worse than", counts):
+    for line in steps.verdict_table("Hydra better / worse vs", counts):
         typer.echo(line)
     typer.echo(
         f"Seeds (of {len(runs)}) on which the paired 95 % interval tells that Hydra is better / "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -271,11 +272,12 @@ def conclusion(results: Sequence[Any], costs: Mapping[str, float], on: str) -> l
 
     novelty, msp = knows["ood/mean/novelty/AUROC"], warm["ood/mean/AUROC"]
     passed = 1 - max(model["ood/letters/novelty/Caught_5"] for model in (knows, hydra))
-    return [
+    sentences = (
         f"Novelty needs no ensemble: one model finds outliers at AUROC {100 * novelty:.1f} by "
         f"novelty, {100 * msp:.1f} by MSP.",
-        f"Members, each with a teacher, improve on that in: {listed(KNOWS, 'better')}. A single",
+        f"Members, each with a teacher, improve on that in: {listed(KNOWS, 'better')}. A single "
         "student of the same teachers is level in NLL on clean digits (docs/results/ways.md).",
-        f"Neither finds all letters ({passed:.0%} of them pass as digits). {deep.name} at "
-        f"{costs[DEEP]:.2f}x is better in: {listed(DEEP, 'worse')}.",
-    ]
+        f"Neither finds all letters: {passed:.0%} of them pass as digits. {deep.name} at "
+        f"{costs[DEEP]:.2f}x is better than Hydra in: {listed(DEEP, 'worse')}.",
+    )
+    return [line for sentence in sentences for line in textwrap.wrap(sentence, 80)]

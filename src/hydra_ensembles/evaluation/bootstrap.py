@@ -11,6 +11,7 @@ corrected for it, see `span`.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,22 +80,24 @@ def span(key: str, value: float, draws: Tensor, *, level: float = 0.95) -> tuple
     """Return the interval of a figure, or of a difference of two, which always holds its value.
 
     The percentiles of the draws. For calibration errors the hull of two intervals that correct the
-    bias of the draws: the percentiles moved so that the draws' mean is the value, and the pivotal
-    interval `2 x value - percentiles`, which also corrects the bias of the value itself. No
-    calibration error is below 0.
+    draws' bias: the percentiles around the value in place of the draws' mean, and the pivotal
+    interval around the value less its own bias. Where a bin's gap is all noise, drawing again
+    doubles its variance, so draws are sqrt(2) times the value and the bias of the value is
+    1 / (sqrt(2) - 1) times that of the draws; where there is a real gap both are small.
     """
     low, high = percentiles(draws, level=level)
     if key.rsplit("/", 1)[-1] in ("ECE", "aECE"):
-        bias = float(draws.nanmean()) - value
-        pivotal = 2 * value - high, 2 * value - low
-        low, high = min(low - bias, pivotal[0]), max(high - bias, pivotal[1])
+        mean = float(draws.nanmean())
+        below, above = mean - low, high - mean
+        unbiased = value - (mean - value) / (math.sqrt(2) - 1)
+        low, high = min(value - below, unbiased - above), max(value + above, unbiased + below)
     return min(low, value), max(high, value)
 
 
 def intervals(
     figures: Mapping[str, float], draws: Mapping[str, Tensor], *, level: float = 0.95
 ) -> dict[str, tuple[float, float]]:
-    """Return the interval of every figure that can be resampled."""
+    """Return the interval of every figure that can be resampled; no ECE is below 0."""
     found = {}
     for key, value in figures.items():
         if key in draws and not bool(draws[key].isnan().all()):
@@ -152,7 +155,7 @@ class Comparison(Mapping[str, Difference]):
         return len(self.differences)
 
     def in_words(self, names: Mapping[str, str], on: str) -> str:
-        """Say where `a` is better and worse: `NLL better, ECE cannot be told on 195 texts`.
+        """Say where `a` is better and worse: `NLL better; ECE cannot be told on 195 texts`.
 
         Args:
             names: What to call the figures to speak of, by key; those that are missing are not.
@@ -164,7 +167,7 @@ class Comparison(Mapping[str, Difference]):
             if told:
                 listed = " and ".join(filter(None, [", ".join(told[:-1]), told[-1]]))
                 words.append(f"{listed} {verdict}" + f" on {on}" * (verdict == UNTOLD))
-        return ", ".join(words)
+        return "; ".join(words)
 
     def to_markdown(self) -> str:
         """Return the differences as a Markdown table; figures as they are, not in percent."""

@@ -23,9 +23,9 @@ LABELS = {
     "policy/WrongOfAnswered": "wrong, of the answered",
     "policy/New": "called new",
     "ood/mean/policy/Answered": "OOD answered by the policy",
-    "shift/mean/cls/Acc": "accuracy, shifted",
-    "shift/mean/cls/NLL": "NLL, shifted",
-    "shift/mean/cal/ECE": "ECE, shifted",
+    "shift/mean/cls/Acc": "shifted accuracy",
+    "shift/mean/cls/NLL": "shifted NLL",
+    "shift/mean/cal/ECE": "shifted ECE",
     "div/Disagreement": "disagreement",
 }
 
