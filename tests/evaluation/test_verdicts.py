@@ -54,6 +54,14 @@ def test_the_bias_of_a_calibration_error_is_taken_off():
     assert span("cls/NLL", 0.0096, draws)[0] == 0.0096
 
 
+def test_a_loss_without_bound_tells_nothing():
+    draws = torch.linspace(0, 1, 101, dtype=torch.float64)
+    draws[90:] = torch.inf
+    low, high = span("cls/NLL", 0.5, draws)
+    assert low == pytest.approx(0.025) and high == torch.inf
+    assert verdict_of("cls/NLL", -torch.inf, torch.inf) == "cannot be told"
+
+
 @pytest.mark.parametrize("decimals", [1, 6])
 def test_counts_are_repeated_examples(decimals):
     """Every figure of counts is the figure of data in which examples are repeated, ties too."""

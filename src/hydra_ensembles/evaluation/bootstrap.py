@@ -91,6 +91,8 @@ def span(key: str, value: float, draws: Tensor, *, level: float = 0.95) -> tuple
         below, above = mean - low, high - mean
         unbiased = value - (mean - value) / (math.sqrt(2) - 1)
         low, high = min(value - below, unbiased - above), max(value + above, unbiased + below)
+    # between infinite draws (a loss without bound) there is no percentile
+    low, high = -math.inf if math.isnan(low) else low, math.inf if math.isnan(high) else high
     return min(low, value), max(high, value)
 
 
@@ -130,9 +132,9 @@ def verdict_of(key: str, low: float, high: float) -> str:
         return ""
     if low == high == 0:
         return SAME
-    if low <= 0 <= high:
-        return UNTOLD
-    return BETTER if sign * low > 0 else WORSE
+    if low > 0 or high < 0:
+        return BETTER if sign * low > 0 else WORSE
+    return UNTOLD
 
 
 @dataclass(frozen=True, repr=False, eq=False)
