@@ -12,6 +12,7 @@ from hydra_ensembles.data import digits
 from hydra_ensembles.data.batches import Batches, labels_of, take
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
+from hydra_ensembles.report.trial_sections import at_a_glance, verdict
 
 CONFIG = TinyViTConfig(width=24, heads=4, layers=3, mlp_width=24)
 STRANGE = (3, 50, 77)
@@ -72,15 +73,38 @@ def test_the_policy_is_fitted_on_what_nothing_has_seen(trial: Trial) -> None:
 
 
 def test_figures_are_those_of_held_out_examples(trial: Trial) -> None:
-    host_figures, figures = trial.results
-    assert host_figures.name == "your model" and len(host_figures.examples["id"]["correct"]) == 72
+    plain, warm, figures = trial.results
+    assert plain.name == "your model" and len(plain.examples["id"]["correct"]) == 72
     batches = data()
     with torch.no_grad():
         right = torch.cat([host()(b["pixel_values"]).argmax(-1) == labels_of(b) for b in batches])
-    assert host_figures["cls/Acc"] == pytest.approx(float(right[trial.held_out].double().mean()))
+    assert plain["cls/Acc"] == pytest.approx(float(right[trial.held_out].double().mean()))
     assert trial.calibration["examples"] == 72 and trial.calibration["fitted_on"] == 80
     assert figures["cls/NLL"] == pytest.approx(trial.calibration["ensemble"]["NLL"][1])
     assert trial.ratio.multiply_adds <= 1.5
+    # the host has a temperature of its own, out of fold
+    before, after = trial.calibration["host"]["NLL"]
+    assert warm.name == "your model + temperature"
+    assert plain["cls/NLL"] == pytest.approx(before) and warm["cls/NLL"] == pytest.approx(after)
+    assert warm["cls/Acc"] == plain["cls/Acc"]
+
+
+def test_the_ensemble_is_compared_with_the_host_and_its_temperature() -> None:
+    """A host that is far too sure: its temperature's work is not the ensemble's."""
+    sure = host()
+    with torch.no_grad():
+        for parameter in sure.classifier.parameters():
+            parameter.mul_(20)
+    trial = try_model(sure, data(), members=2, max_cost=1.5, risk=0.9, progress=False)
+    plain, warm, figures = trial.results
+    assert warm["cls/NLL"] < plain["cls/NLL"] - 0.1 and warm["cal/ECE"] < plain["cal/ECE"]
+    tiles = {tile["label"]: tile["value"] for tile in at_a_glance(trial).content["tiles"]}
+    (label,) = (label for label in tiles if label.startswith("negative"))
+    assert tiles[label] == f"{warm['cls/NLL']:.4f} → {figures['cls/NLL']:.4f}"
+    assert label.endswith((": cannot be told", ": better", ": worse"))
+    words = verdict(trial, "pictures")
+    assert "each with a temperature" in words and "NLL" in words
+    assert words.count("cannot be told on 72 pictures") == ("cannot be told" in words)
 
 
 def test_without_labels_there_is_still_novelty() -> None:

@@ -221,6 +221,28 @@ def test_eval_and_report(
     assert again.index(">hydra<") < again.index(">single<") and "member 2" in again
 
 
+def test_eval_compares_like_with_like(
+    shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ("--data", shelf / "digits", "--score", "msp", "--no-report", "--bootstrap", 50)
+    warm = HydraEnsemble.from_pretrained(ensemble)
+    warm.temperature = 1.5
+    warm.save_pretrained(tmp_path / "warm")
+    models = (f"hydra={tmp_path / 'warm'}", f"single={shelf / 'host'}")
+    assert run("eval", *models, *data, "-o", tmp_path / "plain") == 0
+    printed = capsys.readouterr().out
+    assert "hydra against single: " in printed and "on 64 examples" in printed
+    assert "No temperature was fitted for single" in printed
+    more = ("--calibration", shelf / "more", "-o", tmp_path / "calibrated")
+    assert run("eval", *models, *data, *more) == 0
+    assert "No temperature" not in capsys.readouterr().out
+    plain, scaled = (
+        Results.load(tmp_path / folder / "results-single.json")
+        for folder in ("plain", "calibrated")
+    )
+    assert plain["cls/Acc"] == scaled["cls/Acc"] and plain["cls/NLL"] != scaled["cls/NLL"]
+
+
 def test_bench_compares_with_members_one_by_one(
     ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,7 +36,11 @@ def test_labelled_pictures(
     printed = capsys.readouterr().out
     assert "66 pictures with labels" in printed and "can be fused" in printed
     assert "stranger-0.png" in printed.split("Strangest:")[1].split("Least sure")[0]
+    assert "your model / your model + temperature / Hydra" in printed
     page = (tmp_path / "out" / "try.html").read_text()
+    lead = page.split('class="lead">')[1].split("<br>")[0]
+    assert lead.startswith("The ensemble against your model, each with a temperature: ")
+    assert lead in printed and "Novelty needs no members" in page
     strangest = page.split("The strangest")[1].split("The least sure")[0]
     assert "3/stranger-0.png" in strangest and "3/stranger-1.png" in strangest
     assert 'title="nearest: ' in strangest and "files</h2>" not in page

@@ -12,13 +12,14 @@ from hydra_ensembles.data.running import collect_logits
 from hydra_ensembles.errors import DataError, UnknownNameError
 from hydra_ensembles.evaluation import Results, evaluate
 from hydra_ensembles.evaluation.metrics_classification import (
-    adaptive_error_of_ranks,
+    AdaptiveError,
     brier,
     expected_calibration_error,
     negative_log_likelihood,
 )
-from hydra_ensembles.evaluation.metrics_ood import dense_ranks, figures_of_scores
-from hydra_ensembles.evaluation.metrics_selective import figures_of_ranks
+from hydra_ensembles.evaluation.metrics_ood import figures_of_scores
+from hydra_ensembles.evaluation.metrics_selective import selective_figures
+from hydra_ensembles.evaluation.ordering import once
 from hydra_ensembles.uncertainty import (
     Prediction,
     disagreement,
@@ -87,7 +88,7 @@ def test_figures_equal_the_metrics(results):
         "cls/NLL": negative_log_likelihood(logits.double(), labels).mean(),
         "cls/Brier": brier(logits.double(), labels).mean(),
         "cal/ECE": expected_calibration_error(confidence, right),
-        "cal/aECE": adaptive_error_of_ranks(dense_ranks(confidence), confidence, right),
+        "cal/aECE": AdaptiveError(confidence, right).figure(once(300)),
     }.items():
         assert results[key] == pytest.approx(float(value), abs=1e-7), key
     for key, function in {
@@ -97,7 +98,7 @@ def test_figures_equal_the_metrics(results):
     }.items():
         assert results[key] == pytest.approx(float(function(logits.double()).mean())), key
     unsure = msp(logits.double())
-    for key, value in figures_of_ranks(dense_ranks(unsure), ~right).items():
+    for key, value in selective_figures(unsure, ~right).items():
         assert results[f"sc/{key}"] == pytest.approx(float(value), abs=1e-9), key
     failures = figures_of_scores(unsure, ~right)
     for key in ("AUROC", "AUPR", "FPR95"):

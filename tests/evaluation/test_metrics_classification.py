@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_ensembles.evaluation.metrics_classification import (
-    adaptive_error_of_ranks,
+    AdaptiveError,
     brier,
     expected_calibration_error,
     negative_log_likelihood,
 )
-from hydra_ensembles.evaluation.metrics_ood import dense_ranks
+from hydra_ensembles.evaluation.ordering import once
 from hydra_ensembles.uncertainty import mean_probability
 
 from .strategies import logits_and_labels
@@ -35,7 +35,7 @@ def ece_of(logits, labels) -> float:
 
 
 def adaptive(confidence, correct, bins=15) -> float:
-    return float(adaptive_error_of_ranks(dense_ranks(confidence), confidence, correct, bins=bins))
+    return float(AdaptiveError(confidence, correct, bins=bins).figure(once(len(correct))))
 
 
 def adaptive_ece_of(logits, labels) -> float:

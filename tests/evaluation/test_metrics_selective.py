@@ -10,12 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.evaluation.metrics_ood import dense_ranks
-from hydra_ensembles.evaluation.metrics_selective import (
-    coverage_at_risk,
-    figures_of_ranks,
-    risk_coverage,
-)
+from hydra_ensembles.evaluation.metrics_selective import risk_coverage
+from hydra_ensembles.evaluation.metrics_selective import selective_figures as figures
 from hydra_ensembles.uncertainty import (
     disagreement,
     mean_probability,
@@ -27,11 +23,6 @@ from hydra_ensembles.uncertainty import (
 from .strategies import logits_and_labels, two_kinds
 
 FIGURES = ("AURC", "E-AURC", "AUGRC", "Cov_5Risk")
-
-
-def figures(uncertainty, errors):
-    found = figures_of_ranks(dense_ranks(uncertainty), errors)
-    return {name: float(value) for name, value in found.items()}
 
 
 def shared(uncertainty, errors):
@@ -57,9 +48,8 @@ def test_equal_to_torch_uncertainty_for_any_score(case):
     metric.scores, metric.errors = [-uncertainty], [shared(uncertainty, errors)]
     metric._update_count = 1
     expected = torch.nan_to_num(metric.compute()).item()  # it says NaN where we say 0
-    assert float(coverage_at_risk(*risk_coverage(uncertainty, errors), 0.3)) == pytest.approx(
-        expected, abs=1e-6
-    )
+    answered = figures(uncertainty, errors, at_most=0.3)["Cov_5Risk"]
+    assert answered == pytest.approx(expected, abs=1e-6)
 
 
 @settings(deadline=None, max_examples=20)
@@ -104,8 +94,8 @@ def test_known_values():
     coverage, risk = risk_coverage(uncertainty, errors)
     assert coverage.tolist() == [0.25, 0.5, 0.75, 1.0]
     assert risk.tolist() == pytest.approx([0, 0, 1 / 3, 1 / 4])
-    assert float(coverage_at_risk(coverage, risk, 0.25)) == 1.0
-    assert float(coverage_at_risk(coverage, risk, 0.05)) == 0.5
+    assert figures(uncertainty, errors, at_most=0.25)["Cov_5Risk"] == 1.0
+    assert figures(uncertainty, errors, at_most=0.05)["Cov_5Risk"] == 0.5
     assert figures(uncertainty, torch.ones(4).bool())["Cov_5Risk"] == 0.0
 
 
@@ -113,7 +103,7 @@ def test_known_values():
 @given(two_kinds())
 def test_an_oracle_has_no_excess_and_nobody_less(case):
     uncertainty, errors = case
-    assert figures(errors.double(), errors)["E-AURC"] == 0.0
+    assert figures(errors.double(), errors)["E-AURC"] == pytest.approx(0.0, abs=1e-12)
     assert figures(uncertainty, errors)["E-AURC"] >= -1e-12
 
 

@@ -42,9 +42,9 @@ def results_of(name: str, *, noise: float, seed: int = 0, bootstrap: int = 0) ->
 def three_results() -> list[Results]:
     """Return results of three models on the same data."""
     return [
-        results_of("hydra", noise=0.1, bootstrap=20),
-        results_of("single", noise=0.6),
-        results_of("deep ensemble", noise=0.3),
+        results_of("hydra", noise=0.1, bootstrap=100),
+        results_of("single", noise=0.6, bootstrap=100),
+        results_of("deep ensemble", noise=0.3, bootstrap=100),
     ]
 
 

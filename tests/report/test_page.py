@@ -19,11 +19,13 @@ from PIL import Image
 
 from hydra_ensembles import Results
 from hydra_ensembles.errors import DataError, FormatError
+from hydra_ensembles.evaluation import compare
+from hydra_ensembles.evaluation.bootstrap import winners
 from hydra_ensembles.report.curves import answered_at
 from hydra_ensembles.report.examples import Example, picture_address
 from hydra_ensembles.report.page import write_report
 
-from .made import MASKS, some_examples, three_results
+from .made import MASKS, results_of, some_examples, three_results
 
 COSTS = {"hydra": 1.05, "single": 1.0, "deep ensemble": 3.0}
 CHROMIUM = next(
@@ -274,3 +276,24 @@ document.body.append(out);
     assert seen["single"] == f"{100 * single['risk'][-1]:.1f} %" != seen["full"]
     assert seen["ood"] == f"{100 * single['ood/near'][-1]:.1f} %"
     assert seen["panels"] == 2 and seen["one"] == 1 and seen["hidden"] and seen["wide"]
+
+
+def test_stars_and_verdicts_are_those_of_paired_intervals(tmp_path: Path) -> None:
+    hydra, single, deep = three_results()
+    text = write_report(tmp_path / "all.html", [hydra, single, deep]).read_text(encoding="utf-8")
+    section = text.split('id="figures"')[1].split("</section>")[0]
+    for other in (single, deep):
+        words = section.split(f"<li>hydra against {other.name}: ")[1].split("</li>")[0]
+        found = compare(hydra, other, count=100)
+        for key, name in (("cls/Acc", "accuracy"), ("cls/NLL", "NLL"), ("sc/AURC", "AURC")):
+            place = words.index(found[key].verdict)
+            assert name in words[:place]
+    body = section.split("<tbody>")[1].split("</tbody>")[0]
+    rows = {row.split('title="')[1].split('"')[0]: row for row in body.split("<tr>")[1:]}
+    ahead = winners([hydra, single, deep])
+    assert ahead and all(("★" in row) == (key in ahead) for key, row in rows.items())
+    # without draws nothing is called better
+    bare = [results_of(name, noise=noise) for name, noise in (("a", 0.1), ("b", 0.6))]
+    assert all(result.intervals == {} for result in bare)
+    text = write_report(tmp_path / "bare.html", bare).read_text(encoding="utf-8")
+    assert "★" not in text and "a against b" not in text

@@ -57,6 +57,8 @@ FOLDS = 5
 MEMORY = 2**30
 """Bytes of decoded pictures that are kept."""
 NEIGHBOURS = 1
+HOST, WARM, ENSEMBLE = "your model", "your model + temperature", "Hydra"
+"""Names of the results."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class Trial:
         neighbours: The most alike of the known examples, another one, `[example]`.
         held_out: Examples that took no part in choosing members, `[example]`.
         decide: Examples that the policy was fitted on, `[example]`.
-        results: Figures of the host and of the ensemble on held-out examples; empty without labels.
+        results: Figures on held-out examples of the host, of the host with a temperature and of the
+            ensemble with its temperatures; empty without labels. Both temperatures were fitted by
+            the same rule (`cross_fit`), out of fold: what they do is not the members' work.
         calibration: What temperatures do, held out and out of fold; empty without labels.
         policy: When to answer.
         policy_note: Why the policy promises less than was asked for; empty when it does not.
@@ -156,9 +160,12 @@ def try_model(
         apply_decisions(ensemble, decisions)
         ensemble.record["decisions"] = decisions
         calibration = decisions["calibration"]
+        warm = cross_fit(
+            host_logits, labels, host_logits, held_out=held_out, fitted=learn, seed=seed
+        )[1]
+        judged = {HOST: host_logits, WARM: warm, ENSEMBLE: scaled}
         results = tuple(
-            _results(name, columns[held_out], labels[held_out])
-            for name, columns in {"your model": host_logits, "Hydra": scaled}.items()
+            _results(name, columns[held_out], labels[held_out]) for name, columns in judged.items()
         )
     else:
         ensemble.record["labels"] = "none: members keep the host's own answers"
@@ -319,7 +326,7 @@ def _policy(
 
 
 def _results(name: str, logits: Tensor, labels: Tensor) -> Results:
-    """Return the figures of some logits."""
+    """Return the figures of some logits, with intervals."""
     answers = Answers(logits, labels)
     examples = {"id": columns_of(answers, scores=["msp"])}
     settings = {
@@ -328,7 +335,7 @@ def _results(name: str, logits: Tensor, labels: Tensor) -> Results:
         "classes": logits.shape[2],
         "examples": {"id": len(labels)},
         "temperature": None,
-        "bootstrap": 0,
+        "bootstrap": None,
         "seed": 0,
     }
     return results_of(examples, name=name, settings=settings)

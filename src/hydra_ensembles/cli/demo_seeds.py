@@ -37,7 +37,7 @@ def run_seeds(
     max_cost: float,
     as_json: bool,
 ) -> None:
-    """Run every seed, write `seeds.json`, print the mean table and who is ahead how often."""
+    """Run every seed, write `seeds.json`, print the mean table and how often verdicts fall."""
     runs = {}
     for seed in seeds:
         step(f"Seed {seed}", json=as_json)
@@ -56,12 +56,12 @@ def _one(settings: dict[str, Any], output: Path, *, quiet: bool) -> tuple[list[A
     from ..data import digits
     from ..evaluation import Results
 
-    names = [f"results-{name}.json" for name in ("single", "hydra", "deep-ensemble")]
+    files = [output / steps.results_file(name) for name in steps.ROWS]
     done = output / "finished.json"
-    if done.is_file():
+    if done.is_file() and all(file.is_file() for file in files):
         record = json.loads(done.read_text())
         check_same_run(done, record["settings"], settings)
-        return [Results.load(output / name) for name in names], record["costs"]
+        return [Results.load(file) for file in files], record["costs"]
     data = digits(16, parts=steps.PARTS, seed=settings["seed"])
     seeds = range(settings["seed"], settings["seed"] + settings["members"])
     teachers = steps.train(data, output, epochs=settings["epochs"], seeds=seeds, quiet=quiet)
@@ -76,12 +76,12 @@ def _one(settings: dict[str, Any], output: Path, *, quiet: bool) -> tuple[list[A
         quiet=quiet,
     )
     results, costs = steps.evaluated(
-        teachers[0],
         ensemble,
+        steps.with_novelty(teachers[0], data.validation),
         teachers,
         data,
         output,
-        bootstrap=0,
+        bootstrap=None,
         seed=settings["seed"],
         quiet=quiet,
     )
@@ -90,19 +90,17 @@ def _one(settings: dict[str, Any], output: Path, *, quiet: bool) -> tuple[list[A
 
 
 def summary(runs: dict[int, tuple[list[Any], Any]]) -> dict[str, Any]:
-    """Return every figure by model and seed, and on how many seeds the ensemble is ahead."""
+    """Return every figure by model and seed, and the verdicts by rival, column and seed."""
     figures: dict[str, dict[str, Any]] = {}
-    ahead: dict[str, dict[str, list[int]]] = {}
+    told: dict[str, dict[str, dict[str, str]]] = {}
     for seed, (results, costs) in runs.items():
         for result in results:
             row = {**result.figures, "cost": costs[result.name]}
             figures.setdefault(result.name, {})[str(seed)] = row
-        hydra = results[1]
-        for other in (results[0], results[2]):
-            for column, wins in steps.compared(hydra, other).items():
-                won = ahead.setdefault(other.name, {}).setdefault(column, [])
-                won += [seed] if wins else []
-    return {"seeds": list(runs), "ahead_of": ahead, "figures": figures}
+        for rival, columns in steps.verdicts(results).items():
+            for column, verdict in columns.items():
+                told.setdefault(rival, {}).setdefault(column, {})[str(seed)] = verdict
+    return {"seeds": list(runs), "verdicts": told, "figures": figures}
 
 
 def _show(runs: dict[int, tuple[list[Any], Any]]) -> None:
@@ -120,8 +118,18 @@ def _show(runs: dict[int, tuple[list[Any], Any]]) -> None:
         for name in next(iter(runs.values()))[1]
     }
     typer.echo(f"Mean of {len(runs)} seed{'s' * (len(runs) > 1)}:")
-    results_table(means, costs, figures=steps.SHOWN)
+    results_table(means, costs, figures=steps.DIGITS)
+    typer.echo("Outliers, AUROC:")
+    results_table(means, figures=steps.OUTLIERS)
     typer.echo(steps.LEGEND)
-    for other, columns in summary(runs)["ahead_of"].items():
-        counts = ", ".join(f"{name} {len(won)}" for name, won in columns.items())
-        typer.echo(f"Hydra ahead of {other} on so many of {len(runs)} seeds: {counts}.")
+    counts: dict[str, dict[str, str]] = {}
+    for rival, columns in summary(runs)["verdicts"].items():
+        for column, by_seed in columns.items():
+            better, worse = (list(by_seed.values()).count(word) for word in ("better", "worse"))
+            counts.setdefault(rival, {})[column] = f"{better} / {worse}"
+    for line in steps.verdict_table("Hydra better / worse vs", counts):
+        typer.echo(line)
+    typer.echo(
+        f"Seeds (of {len(runs)}) on which the paired 95 % interval tells that Hydra is better / "
+        "worse;\non the others it cannot be told."
+    )

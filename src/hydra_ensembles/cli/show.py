@@ -88,7 +88,8 @@ def results_table(
     from rich.console import Console
     from rich.table import Table
 
-    from ..evaluation.result_tables import direction, shown
+    from ..evaluation.figures import direction
+    from ..evaluation.result_tables import shown
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     table.add_column("model", overflow="fold")

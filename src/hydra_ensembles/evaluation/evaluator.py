@@ -13,17 +13,16 @@ from ..data.class_order import check_class_order
 from ..data.running import collect_logits, iterate_answers
 from ..errors import DataError
 from ..uncertainty import fit_temperature, scale_logits, scores
-from .bootstrap import intervals, resampled_figures
+from .bootstrap import default_draws, draws_of, intervals
 from .figures import (
     NOVELTY,
     OOD,
     POST,
     SHIFT,
+    AllFigures,
     Columns,
     Examples,
-    all_figures,
     columns_of,
-    rank_columns,
 )
 from .results import Results
 
@@ -36,7 +35,7 @@ def evaluate(
     shifts: Mapping[str, Iterable[Any]] | Iterable[Any] | None = None,
     score: str | Sequence[str] = "msp",
     temperature: float | Iterable[Any] | None = None,
-    bootstrap: int = 0,
+    bootstrap: int | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
     name: str | None = None,
@@ -61,7 +60,8 @@ def evaluate(
             `novelty` needs `fit_novelty_`, and is added by itself where it is fitted.
         temperature: adds `post/...` figures after dividing logits by it: a number, or labelled
             held-out batches to fit it on (never the test data).
-        bootstrap: number of draws for 95 % intervals over test examples; 0 for none.
+        bootstrap: number of draws for 95 % intervals over test examples; 0 for none. By default
+            1,000, or fewer (200 at least) where the data is large; `settings` has the number.
         device: where inputs go; by default the model's own.
         progress: show bars on a terminal.
         name: of the model, in tables and errors.
@@ -129,7 +129,7 @@ def evaluate(
 
 def _with_novelty(names: list[str], answers: Answers) -> list[str]:
     """Add novelty to the scores of a model that gives it; refuse it of one that does not."""
-    if answers.novelty is not None:
+    if answers.novelty_score is not None:
         return names if NOVELTY in names else [*names, NOVELTY]
     if NOVELTY in names:
         raise DataError(
@@ -143,28 +143,21 @@ def results_of(
     examples: Examples, *, name: str, settings: dict[str, Any], progress: bool = False
 ) -> Results:
     """Turn columns of examples into results: figures, notes on missing ones, intervals."""
-    names, bootstrap, seed = settings["scores"], settings["bootstrap"], settings["seed"]
-    figures = all_figures(rank_columns(examples), scores=names)
-    draws = (
-        intervals(
-            resampled_figures(examples, scores=names, count=bootstrap, seed=seed, progress=progress)
-        )
-        if bootstrap
-        else {}
-    )
+    figures = AllFigures(examples, scores=settings["scores"])
+    if settings["bootstrap"] is None:
+        settings["bootstrap"] = default_draws(figures.sizes, settings["scores"])
     notes = {}
-    if "fail/AUROC" not in figures:
+    values = figures.plain()
+    if "fail/AUROC" not in values:
         right = bool(examples["id"]["correct"].all())
         reason = f"{'every' if right else 'no'} prediction is right, so errors cannot be ranked."
         notes = {f"fail/{key}": reason for key in ("AUROC", "AUPR", "FPR95")}
-    return Results(
-        name=name,
-        figures=figures,
-        intervals={key: span for key, span in draws.items() if key in figures},
-        settings=settings,
-        notes=notes,
-        examples=examples,
-    )
+    found = Results(name=name, figures=values, settings=settings, notes=notes, examples=examples)
+    count, seed = settings["bootstrap"], settings["seed"]
+    if count:
+        draws = draws_of(found, tuple(examples), count, seed, progress=progress)
+        found.intervals.update(intervals(values, draws))
+    return found
 
 
 def logit_scale_of(model: Any) -> Tensor:

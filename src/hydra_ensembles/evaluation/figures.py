@@ -1,40 +1,36 @@
 """From logits to columns (one value per example), and from columns to figures.
 
 Everything reported is a function of a few columns, so data streams through in one pass, memory
-grows only with the examples, and resampling (bootstrap.py) needs no model.
+grows only with the examples, and resampling (bootstrap.py) needs no model, no sort and no loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..data.answers import Answers
 from ..uncertainty import (
-    Rates,
     disagreement,
     mean_probability,
     mutual_information,
     pairwise_kl,
     score_logits,
 )
+from ..uncertainty.policies import ANSWER, NEW, UNSURE
 from .metrics_classification import (
-    adaptive_error_of_ranks,
+    BINS,
+    AdaptiveError,
+    bin_of,
     brier,
-    calibration_bins,
-    expected_calibration_error_of_bins,
     negative_log_likelihood,
 )
-from .metrics_ood import (
-    aupr_of_counts,
-    auroc_of_counts,
-    counts_by_rank,
-    figures_of_counts,
-    fpr_of_counts,
-)
-from .metrics_selective import figures_of_ranks
+from .metrics_ood import Separation
+from .metrics_selective import Selection
+from .ordering import Order, Weighed, once
 
 Columns = dict[str, Tensor]
 """One set's columns by name, each `[example]`."""
@@ -50,6 +46,42 @@ ALARM = 0.05
 """Share of known data that raises an alarm: novelty above 0.95."""
 
 
+HIGHER_IS_BETTER = {"Acc", "AUROC", "AUPR", "Cov_5Risk", "Caught_5"}
+LOWER_IS_BETTER = {
+    *("NLL", "Brier", "ECE", "aECE", "FPR95", "FPR95_ID_positive", "AURC", "E-AURC", "AUGRC"),
+    *("WrongOfAll", "WrongOfAnswered"),
+}
+
+
+class Measured(Protocol):
+    """What tables and comparisons read from `Results`, which prints itself as a table."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def scores(self) -> list[str]: ...
+    @property
+    def settings(self) -> dict[str, Any]: ...
+    @property
+    def notes(self) -> dict[str, str]: ...
+    @property
+    def examples(self) -> Examples: ...
+    @property
+    def draws(self) -> dict[Any, dict[str, Tensor]]: ...
+    def interval(self, key: str) -> tuple[float, float] | None: ...
+    def get(self, key: str) -> float | None: ...
+    def __getitem__(self, key: str) -> float: ...
+    def __contains__(self, key: object) -> bool: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def __len__(self) -> int: ...
+
+
+def direction(key: str) -> int:
+    """Return 1 when a higher figure is better, -1 when a lower one is, 0 when neither is."""
+    last = key.rsplit("/", 1)[-1]
+    return (last in HIGHER_IS_BETTER) - (last in LOWER_IS_BETTER)
+
+
 def columns_of(
     answers: Answers, *, scores: Sequence[str], logit_scale: Tensor | None = None
 ) -> Columns:
@@ -63,8 +95,9 @@ def columns_of(
         for name in scores
         if name != NOVELTY
     }
-    if answers.novelty is not None and answers.novelty_score is not None:
+    if answers.novelty_score is not None:
         columns[f"score:{NOVELTY}"] = answers.novelty_score.double()
+    if answers.novelty is not None:
         columns["alarm"] = answers.novelty > 1 - ALARM
     if answers.decision is not None:
         columns["decision"] = answers.decision
@@ -84,118 +117,183 @@ def columns_of(
     }
 
 
-def rank_columns(examples: Examples) -> Examples:
-    """Replace scores by dense ranks over all sets and add ranks of confidence; no figure changes.
+class AllFigures:
+    """Every figure of some examples under torch-uncertainty's names, for any counts of them.
 
-    Order is all that the figures read of a score, and whole ranks need no sorting again.
+    See `Results` for the names. The first score is the main one: it ranks the errors and has the
+    short OOD names.
+
+    Args:
+        examples: Columns of all sets.
+        scores: Names of the scores.
     """
-    ranked = {name: dict(columns) for name, columns in examples.items()}
-    for column in {column for columns in examples.values() for column in columns}:
-        target = {"confidence": "rank:confidence"}.get(column, column)
-        if target == column and not column.startswith("score:"):
-            continue
-        sets = [name for name, columns in examples.items() if column in columns]
-        values = [examples[name][column] for name in sets]
-        ranks = torch.cat(values).unique(return_inverse=True)[1]
-        for name, part in zip(sets, ranks.split([len(v) for v in values]), strict=True):
-            ranked[name][target] = part
-    return ranked
 
-
-def all_figures(ranked: Examples, *, scores: Sequence[str]) -> dict[str, float]:
-    """Return every figure of ranked columns under torch-uncertainty's names; see `Results`.
-
-    The first score is the main one: it ranks the errors and has the short OOD names.
-    """
-    before = {name: columns for name, columns in ranked.items() if not name.startswith(POST)}
-    after = {name.removeprefix(POST): ranked[name] for name in ranked if name not in before}
-    figures = _figures(before, scores)
-    if after:
-        figures |= {POST + key: value for key, value in _figures(after, scores).items()}
-    return figures
-
-
-def _figures(ranked: Examples, scores: Sequence[str]) -> dict[str, float]:
-    figures = labelled_figures(ranked["id"], score=scores[0])
-    by_kind: dict[str, list[dict[str, float]]] = {OOD: [], SHIFT: []}
-    for name, columns in ranked.items():
-        part: dict[str, float] = {}
-        if name.startswith(OOD):
-            for score in scores:
-                column = f"score:{score}"
-                for key, value in _ood_figures(ranked["id"][column], columns[column]).items():
-                    part[key if score == scores[0] else f"{score}/{key}"] = value
-            if "alarm" in columns:
-                part[f"{NOVELTY}/Caught_5"] = float(columns["alarm"].double().mean())
-            part |= policy_figures(columns)
-            by_kind[OOD].append(part)
-            if "/" in name.removeprefix(OOD):  # a set of a group, as near/textures
-                by_kind.setdefault(name[: name.rindex("/") + 1], []).append(part)
-        elif name.startswith(SHIFT):
-            part = labelled_figures(columns, score=scores[0])
-            by_kind[SHIFT].append(part)
-        figures |= {f"{name}/{key}": value for key, value in part.items()}
-    for kind, parts in by_kind.items():
-        if parts:
-            shared = [key for key in parts[0] if all(key in part for part in parts)]
-            figures |= {
-                f"{kind}mean/{key}": sum(part[key] for part in parts) / len(parts) for key in shared
-            }
-    return figures
-
-
-def labelled_figures(columns: Columns, *, score: str) -> dict[str, float]:
-    """Return the figures of one labelled set; no `fail/` when all examples or none are wrong."""
-    correct, confidence = columns["correct"], columns["confidence"]
-    ranks = columns[f"score:{score}"]
-    errors = ~correct
-    figures = {
-        "cls/Acc": correct.double().mean(),
-        "cls/NLL": columns["nll"].mean(),
-        "cls/Brier": columns["brier"].mean(),
-        "cal/ECE": expected_calibration_error_of_bins(calibration_bins(confidence, correct)),
-        "cal/aECE": adaptive_error_of_ranks(columns["rank:confidence"], confidence, correct),
-    }
-    if len(correct) > 1:
-        figures |= {f"sc/{key}": v for key, v in figures_of_ranks(ranks, errors).items()}
-    if 0 < int(errors.sum()) < len(errors):
-        positives, negatives = counts_by_rank(ranks, errors)
-        figures |= {
-            "fail/AUROC": auroc_of_counts(positives, negatives),
-            "fail/AUPR": aupr_of_counts(positives, negatives),
-            "fail/FPR95": fpr_of_counts(positives, negatives),
+    def __init__(self, examples: Examples, *, scores: Sequence[str]) -> None:
+        kinds = {"": [name for name in examples if not name.startswith(POST)]}
+        kinds[POST] = [name for name in examples if name.startswith(POST)]
+        self.sizes = {name: len(examples[name][f"score:{scores[0]}"]) for name in kinds[""]}
+        self.parts = {
+            prefix: _Part({n.removeprefix(prefix): examples[n] for n in names}, scores)
+            for prefix, names in kinds.items()
+            if names
         }
-    if "alarm" in columns:
-        figures[f"{NOVELTY}/Alarms_5"] = columns["alarm"].double().mean()
-    figures |= policy_figures(columns)  # type: ignore[arg-type]
-    figures["div/MI"] = columns["mutual_information"].mean()
-    figures["div/Disagreement"] = columns["disagreement"].mean()
-    figures["div/PairwiseKL"] = columns["pairwise_kl"].mean()
-    return {key: float(value) for key, value in figures.items()}
+
+    def of(self, counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return every figure, `[draw]`, of counts `[draw, example]` by set; NaN if undefined.
+
+        Columns after temperature scaling are the same examples: they share the counts.
+        """
+        found: dict[str, Tensor] = {}
+        for prefix, part in self.parts.items():
+            found |= {prefix + key: value for key, value in part.figures(counts).items()}
+        return found
+
+    def plain(self) -> dict[str, float]:
+        """Return the figures of the data itself."""
+        found = self.of({name: once(size) for name, size in self.sizes.items()})
+        return {key: float(value) for key, value in found.items()}
 
 
-def policy_figures(columns: Columns) -> dict[str, float]:
-    """Return how often a policy takes each decision, and how often its answers are wrong.
+class _Part:
+    """Sets before or after temperature scaling, in the order of every score."""
 
-    `WrongOfAll` is answered and wrong among all examples, `WrongOfAnswered` among the answered.
+    def __init__(self, examples: Examples, scores: Sequence[str]) -> None:
+        self.scores = scores
+        self.orders = {
+            name: {score: Order(columns[f"score:{score}"]) for score in self._scores_of(name)}
+            for name, columns in examples.items()
+        }
+        self.labelled = {
+            name: _Labelled(columns, self.orders[name][scores[0]])
+            for name, columns in examples.items()
+            if not name.startswith(OOD)
+        }
+        known = self.orders["id"]
+        self.apart = {
+            name: {score: Separation(known[score], order) for score, order in orders.items()}
+            for name, orders in self.orders.items()
+            if name.startswith(OOD)
+        }
+        shares = {n: _alarms(examples[n], "Caught_5") | _decisions(examples[n]) for n in self.apart}
+        self.means = {name: _Means(columns) for name, columns in shares.items() if columns}
+
+    def _scores_of(self, name: str) -> Sequence[str]:
+        """Return the scores that a set is ranked by: shifted data only by the main one."""
+        return self.scores[:1] if name.startswith(SHIFT) else self.scores
+
+    def figures(self, counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        main = self.scores[0]
+        known = {score: order.weigh(counts["id"]) for score, order in self.orders["id"].items()}
+        found = self.labelled["id"].figures(counts["id"], known[main])
+        by_kind: dict[str, list[dict[str, Tensor]]] = {OOD: [], SHIFT: []}
+        for name, orders in self.orders.items():
+            part: dict[str, Tensor] = {}
+            if name.startswith(OOD):
+                for score, order in orders.items():
+                    apart = self.apart[name][score]
+                    values = apart.figures(known[score], order.weigh(counts[name]))
+                    prefix = "" if score == main else f"{score}/"
+                    part |= {prefix + key: value for key, value in values.items()}
+                if name in self.means:
+                    part |= self.means[name].figures(counts[name])
+                by_kind[OOD].append(part)
+                if "/" in name.removeprefix(OOD):  # a set of a group, as near/textures
+                    by_kind.setdefault(name[: name.rindex("/") + 1], []).append(part)
+            elif name.startswith(SHIFT):
+                weighed = orders[main].weigh(counts[name])
+                part = self.labelled[name].figures(counts[name], weighed)
+                by_kind[SHIFT].append(part)
+            found |= {f"{name}/{key}": value for key, value in part.items()}
+        for kind, parts in by_kind.items():
+            if parts:
+                shared = [key for key in parts[0] if all(key in part for part in parts)]
+                found |= {
+                    f"{kind}mean/{key}": torch.stack([part[key] for part in parts]).mean(0)
+                    for key in shared
+                }
+        return found
+
+
+class _Labelled:
+    """The figures of one labelled set; no `fail/` when all examples or none are wrong."""
+
+    def __init__(self, columns: Columns, order: Order) -> None:
+        correct, confidence = columns["correct"], columns["confidence"]
+        errors = ~correct
+        self.means = _Means(
+            {
+                "cls/Acc": correct,
+                "cls/NLL": columns["nll"],
+                "cls/Brier": columns["brier"],
+                **_alarms(columns, "Alarms_5"),
+                **_decisions(columns),
+                "div/MI": columns["mutual_information"],
+                "div/Disagreement": columns["disagreement"],
+                "div/PairwiseKL": columns["pairwise_kl"],
+            }
+        )
+        gap = correct.double() - confidence.double()
+        self.bins = torch.nn.functional.one_hot(bin_of(confidence), BINS + 1) * gap[:, None]
+        self.adaptive = AdaptiveError(confidence, correct)
+        self.selection = Selection(order, errors) if len(correct) > 1 else None
+        self.kinds: tuple[Order, Order] | None = None
+        if 0 < int(errors.sum()) < len(errors):
+            right, wrong = correct.nonzero().flatten(), errors.nonzero().flatten()
+            scores = torch.empty(len(correct), dtype=order.values.dtype)
+            scores[order.rows] = order.values
+            self.kinds = Order(scores[right], right), Order(scores[wrong], wrong)
+            self.apart = Separation(*self.kinds)
+
+    def figures(self, counts: Tensor, weighed: Weighed) -> dict[str, Tensor]:
+        found = self.means.figures(counts)
+        found["cal/ECE"] = (counts @ self.bins).abs().sum(1) / counts.shape[1]
+        found["cal/aECE"] = self.adaptive.figure(counts)
+        if self.selection is not None:
+            found |= {f"sc/{k}": value for k, value in self.selection.figures(weighed).items()}
+        if self.kinds is not None:
+            failures = self.apart.figures(*(kind.weigh(counts) for kind in self.kinds))
+            found |= {f"fail/{key}": failures[key] for key in ("AUROC", "AUPR", "FPR95")}
+        return found
+
+
+class _Means:
+    """Means of columns, all in one product.
+
+    A policy's `WrongOfAll` is answered and wrong among all examples, `WrongOfAnswered` among the
+    answered.
     """
+
+    def __init__(self, columns: Columns) -> None:
+        self.names = list(columns)
+        values = torch.stack([column.double() for column in columns.values()], 1)
+        # a draw without the example of an infinite loss has a finite one: 0 x inf must not be NaN
+        self.values, self.infinite = values.masked_fill(values.isinf(), 0), values.isinf().double()
+        self.answers = "policy/WrongOfAll" in columns and bool(columns["policy/Answered"].any())
+
+    def figures(self, counts: Tensor) -> dict[str, Tensor]:
+        means = counts @ self.values / counts.shape[1]
+        if bool(self.infinite.any()):
+            means = means.masked_fill(counts @ self.infinite > 0, torch.inf)
+        found = dict(zip(self.names, means.unbind(1), strict=True))
+        if self.answers:
+            found["policy/WrongOfAnswered"] = found["policy/WrongOfAll"] / found["policy/Answered"]
+        return found
+
+
+def _alarms(columns: Columns, name: str) -> Columns:
+    return {f"{NOVELTY}/{name}": columns["alarm"]} if "alarm" in columns else {}
+
+
+def _decisions(columns: Columns) -> Columns:
+    """Return how often a policy takes each decision, and how often its answers are wrong."""
     if "decision" not in columns:
         return {}
-    errors = ~columns["correct"] if "correct" in columns else None
-    rates = Rates.of(columns["decision"], errors)
-    figures = {
-        "policy/Answered": rates.answer,
-        "policy/Unsure": rates.unsure,
-        "policy/New": rates.new,
+    decision = columns["decision"]
+    found = {
+        "policy/Answered": decision == ANSWER,
+        "policy/Unsure": decision == UNSURE,
+        "policy/New": decision == NEW,
     }
-    if rates.answered_and_wrong is not None:
-        figures["policy/WrongOfAll"] = rates.answered_and_wrong
-    if rates.wrong_if_answered is not None:
-        figures["policy/WrongOfAnswered"] = rates.wrong_if_answered
-    return figures
-
-
-def _ood_figures(id_ranks: Tensor, ood_ranks: Tensor) -> dict[str, float]:
-    """Return AUROC, AUPR and both FPR95 of one score's ranks, out-of-distribution positive."""
-    ranks = torch.cat([id_ranks, ood_ranks])
-    return figures_of_counts(*counts_by_rank(ranks, torch.arange(len(ranks)) >= len(id_ranks)))
+    if "correct" in columns:
+        found["policy/WrongOfAll"] = (decision == ANSWER) & ~columns["correct"]
+    return found

@@ -1,7 +1,7 @@
 """How well a score tells two kinds of examples apart: AUROC, AUPR and FPR95, exact and tie-aware.
 
 Positive are the examples that should have the *higher* score: out-of-distribution ones, or errors.
-All three come from the same counts, positives and negatives at each distinct score, in float64. The
+Everything comes from counts of positives and negatives on both sides of a score, in float64. The
 scores themselves never enter, only their order: the binary metrics of torchmetrics squeeze scores
 outside [0, 1] through a sigmoid, which ties large energies, and divide in float32.
 """
@@ -12,12 +12,60 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
+from .ordering import Order, Weighed, once
+
+RECALL = 0.95
 
 
-def counts_by_score(
-    scores: Tensor, positive: Tensor, *, name: str = "data"
-) -> tuple[Tensor, Tensor]:
-    """Count positives and negatives at each distinct score, from the highest score to the lowest.
+class Separation:
+    """Where positives stand among negatives; figures for any counts of both.
+
+    Args:
+        negatives, positives: The scores of both kinds.
+    """
+
+    def __init__(self, negatives: Order, positives: Order) -> None:
+        self.lower = negatives.below(positives.values)
+        self.not_higher = negatives.up_to(positives.values)
+        self.own_lower = positives.below(positives.values)
+        self.passing = positives.up_to(negatives.values)
+
+    def figures(self, negatives: Weighed, positives: Weighed) -> dict[str, Tensor]:
+        """Return AUROC, AUPR and FPR95 in both conventions, each `[draw]`; NaN without both kinds.
+
+        `FPR95` is the share of good examples flagged when 95 % of the bad ones are: **OOD, or an
+        error, is positive**. `FPR95_ID_positive` is the other half of the literature's: the share
+        of bad examples that pass when 95 % of the good ones do.
+        """
+        good, bad = negatives.before[:, -1:], positives.before[:, -1:]
+        below = negatives.before.index_select(1, self.lower)
+        level = negatives.before.index_select(1, self.not_higher)
+        pairs = (positives.counts * (below + level)).sum(1, keepdim=True) / 2
+        hits = bad - positives.before.index_select(1, self.own_lower)
+        # where a positive is drawn it is flagged itself, elsewhere its count is 0
+        precision = hits / (hits + good - below).clamp_min(1)
+        # the lowest-scored positive at which the recall is still reached, and the same from below
+        last = torch.searchsorted(positives.before, bad - _reaching(bad), right=True) - 1
+        flagged = good - below.gather(1, last.clamp_max(below.shape[1] - 1))
+        first = torch.searchsorted(negatives.before, _reaching(good)) - 1
+        passed = positives.before.gather(1, self.passing[first.clamp_min(0)])
+        found = {
+            "AUROC": pairs / (good * bad),
+            "AUPR": (positives.counts * precision).sum(1, keepdim=True) / bad,
+            "FPR95": flagged / good,
+            "FPR95_ID_positive": passed / bad,
+        }
+        none = (good * bad == 0)[:, 0]
+        return {key: value[:, 0].masked_fill(none, torch.nan) for key, value in found.items()}
+
+
+def _reaching(total: Tensor) -> Tensor:
+    """Return the fewest of `total` examples that are at least 95 % of them."""
+    return (RECALL * total - 1e-9).ceil()
+
+
+def figures_of_scores(scores: Tensor, positive: Tensor, *, name: str = "data") -> dict[str, float]:
+    """Return AUROC, AUPR and both FPR95 of scores.
 
     Args:
         scores: `[example]`.
@@ -41,45 +89,11 @@ def counts_by_score(
             f"All {len(positive)} examples in {name!r} are {'positive' if share else 'negative'}: "
             "AUROC, AUPR and FPR95 need both kinds (in- and out-of-distribution, right and wrong)."
         )
-    return counts_by_rank(dense_ranks(scores), positive)
-
-
-def counts_by_rank(ranks: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
-    """Count positives and negatives at each dense rank, highest first: resampling needs no sort."""
-    levels = int(ranks.max()) + 1
-    positives = torch.bincount(ranks[positive], minlength=levels).flip(0).double()
-    negatives = torch.bincount(ranks[~positive], minlength=levels).flip(0).double()
-    return positives, negatives
-
-
-def dense_ranks(scores: Tensor) -> Tensor:
-    """Return each score's place among the distinct scores, 0 for the lowest."""
-    return scores.unique(return_inverse=True)[1]
-
-
-def auroc_of_counts(positives: Tensor, negatives: Tensor) -> Tensor:
-    """Return P(positive above negative) + P(tie) / 2, the area under the ROC curve."""
-    below = negatives.sum() - negatives.cumsum(0)
-    return (positives * (below + negatives / 2)).sum() / (positives.sum() * negatives.sum())
-
-
-def aupr_of_counts(positives: Tensor, negatives: Tensor) -> Tensor:
-    """Return the average precision, sum_k (recall_k - recall_k-1) precision_k."""
-    hits = positives.cumsum(0)
-    flagged = hits + negatives.cumsum(0)
-    return (positives * hits / flagged.clamp_min(1)).sum() / positives.sum()
-
-
-def fpr_of_counts(positives: Tensor, negatives: Tensor, *, recall: float = 0.95) -> Tensor:
-    """Return the share of negatives flagged at the first threshold that reaches the recall."""
-    reached = positives.cumsum(0) / positives.sum() >= recall
-    # argmax finds the first True; the levels in a resampled set may be empty, which changes nothing
-    return negatives.cumsum(0)[reached.int().argmax()] / negatives.sum()
-
-
-def figures_of_scores(scores: Tensor, positive: Tensor, *, name: str = "data") -> dict[str, float]:
-    """Return AUROC, AUPR and both FPR95 of scores; see `counts_by_score` for the arguments."""
-    return figures_of_counts(*counts_by_score(scores, positive, name=name))
+    good, bad = Order(scores[~positive].cpu()), Order(scores[positive].cpu())
+    found = Separation(good, bad).figures(
+        good.weigh(once(len(good.rows))), bad.weigh(once(len(bad.rows)))
+    )
+    return {key: float(value) for key, value in found.items()}
 
 
 def ood_figures(id_scores: Tensor, ood_scores: Tensor, *, name: str = "data") -> dict[str, float]:
@@ -87,18 +101,3 @@ def ood_figures(id_scores: Tensor, ood_scores: Tensor, *, name: str = "data") ->
     scores = torch.cat([id_scores, ood_scores])
     positive = torch.arange(len(scores), device=scores.device) >= len(id_scores)
     return figures_of_scores(scores, positive, name=name)
-
-
-def figures_of_counts(positives: Tensor, negatives: Tensor) -> dict[str, float]:
-    """Return AUROC, AUPR and FPR95 in both conventions, by name.
-
-    `FPR95` is the share of good examples flagged when 95 % of the bad ones are: **OOD, or an error,
-    is positive**. `FPR95_ID_positive` is the other half of the literature's: the share of bad
-    examples that pass when 95 % of the good ones do.
-    """
-    return {
-        "AUROC": float(auroc_of_counts(positives, negatives)),
-        "AUPR": float(aupr_of_counts(positives, negatives)),
-        "FPR95": float(fpr_of_counts(positives, negatives)),
-        "FPR95_ID_positive": float(fpr_of_counts(negatives.flip(0), positives.flip(0))),
-    }

@@ -5,17 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 from .._html import table
 from ..errors import DataError
+from .bootstrap import winners
+from .figures import Measured, direction
 
-HIGHER_IS_BETTER = {"Acc", "AUROC", "AUPR", "Cov_5Risk", "Caught_5"}
-LOWER_IS_BETTER = {
-    *("NLL", "Brier", "ECE", "aECE", "FPR95", "FPR95_ID_positive", "AURC", "E-AURC", "AUGRC"),
-    *("WrongOfAll", "WrongOfAnswered"),
-}
 NOT_RATES = {"NLL", "Brier", "MI", "PairwiseKL"}
 HEADLINES = (
     *("cls/Acc", "cls/NLL", "cls/Brier", "cal/ECE", "cal/aECE"),
@@ -31,31 +27,6 @@ HEADLINES = (
 CSV_COLUMNS = ("model", "figure", "value", "low", "high")
 
 
-class Figures(Protocol):
-    """What a table reads from `Results`; a protocol, since `Results` prints itself as a table."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def scores(self) -> list[str]: ...
-    @property
-    def settings(self) -> dict[str, Any]: ...
-    @property
-    def notes(self) -> dict[str, str]: ...
-    def interval(self, key: str) -> tuple[float, float] | None: ...
-    def get(self, key: str) -> float | None: ...
-    def __getitem__(self, key: str) -> float: ...
-    def __contains__(self, key: object) -> bool: ...
-    def __iter__(self) -> Iterator[str]: ...
-    def __len__(self) -> int: ...
-
-
-def direction(key: str) -> int:
-    """Return 1 when a higher figure is better, -1 when a lower one is, 0 when neither is."""
-    last = key.rsplit("/", 1)[-1]
-    return (last in HIGHER_IS_BETTER) - (last in LOWER_IS_BETTER)
-
-
 def is_rate(key: str) -> bool:
     """Tell whether a figure is a fraction that tables show in percent."""
     return key.rsplit("/", 1)[-1] not in NOT_RATES
@@ -68,7 +39,7 @@ def shown(key: str, value: float | None) -> str:
     return f"{100 * value:.2f}" if is_rate(key) else f"{value:.4f}"
 
 
-def select_keys(results: Sequence[Figures], keys: Sequence[str] | str | None) -> list[str]:
+def select_keys(results: Sequence[Measured], keys: Sequence[str] | str | None) -> list[str]:
     """Return the figures to show: headlines by default, `all`, or names and patterns."""
     present = list({key: None for result in results for key in result})
     if keys is None:
@@ -95,7 +66,7 @@ def _matches(key: str, pattern: str) -> bool:
 
 
 def compare_table(
-    results: Sequence[Figures],
+    results: Sequence[Measured],
     *,
     keys: Sequence[str] | str | None = None,
     form: str = "markdown",
@@ -111,7 +82,8 @@ def compare_table(
             by default.
         form: `markdown`, `latex` (booktabs) or `csv` (one line for each figure, full precision).
         rows: a row for each of the `models`, or of the `figures`.
-        best: set the best of each figure in bold.
+        best: set in bold what the paired intervals tell better than every other model, see
+            `winners`; nothing where they tell no winner.
         intervals: show bootstrap intervals where there are any.
     """
     if form not in ("markdown", "latex", "csv") or rows not in ("models", "figures"):
@@ -129,13 +101,14 @@ def compare_table(
     up, down = ("↑", "↓") if form == "markdown" else (r"$\uparrow$", r"$\downarrow$")
     head = ["" if rows == "models" else "figure"]
     labels = [escape(key) + {1: f" {up}", -1: f" {down}", 0: ""}[direction(key)] for key in chosen]
+    ahead = winners(results) if best else {}
     body = []
-    for result in results:
+    for place, result in enumerate(results):
         cells = []
         for key in chosen:
             value = result.get(key)
             text = shown(key, value)
-            if value is not None and best and len(results) > 1 and is_best(key, value, results):
+            if ahead.get(key) == place:
                 text = bold.format(text)
             span = result.interval(key) if intervals else None
             if span is not None:
@@ -149,14 +122,6 @@ def compare_table(
         turned = zip(labels, zip(*body, strict=True), strict=True)
         grid = [head + names, *([label, *cells] for label, cells in turned)]
     return _markdown(grid) if form == "markdown" else _latex(grid)
-
-
-def is_best(key: str, value: float, results: Sequence[Figures]) -> bool:
-    """Tell whether a figure is the best of several results, as tables show it."""
-    sign = direction(key)
-    others = [result[key] for result in results if key in result]
-    # compared as shown: what a reader sees as a tie is one
-    return bool(sign) and shown(key, value) == shown(key, max(others, key=lambda v: sign * v))
 
 
 def _plain(text: str) -> str:
@@ -199,7 +164,7 @@ def _latex(grid: list[list[str]]) -> str:
     )
 
 
-def _csv(results: Sequence[Figures], keys: Sequence[str]) -> str:
+def _csv(results: Sequence[Measured], keys: Sequence[str]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
@@ -211,7 +176,7 @@ def _csv(results: Sequence[Figures], keys: Sequence[str]) -> str:
     return text.getvalue()
 
 
-def plain_text(result: Figures) -> str:
+def plain_text(result: Measured) -> str:
     """Return a result for reading at a prompt: headlines, then what each set gave."""
     sizes = result.settings.get("examples", {})
     lines = [
@@ -235,7 +200,7 @@ def plain_text(result: Figures) -> str:
     return "\n".join(lines)
 
 
-def html_text(result: Figures) -> str:
+def html_text(result: Measured) -> str:
     """Return a result for a notebook: the headlines with their intervals."""
     examples = result.settings.get("examples", {}).get("id", "?")
     rows = []

@@ -42,10 +42,11 @@ class Results(Mapping[str, float]):
     Attributes:
         name: of the model.
         figures: by name.
-        intervals: bootstrap intervals by the same names, empty without.
+        intervals: 95 % bootstrap intervals by the same names, empty with `bootstrap=0`.
         settings: scores (the main one first), temperature, members, classes, sizes of sets ...
         notes: why a figure is missing, by name.
         examples: columns of every set (one value for each example), for intervals and comparisons.
+        draws: every figure on each bootstrap draw, kept for comparisons; not saved.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Results(Mapping[str, float]):
     settings: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     examples: Examples = field(default_factory=dict)
-    _resampled: dict[Any, dict[str, Tensor]] = field(default_factory=dict, init=False)
+    draws: dict[Any, dict[str, Tensor]] = field(default_factory=dict, init=False)
 
     @property
     def scores(self) -> list[str]:

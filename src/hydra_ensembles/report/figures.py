@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..costs.cost_frontier import pareto_front
 from ..errors import DataError
-from ..evaluation.result_tables import direction, is_rate, shown
+from ..evaluation.figures import direction
+from ..evaluation.result_tables import is_rate, shown
 from ..heads.masks import HeadMask
 from .curves import knows, reliability, risk_curve, roc
 from .style import axes, colour, line_style, marker

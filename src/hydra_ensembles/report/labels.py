@@ -9,6 +9,7 @@ LABELS = {
     "cal/ECE": "ECE",
     "cal/aECE": "adaptive ECE",
     "ood/mean/AUROC": "OOD AUROC",
+    "ood/mean/mutual-information/AUROC": "OOD AUROC by mutual information",
     "ood/mean/AUPR": "OOD AUPR",
     "ood/mean/FPR95": "OOD FPR95",
     "sc/AURC": "AURC",
@@ -22,9 +23,9 @@ LABELS = {
     "policy/WrongOfAnswered": "wrong, of the answered",
     "policy/New": "called new",
     "ood/mean/policy/Answered": "OOD answered by the policy",
-    "shift/mean/cls/Acc": "accuracy, shifted",
-    "shift/mean/cls/NLL": "NLL, shifted",
-    "shift/mean/cal/ECE": "ECE, shifted",
+    "shift/mean/cls/Acc": "shifted accuracy",
+    "shift/mean/cls/NLL": "shifted NLL",
+    "shift/mean/cal/ECE": "shifted ECE",
     "div/Disagreement": "disagreement",
 }
 
@@ -46,3 +47,12 @@ MEANINGS = {
     "div/Disagreement": "pairs of members that give different answers (%)",
 }
 """Of the figures whose names do not say it."""
+
+SPOKEN = {
+    key: LABELS[key]
+    for key in (
+        *("cls/Acc", "cls/NLL", "cal/ECE", "cal/aECE", "sc/AURC", "fail/AUROC", "ood/mean/AUROC"),
+        *("ood/mean/novelty/AUROC", "shift/mean/cls/Acc", "shift/mean/cls/NLL"),
+    )
+}
+"""The figures that verdicts speak of."""

@@ -11,13 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..evaluation.result_tables import direction, is_best, select_keys, shown
+from ..errors import DataError
+from ..evaluation.bootstrap import compare, winners
+from ..evaluation.figures import direction
+from ..evaluation.result_tables import select_keys, shown
 from ..heads.masks import HeadMask
 from . import figures as pictures
 from .curves import ood_names
 from .examples import Example
 from .inline import page_axes, to_svg
-from .labels import LABELS, MEANINGS
+from .labels import LABELS, MEANINGS, SPOKEN
 
 if TYPE_CHECKING:
     from ..evaluation.results import Results
@@ -62,10 +65,11 @@ def built(summary: str, masks: Sequence[HeadMask], branch: int | None) -> Sectio
 
 
 def figures(results: Sequence[Results], costs: Mapping[str, float]) -> Section:
-    """Set the headline figures of all models side by side."""
+    """Set the headline figures of all models side by side, and say what can be told apart."""
     rows = []
+    ahead = winners(results)
     for key in select_keys(results, None):
-        cells = [_cell(key, result, results) for result in results]
+        cells = [_cell(key, result, ahead.get(key) == n) for n, result in enumerate(results)]
         label = LABELS.get(key, key)
         rows.append({"key": key, "label": label, "direction": direction(key), "cells": cells})
     notes = {f"{r.name}: no {key}, {why}" for r in results for key, why in r.notes.items()}
@@ -73,6 +77,7 @@ def figures(results: Sequence[Results], costs: Mapping[str, float]) -> Section:
         "names": [result.name for result in results],
         "costs": [costs.get(result.name) for result in results] if costs else [],
         "rows": rows,
+        "verdicts": verdicts(results),
         "intervals": any(result.intervals for result in results),
         "notes": sorted(notes),
         "meanings": {r["label"]: MEANINGS[r["key"]] for r in rows if r["key"] in MEANINGS},
@@ -80,13 +85,29 @@ def figures(results: Sequence[Results], costs: Mapping[str, float]) -> Section:
     return Section("figures", "Figures", content)
 
 
-def _cell(key: str, result: Results, results: Sequence[Results]) -> dict[str, Any]:
+def verdicts(results: Sequence[Results]) -> list[str]:
+    """Say in one line per rival where the first model is better and worse, by paired intervals."""
+    first, *rivals = results
+    if not first.settings.get("bootstrap"):
+        return []
+    on = f"{first.settings['examples']['id']:,} examples"
+    lines = []
+    for other in rivals:
+        try:
+            count, seed = first.settings["bootstrap"], first.settings["seed"]
+            words = compare(first, other, count=count, seed=seed).in_words(SPOKEN, on)
+        except DataError as error:
+            words = f"not compared. {error}".rstrip(".")
+        lines.append(f"{first.name} against {other.name}: {words}.")
+    return lines
+
+
+def _cell(key: str, result: Results, best: bool) -> dict[str, Any]:
     value, span = result.get(key), result.interval(key)
-    rivals = [other for other in results if key in other]
     return {
         "text": shown(key, value),
         "interval": None if span is None else f"[{shown(key, span[0])}, {shown(key, span[1])}]",
-        "best": value is not None and len(rivals) > 1 and is_best(key, value, rivals),
+        "best": best,
     }
 
 

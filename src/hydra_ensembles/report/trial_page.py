@@ -38,21 +38,24 @@ def write_trial(
         title: Heading.
         folder: Where the ensemble is saved.
         kind: What the examples are: pictures, texts.
-        notes: Lines below the heading.
+        notes: Lines below the verdict.
         command: The command line that made it.
         made: When, as text; now by default.
     """
     models = [result.name for result in trial.results]
     ensemble = trial.ensemble
-    costs = {"your model": 1.0, "Hydra": trial.ratio.multiply_adds}
+    prices = [*[1.0] * (len(models) - 1), trial.ratio.multiply_adds]
     parts = [
         trial_sections.at_a_glance(trial, kind),
         sections.shown_examples(examples, f"Your own {kind}"),
         trial_sections.alarms(trial, names, kind),
         sections.calibration(trial.results, models),
-        sections.figures(trial.results, costs) if trial.results else None,
+        sections.figures(trial.results[::-1], dict(zip(models, prices, strict=True)))
+        if trial.results
+        else None,
         trial_sections.policy(trial.policy, trial.policy_note, kind),
         sections.built(str(ensemble), ensemble.masks, ensemble.plan.trunk),
         trial_sections.next_steps(folder, trial.labels is not None, command),
     ]
-    return write_page(path, parts, title=title, lead="\n".join(notes), made=made)
+    lead = "\n".join([trial_sections.verdict(trial, kind), *notes])
+    return write_page(path, parts, title=title, lead=lead, made=made)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..evaluation.bootstrap import Comparison, compare
 from ..evaluation.result_tables import shown
 from ..uncertainty import Policy
 from ..uncertainty.policies import DECISIONS
@@ -29,6 +30,30 @@ WORDS = {
 }
 
 
+TILES = {
+    "cls/Acc": (" %", "accuracy"),
+    "cal/ECE": (" %", "calibration error (ECE)"),
+    "cls/NLL": ("", "negative log-likelihood"),
+}
+
+
+def told(trial: Trial) -> Comparison:
+    """Compare the ensemble with the host, both with a temperature, by paired intervals."""
+    _, warm, ensemble = trial.results
+    return compare(ensemble, warm, count=ensemble.settings["bootstrap"])
+
+
+def verdict(trial: Trial, kind: str = "files") -> str:
+    """Say in one sentence what the ensemble is worth; `kind` says what the examples are."""
+    if not trial.results:
+        return (
+            "Without labels nothing can be said about accuracy and calibration, only about novelty."
+        )
+    names = {"cls/NLL": "NLL", "cls/Acc": "accuracy", "cal/ECE": "calibration"}
+    words = told(trial).in_words(names, f"{int(trial.held_out.sum())} {kind}")
+    return f"The ensemble against your model, each with a temperature: {words}."
+
+
 def at_a_glance(trial: Trial, kind: str = "files") -> Section:
     """Show the figures that matter most as tiles; `kind` says what the examples are."""
     rates = trial.policy.measured
@@ -37,14 +62,13 @@ def at_a_glance(trial: Trial, kind: str = "files") -> Section:
         (f"{trial.ratio.bytes_on_disk:.2f} ×", "of its size on disk"),
     ]
     if trial.results:
-        host, ensemble = trial.results
+        found = told(trial)
         tiles += [
-            (f"{shown(key, host[key])} → {shown(key, ensemble[key])}{unit}", label)
-            for key, unit, label in (
-                ("cls/Acc", " %", "accuracy"),
-                ("cal/ECE", " %", "calibration error (ECE)"),
-                ("cls/NLL", "", "negative log-likelihood"),
+            (
+                f"{shown(key, found[key].b)} → {shown(key, found[key].a)}{unit}",
+                f"{label}: {found[key].verdict}",
             )
+            for key, (unit, label) in TILES.items()
         ]
     if rates is not None:
         tiles.append((f"{100 * rates.answer:.0f} %", "answered"))

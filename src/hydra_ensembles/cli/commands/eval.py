@@ -39,31 +39,48 @@ def command(
         str | None,
         typer.Option(help="Uncertainty for all models; by default each ensemble's own, else msp."),
     ] = None,
-    bootstrap: Annotated[int, typer.Option(min=0, help="Draws for 95 % intervals; 0: none.")] = 0,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            help="Labelled data, none of it tested: gives models without a temperature one, as "
+            "ensembles have it."
+        ),
+    ] = None,
+    bootstrap: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Draws for 95 % intervals; 0: none. By default 1000, fewer on large data."
+        ),
+    ] = None,
     output: options.Output = Path("hydra-results"),
     html: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html.")] = True,
     reading: Reading = READING,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:
-    """Evaluate models on labelled data, on outliers and under shifts; write a report.
+    """Evaluate models on labelled data, on outliers and under shifts; compare them; write a report.
 
     Attacks are white-box: each model meets the images that were changed against itself.
 
     Results of each model are saved as soon as they are there. The report's head maps and examples
-    are those of the first model.
+    are those of the first model. It is compared with each of the others by paired intervals.
     """
     from ...evaluation import evaluate
+    from ...report.sections import verdicts
+    from ..calibrated import Calibrated
     from ..gather import cost_of, extreme_examples
     from ..loading import check_sources
     from .report import make_report
 
     check_sources(data, ood)
+    if calibration is not None:
+        check_sources(calibration)
     output.mkdir(parents=True, exist_ok=True)
     resolved = write_config(output, begin=True)
     results: list[Results] = []
     costs: dict[str, float] = {}
     facts: dict[str, Any] = {}
+    scaled: dict[str, bool] = {}
     for given in models:
         name, equals, place = given.partition("=")
         name, place = (name, place) if equals else (Path(given).name or given, given)
@@ -71,8 +88,13 @@ def command(
         known = reading.load_known(loaded, data)
         outliers = reading.load_outliers(loaded, ood)
         say(f"Evaluating {name} on {sizes(known, outliers)}", json=json)
+        tested = loaded.model
+        scaled[name] = has_temperature(tested)
+        if calibration is not None and not scaled[name]:
+            tested = Calibrated([loaded.model], reading.load_known(loaded, calibration))
+            scaled[name] = True
         found = evaluate(
-            loaded.model,
+            tested,
             known,
             ood=outliers or None,
             shifts={
@@ -104,6 +126,15 @@ def command(
         print_json({r.name: {**r.figures, "cost": costs.get(r.name)} for r in results})
     else:
         results_table(results, costs)
+        for line in verdicts(results):
+            typer.echo(line)
+    if len(set(scaled.values())) > 1:
+        without = ", ".join(name for name, has in scaled.items() if not has)
+        say(
+            f"No temperature was fitted for {without}: NLL and calibration also compare that. Give "
+            "--calibration DATA to fit one.",
+            json=json,
+        )
     if html:
         make_report(
             output / "report.html",
@@ -140,6 +171,12 @@ def score_of(model: Any) -> str:
     from ...fusion.ensemble import HydraEnsemble
 
     return model.score if isinstance(model, HydraEnsemble) else "msp"
+
+
+def has_temperature(model: Any) -> bool:
+    """Tell whether a model was calibrated when it was built."""
+    degrees = [getattr(model, name, None) for name in ("temperature", "member_temperatures")]
+    return any(given is not None for given in degrees)
 
 
 def _file_name(name: str) -> str:

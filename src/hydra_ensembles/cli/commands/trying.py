@@ -231,7 +231,8 @@ def _lead(trial: Trial, files: Any, note: str) -> list[str]:
     lines = [
         f"{files.count} {_kind(files)} {asked}. {trial.ensemble.members} members in one model, at "
         f"{trial.ratio.multiply_adds:.2f} × the multiply-adds of yours. Nothing was trained.",
-        "Whatever this page says about an example was found without that example.",
+        "Whatever this page says about an example was found without that example. Novelty needs no "
+        "members: your model alone, fused with all its heads, can have it.",
     ]
     return [*lines, note] if note else lines
 
@@ -239,6 +240,7 @@ def _lead(trial: Trial, files: Any, note: str) -> list[str]:
 def _told(trial: Trial, names: list[str], kind: str) -> list[str]:
     """Say the outcome on the terminal."""
     from ...evaluation.result_tables import shown
+    from ...report.trial_sections import verdict
 
     answer = trial.answer
     assert answer.novelty is not None and answer.novelty_score is not None
@@ -246,16 +248,18 @@ def _told(trial: Trial, names: list[str], kind: str) -> list[str]:
     if trial.policy_note:
         lines.append(trial.policy_note)
     if trial.results:
-        host, ours = trial.results
         words = ", ".join(
-            f"{name} {shown(key, host[key])} -> {shown(key, ours[key])}{unit}"
+            f"{name} {' / '.join(shown(key, result[key]) for result in trial.results)}{unit}"
             for key, name, unit in (
                 ("cls/Acc", "accuracy", " %"),
                 ("cal/ECE", "ECE", " %"),
                 ("cls/NLL", "NLL", ""),
             )
         )
-        lines.append(f"{int(trial.held_out.sum())} held-out {kind}: {words}")
+        models = " / ".join(result.name for result in trial.results)
+        lines.append(f"{int(trial.held_out.sum())} held-out {kind}, {models}:")
+        lines.append(f"  {words}")
+    lines.append(verdict(trial, kind))
     for title, column in {
         "Strangest": answer.novelty_score,
         "Least sure": answer.uncertainty,
@@ -267,6 +271,8 @@ def _told(trial: Trial, names: list[str], kind: str) -> list[str]:
 
 def _figures(trial: Trial, page: Path, folder: Path) -> dict[str, Any]:
     """Return the outcome as plain data."""
+    from ...report.trial_sections import told
+
     answer = trial.answer
     assert answer.novelty is not None
     return {
@@ -274,6 +280,9 @@ def _figures(trial: Trial, page: Path, folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "cost": trial.ratio.multiply_adds,
         "examples": len(answer),
+        "verdicts": {key: row.verdict for key, row in told(trial).items() if row.verdict}
+        if trial.results
+        else {},
         "held_out": {result.name: result.figures for result in trial.results},
         "calibration": trial.calibration,
         "policy": trial.policy.to_dict(),
