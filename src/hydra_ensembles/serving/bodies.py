@@ -4,13 +4,60 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
+import re
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from .limits import Limits, Refusal
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+
+READ_AWAY = 64 * 2**20
+"""Bytes of a refused body that are still read, so that the client gets to see the refusal."""
+
+
+class Incoming:
+    """The body of one request, on its way.
+
+    Attributes:
+        size: Bytes that have come.
+        complete: Whether that is all of it.
+    """
+
+    def __init__(self, scope: Message, receive: Receive) -> None:
+        names = dict(scope["headers"])
+        self._receive, self._since = receive, time.monotonic()
+        self.size = 0
+        self.complete = (
+            names.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in names
+        )
+
+    async def receive(self) -> Message:
+        """Return the next message of the client."""
+        message = await self._receive()
+        self.size += len(message.get("body", b""))
+        self.complete = not message.get("more_body", False)
+        return message
+
+    async def read_away(self, seconds: float) -> None:
+        """Read the rest and forget it, within limits.
+
+        Who closes a connection while the other side still sends resets it, and the other side may
+        lose the answer that it had been sent.
+        """
+        end, most = self._since + seconds, self.size + READ_AWAY
+        while not self.complete and self.size < most:
+            try:
+                await asyncio.wait_for(self.receive(), max(0.0, end - time.monotonic()))
+            except asyncio.TimeoutError:
+                return
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
@@ -22,8 +69,8 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     packed = request.headers.get("content-encoding", "identity").lower()
     if packed != "identity":
         raise Refusal(415, f"The body is packed ({packed:.40}); send it as it is.")
-    told = request.headers.get("content-length")
-    if told is not None and told.isdigit() and int(told) > limits.body:
+    told = whole_number(request.headers.get("content-length", "0"))
+    if told is not None and told > limits.body:
         raise _too_large(limits)
     try:
         return await asyncio.wait_for(_collect(request, limits), limits.read_seconds)
@@ -54,14 +101,22 @@ def _too_large(limits: Limits) -> Refusal:
     return Refusal(413, f"The request is larger than {limits.body} bytes. Send fewer inputs.")
 
 
+def whole_number(text: str) -> int | None:
+    """Return the number in a header; None for anything else, such as superscript digits."""
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
 def parse_json(body: bytes) -> dict[str, Any]:
     """Read a JSON object; refuse everything else."""
+    gc.disable()  # millions of small lists would be looked through again and again
     try:
         given = json.loads(body, parse_constant=_no_number)
     except RecursionError:
         raise Refusal(400, "The JSON is nested too deeply.") from None
     except ValueError as error:  # not JSON, not UTF-8, or a number of a million digits
         raise Refusal(400, f"The body is not JSON: {str(error)[:120]}.") from None
+    finally:
+        gc.enable()
     if not isinstance(given, dict):
         raise Refusal(422, f"The body is a JSON {type(given).__name__}; expected an object.")
     return given
