@@ -47,12 +47,12 @@ class Incoming:
         return message
 
     async def read_away(self, seconds: float) -> None:
-        """Read the rest and forget it, within limits.
+        """Read the rest and forget it, until `seconds` after the start or for another second.
 
         Who closes a connection while the other side still sends resets it, and the other side may
         lose the answer that it had been sent.
         """
-        end, most = self._since + seconds, self.size + READ_AWAY
+        end, most = max(self._since + seconds, time.monotonic() + 1), self.size + READ_AWAY
         while not self.complete and self.size < most:
             try:
                 await asyncio.wait_for(self.receive(), max(0.0, end - time.monotonic()))
