@@ -170,7 +170,7 @@ class Gate:
             metrics.requests.labels(path, str(status)).inc()
             metrics.seconds.labels(path).observe(time.perf_counter() - start)
         if early:
-            await incoming.read_away(limits.read_seconds)
+            await incoming.read_away()
             await send({"type": "http.response.body"})
 
     def _refusal(self, scope: Message, path: str) -> Response | None:

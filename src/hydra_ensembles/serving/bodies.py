@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
-READ_AWAY = 64 * 2**20
-"""Bytes of a refused body that are still read, so that the client gets to see the refusal."""
+READ_AWAY, PAUSE, LONGEST = 64 * 2**20, 2.0, 30.0
+"""Of a refused body so many bytes are still read, as long as the client does not pause for so many
+seconds, and for so many seconds in all."""
 
 
 class Incoming:
@@ -33,8 +34,7 @@ class Incoming:
 
     def __init__(self, scope: Message, receive: Receive) -> None:
         names = dict(scope["headers"])
-        self._receive, self._since = receive, time.monotonic()
-        self.size = 0
+        self._receive, self.size = receive, 0
         self.complete = (
             names.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in names
         )
@@ -46,16 +46,16 @@ class Incoming:
         self.complete = not message.get("more_body", False)
         return message
 
-    async def read_away(self, seconds: float) -> None:
-        """Read the rest and forget it, until `seconds` after the start or for another second.
+    async def read_away(self) -> None:
+        """Read the rest and forget it, within limits.
 
         Who closes a connection while the other side still sends resets it, and the other side may
         lose the answer that it had been sent.
         """
-        end, most = max(self._since + seconds, time.monotonic() + 1), self.size + READ_AWAY
-        while not self.complete and self.size < most:
+        end, most = time.monotonic() + LONGEST, self.size + READ_AWAY
+        while not self.complete and self.size < most and time.monotonic() < end:
             try:
-                await asyncio.wait_for(self.receive(), max(0.0, end - time.monotonic()))
+                await asyncio.wait_for(self.receive(), PAUSE)
             except asyncio.TimeoutError:
                 return
 
