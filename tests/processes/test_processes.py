@@ -63,7 +63,7 @@ def test_commands_write_and_print_what_one_process_does(
 ) -> None:
     alone = json.loads(json.dumps(jobs.commands(tmp_path)))
     assert alone["codes"] == [0, 0, 0, 0, 3]
-    assert len(alone["lines"]) == 83 and "There is no file" in alone["none"]
+    assert len(alone["lines"]) == 83 and "there is no such file" in alone["none"]
     first, *others = several["commands"]
     assert first == alone
     for said in others:

@@ -100,7 +100,7 @@ def test_every_row_is_answered_once_as_predict_answers_it(shelf: Path, answered:
     assert row["predicted_decision"] == answer.decisions[0]
     assert row["predicted_abstain"] == bool(answer.abstain)
     assert rows[7]["predicted_label"] is None and rows[7]["predicted_abstain"] is True
-    assert "UnidentifiedImageError" in rows[7]["predicted_error"]
+    assert "Cannot read the image" in rows[7]["predicted_error"]
     assert json.loads((answered / "done.json").read_text())["rows"] == ROWS
 
 

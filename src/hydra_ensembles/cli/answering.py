@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
@@ -53,21 +52,15 @@ class Answering:
             return None
         if self.loaded.tokenizer is not None:
             return record.value
+        from ..runtime.pictures import open_image
+
         try:
-            return self._picture(record.value)
-        except Exception as error:  # whatever one file does to its decoder, the others go on
-            record.error = str(error).split(". Replace")[0] or type(error).__name__
+            if self.loaded.transform is None:
+                raise DataError(f"{self.loaded.name} does not say how it wants its images.")
+            return self.loaded.transform(open_image(record.value))
+        except Exception as error:  # whatever one file does to its transform, the others go on
+            record.error = str(error) or type(error).__name__
             return None
-
-    def _picture(self, name: str) -> Any:
-        from ..data.folders import read_image
-
-        path = Path(name)
-        if not path.is_file():  # a pipe or a device would never end
-            raise DataError(f"There is no file {name:.200}")
-        if self.loaded.transform is None:
-            raise DataError(f"{self.loaded.name} does not say how it wants its images")
-        return read_image(path, self.loaded.transform)
 
     def _predict(self, inputs: list[Any]) -> list[Prediction | str]:
         """Predict inputs together; when that fails, one by one, with an error where it does.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +233,8 @@ def _ensemble(folder: str) -> Loaded:
             _processors(loaded, model.name_or_path or folder, text=text)
         else:
             loaded.transform = _by_host(model.host)
+        if loaded.transform is not None:  # orientation was not recorded, as in older folders
+            loaded.transform = replace(loaded.transform, exif_orientation=False)
     return loaded
 
 

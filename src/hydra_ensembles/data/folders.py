@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
+from ..runtime.pictures import open_image
 from .batches import Batch, Batches
 from .labels import encode_labels, pick_column
 from .progress import progress_bar
@@ -98,8 +99,15 @@ def _loader(
     key: str | None,
 ) -> Callable[[Sequence[int]], Batch]:
     def load(rows: Sequence[int]) -> Batch:
-        images = torch.stack([read_image(files[row], transform) for row in rows])
-        return image_batch(images, None if labels is None else labels[list(rows)], key)
+        try:
+            images = [transform(open_image(files[row])) for row in rows]
+        except DataError as error:
+            raise DataError(
+                f"{error} Replace or remove it, or pass skip_broken=True to leave broken images "
+                "out."
+            ) from error
+        numbers = None if labels is None else labels[list(rows)]
+        return image_batch(torch.stack(images), numbers, key)
 
     return load
 
@@ -111,36 +119,17 @@ def image_batch(images: Tensor, labels: Tensor | None, key: str | None) -> Batch
     return {key: images} if labels is None else {key: images, "labels": labels}
 
 
-def read_image(file: Path, transform: Callable[[Any], Tensor]) -> Tensor:
-    """Read a picture as a tensor; raise a `DataError` that names a broken file."""
-    from PIL import Image
-
-    try:
-        with Image.open(file) as picture:
-            picture.load()  # decode here, to distinguish a broken file from a failing transform
-            return transform(picture)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(
-            f"Cannot read the image {file}: {error}. Replace or remove it, or pass "
-            "skip_broken=True to leave broken images out."
-        ) from error
-
-
 def _unbroken(
     root: Path, files: list[Path], values: list[Any] | None
 ) -> tuple[list[Path], list[Any] | None]:
     """Drop broken pictures, with one warning that counts and names them."""
-    from PIL import Image
-
     broken = []
     for row, file in enumerate(
         progress_bar(files, description="checking pictures", unit="pictures")
     ):
         try:
-            with Image.open(file) as picture:
-                picture.draft("RGB", (32, 32))  # reads the whole JPEG but decodes it small
-                picture.load()
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+            open_image(file, draft=True)
+        except DataError:
             broken.append(row)
     if len(broken) == len(files):
         raise DataError(f"All {len(files)} images in {root} are broken. Is it the right folder?")

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..runtime.pictures import picture_array, resampling
+from ..runtime.pictures import converted, picture_array, resampling
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+PROCESSOR_FILE = "preprocessor_config.json"
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class ImageTransform:
             resizes the whole picture to the size instead.
         interpolation: `bicubic`, `bilinear`, `nearest` or `lanczos`.
         mean, std: one per channel; their length (1 or 3) decides between grey and colour.
+        exif_orientation: turn the image upright by its EXIF orientation first, as viewers do.
     """
 
     size: int | tuple[int, int] = 224
@@ -34,6 +36,7 @@ class ImageTransform:
     interpolation: str = "bicubic"
     mean: Sequence[float] = IMAGENET_MEAN
     std: Sequence[float] = IMAGENET_STD
+    exif_orientation: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold."""
@@ -43,12 +46,15 @@ class ImageTransform:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ImageTransform:
-        """Read what `to_dict` returned; raise for impossible values."""
+        """Read what `to_dict` returned; raise for impossible values.
+
+        Without `exif_orientation`, as older folders are, images stay as they are stored.
+        """
         try:
             values: dict[str, Any] = {
                 k: tuple(v) if isinstance(v, list) else v for k, v in data.items()
             }
-            transform = cls(**values)
+            transform = cls(**{"exif_orientation": False, **values})
             sides = (
                 transform.size
                 if isinstance(transform.size, tuple)
@@ -61,6 +67,7 @@ class ImageTransform:
                 and len(transform.mean) == len(transform.std) in (1, 3)
                 and all(math.isfinite(v) for v in (*transform.mean, *transform.std))
                 and all(v > 0 for v in transform.std)
+                and type(transform.exif_orientation) is bool
             )
         except (TypeError, ValueError) as error:
             raise DataError(f"This is no image transform: {error}.") from error
@@ -79,15 +86,26 @@ class ImageTransform:
             interpolation=self.interpolation,
             mean=self.mean,
             std=self.std,
+            exif_orientation=self.exif_orientation,
         )
         return torch.from_numpy(array)
 
 
 @dataclass(frozen=True)
 class ProcessorTransform:
-    """Run a Hugging Face image processor, which knows its own size and normalisation."""
+    """Run a Hugging Face image processor, which knows its own size and normalisation.
+
+    Attributes:
+        processor: The image processor. It does not read EXIF.
+        exif_orientation: Turn the image upright by its EXIF orientation first.
+    """
 
     processor: Any
+    exif_orientation: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is recorded beside the processor's own file."""
+        return {"processor": PROCESSOR_FILE, "exif_orientation": self.exif_orientation}
 
     @property
     def mean(self) -> Sequence[float] | None:
@@ -101,7 +119,8 @@ class ProcessorTransform:
 
     def __call__(self, picture: Any) -> Tensor:
         """Turn a PIL image into a tensor `[C, H, W]`."""
-        answer = self.processor(images=picture.convert("RGB"), return_tensors="pt")
+        picture = converted(picture, "RGB", exif_orientation=self.exif_orientation)
+        answer = self.processor(images=picture, return_tensors="pt")
         return answer["pixel_values"][0]
 
 

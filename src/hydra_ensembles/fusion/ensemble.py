@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..data.modes import in_eval
 from ..data.running import check_inputs, move, split_batch
-from ..data.transforms import ImageTransform
 from ..errors import UnsupportedModelError
 from ..evaluation.results import Results
 from ..heads.plan import Plan
@@ -410,9 +409,9 @@ class HydraEnsemble(FusedModel):
         ensemble.id2label = config["labels"]
         if config["policy"] is not None:
             ensemble.policy = Policy.from_dict(config["policy"])
-        ensemble._preparation = Preparation(config["folder"], config["files"])
-        if config["image_transform"] is not None:
-            ensemble.transform = ImageTransform.from_dict(config["image_transform"])
+        ensemble._preparation = Preparation(
+            config["folder"], config["files"], config["image_transform"]
+        )
         check_answers(ensemble, name_or_folder)
         return ensemble
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .._records import inside, json_digest
-from ..data.transforms import ImageTransform
+from ..data.transforms import PROCESSOR_FILE, ImageTransform
 from ..errors import FormatError, HydraError
 from ..hosts.rotary import FORMS, UNUSED
 from ..uncertainty import Policy, checked_temperature, scores
@@ -331,6 +331,10 @@ def _policy(value: Any) -> str | None:
 def _transform(value: Any) -> str | None:
     if not isinstance(value, dict):
         return f"{value!r:.60} is not a transform"
+    if "processor" in value:
+        good = value.keys() == {"processor", "exif_orientation"}
+        good &= type(value.get("exif_orientation")) is bool and value["processor"] == PROCESSOR_FILE
+        return None if good else f"{value!r:.60} is not the record of an image processor"
     ImageTransform.from_dict(value)
     return None
 

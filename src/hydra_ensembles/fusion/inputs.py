@@ -14,10 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.folders import image_batch, read_image
-from ..data.transforms import ImageTransform, ProcessorTransform, image_transform
+from ..data.folders import image_batch
+from ..data.transforms import (
+    PROCESSOR_FILE,
+    ImageTransform,
+    ProcessorTransform,
+    image_transform,
+)
 from ..errors import DataError, FormatError, MissingDependencyError
 from ..hosts.prompting import PromptClassifier, PromptTokenizer
+from ..runtime.pictures import open_image
 
 
 class Preparation:
@@ -25,18 +31,28 @@ class Preparation:
 
     Args:
         folder: Where a tokenizer or an image processor was saved, with their files' names.
+        recorded: The image transform in the folder's config; None in older folders that have an
+            image processor.
     """
 
-    def __init__(self, folder: Path | None = None, files: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        files: Sequence[str] = (),
+        recorded: Mapping[str, Any] | None = None,
+    ) -> None:
         self.transform: Callable[[Any], Tensor] | None = None
+        if recorded is not None and "processor" not in recorded:
+            self.transform = ImageTransform.from_dict(recorded)
+        self._exif_orientation = bool((recorded or {}).get("exif_orientation"))
         self.tokenizer: Any = None
         self._folder, self._files = folder, tuple(files)
 
     def find_transform(self, host: Any) -> Callable[[Any], Tensor] | None:
         """Return the transform: the one that was set, the saved one, or the host's."""
-        if self.transform is None and "preprocessor_config.json" in self._files:
+        if self.transform is None and PROCESSOR_FILE in self._files:
             processor = self._saved("AutoImageProcessor")
-            self.transform = image_transform(processor)
+            self.transform = ProcessorTransform(processor, self._exif_orientation)
         if self.transform is None and self._folder is None:
             try:
                 return image_transform(host)  # timm and open_clip models know their transform
@@ -148,11 +164,8 @@ def prepare(ensemble: Any, raw: Any) -> Any:
             "tokenizer. Set ensemble.transform = hydra_ensembles.data.image_transform(processor), "
             "or ensemble.tokenizer; or give it a batch of tensors."
         )
-    images = [
-        transform(item) if _is_picture(item) else read_image(Path(item), transform)
-        for item in items
-    ]
-    return image_batch(torch.stack(images), None, image_key(ensemble))
+    images = torch.stack([transform(open_image(item)) for item in items])
+    return image_batch(images, None, image_key(ensemble))
 
 
 def image_key(ensemble: Any) -> str | None:

@@ -6,8 +6,6 @@ reason in the column `error` and never stops the others.
 
 from __future__ import annotations
 
-import io
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 from ..data.hub import IMAGE_COLUMNS
 from ..data.texts import TEXT_COLUMNS
 from ..errors import DataError
+from ..runtime.pictures import open_image
 
 FILE_COLUMNS = ("file", "file_name", "filename", "path")
 
@@ -104,7 +103,9 @@ class RowAnswers:
                 return None, f"found {type(value).__name__} where a text was expected"
             return value, None
         try:
-            return _picture(value), None
+            if isinstance(value, Mapping):  # as the `datasets` library stores images
+                value = value.get("bytes") or value.get("path")
+            return open_image(value), None
         except Exception as error:  # decoders raise many kinds of errors on broken files
             return None, _reason(error)
 
@@ -139,22 +140,3 @@ def _reason(error: Exception) -> str:
     """Return an error's text without object addresses, so that it is the same in every run."""
     text = re.sub(r"<([\w.]+) object at 0x[0-9a-f]+>", r"<\1>", str(error))
     return f"{type(error).__name__}: {text[:200]}"
-
-
-def _picture(value: Any) -> Any:
-    """Return a value of a picture column as a PIL image."""
-    from PIL import Image
-
-    if isinstance(value, Mapping):  # as the `datasets` library stores pictures
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, (bytes, bytearray)):
-        value = io.BytesIO(value)
-    elif hasattr(value, "__array__") and not hasattr(value, "convert"):
-        return Image.fromarray(value.__array__())
-    if isinstance(value, (str, os.PathLike, io.BytesIO)):
-        with Image.open(value) as picture:
-            picture.load()
-            return picture
-    if not hasattr(value, "convert"):
-        raise DataError(f"found {type(value).__name__} where a picture was expected")
-    return value

@@ -164,6 +164,7 @@ def _to_disk(path: Path) -> None:
 def _config(ensemble: Any, aliases: dict[str, str], sha256: str) -> dict[str, Any]:
     body = ensemble.body
     policy, transform = ensemble.policy, ensemble.transform
+    recorded = isinstance(transform, (ImageTransform, ProcessorTransform))
     return {
         "format": FORMAT,
         "format_version": list(FORMAT_VERSION),
@@ -188,7 +189,7 @@ def _config(ensemble: Any, aliases: dict[str, str], sha256: str) -> dict[str, An
         "score": ensemble.score,
         "labels": ensemble.id2label,
         "policy": None if policy is None else policy.to_dict(),
-        "image_transform": transform.to_dict() if isinstance(transform, ImageTransform) else None,
+        "image_transform": transform.to_dict() if recorded else None,
         "dtype": str(ensemble.dtype).removeprefix("torch."),
         "novelty": None if ensemble.novelty is None else ensemble.novelty.facts(),
         "aliases": aliases,

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import DataError, MissingDependencyError, UnsupportedModelError
 from ..fusion.ensemble import HydraEnsemble
 from ..registry import check_name
+from ..runtime.pictures import check_size, open_image
 from ..uncertainty import Prediction
 
 DECISIONS = ("answer", "unsure", "new")
@@ -107,7 +108,7 @@ def _classes() -> dict[str, type]:
     import transformers
 
     made = (
-        (_Classifies, transformers.ImageClassificationPipeline),
+        (_ClassifiesImages, transformers.ImageClassificationPipeline),
         (_Classifies, transformers.TextClassificationPipeline),
         (_Tags, transformers.TokenClassificationPipeline),
     )
@@ -150,6 +151,19 @@ class _Classifies:
         if isinstance(entries, dict):
             return entries | said
         return [entry | said for entry in entries]
+
+
+class _ClassifiesImages(_Classifies):
+    """Opens files as everything else here does, and bounds what the processor resizes."""
+
+    def preprocess(self, image: Any, timeout: float | None = None) -> Any:
+        from transformers.image_utils import load_image
+
+        if isinstance(image, str):
+            image = open_image(image) if os.path.isfile(image) else load_image(image, timeout)
+        if hasattr(image, "convert"):
+            check_size(image)
+        return super().preprocess(image, timeout=timeout)  # type: ignore[misc]
 
 
 class _Tags:

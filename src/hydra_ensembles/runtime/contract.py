@@ -282,6 +282,7 @@ def _is_preparation(value: Any) -> bool:
             and len(value["mean"]) == len(value["std"]) in (1, 3)
             and all(_is_number(v) for v in (*value["mean"], *value["std"]))
             and all(v > 0 for v in value["std"])
+            and type(value.get("exif_orientation", False)) is bool
         )
     template = value["template"]
     return (

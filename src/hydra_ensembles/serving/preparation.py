@@ -36,7 +36,7 @@ def image_preparation(transform: Any) -> dict[str, Any] | None:
         return None
     made = transform if isinstance(transform, ImageTransform) else None
     if isinstance(transform, ProcessorTransform):
-        made = _from_processor(transform.processor)
+        made = _from_processor(transform)
     problem = "it is a function of its own" if made is None else _difference(made, transform)
     if made is None or problem:
         warnings.warn(
@@ -51,8 +51,9 @@ def image_preparation(transform: Any) -> dict[str, Any] | None:
     return {"kind": "image", **data, "size": [size, size] if isinstance(size, int) else size}
 
 
-def _from_processor(processor: Any) -> ImageTransform | None:
+def _from_processor(transform: ProcessorTransform) -> ImageTransform | None:
     """Read the settings of a Hugging Face image processor, where they are the usual ones."""
+    processor = transform.processor
 
     def says(name: str, default: Any = None) -> Any:
         return getattr(processor, name, default)
@@ -83,6 +84,7 @@ def _from_processor(processor: Any) -> ImageTransform | None:
             interpolation=Image.Resampling(int(resample)).name.lower(),
             mean=tuple(says("image_mean")) if normal else (0.0, 0.0, 0.0),
             std=tuple(says("image_std")) if normal else (1.0, 1.0, 1.0),
+            exif_orientation=transform.exif_orientation,
         )
     except (TypeError, ValueError):
         return None

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from ..errors import DataError
+from ..runtime.pictures import FORMATS, PixelLimitError, open_image
 from .answers import Answers
 from .backend import Backend, Row
 from .batching import Batcher
 from .drift_watch import DriftWatch
 from .limits import Limits, Refusal
 from .metrics import Metrics
-from .pictures import FORMATS, Pictures
 from .turns import Turns
 
 T = TypeVar("T")
@@ -133,14 +134,25 @@ class Service:
             raise Refusal(422, f"{self.name} reads texts, not pictures.")
         self.counted(contents)
         sizes = await self.read(0, lambda: [pixels_of(content) for content in contents])
+        too_large = Refusal(
+            413,
+            f"The images of this request have more than {self.limits.pixels} pixels. Make them "
+            "smaller or send fewer.",
+        )
+        if sum(sizes) > self.limits.pixels:
+            raise too_large
 
         def decode() -> list[Row]:
-            pictures = Pictures(self.limits)
-            return [self.backend.prepare(pictures.open(content)) for content in contents]
+            try:
+                most = self.limits.pixels
+                images = (open_image(content, most_pixels=most) for content in contents)
+                return [self.backend.prepare(image) for image in images]
+            except PixelLimitError:
+                raise too_large from None
+            except DataError as error:
+                raise Refusal(422, str(error)) from None
 
-        # what has more pixels than a request may have is refused before it is decoded
-        pixels = sum(sizes)
-        return await self.read(pixels if pixels <= self.limits.pixels else 0, decode)
+        return await self.read(sum(sizes), decode)
 
     def counted(self, rows: Any) -> Any:
         """Return the inputs of a request; refuse none and too many."""
