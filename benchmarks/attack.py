@@ -282,9 +282,10 @@ class Field:
         return encoded(Image.new("RGB", (4000, 3000), (90, 120, 30)), "JPEG")
 
     @cached_property
-    def lists(self) -> bytes:
-        """JSON of 15.6 MB with millions of short lists."""
-        return b'{"inputs": [' + b"[1]," * 3_900_000 + b"[1]]}"
+    def huge(self) -> list[bytes]:
+        """JSON of 15.6 MB: millions of short lists, and millions of numbers."""
+        numbers = tensor([0], [1, 1, 16, 16]).replace(b"[0]", b"[" + b"1," * 7_800_000 + b"1]")
+        return [b'{"inputs": [' + b"[1]," * 3_900_000 + b"[1]]}", numbers]
 
     async def send(
         self, *parts: bytes, pause: float = 0.0, abort: bool = False, until: float = PATIENCE
@@ -511,7 +512,7 @@ def _tensors(field: Field, draw: random.Random) -> list[bytes]:
 
 @attack("huge JSON", 0.08)
 async def _huge(field: Field, draw: random.Random) -> str:
-    return await field.send(post(draw.choice(["/predict", INFER]), field.lists, JSON))
+    return await field.send(post(draw.choice(["/predict", INFER]), draw.choice(field.huge), JSON))
 
 
 @attack("lying binary tensors")
