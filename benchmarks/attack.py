@@ -755,12 +755,12 @@ async def ask_in_step(
     return tally
 
 
-def attack_in_step(field: Field, kinds: list[str], progress: Progress, file: Path) -> None:
+def attack_in_step(field: Field, progress: Progress, file: Path) -> None:
     """Attack, in step with the valid requests; write what happened as JSON."""
     args, draw = progress.args, random.Random(progress.args.seed)
-    plan = kinds[: args.malformed]  # each at least once
-    weights = [ATTACKS[name][0] for name in kinds]
-    plan += draw.choices(kinds, weights, k=max(0, args.malformed - len(plan)))
+    plan = list(ATTACKS)[: args.malformed]  # each at least once
+    weights = [weight for weight, _ in ATTACKS.values()]
+    plan += draw.choices(list(ATTACKS), weights, k=max(0, args.malformed - len(plan)))
     draw.shuffle(plan)
     found: dict[str, Counter[str]] = defaultdict(Counter)
 
@@ -788,9 +788,8 @@ def under_attack(
 ) -> tuple[Tally, dict[str, Any]]:
     """Send valid and malformed requests in step; return what became of them."""
     progress, file = Progress(args), work / "attackers.json"
-    kinds = [name for name in ATTACKS if service.has_tokens or "token" not in name]
     process = multiprocessing.get_context("fork").Process(
-        target=attack_in_step, args=(field, kinds, progress, file), daemon=True
+        target=attack_in_step, args=(field, progress, file), daemon=True
     )
     process.start()
     tally = asyncio.run(ask_in_step(field, service, requests, progress))
