@@ -32,7 +32,14 @@ done
 eval $(grep '^ENV ' -A 3 deploy/Dockerfile | tr -d '\\\n' | sed 's/^ENV/export/')
 entry=$(sed -n 's/^ENTRYPOINT //p' deploy/Dockerfile)
 mapfile -t command < <(python3 -c 'import json,sys; print(*json.loads(sys.argv[1]), sep="\n")' "$entry")
-for i in "${!command[@]}"; do [ "${command[$i]}" != /model ] || command[i]=$model; done
+token=$(python3 -c 'import secrets; print(secrets.token_urlsafe(32))')
+(umask 077 && echo "$token" > "$work/token")
+for i in "${!command[@]}"; do
+    case ${command[$i]} in
+        /model) command[i]=$model ;;
+        /run/secrets/token) command[i]=$work/token ;;
+    esac
+done
 port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 echo "+ ${command[*]} --port $port"
 (cd "$work" && exec "${command[@]}" --port "$port") &
@@ -42,11 +49,12 @@ for _ in $(seq 120); do
     kill -0 "$server"
     sleep 0.5
 done
-python3 - "$port" <<'ASK'
+python3 - "$port" "$token" <<'ASK'
 import json, sys, urllib.request
 
-base = f"http://127.0.0.1:{sys.argv[1]}"
-model = json.load(urllib.request.urlopen(f"{base}/v2/models/ensemble"))
+base, token = f"http://127.0.0.1:{sys.argv[1]}", {"authorization": f"Bearer {sys.argv[2]}"}
+asked = urllib.request.Request(f"{base}/v2/models/ensemble", headers=token)
+model = json.load(urllib.request.urlopen(asked))
 kind = model["inputs"][0]["name"]
 if kind == "text":
     body, content = json.dumps({"text": "a quiet little film"}).encode(), "application/json"
@@ -57,7 +65,7 @@ else:
     stream = io.BytesIO()
     Image.new("RGB", (64, 64), (90, 120, 150)).save(stream, "PNG")
     body, content = stream.getvalue(), "image/png"
-request = urllib.request.Request(f"{base}/predict", body, {"content-type": content})
+request = urllib.request.Request(f"{base}/predict", body, {"content-type": content, **token})
 print(json.dumps(json.load(urllib.request.urlopen(request))["answers"][0]))
 ASK
 kill -TERM "$server"

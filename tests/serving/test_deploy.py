@@ -11,6 +11,7 @@ import yaml
 from starlette.testclient import TestClient
 
 from hydra_ensembles.cli.main import app
+from hydra_ensembles.serving.limits import Limits
 from tests.serving.test_metrics import samples
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -39,10 +40,39 @@ def test_dashboard_and_alerts_read_metrics_that_exist(texts: TestClient) -> None
 
 def test_compose_mounts_files_that_exist() -> None:
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    for name in ("prometheus", "grafana"):
+    for name in ("gateway", "prometheus", "grafana"):
         for volume in services[name]["volumes"]:
             assert (DEPLOY / volume.split(":")[0]).is_file(), volume
     assert (DEPLOY / services["hydra"]["build"]["context"] / "pyproject.toml").is_file()
+
+
+def test_the_service_is_behind_the_gateway_and_has_a_token() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    services = compose["services"]
+    assert "ports" not in services["hydra"] and services["gateway"]["ports"] == ["8000:8000"]
+    assert set(services["hydra"]["secrets"]) <= set(compose["secrets"])
+    entry = (DEPLOY / "Dockerfile").read_text().partition("ENTRYPOINT ")[2]
+    command = json.loads(entry.splitlines()[0])
+    secret = f"/run/secrets/{services['hydra']['secrets'][0]}"
+    assert command[command.index("--token-file") + 1] == secret
+    scrape = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    (job,) = scrape["scrape_configs"]
+    assert job["authorization"]["credentials_file"] == secret
+    assert services["prometheus"]["secrets"] == services["hydra"]["secrets"]
+
+
+def test_the_gateway_has_the_limits_of_the_service() -> None:
+    text = (DEPLOY / "gateway" / "nginx.conf").read_text()
+    settings = dict(re.findall(r"^\s*(\w+) ([^;{]+);", text, re.M))
+    limits = Limits()
+    assert int(settings["client_max_body_size"].removesuffix("m")) * 2**20 == limits.body
+    count, size = settings["large_client_header_buffers"].split()
+    assert int(count) * int(size.removesuffix("k")) * 2**10 == limits.headers
+    assert int(settings["proxy_read_timeout"].removesuffix("s")) > limits.answer_seconds
+    for name in ("client_header_timeout", "client_body_timeout"):
+        assert int(settings[name].removesuffix("s")) == limits.read_seconds
+    assert settings["proxy_pass"] == "http://hydra:8000"
+    assert text.count("{") == text.count("}")
 
 
 def test_the_entry_point_is_a_command_with_these_options() -> None:

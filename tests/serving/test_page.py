@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,40 @@ def test_the_page_needs_nothing_from_elsewhere(texts: TestClient) -> None:
     assert "http://" not in response.text and "https://" not in response.text
 
 
-def test_a_class_name_cannot_end_the_script(image_ensemble: HydraEnsemble) -> None:
+def test_names_of_classes_are_data_and_not_part_of_the_page(image_ensemble: HydraEnsemble) -> None:
     names = image_ensemble.id2label
     image_ensemble.id2label = ["</script><script>alert(1)</script>", *"123456789"]
     try:
         with client_of(image_ensemble) as client:
-            text = client.get("/").text
+            page, facts = client.get("/"), client.get("/facts")
     finally:
         image_ensemble.id2label = names
-    assert "<script>alert" not in text
-    facts = text.partition("const facts = ")[2].partition(";\n")[0]
-    assert json.loads(facts)["classNames"][0].startswith("</script>")
+    assert "alert" not in page.text and "innerHTML" not in page.text
+    assert facts.headers["content-type"] == "application/json"
+    assert facts.headers["x-content-type-options"] == "nosniff"
+    assert facts.json()["classNames"][0].startswith("</script>")
+
+
+@in_a_browser
+def test_the_page_asks_for_a_token(saved: Path, tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    file = tmp_path / "tokens"
+    file.write_text("a-token-of-the-page\n")
+    file.chmod(0o600)
+
+    async def look(url: str) -> str:
+        async with opened(url) as page:
+            await page.until(f"{STATE} === 'locked'")
+            await page.run("document.getElementById('token').value = 'a-token-of-the-page'")
+            await page.run("document.getElementById('locked').requestSubmit()")
+            await page.until(f"{STATE} === 'open'")
+            await page.run("document.getElementById('text').value = 'bad'")
+            await page.run("document.getElementById('send').click()")
+            await page.until(f"{STATE} === 'answered'")
+            return await page.run(ANSWER)
+
+    with serving(saved / "films", "--token-file", str(file)) as server:
+        assert "Novelty" in asyncio.run(look(server.url))
 
 
 @in_a_browser
@@ -47,6 +69,7 @@ def test_a_text_is_answered(saved: Path) -> None:
 
     async def look(url: str) -> dict[str, Any]:
         async with opened(url) as page:
+            await page.until(f"{STATE} === 'open'")
             await page.run("document.getElementById('text').value = 'great story very bad'")
             await page.run("document.getElementById('send').click()")
             await page.until(f"{STATE} === 'answered'")
@@ -71,6 +94,7 @@ def test_a_picture_is_answered(saved: Path, tmp_path: Path) -> None:
 
     async def look(url: str) -> dict[str, Any]:
         async with opened(url) as page:
+            await page.until(f"{STATE} === 'open'")
             await page.choose_file("#file", tmp_path / "noise.png")
             await page.until(f"{STATE} === 'answered'")
             return {

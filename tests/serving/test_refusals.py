@@ -133,6 +133,17 @@ def test_malformed_json(small_texts: TestClient, body: bytes, status: int, words
     refused(small_texts.post("/predict", content=body, headers=headers), status, words)
 
 
+def test_json_of_countless_lists_is_not_read(texts: TestClient) -> None:
+    for body in (
+        b'{"texts": [' + b"[]," * 200_000 + b"[]]}",
+        b'{"a": [' + b"{}," * 300_000 + b"{}]}",
+    ):
+        headers = {"content-type": "application/json"}
+        refused(texts.post("/predict", content=body, headers=headers), 413, "lists and objects")
+        refused(texts.post("/v2/models/tiny/infer", content=body), 413, "lists and objects")
+    assert texts.post("/predict", json={"text": "[" * 20_000}).status_code == 200
+
+
 def test_paths_are_texts_and_never_opened(
     small_texts: TestClient, small_images: TestClient, tmp_path: Any
 ) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .bodies import Incoming, Message, Receive
 from .limits import Refusal
-from .page import page
+from .page import facts, page
 from .plain import predict
 from .protocol_v2 import ProtocolV2
 from .service import Service
+from .tokens import is_allowed
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -22,15 +24,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 UNEXPECTED = "Something went wrong inside the service. Its log says what; the request was not kept."
 
 
-def make_app(service: Service, *, version: str) -> Gate:
-    """Return the ASGI application of a service."""
+LITTLE = 64 * 2**10
+"""Bytes of a body that are always taken, however much the service holds."""
+
+OPEN = ("/", "/v2/health/live", "/v2/health/ready")
+"""Paths that need no token: the page, which asks for one, and what a platform probes."""
+
+
+def make_app(service: Service, *, version: str, tokens: Sequence[bytes] = ()) -> Gate:
+    """Return the ASGI application of a service; with tokens, clients need one of them."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.responses import Response
@@ -51,7 +58,8 @@ def make_app(service: Service, *, version: str) -> Gate:
             await service.stop()
 
     routes = [
-        Route("/", partial(page, service)),
+        Route("/", page),
+        Route("/facts", partial(facts, service)),
         Route("/predict", partial(predict, service), methods=["POST"]),
         Route("/metrics", metrics),
         Route("/v2", v2.server),
@@ -69,7 +77,7 @@ def make_app(service: Service, *, version: str) -> Gate:
         lifespan=lifespan,
         exception_handlers={Refusal: _refused, HTTPException: _no_route, Exception: _unexpected},
     )
-    return Gate(app, service)
+    return Gate(app, service, tokens)
 
 
 def _refused(request: Request, error: Exception) -> Response:
@@ -93,17 +101,20 @@ def refusal(status: int, text: str) -> Response:
     from starlette.responses import JSONResponse
 
     headers = {"retry-after": "1"} if status in (429, 503) else {}
-    if status in (400, 408, 413):  # the rest of the body may still be on its way
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if status == 431:
         headers["connection"] = "close"
     return JSONResponse({"error": text}, status, headers)
 
 
 class Gate:
-    """Count requests, hold their number down, and turn every failure into plain words."""
+    """Count requests, refuse those beyond the limits, and turn every failure into plain words."""
 
-    def __init__(self, app: Any, service: Service) -> None:
-        self.app, self.service = app, service
+    def __init__(self, app: Any, service: Service, tokens: Sequence[bytes] = ()) -> None:
+        self.app, self.service, self.tokens = app, service, tokens
         self.requests = 0
+        self.held = 0  # bytes of the bodies of requests under way
         self.when_ready: Callable[[], None] = lambda: None
 
     def _lifespan(self, send: Send) -> Send:
@@ -120,36 +131,62 @@ class Gate:
             await self.app(scope, receive, self._lifespan(send))
             return
         metrics, start, status = self.service.metrics, time.perf_counter(), 0
-        path = path_name(scope["path"])
+        limits, path = self.service.limits, path_name(scope["path"])
+        incoming, early = Incoming(scope, receive), False
+
+        async def counted() -> Message:
+            before = incoming.size
+            message = await incoming.receive()
+            self.held += incoming.size - before
+            if self.held > limits.bodies and incoming.size > LITTLE:
+                raise Refusal(
+                    503, "The service holds as much data as it may. Try again a little later."
+                )
+            return message
 
         async def watched(message: Message) -> None:
-            nonlocal status
+            nonlocal status, early
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, early = message["status"], not incoming.complete
                 message["headers"] = [
                     *message["headers"],
                     (b"x-content-type-options", b"nosniff"),
+                    *([(b"connection", b"close")] if early else []),
                 ]
+            elif early:  # the connection is closed below, not here
+                message = {**message, "more_body": True}
             await send(message)
 
         self.requests += 1
         metrics.in_flight.set(self.requests)
         try:
-            if self.requests > self.service.limits.requests and path in ("predict", "infer"):
-                await refusal(
-                    429,
-                    f"More than {self.service.limits.requests} requests are under way. Try again a "
-                    "little later.",
-                )(scope, receive, watched)
-            else:
-                await self.app(scope, receive, watched)
+            await (self._refusal(scope, path) or self.app)(scope, counted, watched)
         except Exception:  # the client has its answer: Starlette raises what it answered with 500
             log.exception("a request to /%s failed", path)
         finally:
             self.requests -= 1
+            self.held -= incoming.size
             metrics.in_flight.set(self.requests)
             metrics.requests.labels(path, str(status)).inc()
             metrics.seconds.labels(path).observe(time.perf_counter() - start)
+        if early:
+            await incoming.read_away()
+            await send({"type": "http.response.body"})
+
+    def _refusal(self, scope: Message, path: str) -> Response | None:
+        """Return the answer to a request that goes no further."""
+        limits = self.service.limits
+        size = len(scope["path"]) + len(scope["query_string"])
+        if size + sum(len(name) + len(value) for name, value in scope["headers"]) > limits.headers:
+            return refusal(431, f"The headers have more than {limits.headers} bytes.")
+        if self.tokens and scope["path"] not in OPEN and not is_allowed(scope, self.tokens):
+            return refusal(401, "Send a valid token: Authorization: Bearer TOKEN.")
+        if self.requests > limits.requests and path in ("predict", "infer"):
+            return refusal(
+                429,
+                f"More than {limits.requests} requests are under way. Try again a little later.",
+            )
+        return None
 
 
 def path_name(path: str) -> str:

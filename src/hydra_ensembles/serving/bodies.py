@@ -5,12 +5,63 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from .limits import Limits, Refusal
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+
+READ_AWAY, PAUSE, LONGEST = 64 * 2**20, 2.0, 30.0
+"""Of a refused body so many bytes are still read, as long as the client does not pause for so many
+seconds, and for so many seconds in all."""
+
+
+MOST_LISTS = 200_000
+"""Lists and objects in JSON (brackets in texts count too): nobody else runs while Python reads it,
+and 16 MB of short lists take over half a second and 400 MB."""
+
+
+class Incoming:
+    """The body of one request, on its way.
+
+    Attributes:
+        size: Bytes that have come.
+        complete: Whether that is all of it.
+    """
+
+    def __init__(self, scope: Message, receive: Receive) -> None:
+        names = dict(scope["headers"])
+        self._receive, self.size = receive, 0
+        self.complete = (
+            names.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in names
+        )
+
+    async def receive(self) -> Message:
+        """Return the next message of the client."""
+        message = await self._receive()
+        self.size += len(message.get("body", b""))
+        self.complete = not message.get("more_body", False)
+        return message
+
+    async def read_away(self) -> None:
+        """Read the rest and forget it, within limits.
+
+        Who closes a connection while the other side still sends resets it, and the other side may
+        lose the answer that it had been sent.
+        """
+        end, most = time.monotonic() + LONGEST, self.size + READ_AWAY
+        while not self.complete and self.size < most and time.monotonic() < end:
+            try:
+                await asyncio.wait_for(self.receive(), PAUSE)
+            except asyncio.TimeoutError:
+                return
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
@@ -22,8 +73,8 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     packed = request.headers.get("content-encoding", "identity").lower()
     if packed != "identity":
         raise Refusal(415, f"The body is packed ({packed:.40}); send it as it is.")
-    told = request.headers.get("content-length")
-    if told is not None and told.isdigit() and int(told) > limits.body:
+    told = whole_number(request.headers.get("content-length", "0"))
+    if told is not None and told > limits.body:
         raise _too_large(limits)
     try:
         return await asyncio.wait_for(_collect(request, limits), limits.read_seconds)
@@ -54,8 +105,17 @@ def _too_large(limits: Limits) -> Refusal:
     return Refusal(413, f"The request is larger than {limits.body} bytes. Send fewer inputs.")
 
 
+def whole_number(text: str) -> int | None:
+    """Return the number in a header; None for anything else, such as superscript digits."""
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
 def parse_json(body: bytes) -> dict[str, Any]:
     """Read a JSON object; refuse everything else."""
+    if body.count(b"[") + body.count(b"{") > MOST_LISTS:
+        raise Refusal(
+            413, f"The JSON has more than {MOST_LISTS} lists and objects. Send fewer inputs."
+        )
     try:
         given = json.loads(body, parse_constant=_no_number)
     except RecursionError:

@@ -13,13 +13,15 @@ class Refusal(HydraError):
     | status | why |
     |---:|---|
     | 400 | not JSON, or a request that is cut off |
+    | 401 | no valid token |
     | 404 | no such model or page |
     | 408 | the client was too slow |
-    | 413 | too large: body, picture, text, or number of rows |
-    | 415 | a kind of content that is not read |
-    | 422 | read, but no input of this model |
+    | 413 | too large: body, image, text, or number of rows |
+    | 415 | a content type that is not read |
+    | 422 | read, but not an input of this model |
     | 429 | the queue is full: try again a little later |
-    | 503 | no answer in time, or the service is stopping |
+    | 431 | headers too large |
+    | 503 | no answer in time, too many large inputs at once, or the service is stopping |
     """
 
     def __init__(self, status: int, text: str) -> None:
@@ -32,8 +34,11 @@ class Limits:
     """What the service takes at most.
 
     Attributes:
+        headers: Bytes of a request's path and headers.
         body: Bytes of a request's body.
-        pixels: Pixels of all pictures of a request, before they are decoded.
+        bodies: Bytes of the bodies of all requests under way.
+        pixels: Pixels of all images of a request, before they are decoded.
+        decoding: Pixels that are decoded at one time, over all requests; about 8 bytes each.
         text: Characters of one text.
         rows: Inputs of one request.
         batch: Inputs that the model answers together.
@@ -44,8 +49,11 @@ class Limits:
         answer_seconds: From a whole request to its answer.
     """
 
+    headers: int = 64 * 2**10
     body: int = 16 * 2**20
+    bodies: int = 256 * 2**20
     pixels: int = 40_000_000
+    decoding: int = 80_000_000
     text: int = 20_000
     rows: int = 256
     batch: int = 32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
@@ -20,30 +19,34 @@ POLICY = (
 )
 
 
-async def page(service: Service, request: Request) -> Response:
-    """Return the page, with what it must know of the model."""
+async def page(request: Request) -> Response:
+    """Return the page, which knows nothing of the model until it has read the facts."""
     from starlette.responses import HTMLResponse
 
+    return HTMLResponse(_page(), headers={"content-security-policy": POLICY})
+
+
+async def facts(service: Service, request: Request) -> Response:
+    """`GET /facts`: what the page must know of the model."""
+    from starlette.responses import JSONResponse
+
     backend = service.backend
-    facts = {
-        "name": service.name,
-        "reads": backend.reads,
-        "members": backend.members,
-        "classes": backend.classes,
-        "classNames": list(backend.class_names or []),
-        "novelty": backend.has_novelty,
-        "alarm": backend.alarm,
-        "score": backend.score,
-        "rule": backend.rule.partition("\n")[0],
-        "maxText": service.limits.text,
-    }
-    # "</script>" in a class name must not end the script
-    text = json.dumps(facts).replace("<", "\\u003c")
-    return HTMLResponse(
-        _template().replace("/*FACTS*/ {}", text), headers={"content-security-policy": POLICY}
+    return JSONResponse(
+        {
+            "name": service.name,
+            "reads": backend.reads,
+            "members": backend.members,
+            "classes": backend.classes,
+            "classNames": list(backend.class_names or []),
+            "novelty": backend.has_novelty,
+            "alarm": backend.alarm,
+            "score": backend.score,
+            "rule": backend.rule.partition("\n")[0],
+            "maxText": service.limits.text,
+        }
     )
 
 
 @cache
-def _template() -> str:
+def _page() -> str:
     return files(__package__).joinpath("page.html").read_text(encoding="utf-8")

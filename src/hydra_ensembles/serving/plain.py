@@ -14,7 +14,6 @@ import json
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from .backend import Row
 from .bodies import from_base64, parse_json, read_body
 from .limits import Refusal
 from .service import Service
@@ -34,9 +33,18 @@ async def predict(service: Service, request: Request) -> Response:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         texts, pictures = await _parts(request, body, service)
-        rows = await service.read(len(body), lambda: _rows(service, texts, pictures))
+    elif kind in ("application/json", ""):
+        texts, pictures = await service.read(len(body), lambda: _of_json(parse_json(body)))
+    elif kind == "text/plain":
+        texts, pictures = [_decoded(body)], []
+    elif kind.startswith("image/") or kind == "application/octet-stream":
+        texts, pictures = [], [body]
     else:
-        rows = await service.read(len(body), lambda: _read(service, kind, body))
+        raise Refusal(415, f"The content type {kind!r:.80} is not read; expected {KINDS}.")
+    service.counted(texts or pictures)
+    if texts and pictures:
+        raise Refusal(422, "The request holds pictures and texts; expected one kind.")
+    rows = await service.rows_of_pictures(pictures) if pictures else service.rows_of_texts(texts)
     answers = await service.answer(rows)
     records = answers.as_records(service.backend.class_names, service.backend.score)
     if request.query_params.get("probabilities") in ("1", "true"):
@@ -50,17 +58,8 @@ async def predict(service: Service, request: Request) -> Response:
     )
 
 
-def _read(service: Service, kind: str, body: bytes) -> list[Row]:
-    if kind in ("application/json", ""):
-        return _of_json(service, parse_json(body))
-    if kind == "text/plain":
-        return _rows(service, [_decoded(body)], [])
-    if kind.startswith("image/") or kind == "application/octet-stream":
-        return _rows(service, [], [body])
-    raise Refusal(415, f"The content type {kind!r:.80} is not read; expected {KINDS}.")
-
-
-def _of_json(service: Service, given: dict[str, Any]) -> list[Row]:
+def _of_json(given: dict[str, Any]) -> tuple[list[Any], list[bytes]]:
+    """Return the texts and images of a JSON object."""
     keys = [key for key in ("text", "texts", "image", "images") if key in given]
     if len(keys) != 1:
         raise Refusal(
@@ -71,14 +70,8 @@ def _of_json(service: Service, given: dict[str, Any]) -> list[Row]:
     if not isinstance(values, list):
         raise Refusal(422, f"{keys[0]!r} is no list.")
     if keys[0].startswith("text"):
-        return service.rows_of_texts(values)
-    return service.rows_of_pictures([from_base64(value) for value in values])
-
-
-def _rows(service: Service, texts: list[str], pictures: list[bytes]) -> list[Row]:
-    if texts and pictures:
-        raise Refusal(422, "The request holds pictures and texts; expected one kind.")
-    return service.rows_of_pictures(pictures) if pictures else service.rows_of_texts(texts)
+        return values, []
+    return [], [from_base64(value) for value in values]
 
 
 async def _parts(request: Request, body: bytes, service: Service) -> tuple[list[str], list[bytes]]:

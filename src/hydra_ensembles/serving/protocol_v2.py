@@ -111,7 +111,11 @@ class ProtocolV2:
         self._check_model(request)
         body = await read_body(request, self.service.limits)
         header = request.headers.get(HEADER)
-        given, rows, wanted = await self.service.read(len(body), lambda: self._read(body, header))
+        given, inputs, wanted = await self.service.read(len(body), lambda: self._read(body, header))
+        if isinstance(inputs[0], bytes):
+            rows = await self.service.rows_of_pictures(inputs)
+        else:
+            rows = inputs
         answers = await self.service.answer(rows)
         head = {"model_name": self.service.name, "model_version": VERSION}
         if isinstance(given.get("id"), str):
@@ -130,26 +134,24 @@ class ProtocolV2:
 
     def _read(
         self, body: bytes, header: str | None
-    ) -> tuple[Mapping[str, Any], list[Row], list[tuple[str, bool]]]:
+    ) -> tuple[Mapping[str, Any], list[Any], list[tuple[str, bool]]]:
+        """Return the request's JSON, its inputs (rows, or files of images) and wanted outputs."""
         given, binary = split_request(body, header)
         wanted = wanted_outputs(given, list(self.outputs))
         inputs = read_inputs(given, binary)
-        if set(inputs) == {self.raw.name}:
-            return given, self._raw_rows(inputs[self.raw.name], in_json=not binary), wanted
-        return given, self._tensor_rows(inputs), wanted
-
-    def _raw_rows(self, array: np.ndarray, *, in_json: bool) -> list[Row]:
+        if set(inputs) != {self.raw.name}:
+            return given, self._tensor_rows(inputs), wanted
+        array = inputs[self.raw.name]
         if array.dtype != object:
-            raise Refusal(422, f"The input {self.raw.name!r} is no tensor of BYTES.")
-        values = array.reshape(-1).tolist()
+            raise Refusal(422, f"The input {self.raw.name!r} is not a tensor of BYTES.")
+        values = self.service.counted(array.reshape(-1).tolist())
         if self.raw.name == "image":
-            return self.service.rows_of_pictures(
-                [from_base64(value) for value in values] if in_json else values
-            )
+            return given, values if binary else [from_base64(value) for value in values], wanted
         try:
-            return self.service.rows_of_texts([value.decode("utf-8") for value in values])
+            texts = [value.decode("utf-8") for value in values]
         except UnicodeDecodeError:
             raise Refusal(422, "A text is not UTF-8.") from None
+        return given, self.service.rows_of_texts(texts), wanted
 
     def _tensor_rows(self, inputs: Mapping[str, np.ndarray]) -> list[Row]:
         specs = {spec.name: spec for spec in self.service.backend.tensors}

@@ -1,8 +1,7 @@
-"""Run the application: uvicorn, with a limit on how long a client may take to say what it wants."""
+"""Run the application by uvicorn."""
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import signal
 import socket
@@ -15,17 +14,10 @@ from ..errors import HydraError, MissingDependencyError
 if TYPE_CHECKING:
     from .app import Gate
 
-MOST_HEADER_BYTES = 64 * 2**10
-LATE_WORDS = b'{"error": "The headers of the request are too long, or took too long to arrive."}'
-LATE = (
-    b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%s" % (len(LATE_WORDS), LATE_WORDS)
-)
-
 
 def check_packages() -> None:
     """Raise when a package of the extra `serve` is missing."""
-    for package in ("starlette", "uvicorn", "httptools", "prometheus_client", "python_multipart"):
+    for package in ("starlette", "uvicorn", "prometheus_client", "python_multipart"):
         try:
             importlib.import_module(package)
         except ImportError as error:
@@ -40,7 +32,6 @@ def run(
     host: str,
     port: int,
     say: Callable[[str], None],
-    header_seconds: float | None = None,
     drain_seconds: float = 30.0,
 ) -> None:
     """Listen until SIGTERM or SIGINT, then answer what is under way.
@@ -49,14 +40,11 @@ def run(
         app: What answers.
         host, port: Where to listen; port 0 takes a free one.
         say: Told where it listens, when it does.
-        header_seconds: A client that has not sent its headers by then is cut off; by default the
-            limit for reading a request.
         drain_seconds: Requests under way have this long to finish.
     """
     with listening(host, port) as sock, quiet_signals():
         address, number = sock.getsockname()[:2]
-        seconds = header_seconds or app.service.limits.read_seconds
-        server = make_server(app, header_seconds=seconds, drain_seconds=drain_seconds)
+        server = make_server(app, drain_seconds=drain_seconds)
         app.when_ready = lambda: say(f"Listening at http://{address}:{number}")
         server.run(sockets=[sock])
         if not server.started:
@@ -84,13 +72,14 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         sock.close()
 
 
-def make_server(app: Gate, *, header_seconds: float, drain_seconds: float) -> Any:
+def make_server(app: Gate, *, drain_seconds: float) -> Any:
     """Return a uvicorn server for an application."""
     import uvicorn
 
     config = uvicorn.Config(
         app,
-        http=_protocol(header_seconds),
+        http="h11",  # httptools has no limit for headers
+        h11_max_incomplete_event_size=app.service.limits.headers,
         ws="none",
         lifespan="on",
         log_level="warning",
@@ -103,57 +92,6 @@ def make_server(app: Gate, *, header_seconds: float, drain_seconds: float) -> An
         backlog=512,
     )
     return uvicorn.Server(config)
-
-
-def _protocol(header_seconds: float) -> Any:
-    """Return uvicorn's HTTP protocol, which cuts off clients that dribble or flood headers."""
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-    class ImpatientHttp(HttpToolsProtocol):
-        """uvicorn limits neither how long headers take nor how long they are."""
-
-        _late: asyncio.TimerHandle | None = None
-        _header_bytes = 0
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._expect()
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._expect()
-
-        def on_headers_complete(self) -> None:
-            self._forget()
-            super().on_headers_complete()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self._late is not None:
-                self._header_bytes += len(data)
-                if self._header_bytes > MOST_HEADER_BYTES:
-                    self._cut_off()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._forget()
-            super().connection_lost(exc)
-
-        def _expect(self) -> None:
-            self._forget()
-            self._late = self.loop.call_later(header_seconds, self._cut_off)
-
-        def _forget(self) -> None:
-            if self._late is not None:
-                self._late.cancel()
-            self._late, self._header_bytes = None, 0
-
-        def _cut_off(self) -> None:
-            self._forget()
-            if not self.transport.is_closing():
-                self.transport.write(LATE)
-                self.transport.close()
-
-    return ImpatientHttp
 
 
 @contextmanager

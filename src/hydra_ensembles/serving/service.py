@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ..errors import DataError
-from ..runtime.pictures import PixelLimitError, open_image
+from ..runtime.pictures import FORMATS, PixelLimitError, open_image
 from .answers import Answers
 from .backend import Backend, Row
 from .batching import Batcher
 from .drift_watch import DriftWatch
 from .limits import Limits, Refusal
 from .metrics import Metrics
+from .turns import Turns
 
 T = TypeVar("T")
 
 SMALL = 16 * 2**10
-"""Bytes that are read where they are; more work than that goes to a thread."""
+"""Bytes of text that are read in the event loop; more work than that goes to a thread."""
+
+LARGE = 2**20
+"""Bytes or pixels from which on work takes turns."""
 
 
 class Service:
@@ -50,10 +55,16 @@ class Service:
         self._drift_window, self._drift_every = drift_window, drift_every
         self._drift: DriftWatch | None = None
         self._readers: ThreadPoolExecutor
+        self._decoders: ThreadPoolExecutor
+        self._turns: Turns
 
     async def start(self) -> None:
         """Begin to answer."""
-        self._readers = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="reader")
+        cores = os.cpu_count() or 1
+        large = max(1, cores - 1)  # a core stays free for the model and for small inputs
+        self._readers = ThreadPoolExecutor(cores, thread_name_prefix="reader")
+        self._decoders = ThreadPoolExecutor(large, thread_name_prefix="decoder")
+        self._turns = Turns(self.limits.decoding, large)
         self.batcher = Batcher(self.backend.predict, self.limits, on_batch=self._note)
         self.metrics.waiting.set_function(lambda: self.batcher.waiting)
         test = self.backend.drift(self._drift_window)
@@ -72,6 +83,7 @@ class Service:
         self.ready = False
         await self.batcher.close()
         self._readers.shutdown()
+        self._decoders.shutdown()
         if self._drift is not None:
             self._drift.close()
 
@@ -81,10 +93,21 @@ class Service:
             self._drift.add(answers.novelty_score.tolist())
 
     async def read(self, size: int, function: Callable[[], T]) -> T:
-        """Run work of a request: here when it is small, in a thread when it is large."""
+        """Run work of a request, by its size in bytes or pixels.
+
+        Short texts are read in the event loop, other small inputs in a thread. Large ones take
+        turns in threads of their own.
+        """
         if size <= SMALL and self.backend.reads == "text":
             return function()
-        return await asyncio.get_running_loop().run_in_executor(self._readers, function)
+        loop = asyncio.get_running_loop()
+        if size <= LARGE:
+            return await loop.run_in_executor(self._readers, function)
+        await self._turns.take(size, self.limits.answer_seconds)
+        try:
+            return await loop.run_in_executor(self._decoders, function)
+        finally:
+            self._turns.give_back(size)
 
     def rows_of_texts(self, texts: Sequence[Any]) -> list[Row]:
         """Check texts and return them as rows."""
@@ -103,30 +126,36 @@ class Service:
                 text.encode("utf-8")
             except UnicodeEncodeError:
                 raise Refusal(422, "A text is not valid Unicode.") from None
-        return self._counted(list(texts))
+        return self.counted(list(texts))
 
-    def rows_of_pictures(self, contents: Sequence[bytes]) -> list[Row]:
-        """Decode pictures and return them as rows."""
+    async def rows_of_pictures(self, contents: Sequence[bytes]) -> list[Row]:
+        """Decode images and return them as rows; their sizes decide when it is their turn."""
         if self.backend.reads != "image":
             raise Refusal(422, f"{self.name} reads texts, not pictures.")
-        self._counted(contents)
-        rows, left = [], self.limits.pixels
-        for content in contents:
+        self.counted(contents)
+        sizes = await self.read(0, lambda: [pixels_of(content) for content in contents])
+        too_large = Refusal(
+            413,
+            f"The images of this request have more than {self.limits.pixels} pixels. Make them "
+            "smaller or send fewer.",
+        )
+        if sum(sizes) > self.limits.pixels:
+            raise too_large
+
+        def decode() -> list[Row]:
             try:
-                image = open_image(content, most_pixels=left)
-                rows.append(self.backend.prepare(image))
+                most = self.limits.pixels
+                images = (open_image(content, most_pixels=most) for content in contents)
+                return [self.backend.prepare(image) for image in images]
             except PixelLimitError:
-                raise Refusal(
-                    413,
-                    f"The images of this request have more than {self.limits.pixels} pixels. Make "
-                    "them smaller or send fewer.",
-                ) from None
+                raise too_large from None
             except DataError as error:
                 raise Refusal(422, str(error)) from None
-            left -= image.width * image.height
-        return rows
 
-    def _counted(self, rows: Any) -> Any:
+        return await self.read(sum(sizes), decode)
+
+    def counted(self, rows: Any) -> Any:
+        """Return the inputs of a request; refuse none and too many."""
         if not rows:
             raise Refusal(422, "There is no input in this request.")
         if len(rows) > self.limits.rows:
@@ -141,7 +170,7 @@ class Service:
         """Answer the rows of one request, in time or not at all."""
         if not self.ready:
             raise Refusal(503, "The service is starting or stopping. Try again in a moment.")
-        self._counted(rows)
+        self.counted(rows)
         return await self._in_time(self.batcher.answer(rows))
 
     async def explain(self, row: Row) -> dict[str, Any] | None:
@@ -158,3 +187,14 @@ class Service:
                 f"There was no answer within {seconds:g} seconds: the service is overloaded. Try "
                 "again later.",
             ) from None
+
+
+def pixels_of(content: bytes) -> int:
+    """Return the number of pixels that an image's header tells; 0 for what will be refused."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            return image.width * image.height
+    except Exception:  # whatever foreign bytes do to a decoder; opening it again says it properly
+        return 0

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .bodies import parse_json
+from .bodies import parse_json, whole_number
 from .limits import Refusal
 
 HEADER = "Inference-Header-Content-Length"
@@ -39,13 +39,13 @@ def split_request(body: bytes, header_length: str | None) -> tuple[dict[str, Any
     """Return the JSON of a request and the binary data after it."""
     if header_length is None:
         return parse_json(body), b""
-    if not header_length.isdigit() or int(header_length) > len(body):
+    length = whole_number(header_length)
+    if length is None or length > len(body):
         raise Refusal(
             400,
             f"{HEADER} is {header_length:.40}; expected the length of the JSON at the start of the "
             f"body, which has {len(body)} bytes.",
         )
-    length = int(header_length)
     return parse_json(body[:length]), body[length:]
 
 

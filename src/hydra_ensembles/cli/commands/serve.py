@@ -27,6 +27,17 @@ def command(
         str, typer.Option(help="Address to listen at; 0.0.0.0 for every one.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of tokens, one per line; clients send one as Authorization: Bearer TOKEN. "
+            "Needed when other machines can connect.",
+            show_default=False,
+        ),
+    ] = None,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="A gateway in front of the service authenticates.")
+    ] = False,
     alarm: Annotated[
         float | None,
         typer.Option(
@@ -44,6 +55,9 @@ def command(
     max_pixels: Annotated[
         float, typer.Option(min=0.001, help="Millions of pixels of one request.")
     ] = 40.0,
+    max_decoding: Annotated[
+        float, typer.Option(min=0.001, help="Millions of pixels that are decoded at one time.")
+    ] = 80.0,
     max_text: Annotated[int, typer.Option(min=1, help="Characters of one text.")] = 20_000,
     timeout: Annotated[float, typer.Option(min=0.01, help="Seconds to an answer.")] = 30.0,
     read_timeout: Annotated[
@@ -69,9 +83,11 @@ def command(
     from ...serving.service import Service
 
     check_packages()
+    tokens = _tokens(host, token_file, no_token=no_token)
     limits = Limits(
         body=int(max_body * 2**20),
         pixels=int(max_pixels * 1e6),
+        decoding=int(max_decoding * 1e6),
         text=max_text,
         rows=max_rows,
         batch=max_batch,
@@ -89,8 +105,26 @@ def command(
         backend, name or folder.resolve().name, limits=limits, drift_window=drift_window
     )
     say(f"{service.name}: {backend.members} members, {backend.classes} classes; {backend.rule}")
-    run(make_app(service, version=__version__), host=host, port=port, say=say)
+    app = make_app(service, version=__version__, tokens=tokens)
+    run(app, host=host, port=port, say=say)
     say("Stopped: every request under way was answered.")
+
+
+def _tokens(host: str, file: Path | None, *, no_token: bool) -> tuple[bytes, ...]:
+    """Return the tokens of a file; demand one where other machines can connect."""
+    from ...serving.tokens import MAKE_ONE, is_loopback, read_tokens
+
+    if file is not None and no_token:
+        raise Stop("Give --token-file or --no-token, not both.", 2)
+    if file is not None:
+        return read_tokens(file)
+    if not no_token and not is_loopback(host):
+        raise Stop(
+            f"--host {host} lets other machines connect: give --token-file FILE, or --no-token if "
+            f"a gateway in front of the service authenticates. Make a token: {MAKE_ONE}.",
+            2,
+        )
+    return ()
 
 
 def load_backend(
