@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import lab.paper_form  # noqa: F401  (registers its method)
 import yaml
 from lab.answers import Store, evaluate_answers
 from lab.methods import answer, draws_of, prepare_masks
