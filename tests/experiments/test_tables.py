@@ -83,7 +83,7 @@ def test_training_images_are_drawn_anew_each_epoch() -> None:
         drawn.set_epoch(epoch)
         batches = list(drawn)
         assert len(batches) == len(drawn) == 3
-        assert batches[0][0].shape == (5, 3, 96, 96)
+        assert batches[0][0].shape == (5, 3, 112, 112)
         epochs.append(torch.cat([labels for _, labels in batches]))
         assert sorted(epochs[-1].tolist()) == list(range(12))
     assert not torch.equal(*epochs)
