@@ -226,7 +226,7 @@ class Clinc150(TextTask):
 
 
 class Cola(TextTask):
-    """CoLA: is a sentence acceptable? Outliers are other texts."""
+    """CoLA: is a sentence acceptable? TREC is the family that a search may see."""
 
     name = "cola"
 
@@ -250,10 +250,18 @@ class Cola(TextTask):
         return self.batches(self.part("validation"))
 
     @cached_property
+    def outliers(self) -> dict[str, Data]:
+        """Questions of TREC's training file."""
+        return {"trec": self.batches(sets.trec(self.data, "train").sample(300))}
+
+    @cached_property
     def ood(self) -> dict[str, dict[str, Data]]:
         """300 texts of each family."""
-        others = {"trec": sets.trec, "ag-news": sets.ag_news, "multi30k": sets.multi30k}
-        return {"unseen": {k: self.batches(f(self.data).sample(300)) for k, f in others.items()}}
+        others = {"ag-news": sets.ag_news, "multi30k": sets.multi30k}
+        return {
+            "seen": {"trec": self.batches(sets.trec(self.data).sample(300))},
+            "unseen": {k: self.batches(f(self.data).sample(300)) for k, f in others.items()},
+        }
 
 
 # --- images

@@ -65,7 +65,7 @@ def test_recipes_and_splits() -> None:
 
 def test_records_survive_a_round_trip(tmp_path: Path) -> None:
     records = Records(
-        rows={("a, b", 0): {"source": "earlier", "cost": 1.5, "cls/Acc": 0.25}},
+        rows={("a, b", 0): {"commit": "abc1234", "cost": 1.5, "cls/Acc": 0.25}},
         differences={("a, b", "single", "cls/Acc"): (0.1, -0.2, 0.3, "evaluate")},
     )
     records.write("x", ["a, b"], tmp_path)
