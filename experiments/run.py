@@ -83,7 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, default=os.environ.get("HYDRA_DATA"))
     parser.add_argument("--hosts", type=Path, default=os.environ.get("HYDRA_HOSTS"))
     parser.add_argument("--cache", type=Path, default=os.environ.get("HYDRA_CACHE", "work/answers"))
-    parser.add_argument("--rows", nargs="+", help="names of rows; by default all but those marked by_name")
+    parser.add_argument(
+        "--rows", nargs="+", help="names of rows; by default all but those marked by_name"
+    )
     parser.add_argument("--draws", nargs="+", type=int, help="by default those of the table")
     parser.add_argument("--resamples", type=int, default=200, help="of intervals; 0 for none")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="with finetune")

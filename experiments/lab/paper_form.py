@@ -1,4 +1,4 @@
-"""The paper's own form of Hydra: pruned members that part early, fine-tuned one by one, MLPs merged.
+"""The paper's own form of Hydra: members part early, are tuned one by one, and their MLPs merged.
 
     paper-form       three members of the host of seed 0. `criterion`: `taylor` (members differ by
                      the calibration examples that score them), `circuits` (one objective each)
@@ -89,7 +89,7 @@ def circuits(task: Task, host: nn.Module) -> list[HeadMask]:
             keep=KEEP,
             condition="keep",
             progress=False,
-        ).mask
+        )
         for objective in OBJECTIVES
     ]
 
