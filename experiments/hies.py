@@ -179,12 +179,12 @@ def page(record: dict[str, Any]) -> str:
         "Does head importance joined with attention entropy (HIES, arXiv 2510.13832) prune better "
         "than head importance (HIS)? The paper's headlines are of CoLA at 50 % pruned: +15.2 % "
         "quality and 2.04 x stability.",
-        "MiniLM-L6 (72 heads), fine-tuned (`recipes.yaml`, seed 0). Heads are scored on 32 examples, "
-        "ranked over all layers together, pruned in one shot and never fine-tuned; means over five "
+        "MiniLM-L6 (72 heads), fine-tuned (`recipes.yaml`, seed 0). Heads are scored on 32 "
+        "examples, ranked over all layers together, pruned in one shot and never fine-tuned; means over five "
         "draws of the 32. *Stability* is the share of examples whose predicted class is the "
         "unpruned model's. *HIES* has alpha 0.5; with *alpha chosen* it is the best of five on 200 "
         "held-out sentences. Differences are to HIS on the same draws, with a 95 % bootstrap "
-        "interval over draws and examples; a star marks those that the interval tells apart from 0.",
+        "interval over draws and examples; a star marks those told apart from 0.",
     ]
     for title, task in record.items():
         whole = task["unpruned"]
