@@ -180,7 +180,8 @@ def page(record: dict[str, Any]) -> str:
         "than head importance (HIS)? The paper's headlines are of CoLA at 50 % pruned: +15.2 % "
         "quality and 2.04 x stability.",
         "MiniLM-L6 (72 heads), fine-tuned (`recipes.yaml`, seed 0). Heads are scored on 32 "
-        "examples, ranked over all layers together, pruned in one shot and never fine-tuned; means over five "
+        "examples, ranked over all layers together, pruned in one shot and never fine-tuned; means "
+        "over five "
         "draws of the 32. *Stability* is the share of examples whose predicted class is the "
         "unpruned model's. *HIES* has alpha 0.5; with *alpha chosen* it is the best of five on 200 "
         "held-out sentences. Differences are to HIS on the same draws, with a 95 % bootstrap "
