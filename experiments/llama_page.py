@@ -98,7 +98,7 @@ def page(record: dict[str, Any]) -> str:
             "SmolLM2-135M-Instruct (30 layers x 9 heads in 3 key-value groups; 4-bit weights, "
             f"de-quantised) is scored on {sizes['calibration']} texts of {sizes['tokens']} tokens "
             "by the loss of the next token. Heads are ranked over all layers together, gated off "
-            f"in one shot and never fine-tuned; {record['heads']} heads in all. HIES has alpha 0.5.",
+            f"in one shot, not fine-tuned; {record['heads']} heads in all. HIES has alpha 0.5.",
             "",
             "## Perplexity",
             "",
