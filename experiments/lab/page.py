@@ -53,7 +53,7 @@ def row_cells(
 
 
 def main_table(table: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return the page's one table, with a note on rows of an earlier run."""
+    """Return the page's one table; rows that were not run are left out."""
     columns = table.get("columns", COLUMNS)
     if "view" in table:
         head, rows = ["task, row", "cost", *columns], []
@@ -64,23 +64,9 @@ def main_table(table: Mapping[str, Any], folder: Path) -> list[str]:
                     rows.append(row_cells(records, row, columns, f"{task}: {row}"))
         return grid(head, rows)
     records = Records.read(table["name"], folder)
-    rows, earlier = [], []
-    for row in table["rows"]:
-        name = row["name"]
-        if not records.draws(name) or not row.get("shown", True):
-            continue
-        old = records.source(name) == "earlier"
-        earlier += [name] if old else []
-        rows.append(row_cells(records, name, columns, f"{name} †" if old else name))
-    lines = grid(["", "cost", *columns], rows)
-    if earlier:
-        lines += [
-            "",
-            "† From an earlier run on the same data whose answers are not stored any more: "
-            "accuracy, NLL, AUROC and FPR95 only. To make such a row anew: "
-            f'`python experiments/run.py {table["name"]} --rows "{earlier[0]}"`.',
-        ]
-    return lines
+    names = [row["name"] for row in table["rows"] if row.get("shown", True)]
+    rows = [row_cells(records, name, columns, name) for name in names if records.draws(name)]
+    return grid(["", "cost", *columns], rows)
 
 
 def draw_picture(table: Mapping[str, Any], folder: Path) -> Path | None:
@@ -112,15 +98,7 @@ def draw_picture(table: Mapping[str, Any], folder: Path) -> Path | None:
             middle, low, high = (scale * value for value in spans[place][:3])
             colour = "#c0392b" if "hydra" in row.lower() else "#34495e"
             axis.plot([low, high], [height, height], color=colour, alpha=0.5, linewidth=2)
-            fresh = spans[place][3] == "evaluate"
-            axis.plot(
-                middle,
-                height,
-                "o",
-                color=colour,
-                markersize=5,
-                fillstyle="full" if fresh else "none",
-            )
+            axis.plot(middle, height, "o", color=colour, markersize=5)
         axis.axvline(0, color="#999", linewidth=0.9)
         axis.set_title(title, fontsize=9)
         axis.grid(axis="x", alpha=0.25)
@@ -153,17 +131,15 @@ def write_page(table: Mapping[str, Any], folder: Path = PAGES) -> Path:
         caption = "Digits, corrupted digits and outliers, by the teachers' mutual information."
     else:
         body, picture = main_table(table, folder), draw_picture(table, folder)
-        caption = (
-            "Paired differences to the single model; bars: 95 % over test examples, hollow: "
-            "earlier run."
-        )
+        caption = "Paired differences to the single model; bars: 95 % over test examples."
     command = table.get("command", f"python experiments/run.py {table['name']}")
     lines = [f"# {table['title']}", "", table["question"].strip(), "", "## Setup", ""]
     lines += [f"- {line}" for line in table["setup"]]
     lines += ["", "## Figures", "", *body, ""]
     if picture is not None:
         lines += [f"![{caption}]({picture.name})", "", f"*{caption}*", ""]
-    lines += ["## What it says", "", *[f"- {line}" for line in table["conclusions"]], ""]
+    if table["conclusions"]:
+        lines += ["## What it says", "", *[f"- {line}" for line in table["conclusions"]], ""]
     lines += [f"`{command}` · {_links(table, folder)}", ""]
     path = folder / f"{table['name']}.md"
     write_whole(path, "\n".join(lines))
@@ -178,4 +154,6 @@ def _links(table: Mapping[str, Any], folder: Path) -> str:
         for file in (f"{name}.csv", f"{name}-differences.csv"):
             if (folder / file).exists():
                 found.append(f"[{file}]({file})")
-    return "all figures: " + ", ".join(found)
+    commits = [c for name in names for c in Records.read(name, folder).commits]
+    made = f" · made at commit {', '.join(dict.fromkeys(commits))}" if commits else ""
+    return "all figures: " + ", ".join(found) + made

@@ -15,17 +15,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
-from hydra_ensembles import evaluate, finetune
 from hydra_ensembles._records import write_whole
+from hydra_ensembles.data.running import call_model, split_batch
+from hydra_ensembles.hosts import main_output
+from hydra_ensembles.training import Settings
+from hydra_ensembles.training.acceleration import accelerator
+from hydra_ensembles.training.loop import Run
+from hydra_ensembles.training.stream import Stream
 
 from .sets import ImageSet, cifar10, need
 from .tasks import TextTask, minilm_folder, open_task
@@ -99,8 +107,10 @@ def new_host(recipe: dict[str, Any], data: Path, seed: int) -> nn.Module:
         )
 
 
-def save_host(model: Any, task: Any, recipe: dict[str, Any], folder: Path) -> None:
-    """Save a host, beside and renamed."""
+def save_host(
+    model: Any, task: Any, recipe: dict[str, Any], folder: Path, figures: dict[str, float]
+) -> None:
+    """Save a host and its figures, beside and renamed."""
     beside = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -115,7 +125,65 @@ def save_host(model: Any, task: Any, recipe: dict[str, Any], folder: Path) -> No
         config = {"architecture": "deit_tiny_patch16_224", "num_classes": recipe["classes"]}
         config["img_size"] = recipe["image_size"]
         write_whole(beside / "config.json", json.dumps(config, indent=2))
+    write_whole(beside / "figures.json", json.dumps(figures, indent=2))
     os.replace(beside, folder)
+
+
+class HostRun(Run):
+    """A run whose classifier, which is new, learns at a rate of its own."""
+
+    head_share = 1.0
+
+    def _rate_of(self, name: str) -> float:
+        return self.head_share if name.split(".")[0] in ("classifier", "head") else 1.0
+
+
+def train_host(
+    recipe: dict[str, Any], model: nn.Module, data: Drawn, *, seed: int, folder: Path
+) -> nn.Module:
+    """Train a host as its recipe says, in bfloat16 autocast."""
+    settings = Settings(
+        epochs=recipe["epochs"],
+        learning_rate=recipe["learning_rate"],
+        weight_decay=recipe.get("weight_decay", 0.01),
+        mixed_precision="bf16",
+    )
+    trained = re.compile(recipe.get("parameters", ""))
+    with accelerator(settings.mixed_precision) as group:
+        run = HostRun(
+            model=model,
+            stream=Stream(data, seed=seed),
+            settings=settings,
+            seed=seed,
+            member=0,
+            is_trained=lambda name, _: trained.search(name) is not None,
+            loss=None,
+            validation=None,
+            folder=folder,
+            save_every=40,
+            progress=False,
+            on_step=None,
+            accelerator=group,
+        )
+        run.head_share = recipe["head_rate"] / recipe["learning_rate"]
+        return run.train().model
+
+
+@torch.no_grad()
+def host_figures(model: nn.Module, data: Any, classes: int) -> dict[str, float]:
+    """Return accuracy and NLL in percent and nats; of two classes Matthews' correlation too."""
+    logits, labels = zip(
+        *((main_output(call_model(model, b)), split_batch(b)[2]) for b in data), strict=True
+    )
+    answers, truth = torch.cat(logits).float(), torch.cat(labels)
+    found = {
+        "accuracy": 100 * float((answers.argmax(-1) == truth).double().mean()),
+        "NLL": float(F.cross_entropy(answers, truth)),
+    }
+    if classes == 2:
+        pair = torch.stack([answers.argmax(-1), truth]).double()
+        found["Matthews"] = 100 * float(pair.corrcoef()[0, 1])
+    return found
 
 
 def finetune_hosts(
@@ -132,29 +200,21 @@ def finetune_hosts(
             return task.part(kind)
         return cifar10(task.data, kind).without(recipe.get("without", ()))
 
+    train, test = part(recipe["train"]), part(recipe["test"])
+    if "count" in recipe:
+        train = train.sample(recipe["count"])
     for seed in seeds:
         folder = task.hosts / f"seed{seed}"
         if folder.exists():
             continue
-        work = folder.with_name(f"{folder.name}.training")
-        member = finetune(
-            new_host(recipe, task.data, seed),
-            Drawn(task, part(recipe["train"]), recipe["batch_size"], seed),
-            epochs=recipe["epochs"],
-            learning_rate=recipe["learning_rate"],
-            seed=seed,
-            weight_decay=recipe.get("weight_decay", 0.01),
-            parameters=recipe.get("parameters"),
-            validation=task.batches(part(recipe["validation"])),
-            folder=work,
-            save_every=40,
-            progress=False,
-        )[0]
-        save_host(member.model, task, recipe, folder)
-        test = part(recipe["test"])
+        start, work = time.perf_counter(), folder.with_name(f"{folder.name}.training")
+        drawn = Drawn(task, train, recipe["batch_size"], seed)
+        host = new_host(recipe, task.data, seed)
+        model = train_host(recipe, host, drawn, seed=seed, folder=work)
         some = test.subset(range(min(2000, len(test))))
-        found = evaluate(member.model, task.batches(some), progress=False, name=f"{name}-{seed}")
+        found = host_figures(model, task.batches(some), recipe["classes"])
+        found["minutes"] = (time.perf_counter() - start) / 60  # of the last start
+        save_host(model, task, recipe, folder, found)
         shutil.rmtree(work)
-        print(
-            f"{name}, seed {seed}: {found['cls/Acc']:.4f}, NLL {found['cls/NLL']:.4f}", flush=True
-        )
+        said = ", ".join(f"{key} {value:.3f}" for key, value in found.items())
+        print(f"{name}, seed {seed}: {said}", flush=True)

@@ -1,8 +1,8 @@
 """Records of a table: one line per row and draw, and paired differences, as two CSV files.
 
 All figures come from `hydra_ensembles.evaluate` and `compare`, under the names of `Results`. Rates
-are fractions. `source` is `evaluate`, or `earlier` for rows of a former run whose answers are not
-stored any more: those keep accuracy, NLL, AUROC and FPR95 only.
+are fractions. `commit` is that of the code which made the line. A figure that a run did not compute
+is missing; it is never carried over from another run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import csv
 import io
 import math
 import re
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from hydra_ensembles import Results, compare
 from hydra_ensembles._records import write_whole
 
 PAGES = Path(__file__).parents[2] / "docs" / "results"
-FIXED = ("row", "draw", "source", "cost", "temperature")
+FIXED = ("row", "draw", "commit", "cost", "temperature")
 KEPT = re.compile(
     r"(post/)?(cls/(Acc|NLL|Brier)|cal/(a?ECE)|sc/(AURC|AUGRC)|fail/AUROC)"
     r"|div/(MI|Disagreement)"
@@ -41,7 +42,7 @@ class Records:
 
     Attributes:
         rows: {(row, draw): {column: value}}.
-        differences: {(row, against, figure): (difference, low, high, source)}.
+        differences: {(row, against, figure): (difference, low, high, commit)}.
     """
 
     rows: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
@@ -57,15 +58,15 @@ class Records:
         if path.exists():
             for line in csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))):
                 values: dict[str, Any] = {
-                    k: float(v) for k, v in line.items() if v and k not in ("row", "draw", "source")
+                    k: float(v) for k, v in line.items() if v and k not in ("row", "draw", "commit")
                 }
-                found.rows[line["row"], int(line["draw"])] = {"source": line["source"], **values}
+                found.rows[line["row"], int(line["draw"])] = {"commit": line["commit"], **values}
         path = folder / f"{name}-differences.csv"
         if path.exists():
             for line in csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))):
                 key = (line["row"], line["against"], line["figure"])
                 span = [float(line[k]) for k in ("difference", "low", "high")]
-                found.differences[key] = (span[0], span[1], span[2], line["source"])
+                found.differences[key] = (span[0], span[1], span[2], line["commit"])
         return found
 
     def write(self, name: str, order: Sequence[str], folder: Path = PAGES) -> None:
@@ -86,7 +87,7 @@ class Records:
             return
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["row", "against", "figure", "difference", "low", "high", "source"])
+        writer.writerow(["row", "against", "figure", "difference", "low", "high", "commit"])
         for (row, against, figure), span in sorted(
             self.differences.items(), key=lambda one: (place.get(one[0][0], len(place)), one[0][1])
         ):
@@ -102,9 +103,10 @@ class Records:
         values = [line[figure] for line in self.draws(row) if figure in line]
         return sum(values) / len(values) if values else None
 
-    def source(self, row: str) -> str:
-        """Return where a row's figures come from."""
-        return next(line["source"] for line in self.draws(row))
+    @property
+    def commits(self) -> list[str]:
+        """The commits whose code made the rows, in the order of the rows."""
+        return list(dict.fromkeys(line["commit"] for line in self.rows.values()))
 
     def add(
         self,
@@ -115,6 +117,7 @@ class Records:
         count: int,
     ) -> None:
         """Replace rows by fresh results, and compare each with some of them (`count` resamples)."""
+        commit = this_commit()
         for row, by_draw in results.items():
             self.rows = {key: line for key, line in self.rows.items() if key[0] != row}
             self.differences = {
@@ -125,7 +128,7 @@ class Records:
             for draw, result in by_draw.items():
                 figures = {k: v for k, v in result.figures.items() if KEPT.fullmatch(k)}
                 self.rows[row, draw] = {
-                    "source": "evaluate",
+                    "commit": commit,
                     "cost": costs[row],
                     "temperature": result.settings["temperature"],
                     **figures,
@@ -136,8 +139,20 @@ class Records:
                 pair = list(by_draw.values()), list(results[other].values())
                 for figure, d in compare(*pair, count=count).items():
                     if COMPARED.fullmatch(figure):
-                        span = (d.difference, d.low, d.high, "evaluate")
+                        span = (d.difference, d.low, d.high, commit)
                         self.differences[row, other, figure] = span
+
+
+def this_commit() -> str:
+    """Return the commit of the code that runs, with a plus where `src` or `experiments` differ."""
+    place = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=place, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ":/src", ":/experiments")
+    return (git("rev-parse", "--short=7", "HEAD") or "unknown") + ("+" if changed else "")
 
 
 def _figure_order(figure: str) -> tuple[int, str]:

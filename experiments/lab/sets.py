@@ -11,6 +11,8 @@ Splits, the same in every table:
 - CIFAR-10: `splits/cifar10.json`. TinyImageNet beside it: without the classes of `CIFAR10_OVERLAP`.
 - SST-2: the parts of `splits/sst2.json`, and `dev` for test.
 - CLINC150: the parts of its own file.
+- CoLA: `dev` for test; of the training file every 17th sentence is `calibration`, the ones half way
+  between them are `validation`, and the others are `train`.
 """
 
 from __future__ import annotations
@@ -269,6 +271,18 @@ def clinc150(root: Path, part: str) -> TextSet:
     if part.startswith("oos"):
         return TextSet(texts)
     return TextSet(texts, [intents.index(intent) for _, intent in record[part]])
+
+
+def cola(root: Path, part: str = "dev") -> TextSet:
+    """Load CoLA's sentences (label 1: acceptable): `dev`, or a part of the training file."""
+    name = "in_domain_dev" if part == "dev" else "in_domain_train"
+    columns = ("source", "label", "mark", "sentence")
+    table = read_table(need(root / "text" / "cola" / f"{name}.tsv"), columns=columns)
+    found = TextSet([line.strip() for line in table["sentence"]], [int(x) for x in table["label"]])
+    if part == "dev":
+        return found
+    places = {"calibration": {0}, "validation": {8}, "train": set(range(17)) - {0, 8}}
+    return found.subset([row for row in range(len(found)) if row % 17 in places[part]])
 
 
 def trec(root: Path, part: str = "test") -> TextSet:

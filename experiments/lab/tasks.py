@@ -225,14 +225,53 @@ class Clinc150(TextTask):
         }
 
 
+class Cola(TextTask):
+    """CoLA: is a sentence acceptable? TREC is the family that a search may see."""
+
+    name = "cola"
+
+    def part(self, name: str) -> TextSet:
+        """Return a part; see `sets.py`."""
+        return sets.cola(self.data, name)
+
+    @cached_property
+    def test(self) -> Data:
+        """The dev set, 527 sentences."""
+        return self.batches(self.part("dev"))
+
+    @cached_property
+    def held_out(self) -> Data:
+        """503 sentences of the training file that no host saw."""
+        return self.batches(self.part("calibration"))
+
+    @cached_property
+    def calibration(self) -> Data:
+        """503 others."""
+        return self.batches(self.part("validation"))
+
+    @cached_property
+    def outliers(self) -> dict[str, Data]:
+        """Questions of TREC's training file."""
+        return {"trec": self.batches(sets.trec(self.data, "train").sample(300))}
+
+    @cached_property
+    def ood(self) -> dict[str, dict[str, Data]]:
+        """300 texts of each family."""
+        others = {"ag-news": sets.ag_news, "multi30k": sets.multi30k}
+        return {
+            "seen": {"trec": self.batches(sets.trec(self.data).sample(300))},
+            "unseen": {k: self.batches(f(self.data).sample(300)) for k, f in others.items()},
+        }
+
+
 # --- images
 
 
 class Cifar10(Task):
-    """DeiT-tiny at 96 x 96; outliers are brought to 32 x 32 first, as CIFAR-10 is."""
+    """DeiT-tiny at 112 x 112; outliers are brought to 32 x 32 first, as CIFAR-10 is."""
 
     name = "cifar10"
-    size = 96
+    size = 112
 
     def host(self, seed: int) -> nn.Module:
         """Load a fine-tuned host."""
@@ -455,7 +494,7 @@ class Digits(Task):
 
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Sst2, Clinc150, Cifar10, Cifar8, Imagenet, Digits)
+    task.name: task for task in (Sst2, Clinc150, Cola, Cifar10, Cifar8, Imagenet, Digits)
 }
 
 

@@ -59,7 +59,7 @@ TABLE = {
             "source": "host",
             "options": {"epochs": 1, "distill": 0.5, "outlier_weight": 0.1},
             "proxies": ["blur"],
-            "earlier": True,
+            "by_name": True,
         },
         {
             "name": "distilled",
@@ -67,7 +67,7 @@ TABLE = {
             "seeds": [0, 1],
             "options": {"members": 2, "epochs": 1},
             "novelty": True,
-            "earlier": True,
+            "by_name": True,
         },
     ],
 }
@@ -95,7 +95,7 @@ def test_rows_run_and_are_kept(place: Path) -> None:
     assert set(records.rows) == {
         *(("single", 0), ("single", 1), ("Deep Ensembles", 0)),
         *(("Hydra random", 0), ("Hydra random", 1), ("MC dropout", 0)),
-    }  # an earlier row waits to be named
+    }  # a row marked by_name waits to be named
     assert records.mean("Deep Ensembles", "cost") == 2
     assert records.mean("Hydra random", "cost") <= 1.07
     assert ("Hydra random", "single", "ood/far/mean/energy/AUROC") in records.differences

@@ -65,7 +65,7 @@ def test_recipes_and_splits() -> None:
 
 def test_records_survive_a_round_trip(tmp_path: Path) -> None:
     records = Records(
-        rows={("a, b", 0): {"source": "earlier", "cost": 1.5, "cls/Acc": 0.25}},
+        rows={("a, b", 0): {"commit": "abc1234", "cost": 1.5, "cls/Acc": 0.25}},
         differences={("a, b", "single", "cls/Acc"): (0.1, -0.2, 0.3, "evaluate")},
     )
     records.write("x", ["a, b"], tmp_path)
@@ -83,7 +83,7 @@ def test_training_images_are_drawn_anew_each_epoch() -> None:
         drawn.set_epoch(epoch)
         batches = list(drawn)
         assert len(batches) == len(drawn) == 3
-        assert batches[0][0].shape == (5, 3, 96, 96)
+        assert batches[0][0].shape == (5, 3, 112, 112)
         epochs.append(torch.cat([labels for _, labels in batches]))
         assert sorted(epochs[-1].tolist()) == list(range(12))
     assert not torch.equal(*epochs)
