@@ -50,7 +50,7 @@ def test_pages_are_what_their_command_writes(name: str, tmp_path: Path) -> None:
     page = write_page(read_table(name), tmp_path).read_text(encoding="utf-8")
     assert page == (PAGES / f"{name}.md").read_text(encoding="utf-8"), f"run {name} --page"
     assert len(page) < 6500, "a page is read in two minutes"
-    assert 6 <= len(read_table(name)["conclusions"]) <= 8
+    assert 1 <= len(read_table(name)["conclusions"]) <= 8
 
 
 def test_recipes_and_splits() -> None:
