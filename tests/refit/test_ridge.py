@@ -113,5 +113,5 @@ def test_nan_is_refused(which: str) -> None:
     features, targets = rows()
     given = {"features": features, "targets": targets, "weights": torch.ones(200)}
     given[which][3] = torch.nan
-    with pytest.raises(DataError, match="NaN|finite"):
+    with pytest.raises(DataError, match=r"NaN|finite"):
         Moments.of(**given)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..data.batches import as_data, batch_length, check_reiterable, without_labels
+from ..data.batches import as_data, check_reiterable, without_labels
 from ..data.class_names import class_count, first_spellings, model_names
 from ..data.class_order import shown_order
 from ..data.progress import announce, length_of
@@ -145,8 +145,8 @@ def _merged(model: nn.Module) -> nn.Module:
         return plain
     if any(hasattr(module, "base_layer") for module in model.modules()):
         raise UnsupportedModelError(
-            f"{type(model).__name__} holds adapters that are not merged. Load it as a PeftModel, or "
-            "call merge_and_unload() on that first."
+            f"{type(model).__name__} holds adapters that are not merged. Load it as a PeftModel "
+            "and call merge_and_unload()."
         )
     return model
 

@@ -45,23 +45,14 @@ class Parting:
             UnsupportedModelError: When the host reads no fixed token, or its last block is not
                 understood.
         """
-        readout, block = host.readout, host.blocks[-1]
-        tokens, second = readout.tokens, None
-        if readout.positions is not None or tokens is None:
-            reason = f"its classifier reads {readout}, and only hosts with a class token are folded"
-        elif not readout.folds:
-            reason = "its classifier looks at its inputs again after the blocks"
-        elif (arithmetic := host.why_not_fused()) is not None:
-            reason = arithmetic
-        elif (second := last_linear(block)) is None:
-            reason = "the MLP of its last block does not end with a linear layer"
-        elif layer_scale(block) is None:
-            reason = "something else than a scale follows the MLP of its last block"
-        if tokens is None or second is None or layer_scale(block) is None:
+        reason = _why_not(host)
+        if reason is not None:
             raise UnsupportedModelError(
                 f"{host.name} cannot be folded: {reason}. Use distill(model, teachers, data), "
                 "which trains the members instead."
             )
+        second, tokens = last_linear(host.blocks[-1]), host.readout.tokens
+        assert second is not None and tokens is not None
         return cls(second, tokens, host.family)
 
     def block(self, model: nn.Module) -> Block:
@@ -78,6 +69,21 @@ class Parting:
         return Linear(
             weight * scale, None if bias is None else bias.detach().double().cpu() * scale
         )
+
+
+def _why_not(host: HostModel) -> str | None:
+    """Say why a host cannot be folded, or None."""
+    readout, block = host.readout, host.blocks[-1]
+    if readout.tokens is None:
+        return f"its classifier reads {readout}, and only hosts with a class token are folded"
+    if not readout.folds:
+        return "its classifier looks at its inputs again after the blocks"
+    reason = host.why_not_fused()
+    if reason is None and last_linear(block) is None:
+        reason = "the MLP of its last block does not end with a linear layer"
+    if reason is None and layer_scale(block) is None:
+        reason = "something else than a scale follows the MLP of its last block"
+    return reason
 
 
 @torch.no_grad()
