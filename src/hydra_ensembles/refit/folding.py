@@ -82,8 +82,9 @@ def fold(
             fixed token.
         DataError: When the data has too few examples, NaN or infinity.
     """
-    alone = isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)
-    hosts = [_merged(model) for model in ([models] if alone else models)]  # type: ignore[list-item]
+    if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
+        models = [models]
+    hosts = [_merged(model) for model in models]
     _check_alike(hosts)
     first_host = host_model(hosts[0])
     parting = Parting.of(first_host)
