@@ -169,12 +169,12 @@ def told(task: dict[str, Any]) -> str:
 
 def kept(figures: dict[str, dict[str, float]]) -> str:
     """Say how much of the Deep Ensemble's gain is kept, and what the soup has."""
-    nll = {row: found["post/cls/NLL"] for row, found in figures.items()}
-    gain = nll[SINGLE] - nll[DEEP]
-    shares = {row: (nll[SINGLE] - nll[row]) / gain for row in (FOLDED, SOUP)}
+    key = "post/cls/NLL"
+    gains = {row: figures[row][key] - figures[SINGLE][key] for row in (DEEP, FOLDED, SOUP)}
+    listed = ", ".join(f"{row} {gain:+.4f}" for row, gain in gains.items())
     return (
-        f"The Deep Ensemble gains {gain:.3f} of NLL at one temperature over the mean host; folding "
-        f"keeps {shares[FOLDED]:.0%} of that, the mean of the weights {shares[SOUP]:.0%}."
+        f"NLL at one temperature, minus that of the mean host: {listed}. Folding keeps "
+        f"{gains[FOLDED] / gains[DEEP]:.0%} of the Deep Ensemble's gain."
     )
 
 
