@@ -109,11 +109,16 @@ def test_predict_novelty_and_policy_work(tmp_path: Path) -> None:
     ensemble = hydra.fold(trio("vit"), data("vit"), progress=False)
     known = [(batch, zoo.run(trio("vit")[0], batch).argmax(-1)) for batch in data("vit")]
     ensemble.fit_novelty_(known, progress=False)
+    more = [zoo.batch("vit", 40, seed=seed) for seed in range(50, 60)]
+    labelled = [(batch, zoo.run(trio("vit")[0], batch).argmax(-1)) for batch in more]
+    hydra.fit_policy(ensemble, labelled, risk=0.2, alarm=0.1, progress=False)
     answer = ensemble.predict(known[0][0])
+    assert answer.abstain is not None
     assert answer.novelty is not None and answer.member_logits.shape == (40, 3, 5)
     ensemble.save_pretrained(tmp_path)
     again = hydra.HydraEnsemble.from_pretrained(tmp_path).predict(known[0][0])
     assert again.novelty is not None and again.novelty.equal(answer.novelty)
+    assert again.abstain is not None and again.abstain.equal(answer.abstain)
 
 
 @pytest.mark.parametrize("name", ["bert", "timm"])
