@@ -31,6 +31,7 @@ ROOMS = {
     "search": "which heads to keep",
     "fusion": "M members, one model",
     "training": "fine-tuning, distilling",
+    "refit": "folding by least squares",
     "builder": "build and replay",
     "baselines": "the rivals",
     "integrations": "pipelines, callbacks, MLflow",

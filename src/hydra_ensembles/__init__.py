@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .hosts import explain as explain
     from .hosts import register_family as register_family
     from .integrations.pipelines import pipeline as pipeline
+    from .refit import fold as fold
     from .report.page import write_report as write_report
     from .search.head_roles import head_map as head_map
     from .search.head_roles import overlaps as overlaps
@@ -99,6 +100,7 @@ _NAMES = {
     "finetune": "training",
     "finetune_branch": "training",
     "fit_policy": "fusion",
+    "fold": "refit",
     "frontier": "costs",
     "fuse": "fusion",
     "gate": "heads",

@@ -27,6 +27,7 @@ COMMANDS = {
     "circuit": "Search the heads that carry an objective (HeadMap).",
     "build": "Build a fused ensemble from a model and calibration data.",
     "distill": "Teach each member of a fused model by a teacher of its own.",
+    "fold": "Fold fine-tunings of one model into one ensemble, without training.",
     "eval": "Evaluate models, with outliers and corruptions; write a report.",
     "bench": "Time models against each other, as ratios.",
     "sweep": "Prune by each criterion to each ratio; measure what is left.",

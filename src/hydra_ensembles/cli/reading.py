@@ -44,6 +44,12 @@ class Reading:
             loaded, data, label_column=self.label_column, labels=self.labels, **self._shared()
         )
 
+    def load_unlabelled(self, loaded: Loaded, data: str) -> Any:
+        """Load data whose labels, if it has any, are not used."""
+        from .loading import load_set
+
+        return load_set(loaded, data, outliers=True, **self._shared())
+
     def load_outliers(self, loaded: Loaded, ood: Sequence[str] | None) -> dict[str, Any]:
         """Load the sets of `--ood` by name."""
         from .loading import load_sets

@@ -23,6 +23,7 @@ from ..heads.masks import HeadMask
 from ..heads.plan import LayerPlan, Plan, make_plan
 from ..hosts import Block, HostModel, host_model
 from ..hosts.calling import run_around
+from ..hosts.feed_forward import is_linear
 from ..hosts.probe import Readout
 from ..hosts.weighing import operation_counter
 from .cost_record import Cost, LayerCost
@@ -236,9 +237,7 @@ class _Geometry:
 def _linear_weights(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return the weights of all linear layers inside the modules."""
     inside = [m for module in modules for m in module.modules()]
-    weights: list[Any] = [
-        m.weight for m in inside if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
-    ]
+    weights: list[Any] = [m.weight for m in inside if is_linear(m)]
     return weights
 
 

@@ -14,6 +14,7 @@ from ..errors import MaskError, UnsupportedModelError
 from ..heads.masks import HeadMask, check_fits, describe_shape
 from ..heads.plan import Plan, make_plan
 from ..hosts import HostModel, host_model
+from ..hosts.feed_forward import last_linear
 from ..hosts.probe import modules_after_blocks
 from ..hosts.rebuild import describe_host
 from ..registry import check_name
@@ -68,6 +69,7 @@ def assemble(
     base.arithmetic = hosts[0].arithmetic
     base.__dict__["forms"] = hosts[0].forms
     merged = _merge_(base, hosts, average)
+    seconds = _own_seconds(base, average)
     if average == "all":
         hosts = _with_averaged_rest(base, hosts)
     classifier, classifier_ids = _differing_classifiers(hosts)
@@ -79,14 +81,17 @@ def assemble(
             classifier_ids,
             share_trunk=share_trunk,
             branch_layer=branch_layer,
+            seconds=seconds,
         )
         cuts = choose_cuts(plan, hosts)
-        hosted, moulds = host_blocks_(base, plan, cuts, hosts=hosts, folds=folds)
+        hosted, moulds = host_blocks_(base, plan, cuts, hosts=hosts, seconds=seconds, folds=folds)
         copies = _split_classifiers_(base, plan, hosts, classifier)
         how = {"engine": "host", "folds": folds, "cuts": cuts}
         assembly = Assembly(base.model, hosted, plan, moulds, copies, merged, description, how)
         return assembly, _references(hosts, masks, average)
-    layers = [LayerParts(hosts, masks, layer) for layer in range(len(base))]
+    layers = [
+        LayerParts(hosts, masks, layer, second=second) for layer, second in enumerate(seconds)
+    ]
     plan = make_plan(
         masks,
         [[parts.signature(m) for parts in layers] for m in range(len(hosts))],
@@ -200,14 +205,15 @@ def _within(original: HeadMask, mask: HeadMask) -> HeadMask:
 
 def _merge_(base: HostModel, hosts: list[HostModel], average: str) -> tuple[str, ...]:
     """Average the members' MLPs, and what comes before the blocks, into the base."""
-    check_name("average", average, ("mlp", "all"))
+    check_name("average", average, ("mlp", "first", "all"))
     merged = []
     differ = [
         average_(
             block.module.get_submodule(path),
             [host.blocks[block.index].module.get_submodule(path) for host in hosts],
+            but=_inside(second, path),
         )
-        for block in base.blocks
+        for block, second in zip(base.blocks, _own_seconds(base, average), strict=True)
         for path in block.mlp_names
     ]
     if any(differ):
@@ -215,6 +221,26 @@ def _merge_(base: HostModel, hosts: list[HostModel], average: str) -> tuple[str,
     if len({id(host.model) for host in hosts}) > 1 and _merge_outside_(base, hosts, average):
         merged.append("embeddings")
     return tuple(merged)
+
+
+def _own_seconds(base: HostModel, average: str) -> list[str | None]:
+    """Return, per block, the path of the second linear layer that members keep, or None."""
+    if average != "first":
+        return [None] * len(base)
+    paths = [last_linear(block) for block in base.blocks]
+    if None in paths:
+        raise UnsupportedModelError(
+            f'average="first" needs MLPs that end with a linear layer, and block '
+            f'{paths.index(None)} of {base.name} does not. Fuse with average="mlp".'
+        )
+    return paths
+
+
+def _inside(path: str | None, module: str) -> str | None:
+    """Return a path relative to the module at another path; None if it leads elsewhere."""
+    if path is None or not f"{path}.".startswith(f"{module}."):
+        return None
+    return path.removeprefix(module).removeprefix(".")
 
 
 def _merge_outside_(base: HostModel, hosts: list[HostModel], average: str) -> bool:

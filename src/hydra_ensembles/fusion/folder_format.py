@@ -35,7 +35,10 @@ MOST_BYTES = 256 * 2**20
 """Larger configs are not read: real ones have a few kilobytes."""
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-_PARTS = r"norm1|norm2|query_norm|key_norm|output_bias|mlp\.\d+|after_attention\.\d+|after_mlp\.\d+"
+_PARTS = (
+    r"norm1|norm2|query_norm|key_norm|output_bias|mlp\.\d+(\.\w+)*"
+    r"|after_attention\.\d+|after_mlp\.\d+"
+)
 
 
 def digest_of(config: Mapping[str, Any]) -> str:

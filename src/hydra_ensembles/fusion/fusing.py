@@ -35,7 +35,7 @@ def fuse(
     share_branch: bool = True,
     readout_only: bool = True,
     mode: Mode = "fused",
-    average: Literal["mlp", "all"] = "mlp",
+    average: Literal["mlp", "first", "all"] = "mlp",
     family: Family | None = None,
     branch_layer: int | None = None,
     batch: Any = None,
@@ -51,8 +51,9 @@ def fuse(
         share_branch: At a branch, project and attend the union of the members' heads once.
         readout_only: Run the last block only for the tokens that the classifier reads.
         mode: `"fused"`, or `"loop"` to run the members one by one (the reference).
-        average: What to average over fine-tuned members: `"mlp"` (as in the paper; embeddings too),
-            or `"all"` parts except the heads.
+        average: What to average over fine-tuned members: `"mlp"` (as in the paper; embeddings too);
+            `"first"`, the same but for each MLP's last linear layer, which members keep; or `"all"`
+            parts except the heads.
         family: Describes the blocks of a model that is not supported yet.
         branch_layer: End the trunk before this block even where members agree in it, so that this
             and all later blocks can be trained separately.
@@ -82,7 +83,7 @@ def fuse(
     if not models:
         raise UnsupportedModelError("No members: give a model, or a list of fine-tuned models.")
     for model in models:
-        _refuse_other_tasks(model)
+        refuse_other_tasks(model)
     hosts = [host_model(model, family=family) for model in models]
     switches = {
         "share_trunk": share_trunk,
@@ -179,7 +180,8 @@ def _inputs_for(host: HostModel, batch: Any) -> Inputs | None:
     return inputs
 
 
-def _refuse_other_tasks(model: Any) -> None:
+def refuse_other_tasks(model: Any) -> None:
+    """Raise if a model's outputs are not class probabilities."""
     task = other_task(model)
     if task is not None:
         raise UnsupportedModelError(

@@ -29,10 +29,11 @@ def hosted_plan(
     *,
     share_trunk: bool,
     branch_layer: int | None,
+    seconds: Sequence[str | None],
 ) -> Plan:
     """Plan the streams: members branch where their heads or any other weights differ."""
     depth = len(masks[0])
-    contents = [_contents(hosts, merged, layer) for layer in range(depth)]
+    contents = [_contents(hosts, merged, layer, seconds[layer]) for layer in range(depth)]
     signatures = [
         [
             LayerSignature(tuple(mask.indices(layer)), 0, contents[layer][member])
@@ -51,20 +52,32 @@ def hosted_plan(
     )
 
 
-def _contents(hosts: Sequence[HostModel], merged: HostModel, layer: int) -> list[int]:
+def _contents(
+    hosts: Sequence[HostModel], merged: HostModel, layer: int, second: str | None
+) -> list[int]:
     """Number members by the content of their block, apart from the averaged parts."""
     if len({id(host.model) for host in hosts}) == 1:
         return [0] * len(hosts)
-    return identities([[_with_merged(host, merged, layer)] for host in hosts])
+    return identities([[_with_merged(host, merged, layer, second)] for host in hosts])
 
 
-def _with_merged(host: HostModel, merged: HostModel, layer: int) -> nn.Module:
-    """Return a member's block with the averaged MLP; its own parameters are shared, not copied."""
+def _with_merged(
+    host: HostModel, merged: HostModel, layer: int, second: str | None = None
+) -> nn.Module:
+    """Return a member's block with the averaged MLP; its own parameters are shared, not copied.
+
+    Args:
+        host: The member.
+        merged: The host with averaged MLPs.
+        layer: Index of the block.
+        second: Path of a layer of the MLP that stays the member's own, or None.
+    """
     block, base = host.blocks[layer], merged.blocks[layer]
     module = share_parameters(block.module)
     for path in block.mlp_names:
-        owner, _, leaf = path.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, base.module.get_submodule(path))
+        module.set_submodule(path, share_parameters(base.module.get_submodule(path)))
+    if second is not None:
+        module.set_submodule(second, block.module.get_submodule(second))
     return module
 
 
@@ -115,6 +128,7 @@ def host_blocks_(
     cuts: Cuts,
     *,
     hosts: Sequence[HostModel] | None = None,
+    seconds: Sequence[str | None] | None = None,
     folds: bool,
 ) -> tuple[HostedBody, tuple[nn.Module, ...]]:
     """Replace a host's blocks by hosted blocks, in place.
@@ -124,6 +138,7 @@ def host_blocks_(
         plan: Which streams run where.
         cuts: The heads that each stream keeps.
         hosts: The members, if they were fine-tuned; by default all are `base`.
+        seconds: Per block, the path of the MLP's layer that stays the members' own, or None.
         folds: Whether streams are folded into the batch.
 
     Returns:
@@ -138,7 +153,8 @@ def host_blocks_(
             if hosts is None or hosts[member].model is hosts[0].model:
                 module = share_parameters(base.blocks[layer.layer].module)
             else:
-                module = copy.deepcopy(_with_merged(hosts[member], base, layer.layer))
+                second = None if seconds is None else seconds[layer.layer]
+                module = copy.deepcopy(_with_merged(hosts[member], base, layer.layer, second))
             block = Block.of(layer.layer, module, base.family)
             Cut(tuple(cut["there"]), tuple(cut["on"])).apply_(block)
             share_equal_(module, streams or [base.blocks[layer.layer].module])

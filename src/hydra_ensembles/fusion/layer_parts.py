@@ -21,8 +21,18 @@ from .per_stream import PerStream
 class LayerParts:
     """One layer of all members: its distinct heads and which other parts differ."""
 
-    def __init__(self, hosts: list[HostModel], masks: list[HeadMask], layer: int) -> None:
+    def __init__(
+        self, hosts: list[HostModel], masks: list[HeadMask], layer: int, *, second: str | None
+    ) -> None:
+        """Compare the members.
+
+        Args:
+            hosts, masks: The members.
+            layer: Index of the block.
+            second: Path of the MLP's last linear layer if members keep their own, else None.
+        """
         self.layer = layer
+        self.second_path = second
         self.blocks = [host.blocks[layer] for host in hosts]
         first = self.blocks[0]
         norms = [[b.norm1, *filter(None, b.attention.head_norms)] for b in self.blocks]
@@ -31,6 +41,9 @@ class LayerParts:
         self.rest = identities(
             [[b.norm2, *(b.part(path) for path in after)] for b in self.blocks]  # type: ignore[list-item]
         )
+        self.second = [0] * len(hosts)
+        if second is not None:
+            self.second = identities([[b.module.get_submodule(second)] for b in self.blocks])
         self.bias = _equal_tensors([b.attention.output_bias for b in self.blocks])
         self._find_heads(hosts, masks)
 
@@ -63,8 +76,18 @@ class LayerParts:
     def signature(self, member: int) -> LayerSignature:
         """Return what decides whether a member shares a stream with another."""
         return LayerSignature(
-            self.heads[member], self.norm[member], (self.rest[member], self.bias[member])
+            self.heads[member],
+            self.norm[member],
+            (self.rest[member], self.bias[member], self.second[member]),
         )
+
+    def _second_name(self) -> str:
+        """Name the last linear layer as part of a fused block: `mlp.1`, or `mlp.0.fc2`."""
+        assert self.second_path is not None
+        for place, path in enumerate(self.blocks[0].mlp_names):
+            if f"{self.second_path}.".startswith(f"{path}."):
+                return f"mlp.{place}{self.second_path.removeprefix(path)}"
+        raise AssertionError(self.second_path)
 
     def copies(self, plan: LayerPlan, norm: str) -> dict[str, int]:
         """Count the copies of the parts that differ between streams."""
@@ -82,6 +105,8 @@ class LayerParts:
                     result[f"{name}.{i}"] = len(streams)
         if len({self.bias[m] for m in streams}) > 1:
             result["output_bias"] = len(streams)
+        if len({self.second[m] for m in streams}) > 1:
+            result[self._second_name()] = len(streams)
         return {f"{self.layer}.{name}": count for name, count in result.items()}
 
     @torch.no_grad()
@@ -110,6 +135,9 @@ class LayerParts:
             real = [p for p in paths if not isinstance(self.blocks[0].part(p), nn.Identity)]
             for part, path in zip(getattr(fused, name), real, strict=True):
                 self._fill(part, streams, partial(_part, path))
+        if len({self.second[m] for m in streams}) > 1:
+            second: Any = fused.get_submodule(self._second_name())
+            self._fill(second, streams, lambda b: b.module.get_submodule(self.second_path))
         if fused.output_bias.value is not None:
             members = streams if len(fused.output_bias.value) > 1 else streams[:1]
             for row, member in enumerate(members):

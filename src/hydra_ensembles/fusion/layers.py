@@ -6,6 +6,7 @@ outside this folder sees the folding.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,14 @@ from ..hosts.calling import take_rows
 from ..hosts.relative import bias_of
 from ..hosts.rotary import Rotary
 from .bank import HeadBank, Packed
-from .per_stream import OutputBias, PerStream, add_residual, select_streams, streams_of
+from .per_stream import (
+    OutputBias,
+    PerStream,
+    add_residual,
+    of_stream,
+    select_streams,
+    streams_of,
+)
 
 Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Rotates queries and keys by their positions."""
@@ -130,8 +138,8 @@ class FusedBlock(nn.Module):
         host's, which costs more in memory traffic than the rows cost in arithmetic.
         """
         plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type != "cpu"
-        parts = (self.norm2, *self.mlp, *self.after_mlp)
-        apart = any(isinstance(part, PerStream) and len(part.each) > 1 for part in parts)
+        inside = [m for part in (self.norm2, *self.mlp, *self.after_mlp) for m in part.modules()]
+        apart = any(isinstance(module, PerStream) and len(module.each) > 1 for module in inside)
         hidden = x.numel() * x.element_size() * self._widening
         chunks = 1 if plain or apart else math.ceil(hidden / CACHED_BYTES)
         if chunks <= 1:
@@ -373,24 +381,28 @@ class FusedBlock(nn.Module):
         if self.bank.plan.inputs == streams or self.norm == "post":
             self.norm1.untie_(streams)
         if mlps:
-            owned = [m if isinstance(m, PerStream) else PerStream([m]) for m in self.mlp]
-            for module in owned:
-                module.untie_(streams)
-            self.mlp = nn.ModuleList(owned)
+            owned = [copy.deepcopy(self.mlp_of(stream)) for stream in range(streams)]
+            self.mlp = nn.ModuleList(PerStream(modules) for modules in zip(*owned, strict=True))
 
     def copies(self) -> dict[str, int]:
         """Count the copies of every part, by `<layer>.<name>`."""
         parts = {name: getattr(self, name) for name in ("norm1", "norm2", "query_norm", "key_norm")}
         for name in ("after_attention", "after_mlp", "mlp"):
             parts |= {f"{name}.{i}": part for i, part in enumerate(getattr(self, name))}
-        counts = {n: len(part.each) for n, part in parts.items() if isinstance(part, PerStream)}
+        counts = {
+            f"{name}.{inner}".rstrip("."): len(module.each)
+            for name, part in parts.items()
+            if part is not None
+            for inner, module in part.named_modules()
+            if isinstance(module, PerStream)
+        }
         if self.output_bias.value is not None:
             counts["output_bias"] = len(self.output_bias.value)
         return {f"{self.plan.layer}.{name}": count for name, count in counts.items()}
 
     def mlp_of(self, stream: int) -> list[nn.Module]:
         """Return the modules of a stream's MLP."""
-        return [part.of(stream) if isinstance(part, PerStream) else part for part in self.mlp]
+        return [of_stream(part, stream) for part in self.mlp]
 
 
 def _turn(

@@ -32,19 +32,22 @@ def identities(modules: Sequence[Sequence[nn.Module]]) -> list[int]:
 
 
 @torch.no_grad()
-def average_(target: nn.Module, sources: Sequence[nn.Module]) -> bool:
+def average_(target: nn.Module, sources: Sequence[nn.Module], *, but: str | None = None) -> bool:
     """Set a module's floating-point state to the mean of others; return whether they differed.
 
     W = mean_m W^(m), b = mean_m b^(m) (Hydra Ensembles, the merged MLP). Equal sources change
-    nothing, to the last bit.
+    nothing, to the last bit. The submodule `but` keeps its own state ("" is the whole module).
     """
-    if all(same(sources[0], source) for source in sources[1:]):
-        return False
+    differ = False
     states = [source.state_dict() for source in sources]
     for name, tensor in target.state_dict().items():
-        if tensor.is_floating_point():
-            tensor.copy_(mean([state[name] for state in states]))
-    return True
+        if but is not None and f".{name}".startswith(f".{but}." if but else "."):
+            continue
+        if any(not torch.equal(states[0][name], state[name]) for state in states[1:]):
+            differ = True
+            if tensor.is_floating_point():
+                tensor.copy_(mean([state[name] for state in states]))
+    return differ
 
 
 def mean(tensors: Sequence[Tensor]) -> Tensor:

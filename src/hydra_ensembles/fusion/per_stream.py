@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..data.modes import twin
+
 
 class PerStream(nn.Module):
     """One module for all streams if they agree, otherwise one per stream."""
@@ -34,6 +36,17 @@ class PerStream(nn.Module):
         """Give every stream its own copy, in place."""
         if len(self.each) == 1:
             self.each.extend([copy.deepcopy(self.each[0]) for _ in range(streams - 1)])
+
+
+def of_stream(module: nn.Module, stream: int) -> nn.Module:
+    """Return a module as one stream runs it; parameters are shared."""
+    if isinstance(module, PerStream):
+        return module.of(stream)
+    inner = [n for n, part in module.named_modules() if isinstance(part, PerStream)]
+    result = twin(module) if inner else module
+    for name in inner:
+        result.set_submodule(name, result.get_submodule(name).of(stream))  # type: ignore[operator]
+    return result
 
 
 class OutputBias(nn.Module):

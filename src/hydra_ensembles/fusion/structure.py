@@ -119,8 +119,14 @@ def fused_block(
 
     def mlp(place: int, path: str) -> nn.Module:
         name = f"mlp.{place}"  # one copy per stream only where members own their MLPs
-        owned = f"{plan.layer}.{name}" in copies
-        return parts(name, get(path)) if owned else copy.deepcopy(get(path))
+        if f"{plan.layer}.{name}" in copies:
+            return parts(name, get(path))
+        module, prefix = copy.deepcopy(get(path)), f"{plan.layer}.{name}."
+        for full in copies:  # or only a layer inside it
+            if full.startswith(prefix):
+                inner = full.removeprefix(prefix)
+                module.set_submodule(inner, parts(f"{name}.{inner}", module.get_submodule(inner)))
+        return module
 
     query_norm, key_norm = site.head_norms
     bias = site.output_bias

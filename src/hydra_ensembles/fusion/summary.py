@@ -50,7 +50,13 @@ def summarize(ensemble: Any) -> str:
 
 
 def _teachers(record: dict[str, Any]) -> list[str]:
-    """Say who taught the members, if they were distilled."""
+    """Say who taught the members, if they were distilled or folded."""
+    if record.get("made_by") == "fold":
+        trunk = (
+            "the mean of their weights" if record["trunk"] == "mean" else f"host {record['trunk']}"
+        )
+        hosts, examples = record["hosts"], record["examples"]
+        return [f"  folded   from {hosts} hosts by {examples:,} examples, trunk {trunk}"]
     if record.get("made_by") != "distill":
         return []
     shares = record["shares"]

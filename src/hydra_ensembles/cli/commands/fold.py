@@ -1,0 +1,75 @@
+"""`fold`: fine-tunings of one model in, one ensemble out, by least squares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import options
+from ..exits import Stop
+from ..reading import READING, Reading, reads_data
+from ..show import print_json, say, sizes, write_config
+from .build import save
+
+
+@reads_data()
+def command(
+    models: Annotated[
+        list[str],
+        typer.Argument(help="Two or more fine-tunings of one model.", show_default=False),
+    ],
+    data: options.Data,
+    held_out: Annotated[
+        str | None,
+        typer.Option(help="Labelled data that fits the temperature and novelty."),
+    ] = None,
+    trunk: Annotated[
+        str, typer.Option(help="mean (of the weights), auto, or the number of a model, from 0.")
+    ] = "mean",
+    output: options.Output = Path("hydra-folded"),
+    reading: Reading = READING,
+    config: options.Config = None,
+    json: options.Json = False,
+) -> None:
+    """Fold fine-tunings of one pretrained model into one ensemble, without training.
+
+    Labels of DATA are not used. The models must have the same classes in the same order.
+    """
+    from ...refit import fold
+    from ..loading import check_sources
+
+    if not (trunk in ("mean", "auto") or trunk.isdecimal()):
+        raise Stop(f"Unknown --trunk {trunk!r}: expected mean, auto or a number.", 2)
+    check_sources(data)
+    check_sources(held_out)
+    loaded = [reading.load_model(model) for model in models]
+    for one in loaded[1:]:
+        if one.class_names != loaded[0].class_names:
+            raise Stop(f"{one.name} has other classes, or in another order, than {models[0]}.", 4)
+    train = reading.load_unlabelled(loaded[0], data)
+    held = None if held_out is None else reading.load_known(loaded[0], held_out)
+    output.mkdir(parents=True, exist_ok=True)
+    write_config(output, begin=True)
+    say(f"Folding {len(models)} models on {sizes(train, {})}", json=json)
+    ensemble = fold(
+        [one.host for one in loaded],
+        train,
+        trunk=int(trunk) if trunk.isdecimal() else trunk,  # type: ignore[arg-type]
+        held_out=held,
+        seed=reading.seed,
+        progress=not json,
+    )
+    if held is not None:
+        ensemble.fit_novelty_(held, progress=not json)
+    names = loaded[0].class_names or getattr(held, "class_names", None)
+    if names:
+        ensemble.id2label = list(names)
+    save(ensemble, output, loaded[0])
+    write_config(output)
+    if json:
+        print_json({"folder": str(output), "summary": str(ensemble), **ensemble.record})
+    else:
+        typer.echo(str(ensemble))
+    say(f"Written to {output}. Next: hydra-ensembles eval {output} --data TEST", json=json)
