@@ -7,7 +7,7 @@
 `features` runs the hosts once over all sets of a task (`--seeds` 0, 1 and 2 unless said; ImageNet
 has host 0 only); `table` fits every detector on five draws of known data and writes
 `docs/results/novelty-TASK.json`; `page` writes the page and its picture from those records.
-HYDRA_DATA, HYDRA_HOSTS (`work/hosts` unless said) and HYDRA_CACHE (`work/answers`) name the folders.
+HYDRA_DATA, HYDRA_HOSTS (`work/hosts` unless said) and HYDRA_CACHE (`work/answers`) name folders.
 """
 
 from __future__ import annotations
@@ -28,20 +28,25 @@ def main() -> None:
     parser.add_argument("step", choices=("features", "table", "page"))
     parser.add_argument("task", nargs="?", choices=tuple(MAKERS))
     parser.add_argument("--data", type=Path, default=os.environ.get("HYDRA_DATA"))
-    parser.add_argument("--hosts", type=Path, default=os.environ.get("HYDRA_HOSTS", "work/hosts"))
+    parser.add_argument("--hosts", type=Path, default=os.environ.get("HYDRA_HOSTS"))
     parser.add_argument("--cache", type=Path, default=os.environ.get("HYDRA_CACHE", "work/answers"))
     parser.add_argument("--seeds", nargs="+", type=int, help="of the hosts, with features")
     parser.add_argument("--only", nargs="*", default=(), help="names of sets, with features")
-    parser.add_argument("--draws", type=int, default=5, help="of known data, with table")
+    parser.add_argument("--draws", type=int, help="of known data, with table")
     args = parser.parse_args()
     if args.step != "page" and args.task is None:
         parser.error(f"name a task: {', '.join(MAKERS)}")
-    cache, hosts = Path(args.cache), Path(args.hosts)
+    cache = Path(args.cache)
     try:
         if args.step == "features":
             for seed in args.seeds or known.SEEDS[args.task]:
                 known.keep_features(
-                    args.task, data=args.data, hosts=hosts, cache=cache, seed=seed, only=args.only
+                    args.task,
+                    data=args.data,
+                    hosts=args.hosts,
+                    cache=cache,
+                    seed=seed,
+                    only=args.only,
                 )
         elif args.step == "table":
             from lab.known_table import write_table

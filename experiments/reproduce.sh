@@ -20,7 +20,7 @@ export HYDRA_HOSTS="${HYDRA_HOSTS:-$work/hosts}" HYDRA_CACHE="${HYDRA_CACHE:-$wo
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python="${PYTHON:-python}"
-parts_file=experiments/results/parts.csv
+parts_file="${HYDRA_PARTS:-experiments/results/parts.csv}"
 draws="${HYDRA_DRAWS:-5}"
 
 # part NAME NEEDS_DATA KEEPS COMMAND...: KEEPS is a path below HYDRA_HOSTS or HYDRA_CACHE, or -
@@ -97,7 +97,7 @@ for pattern in "$@"; do
 done
 
 mkdir -p "$work/done" "$work/logs" "$work/kept" "$HYDRA_HOSTS" "$HYDRA_CACHE"
-[ -f $parts_file ] || echo "part,finished,commit,minutes,processor_minutes,kept_MB,sha256" > $parts_file
+[ -f "$parts_file" ] || echo "part,finished,commit,minutes,processor_minutes,kept_MB,sha256" > "$parts_file"
 TIMEFORMAT='%R %U %S'
 failed=()
 
@@ -132,8 +132,8 @@ for i in "${chosen[@]}"; do
       kept=$(keep "$name" ${keeps[$i]})
     fi
     line="$name,$(date -u +%Y-%m-%dT%H:%MZ),$commit,$minutes,${kept% *},${kept#* }"
-    { grep -v "^$name," $parts_file; echo "$line"; } > $parts_file.partial
-    mv $parts_file.partial $parts_file
+    { grep -v "^$name," "$parts_file"; echo "$line"; } > "$parts_file.partial"
+    mv "$parts_file.partial" "$parts_file"
     touch "$work/done/$name"
   else
     echo "$name failed; the end of $work/logs/$name.log:" >&2

@@ -347,9 +347,10 @@ def commit() -> str:
     return f"{name or 'unknown'}{' with changes' if changed else ''}"
 
 
-def write_table(cache: Path, task: str, draws: int = DRAWS) -> None:
+def write_table(cache: Path, task: str, draws: int | None = None) -> None:
     """Write `docs/results/novelty-TASK.json`, all of it from stored features."""
     figures = Figures(cache, task)
+    draws = draws or DRAWS
     sizes, seeds = figures.sizes(), range(draws)
     usual = 1000 if 1000 in sizes else sizes[-1]
     scored = []

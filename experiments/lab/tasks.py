@@ -55,10 +55,8 @@ class Task:
 
     @property
     def hosts(self) -> Path:
-        """The folder of this task's fine-tuned hosts."""
-        if self._hosts is None:
-            raise DataError("Say where the fine-tuned hosts are: pass --hosts, or set HYDRA_HOSTS.")
-        return Path(self._hosts) / self.name
+        """The folder of this task's fine-tuned hosts, below `work/hosts` unless said."""
+        return Path(self._hosts or "work/hosts") / self.name
 
     def host_folder(self, seed: int) -> Path:
         """Return the folder of a fine-tuned host, or say how it is made."""
@@ -66,7 +64,7 @@ class Task:
         if not folder.exists():
             raise DataError(
                 f"There is no host {folder}. Make it with `python experiments/run.py finetune "
-                f"{self.name} --seeds {seed}`, or pass --hosts."
+                f"{self.name} --seeds {seed}`; or pass --hosts, or set HYDRA_HOSTS."
             )
         return folder
 

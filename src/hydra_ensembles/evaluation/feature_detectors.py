@@ -77,7 +77,7 @@ def choose_neighbours(
     apart = torch.cdist(asked, bank)
     if asked is bank:
         apart.fill_diagonal_(torch.inf)
-    rating = {count: 0.0 for count in NEIGHBOURS}
+    rating = dict.fromkeys(NEIGHBOURS, 0.0)
     for group in present:
         others = apart[:, groups != group]
         new = asked_groups == group
