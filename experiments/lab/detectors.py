@@ -59,27 +59,43 @@ def of_pytorch_ood(known: Set) -> dict[str, Score]:
     patterns, pattern_labels = known["labels"][right].unique(return_inverse=True)
     few = nn.Linear(features.shape[1], len(patterns))
     few.load_state_dict({"weight": weight[patterns], "bias": bias[patterns]})
-    found = fitted(
-        {
-            "knn": detector.KNN(None, k=choose_neighbours(features, labels)),
-            "vim": detector.ViM(None, d=features.shape[1] // 2, w=weight, b=bias),
-            "mahalanobis": detector.Mahalanobis(None),
-            "rmds": detector.RMD(None),
-            "fdbd": detector.fDBD(None, head),
-            "nci": detector.NCI(None, head),
-        },
-        features,
-        labels,
-    )
-    found |= fitted({"she": detector.SHE(None, few)}, features[right], pattern_labels)
+    plain = {
+        "knn": detector.KNN(None, k=choose_neighbours(features, labels)),
+        "fdbd": detector.fDBD(None, head),
+        "nci": detector.NCI(None, head),
+    }
     ash = detector.ASH(lambda x: x[..., None, None], lambda x: head(x.flatten(1)))
-    return {**found, "ash": lambda data: ash.predict(data["features"].clone())}
+    return {
+        **fitted(plain, features, labels),
+        **gaussian(known),
+        **fitted({"she": detector.SHE(None, few)}, features[right], pattern_labels),
+        "ash": lambda data: ash.predict(data["features"].clone()),
+    }
+
+
+def gaussian(data: Set) -> dict[str, Score]:
+    """Fit pytorch-ood's detectors that invert covariances, in float64.
+
+    After a LayerNorm one direction has no variance, which float32 cannot invert.
+    """
+    from pytorch_ood import detector
+
+    features, labels = data["features"].double(), data["labels"].unique(return_inverse=True)[1]
+    weight, bias = data["weight"].double(), data["bias"].double()
+    made = {
+        "vim": detector.ViM(None, d=features.shape[1] // 2, w=weight, b=bias),
+        "mahalanobis": detector.Mahalanobis(None),
+        "rmds": detector.RMD(None),
+    }
+    return fitted(made, features, labels)
 
 
 def fitted(made: Mapping[str, Any], features: Tensor, labels: Tensor) -> dict[str, Score]:
     """Fit detectors of pytorch-ood; those that cannot be fitted are said and left out."""
     found: dict[str, Score] = {}
+    usual, dtype = torch.get_default_dtype(), features.dtype
     for name, one in made.items():
+        torch.set_default_dtype(dtype)  # some make their tensors in it
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -87,7 +103,9 @@ def fitted(made: Mapping[str, Any], features: Tensor, labels: Tensor) -> dict[st
         except Exception as error:  # too few examples per class, singular covariance
             print(f"{name} cannot be fitted to {len(features)} examples: {error}", flush=True)
             continue
-        found[name] = lambda data, one=one: one.predict_features(data["features"])
+        finally:
+            torch.set_default_dtype(usual)
+        found[name] = lambda data, one=one: one.predict_features(data["features"].to(dtype))
     return found
 
 
@@ -156,9 +174,7 @@ def of_training(train: Set) -> Callable[[Set], dict[str, Score]]:
     from pytorch_ood import detector
 
     features, labels = train["features"], train["labels"].unique(return_inverse=True)[1]
-    weight, bias = train["weight"], train["bias"]
-    vim = detector.ViM(None, d=features.shape[1] // 2, w=weight, b=bias)
-    fixed = fitted({"vim": vim, "rmds": detector.RMD(None)}, features, labels)
+    fixed = gaussian(train)
     fixed["mahalanobis++"] = mahalanobis_plus(train)["mahalanobis++"]
     nearest = ClassDistance.of(moments_of(single_taps(train), labels), slice(None))
 

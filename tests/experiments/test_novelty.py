@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from lab import known_page, known_table
+from lab.detectors import gaussian
 from lab.differences import Resamples, resampled_figures, told_above
 from lab.known_table import FAMILIES, ROWS, write_table
 from safetensors.torch import save_file
@@ -178,3 +179,18 @@ def test_the_driver_says_what_is_missing(tmp_path: Path) -> None:
     assert run_driver("nothing", **place).returncode == 2
     listed = run_driver("--list").stdout.split()
     assert {"host-cola-2", "novelty-page", "table-digits", "llama"} <= set(listed)
+
+
+def test_gaussian_rivals_survive_a_direction_without_variance() -> None:
+    data = stored(240, shift=0.0, seed=1)
+    rows = data["features"].double()
+    rows = 30 * (rows - rows.mean(1, keepdim=True))  # as after a LayerNorm
+    data["features"], labels = rows.float(), data["labels"]
+    means = torch.stack([rows[labels == c].mean(0) for c in range(CLASSES)])
+    apart, all_apart = rows - means[labels], rows - rows.mean(0)
+    within, overall = (torch.linalg.pinv(x.T @ x, rtol=1e-9) for x in (apart, all_apart))
+    gaps = rows[:, None] - means
+    expected = torch.einsum("ncd,de,nce->nc", gaps, within, gaps).amin(1)
+    expected -= torch.einsum("nd,de,ne->n", all_apart, overall, all_apart)
+    found = gaussian(data)["rmds"](data)
+    assert torch.corrcoef(torch.stack([found.double(), expected]))[0, 1] > 0.999
