@@ -344,7 +344,7 @@ def commit() -> str:
         return done.stdout.strip()
 
     name = git("rev-parse", "--short=10", "HEAD")
-    changed = git("status", "--porcelain", "--", "src", "experiments")
+    changed = git("status", "--porcelain", "--", "src", "experiments", ":!experiments/results")
     return f"{name or 'unknown'}{' with changes' if changed else ''}"
 
 
