@@ -34,7 +34,10 @@ COLUMNS = {
     "energy": ("energy",),
     "KNN": ("knn, trained statistics", "knn"),
     "Mahalanobis++": ("mahalanobis++, trained statistics", "mahalanobis++"),
-    "Mahalanobis++, all layers": ("multi-layer mahalanobis++",),
+    "Mahalanobis++, all layers": (
+        "multi-layer mahalanobis++, trained statistics",
+        "multi-layer mahalanobis++",
+    ),
     "Deep Ensemble, energy": ("Deep Ensemble, energy",),
     "single + novelty": ("single + novelty",),
     "Hydra + novelty": ("novelty",),
