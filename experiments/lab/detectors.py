@@ -61,6 +61,7 @@ def of_pytorch_ood(known: Set) -> dict[str, Score]:
     few.load_state_dict({"weight": weight[patterns], "bias": bias[patterns]})
     plain = {
         "knn": detector.KNN(None, k=choose_neighbours(features, labels)),
+        "knn, k = 50": detector.KNN(None, k=min(50, len(features) - 1)),
         "fdbd": detector.fDBD(None, head),
         "nci": detector.NCI(None, head),
     }

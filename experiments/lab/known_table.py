@@ -70,7 +70,7 @@ ENSEMBLE_SEEDS = (0, 1, 2)
 ROWS = (
     *("novelty", "novelty, no labels", "single + novelty", "single + novelty, no labels"),
     *("Deep Ensemble + novelty", *(f"Deep Ensemble, {name}" for name in ENSEMBLE_SCORES)),
-    *("msp", "energy", "gen", "ash", "she", "fdbd", "nci", "vim", "knn"),
+    *("msp", "energy", "gen", "ash", "she", "fdbd", "nci", "vim", "knn", "knn, k = 50"),
     *("mahalanobis", "rmds", "mahalanobis++", "relative mahalanobis++", "multi-layer knn"),
     *("multi-layer mahalanobis++", "multi-layer mahalanobis++, no labels"),
     *("vim, trained statistics", "knn, trained statistics", "mahalanobis, trained statistics"),
