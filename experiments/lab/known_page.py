@@ -338,9 +338,9 @@ def write_page() -> None:
             f"## {TITLES[task]}\n\n{facts(record)}\n\n{detector_table(record)}\n\n{said}\n"
         )
     parts.append(
-        "## False alarms at 5 %\n\nThe rate is guaranteed on average over data that are "
-        "exchangeable with the known data. A fixed test set need not be, and one draw of known "
-        "data is not the average:\n\n"
+        "## False alarms at 5 %\n\nThe rate is guaranteed for data that are exchangeable with the "
+        "known data: on average over draws, up to terms of order 1 / n. A fixed test set is one "
+        "draw, and need not be exchangeable with the known data:\n\n"
         f"{alarm_lines(records)}\n"
     )
     parts.append(f"## How many known examples\n\n{sizes_table(records)}\n")
