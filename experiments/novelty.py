@@ -4,9 +4,10 @@
     python experiments/novelty.py table imagenet --cache CACHE
     python experiments/novelty.py page
 
-`features` runs a host once over all sets of a task (imagenet 10, cifar10 4, text 4 minutes of one
-core); `table` fits every detector on five draws of known data and writes
+`features` runs the hosts once over all sets of a task (`--seeds` 0, 1 and 2 unless said; ImageNet
+has host 0 only); `table` fits every detector on five draws of known data and writes
 `docs/results/novelty-TASK.json`; `page` writes the page and its picture from those records.
+HYDRA_DATA, HYDRA_HOSTS (`work/hosts` unless said) and HYDRA_CACHE (`work/answers`) name folders.
 """
 
 from __future__ import annotations
@@ -18,37 +19,45 @@ from pathlib import Path
 from lab import known
 from lab.known_sets import MAKERS
 
+from hydra_ensembles.errors import HydraError
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("step", choices=("features", "table", "page"))
     parser.add_argument("task", nargs="?", choices=tuple(MAKERS))
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--hosts", type=Path)
-    parser.add_argument("--cache", type=Path, default=os.environ.get("HYDRA_CACHE"))
-    parser.add_argument("--seed", type=int, default=0, help="of the host")
-    parser.add_argument("--only", nargs="*", default=(), help="names of sets")
-    parser.add_argument("--keep-rivals", action="store_true", help="table: only novelty anew")
+    parser.add_argument("--data", type=Path, default=os.environ.get("HYDRA_DATA"))
+    parser.add_argument("--hosts", type=Path, default=os.environ.get("HYDRA_HOSTS"))
+    parser.add_argument("--cache", type=Path, default=os.environ.get("HYDRA_CACHE", "work/answers"))
+    parser.add_argument("--seeds", nargs="+", type=int, help="of the hosts, with features")
+    parser.add_argument("--only", nargs="*", default=(), help="names of sets, with features")
+    parser.add_argument("--draws", type=int, help="of known data, with table")
     args = parser.parse_args()
-    if args.step == "page":
-        from lab.known_page import write_page
-
-        return write_page()
-    if args.task is None or args.cache is None:
-        parser.error("name a task, and --cache (or HYDRA_CACHE)")
+    if args.step != "page" and args.task is None:
+        parser.error(f"name a task: {', '.join(MAKERS)}")
     cache = Path(args.cache)
-    if args.step == "features":
-        return known.keep_features(
-            args.task,
-            data=args.data,
-            hosts=args.hosts,
-            cache=cache,
-            seed=args.seed,
-            only=args.only,
-        )
-    from lab.known_table import write_table
+    try:
+        if args.step == "features":
+            for seed in args.seeds or known.SEEDS[args.task]:
+                known.keep_features(
+                    args.task,
+                    data=args.data,
+                    hosts=args.hosts,
+                    cache=cache,
+                    seed=seed,
+                    only=args.only,
+                )
+        elif args.step == "table":
+            from lab.known_table import write_table
 
-    return write_table(cache, args.task, others=not args.keep_rivals)
+            write_table(cache, args.task, draws=args.draws)
+        else:
+            from lab.known_page import write_page
+
+            write_page()
+    except HydraError as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

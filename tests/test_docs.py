@@ -66,22 +66,25 @@ def test_tables_are_filled_from_files(tmp_path: Path) -> None:
     make = load("docs/make_tables.py")
     folder = tmp_path / "docs" / "results"
     folder.mkdir(parents=True)
-    draws = [
-        {"novelty": {"a": {"AUROC": 98.0}, "b": {"AUROC": 97.0}}, "msp": {"a": {"AUROC": 80.0}}},
-        {"novelty": {"a": {"AUROC": 96.0}, "b": {"AUROC": 95.0}}, "msp": {"a": {"AUROC": 81.0}}},
-    ]
+    figures = {"novelty": (98.0, 95.0), "msp": (80.0, 95.2), "single + novelty": (97.9, 90.0)}
+    draw = {
+        row: {family: {"AUROC": value} for family, value in zip("ab", pair, strict=True)}
+        for row, pair in figures.items()
+    }
     record = {
         "usual": 200,
         "families": {"near": ["b"], "far": ["a"]},
-        "detectors": {
-            "50": [],
-            "200": [{**d, "msp": {**d["msp"], "b": d["novelty"]["b"]}} for d in draws],
-        },
+        "detectors": {"50": [], "200": [draw, draw]},
+        "rows": list(figures),
+        # by rows: which of them each is told above
+        "above": {"near": [[2], [2], []], "far": [[1], [], [1]]},
     }
     (folder / "novelty-sst2.json").write_text(json.dumps(record))
     table = make.results_table(tmp_path)
-    assert "| SST-2, MiniLM: near | **96.0** | – | – | – | **96.0** |" in table
-    assert "| SST-2, MiniLM: far | 80.5 | – | – | – | **97.0** |" in table
+    missing = "– | " * 5
+    assert f"| SST-2, MiniLM: near | **95.2** | {missing}90.0 | **95.0** |" in table
+    assert f"| SST-2, MiniLM: far | 80.0 | {missing}**97.9** | **98.0** |" in table
+    assert "2 draws" in table
     text = "a\n<!-- table:x -->\nold\n<!-- /table:x -->\nb"
     assert make.fill(text, {"x": "new"}) == text.replace("old", "new")
     with pytest.raises(ValueError, match="0 places"):

@@ -4,8 +4,8 @@ Every data set becomes one file `CACHE/novelty/<task>/<set>.safetensors`: `reado
 readout token and the mean over unpadded tokens after every block, `[example, block, width]`),
 `logits` and `features` (what the classifier reads) of the single model, `members` (logits of three
 members fused above the shared trunk), `end` (the mean of their readout tokens after the last
-block), and `labels`. All detectors read these files, so that they
-see the same features. One pass per set; a stopped run goes on with the sets that are missing.
+block), and `labels`. All detectors read these files, so that they see the same features. One pass
+per set; a stopped run goes on with the sets that are missing.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from .tasks import open_task
 
 BRANCHED = {"imagenet": 2, "cifar10": 2, "cifar8": 2, "sst2": 1, "clinc150": 1, "digits": 2}
 """Blocks, from the last, in which the three members differ."""
+SEEDS = {task: (0,) if task in ("imagenet", "cifar8") else (0, 1, 2) for task in BRANCHED}
+"""Hosts of a task; three are a Deep Ensemble."""
 
 
 def classifier_of(model: nn.Module) -> nn.Linear:
@@ -111,14 +113,15 @@ def keep_features(
     seed: int = 0,
     only: Sequence[str] = (),
 ) -> None:
-    """Extract the sets of a task that are missing."""
+    """Extract the sets of a task that are missing; of the hosts 1 and 2 what an ensemble needs."""
     task = open_task(name, data, hosts)
     model = task.host(seed)
     folder = folder_of(cache, name, seed)
     folder.mkdir(parents=True, exist_ok=True)
     for key, make in MAKERS[name](task).items():
         path = folder / f"{key}.safetensors"
-        if path.exists() or (only and key not in only):
+        unused = seed and key.startswith(("train", "mild-", "shift-"))
+        if path.exists() or unused or (only and key not in only):
             continue
         found = extract(model, make(), BRANCHED[name])
         beside = path.with_suffix(f".{os.getpid()}.partial")

@@ -7,43 +7,53 @@ from collections.abc import Sequence
 from typing import Any
 
 from hydra_ensembles._records import write_whole
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.report import style
 
-from .known_table import FAMILIES, RESULTS
+from .known_table import RESULTS, ROWS
 
+MISSING = "–"
 TITLES = {
     "imagenet": "ImageNet, DeiT-tiny",
-    "cifar10": "CIFAR-10, DeiT-tiny at 96 pixels",
+    "cifar10": "CIFAR-10, DeiT-tiny at 112 pixels",
     "sst2": "SST-2, MiniLM",
     "clinc150": "CLINC150, MiniLM",
     "digits": "Digits, a small ViT",
 }
+SHOWN = {"novelty": "Hydra + novelty", "novelty, no labels": "Hydra + novelty, no labels"}
 PROSE = """# Novelty against other detectors
 
-`ensemble.fit_novelty_(known)` ([what it computes](../concepts/novelty.md)) beside the detectors of
-pytorch-ood, Mahalanobis++ and its relative form, on the same known data and the same model: three
-members that part in the last two blocks (text: the last), above the single model's trunk. Rivals
-read the single model's logits and penultimate features. Known data were not trained on; five draws
-of them, means over draws. No detector sees an outlier. Taps, shrinkage and weights were chosen on
-the sets in brackets, on proxies and on classes left out of the known data. When the end of the last
-block joined the taps, figures of the other sets without it were known; that two classes have no
-class distances was decided on proxies of SST-2 after its other sets had been seen (class distances
-there: 92.2 on movie reviews, 99.1 far). AUROC in percent, outliers positive; the best of a column
-in bold. One command per table: `python experiments/novelty.py table TASK --cache CACHE`.
+`ensemble.fit_novelty_(known)` ([what it computes](../concepts/novelty.md)) beside other detectors,
+on the same known data, which no host was trained on. No detector sees an outlier.
+
+- **Hydra** is three members that part in the last two blocks (text: the last), above the single
+  model's trunk. **single + novelty** is the same host as one full member. **Deep Ensemble** is
+  three hosts, by their own scores, and by novelty on the mean of their features.
+- **Rivals** read the single model. `multi-layer` rows measure at all taps that *single + novelty*
+  hears and add up -log p, without weights. `trained statistics` rows are fitted to the host's
+  training data, as published. KNN's k is one of 1, 2, 5, 10, 20, 50, by classes that are left out
+  of the known data in turn (fewer than five examples per class: clusters); 50 is the published
+  one for CIFAR-10's 50,000 images. Other options are pytorch-ood's.
+- **What was chosen where.** Novelty's taps, shrinkage and weights were chosen with earlier hosts,
+  on the sets in brackets, on proxies and on classes left out of the known data. Figures of the
+  other sets were known when the end of the last block joined the taps, and when two classes got no
+  class distances. Rivals chose nothing on any set of these tables.
+- **AUROC** in percent, outliers positive; means over draws of known data. **Bold**: the best of a
+  column and every row that a paired bootstrap over examples and draws does not tell from it (95 %).
+  An en dash: not computed, for want of training data, of other hosts or of known data.
+
+HYDRA_DATA names the data. A table: `python experiments/novelty.py features TASK`, then
+`python experiments/novelty.py table TASK`. All: `bash experiments/reproduce.sh`.
 """
 
 NOTES = {
     "imagenet": "There is no near set here that the host does not know, and one known image per "
-    "class is too few for distances to classes. Energy wins on letters: the logits of a page of "
-    "letters are all low, and the trunk knows dark strokes on light.",
-    "cifar10": "Without the end of the last block novelty had 91.5 on TinyImageNet: classes that "
-    "are near in meaning show where the classifier reads, not in the trunk. The Deep Ensemble has "
-    "two hosts here; three of an earlier training had 90.5 near and 95.4 far by energy.",
-    "sst2": "With two classes labels are not used. Long movie reviews are near: the same topic at "
-    "another length.",
+    "class is too few for distances to classes.",
+    "cifar10": "",
+    "sst2": "With two classes novelty does not use labels. Long movie reviews are near: the same "
+    "topic at another length.",
     "clinc150": "Known and test questions are drawn from the validation and test parts together, "
-    "which differ. Out-of-scope questions look like the others and differ in meaning only: labels "
-    "and the end of the last block tell them (96.4 without it).",
+    "which differ.",
     "digits": "All 360 digits that were kept aside are known in each draw of that size.",
 }
 
@@ -58,7 +68,12 @@ def read(task: str) -> dict[str, Any] | None:
     path = RESULTS / f"novelty-{task}.json"
     if not path.exists():
         return None
-    return {**json.loads(path.read_text(encoding="utf-8")), "families": FAMILIES[task]}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if "above" not in found:
+        raise DataError(
+            f"{path.name} is of an earlier form: run `python experiments/novelty.py table {task}`."
+        )
+    return found
 
 
 def of_detector(draws: Sequence[Any], name: str, sets: Sequence[str], figure: str) -> list[float]:
@@ -67,67 +82,110 @@ def of_detector(draws: Sequence[Any], name: str, sets: Sequence[str], figure: st
     return [mean([draw[key][figure] for draw in able]) for key in sets]
 
 
-def columns_of(record: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the sets and the families that have any."""
+def columns_of(record: dict[str, Any]) -> list[str]:
+    """Return the sets, the families that have any, and FPR95 of the far sets."""
     families = record["families"]
     sets = [name for family in families.values() for name in family]
-    return sets, [family for family in ("near", "far") if families[family]]
+    kinds = [kind for kind in ("near", "far") if families[kind]]
+    return [*sets, *kinds, *(["FPR95 far"] if families["far"] else [])]
 
 
-def detector_rows(record: dict[str, Any], size: int) -> dict[str, list[float]]:
-    """Return AUROC per set, means of families and FPR95 of the far sets, by detector."""
-    draws, families = record["detectors"][str(size)], record["families"]
-    sets, kinds = columns_of(record)
-    names = [name for name in draws[0] if all(name in draw for draw in draws)]
-    found = {}
-    for name in names:
-        found[name] = of_detector(draws, name, sets, "AUROC")
-        for kind in kinds:
-            found[name].append(mean(of_detector(draws, name, families[kind], "AUROC")))
-        found[name].append(mean(of_detector(draws, name, families["far"], "FPR95")))
-    ensemble = record["deep ensemble"]
-    if ensemble:
-        scores = [name for name in ensemble if name != "members"]
-        best = max(scores, key=lambda name: mean([v["AUROC"] for v in ensemble[name].values()]))
-        row = [ensemble[best][key]["AUROC"] for key in sets]
-        row += [mean([ensemble[best][k]["AUROC"] for k in families[kind]]) for kind in kinds]
-        row.append(mean([ensemble[best][key]["FPR95"] for key in families["far"]]))
-        found[f"Deep Ensemble of {ensemble['members']}, {best}"] = row
+def detector_rows(record: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the figures of every column, of the detectors that all draws have."""
+    draws, families = record["detectors"][str(record["usual"])], record["families"]
+    found: dict[str, dict[str, float]] = {}
+    for row in record["rows"]:
+        cells = found.setdefault(row, {})
+        for column in columns_of(record):
+            sets = families.get(column.removeprefix("FPR95 "), [column])
+            figure = "FPR95" if column.startswith("FPR95") else "AUROC"
+            cells[column] = mean(of_detector(draws, row, sets, figure))
     return found
+
+
+def best_rows(record: dict[str, Any], column: str, rows: Sequence[str] | None = None) -> list[str]:
+    """Return the best of some rows in a column, and those that are not told from it."""
+    figures = detector_rows(record)
+    among = [row for row in record["rows"] if rows is None or row in rows]
+    sign = -1 if column.startswith("FPR95") else 1
+    best = max(among, key=lambda row: sign * figures[row][column])
+    below = record["above"][column][record["rows"].index(best)]
+    return [row for row in among if record["rows"].index(row) not in below]
 
 
 def detector_table(record: dict[str, Any]) -> str:
     """Return the table of a task."""
-    sets, kinds = columns_of(record)
+    columns, figures = columns_of(record), detector_rows(record)
     seen = record["families"]["chosen on"]
-    rows = detector_rows(record, record["usual"])
-    head = [f"[{name}]" if name in seen else name for name in sets]
-    head += [f"**{kind}**" for kind in kinds] + ["FPR95 far"]
-    best = [max(row[i] for row in rows.values()) for i in range(len(head) - 1)]
-    best.append(min(row[-1] for row in rows.values()))
+    head = [f"[{name}]" if name in seen else name for name in columns]
+    head = [f"**{name}**" if name in ("near", "far") else name for name in head]
+    bold = {column: best_rows(record, column) for column in columns}
     lines = ["| | " + " | ".join(head) + " |", "|---|" + "---:|" * len(head)]
-    for name, row in rows.items():
-        cells = [
-            f"**{value:.1f}**" if round(value, 1) == round(top, 1) else f"{value:.1f}"
-            for value, top in zip(row, best, strict=True)
-        ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    for row in ROWS:
+        cells = [MISSING] * len(columns)
+        if row in figures:
+            cells = [
+                f"**{figures[row][column]:.1f}**"
+                if row in bold[column]
+                else f"{figures[row][column]:.1f}"
+                for column in columns
+            ]
+        lines.append(f"| {SHOWN.get(row, row)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def losses(record: dict[str, Any]) -> str:
-    """Say where a rival beats novelty by more than half a point, on sets that chose nothing."""
-    sets, _ = columns_of(record)
-    rows = detector_rows(record, record["usual"])
+    """Say which rows are told above Hydra's novelty, on sets that chose nothing."""
+    rows, figures = record["rows"], detector_rows(record)
+    hydra = rows.index("novelty")
     said = []
-    for place, name in enumerate(sets):
-        if name in record["families"]["chosen on"]:
+    for column in columns_of(record):
+        if column in record["families"]["chosen on"] or column.startswith("FPR95"):
             continue
-        rival = max((r for r in rows if not r.startswith("novelty")), key=lambda r: rows[r][place])
-        gap = rows[rival][place] - rows["novelty"][place]
-        if gap > 0.5:
-            said.append(f"{rival} on {name} ({rows[rival][place]:.1f}, {gap:.1f} more)")
-    return "Ahead of novelty by more than 0.5: " + ("; ".join(said) if said else "none") + "."
+        above = [row for row in rows if hydra in record["above"][column][rows.index(row)]]
+        above.sort(key=lambda row: -figures[row][column])
+        if above:
+            named = ", ".join(
+                f"{SHOWN.get(row, row)} {figures[row][column]:.1f}" for row in above[:3]
+            )
+            more = f" and {len(above) - 3} more" if len(above) > 3 else ""
+            said.append(f"{column} ({figures['novelty'][column]:.1f}): {named}{more}")
+    return "Told above Hydra + novelty: " + ("; ".join(said) if said else "none") + "."
+
+
+def single_line(record: dict[str, Any]) -> str:
+    """Say how one full member with novelty compares with three."""
+    apart = record["single less Hydra"]
+    parts = [
+        f"{kind} {apart[kind][0]:+.1f} [{apart[kind][1]:+.1f}, {apart[kind][2]:+.1f}]"
+        for kind in ("near", "far")
+        if kind in apart
+    ]
+    return f"single + novelty less Hydra + novelty: {', '.join(parts)}."
+
+
+def facts(record: dict[str, Any]) -> str:
+    """Say what a table was made of."""
+    draws = len(record["detectors"][str(record["usual"])])
+    counts = sorted(set(record["neighbours"]))
+    return (
+        f"Accuracy {record['accuracy']:.1f} %. {record['usual']} known examples, {draws} draws. "
+        f"KNN's k: {', '.join(map(str, counts))}. Commit {record['commit']}."
+    )
+
+
+def alarm_lines(records: dict[str, dict[str, Any]]) -> str:
+    """Say what the alarm rate is on fixed test sets, and when known and new data are redrawn."""
+    lines = []
+    for task, record in records.items():
+        size = str(record["usual"])
+        fixed, redrawn = record["alarms by size"][size], record["alarms redrawn"][size]
+        what = "drawn from the same pool" if task == "clinc150" else "the fixed test set"
+        lines.append(
+            f"- {TITLES[task]}, {record['usual']} known examples: {what} {mean(fixed):.1f} %; "
+            f"known and new data redrawn together {mean(redrawn):.1f} %."
+        )
+    return "\n".join(lines)
 
 
 def sizes_table(records: dict[str, dict[str, Any]]) -> str:
@@ -224,31 +282,28 @@ def left_out(records: dict[str, dict[str, Any]]) -> str:
         return ""
     names = sorted(draws[0], key=lambda name: -mean([draw.get(name, 50.0) for draw in draws]))
     means = {name: mean([draw[name] for draw in draws if name in draw]) for name in names[:6]}
-    shown = ", ".join(f"{name} {value:.1f}" for name, value in means.items())
+    shown = ", ".join(f"{SHOWN.get(name, name)} {value:.1f}" for name, value in means.items())
     ours = mean([draw["novelty"] for draw in draws])
     said = (
         "Two CIFAR-10 classes left out of the known data (the host of ImageNet, about 240 labelled "
         "known images of the other eight, the same low-level statistics): "
-        f"novelty {ours:.1f}; best: {shown}."
+        f"Hydra + novelty {ours:.1f}; best: {shown}."
     )
     record = read("cifar8")
     if record is None:
         return said
-    rows = {name: row[0] for name, row in near_rows(record).items()}
-    best = sorted(rows, key=lambda name: -rows[name])[:6]
-    shown = ", ".join(f"{name} {rows[name]:.1f}" for name in best)
-    return (
-        f"{said}\n\nCats and trucks left out of *training* (`experiments/run.py finetune cifar8`; "
-        f"{record['usual']:,} labelled known images of the other eight classes): novelty "
-        f"{rows['novelty']:.1f} ({rows['novelty, no labels']:.1f} without labels); best: {shown}."
+    rows = {row: cells["near"] for row, cells in detector_rows(record).items()}
+    shown = ", ".join(
+        f"{SHOWN.get(row, row)} {rows[row]:.1f}"
+        for row in sorted(rows, key=lambda row: -rows[row])[:6]
     )
-
-
-def near_rows(record: dict[str, Any]) -> dict[str, list[float]]:
-    """Return AUROC of the near sets by detector."""
-    draws, near = record["detectors"][str(record["usual"])], record["families"]["near"]
-    names = [name for name in draws[0] if all(name in draw for draw in draws)]
-    return {name: of_detector(draws, name, near, "AUROC") for name in names}
+    return (
+        f"{said}\n\nCats and trucks left out of *training* (`python experiments/run.py finetune "
+        f"cifar8 --seeds 0`; {record['usual']:,} labelled known images of the other eight "
+        f"classes): Hydra + novelty {rows['novelty']:.1f} ({rows['novelty, no labels']:.1f} "
+        f"without labels), single + novelty {rows['single + novelty']:.1f}; best: {shown}. "
+        f"Commit {record['commit']}."
+    )
 
 
 def draw_picture(records: dict[str, dict[str, Any]]) -> None:
@@ -278,10 +333,16 @@ def write_page() -> None:
     records = {task: record for task in TITLES if (record := read(task)) is not None}
     parts = [PROSE]
     for task, record in records.items():
-        accuracy = f"Accuracy {record['accuracy']:.1f} %. {record['usual']} known examples."
-        said = f"{losses(record)} {NOTES[task]}"
-        table = detector_table(record)
-        parts.append(f"## {TITLES[task]}\n\n{accuracy}\n\n{table}\n\n{said}\n")
+        said = " ".join([losses(record), single_line(record), NOTES[task]]).strip()
+        parts.append(
+            f"## {TITLES[task]}\n\n{facts(record)}\n\n{detector_table(record)}\n\n{said}\n"
+        )
+    parts.append(
+        "## False alarms at 5 %\n\nThe rate is guaranteed for data that are exchangeable with the "
+        "known data: on average over draws, up to terms of order 1 / n. A fixed test set is one "
+        "draw, and need not be exchangeable with the known data:\n\n"
+        f"{alarm_lines(records)}\n"
+    )
     parts.append(f"## How many known examples\n\n{sizes_table(records)}\n")
     parts.append(
         "## Alarms under change\n\nMild changes, which should not alarm, in percent:\n\n"

@@ -1,8 +1,8 @@
 """Known data, outliers and shifts of the novelty tables, by task.
 
 `known-*` and `test` are known data that no host was trained on; `mild-*` are changes that cost no
-accuracy, `shift-*` corruptions by severity, `proxy-*` outliers made of known data. Choices (taps,
-shrinkage, weights) were made on textures, MNIST, TREC, `oos-validation` and proxies only.
+accuracy, `shift-*` corruptions by severity. `train` is what the hosts were trained on, for rivals
+that ask for its statistics.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hydra_ensembles.data.corruptions import corrupt, corrupt_texts
-from hydra_ensembles.data.proxies import make_proxies
 
 from . import sets
+from .recipes import part_of, read_recipe
 from .sets import ImageSet, TextSet
-from .tasks import Digits, Task, TextTask
+from .tasks import Cifar10, Digits, Task, TextTask
 
 Makers = dict[str, Callable[[], Iterable[Any]]]
 SEVERITIES = (1, 3, 5)
@@ -33,6 +33,11 @@ IMAGE_SHIFTS = (
     *("elastic_transform", "pixelate", "jpeg_compression"),
 )
 TEXT_SHIFTS = ("typos", "keyboard", "swap_letters", "drop_letters", "drop_words", "swap_words")
+
+
+def trained_on(task: Task) -> Any:
+    """Return what the hosts of a task were trained on."""
+    return part_of(task, read_recipe(task.name), "train")
 
 
 # --- images
@@ -129,12 +134,6 @@ def batched(made: dict[str, Callable[[], ImageSet]], size: int) -> Makers:
     }
 
 
-def proxies_of(images: ImageSet, size: int) -> Makers:
-    """Return outliers made of known images."""
-    made = make_proxies(images.batches(size=size, batch_size=25))
-    return {f"proxy-{name}": lambda data=data: data for name, data in made.items()}
-
-
 def imagenet(task: Task) -> Makers:
     """Known images are the first and second of every class."""
     root = task.data
@@ -151,13 +150,12 @@ def imagenet(task: Task) -> Makers:
         "digits8": lambda: small_digits(300),
         "noise": lambda: sets.noise(150),
     }
-    sample = sets.imagenet(root, "calibration").subset(range(0, 1000, 8))
-    late = changed_images(test, 224, 250)
-    return {**batched(made, 224), **proxies_of(sample, 224), **batched(late, 224)}
+    return batched({**made, **changed_images(test, 224, 250)}, 224)
 
 
 def cifar10(task: Task) -> Makers:
     """Known images are test images beyond the first 2,000; outliers are brought to 32 x 32."""
+    assert isinstance(task, Cifar10)
     root = task.data
     whole = sets.cifar10(root)
     test = whole.subset(range(1000))
@@ -167,6 +165,7 @@ def cifar10(task: Task) -> Makers:
 
     made: dict[str, Callable[[], ImageSet]] = {
         "known-0": lambda: whole.subset(range(2000, 7000)),
+        "train": lambda: trained_on(task),
         "test": lambda: test,
         "textures-validation": lambda: small(sets.textures(root, "validation")),
         "mnist": lambda: small(sets.mnist(root).subset(range(500))),
@@ -176,22 +175,22 @@ def cifar10(task: Task) -> Makers:
         "digits8": lambda: small(small_digits(300)),
         "noise": lambda: sets.noise(150, size=32),
     }
-    sample = whole.subset(range(2000, 2125))
-    late = changed_images(test, 32, 300)
-    return {**batched(made, 96), **proxies_of(sample, 96), **batched(late, 96)}
+    return batched({**made, **changed_images(test, 32, 300)}, task.size)
 
 
 def cifar8(task: Task) -> Makers:
     """Known images are of eight classes; outliers are the two that the host never saw."""
+    assert isinstance(task, Cifar10)
     whole = sets.cifar10(task.data)
     test = whole.subset(range(2000))
     made: dict[str, Callable[[], ImageSet]] = {
         "known-0": lambda: whole.subset(range(2000, 3500)).without(LEFT_OUT),
+        "train": lambda: trained_on(task),
         "test": lambda: test.subset(range(1000)).without(LEFT_OUT),
         "left-out": lambda: test.without([c for c in range(10) if c not in LEFT_OUT]),
         "textures-validation": lambda: as_set(floats(sets.textures(task.data, "validation"), 32)),
     }
-    return batched(made, 96)
+    return batched(made, task.size)
 
 
 # --- texts
@@ -224,12 +223,8 @@ def changed_texts(texts: TextSet, count: int = 400) -> dict[str, TextSet]:
 
 
 def tokenized(task: TextTask, found: dict[str, TextSet]) -> Makers:
-    """Make batches of texts, and proxies of some known ones."""
-    made: Makers = {name: lambda texts=texts: task.batches(texts) for name, texts in found.items()}
-    sample = task.batches(found["known-0"].sample(200))
-    for name, data in make_proxies(sample).items():
-        made[f"proxy-{name}"] = lambda data=data: data
-    return made
+    """Make batches of texts."""
+    return {name: lambda texts=texts: task.batches(texts) for name, texts in found.items()}
 
 
 def sst2(task: Task) -> Makers:
@@ -239,6 +234,7 @@ def sst2(task: Task) -> Makers:
     test = sets.sst2(root)
     found = {
         "known-0": parts[0] + parts[1] + parts[2],
+        "train": trained_on(task),
         "test": test,
         "trec": sets.trec(root, "train").sample(500).unlabelled(),
         "ag-news": sets.ag_news(root).sample(500).unlabelled(),
@@ -259,6 +255,7 @@ def clinc150(task: Task) -> Makers:
     out = sets.clinc150(root, "oos_train") + sets.clinc150(root, "oos_val")
     found = {
         "known-0": sets.clinc150(root, "val"),
+        "train": trained_on(task),
         "test": test.sample(1500),
         "trec": sets.trec(root, "train").sample(500).unlabelled(),
         "oos-validation": out.unlabelled(),
@@ -275,7 +272,7 @@ def clinc150(task: Task) -> Makers:
 def digits(task: Task) -> Makers:
     """Known digits are the validation part."""
     assert isinstance(task, Digits)
-    found = {"known-0": task.held_out, "test": task.test}
+    found = {"known-0": task.held_out, "test": task.test, "train": task.training("train")}
     found |= {**task.outliers, **task.ood["unseen"]}
     return {name: lambda data=data: data for name, data in found.items()}
 

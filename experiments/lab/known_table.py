@@ -1,9 +1,13 @@
-"""Figures of novelty and its rivals from stored features (see `known.py`), as one JSON per task."""
+"""Figures of novelty and its rivals from stored features (see `known.py`), as one JSON per task.
+
+A record holds what its run computed and nothing else: a row without figures is missing.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +15,19 @@ import torch
 from torch import Tensor
 
 from hydra_ensembles._records import write_whole
+from hydra_ensembles.errors import DataError
+from hydra_ensembles.evaluation.feature_detectors import choose_neighbours
 from hydra_ensembles.evaluation.metrics_ood import ood_figures
 from hydra_ensembles.fusion.known import CLASS_BLOCKS
 from hydra_ensembles.fusion.taps import tap_names
-from hydra_ensembles.uncertainty import Novelty, NoveltyFit, scores
+from hydra_ensembles.uncertainty import Novelty, NoveltyFit
 
-from .detectors import Score, Set, rivals
-from .known import BRANCHED, folder_of, read_features
+from .detectors import Score, Set, logit_score, of_training, rivals, single_taps
+from .differences import Resamples, Scored, difference, told_above
+from .known import BRANCHED, read_features
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
 DRAWS = 5
 SIZES = (50, 200, 1000, 3000, 5000)
 # `seen family`: other classes of a kind of outliers that choices were made on
@@ -57,7 +65,19 @@ FAMILIES: dict[str, dict[str, list[str]]] = {
         "far": ["inverted", "textures", "noise"],
     },
 }
-ENSEMBLE_SCORES = ("msp", "entropy", "max-logit", "energy", "gen", "mutual-information")
+ENSEMBLE_SCORES = ("msp", "entropy", "mutual-information", "energy")
+ENSEMBLE_SEEDS = (0, 1, 2)
+ROWS = (
+    *("novelty", "novelty, no labels", "single + novelty", "single + novelty, no labels"),
+    *("Deep Ensemble + novelty", *(f"Deep Ensemble, {name}" for name in ENSEMBLE_SCORES)),
+    *("msp", "energy", "gen", "ash", "she", "fdbd", "nci", "vim", "knn", "knn, k = 50"),
+    *("mahalanobis", "rmds", "mahalanobis++", "relative mahalanobis++", "multi-layer knn"),
+    *("multi-layer mahalanobis++", "multi-layer mahalanobis++, no labels"),
+    *("vim, trained statistics", "knn, trained statistics", "mahalanobis, trained statistics"),
+    *("rmds, trained statistics", "mahalanobis++, trained statistics"),
+    "multi-layer mahalanobis++, trained statistics",
+)
+"""Rows of every table, in order; one that a run has no figures of is shown as missing."""
 
 
 def rows_of(data: Set, rows: Tensor) -> Set:
@@ -81,13 +101,27 @@ def summaries(data: Set, blocks: int) -> Tensor:
     return torch.cat([pairs.flatten(1, 2), data["end"][:, None]], 1)
 
 
-def fit_novelty(known: Set, blocks: int, *, labels: bool = True) -> Novelty:
-    """Fit the library's statistics to stored features."""
-    taps = tap_names(blocks, readout=True)
-    late = 2 * min(CLASS_BLOCKS, blocks) + 1
-    fit = NoveltyFit(taps, classes=known["members"].shape[-1], class_taps=late, hears_end=True)
-    fit.add_(summaries(known, blocks), known["members"], known["labels"] if labels else None)
+def fit_statistics(taps: Tensor, logits: Tensor, labels: Tensor | None) -> Novelty:
+    """Fit the library's statistics to taps `[example, tap, width]` and logits of members."""
+    blocks = taps.shape[1] // 2
+    names, late = tap_names(blocks, readout=True), 2 * min(CLASS_BLOCKS, blocks) + 1
+    fit = NoveltyFit(names, classes=logits.shape[-1], class_taps=late, hears_end=True)
+    fit.add_(taps, logits, labels)
     return fit.finish()
+
+
+def fit_novelty(known: Set, blocks: int, *, labels: bool = True) -> Novelty:
+    """Fit the library's statistics to the stored features of three members above a trunk."""
+    classes = known["labels"] if labels else None
+    return fit_statistics(summaries(known, blocks), known["members"], classes)
+
+
+def novelty_of(
+    known: Set, taps: Callable[[Set], Tensor], logits: Callable[[Set], Tensor], *, labels: bool
+) -> Score:
+    """Fit novelty to the taps and logits of known data; return its score."""
+    fitted = fit_statistics(taps(known), logits(known), known["labels"] if labels else None)
+    return lambda data: fitted(taps(data), logits(data))[1]
 
 
 def alarm_rate(novelty: Novelty, data: Set, blocks: int) -> float:
@@ -101,8 +135,8 @@ class Figures:
 
     def __init__(self, cache: Path, task: str) -> None:
         self.task, self.families = task, FAMILIES[task]
-        self.sets = read_features(cache, task)
         self.outliers = [name for family in self.families.values() for name in family]
+        self.sets = self._read(cache)
         self.blocks = self.sets["test"]["readout"].shape[1] - BRANCHED[task]
         parts = [self.sets[name] for name in sorted(self.sets) if name.startswith("known-")]
         self.pool, self.test = joined(parts), self.sets["test"]
@@ -110,20 +144,33 @@ class Figures:
         if self.redrawn:
             # its test part is drier than its validation part: only a joint draw is exchangeable
             self.pool = joined([self.pool, self.test])
-        self.others = self._other_hosts(cache)
+        self.trained = of_training(self.sets["train"]) if "train" in self.sets else None
         self._fitted: dict[tuple[int, int, bool], Novelty] = {}
 
-    def _other_hosts(self, cache: Path) -> list[dict[str, Set]]:
-        found = []
-        for seed in (1, 2):
-            if folder_of(cache, self.task, seed).exists():
-                found.append(read_features(cache, self.task, seed=seed))
+    def _read(self, cache: Path) -> dict[str, Set]:
+        """Read the sets of host 0, and of an ensemble of three when its hosts have them all."""
+        found = read_features(cache, self.task)
+        needed = [n for n in found if n.startswith("known-") or n in ("test", *self.outliers)]
+        try:
+            every = [read_features(cache, self.task, seed=seed) for seed in ENSEMBLE_SEEDS]
+        except DataError:
+            return found
+        if any(name not in sets for sets in every for name in needed):
+            return found
+        for name in needed:
+            taps = torch.stack([single_taps(sets[name]) for sets in every])
+            found[name]["ensemble taps"] = taps.mean(0)
+            found[name]["ensemble logits"] = torch.stack([s[name]["logits"] for s in every], 1)
         return found
+
+    def order(self, seed: int) -> Tensor:
+        """Return the order in which a draw takes the pool's examples."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randperm(len(self.pool["labels"]), generator=generator)
 
     def draw(self, count: int, seed: int) -> tuple[Set, Set]:
         """Draw known data; return it and the test data."""
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(self.pool["labels"]), generator=generator)
+        order = self.order(seed)
         known = rows_of(self.pool, order[:count])
         return known, rows_of(self.pool, order[count:]) if self.redrawn else self.test
 
@@ -140,61 +187,82 @@ class Figures:
         found = [size for size in SIZES if size <= most]
         return found if found[-1] >= 1000 else [*found, most]
 
-    def of_scores(self, score: Score, test: Set) -> dict[str, dict[str, float]]:
-        """Return AUROC and FPR95 of every outlier set; nothing for a detector that gives NaN."""
-        inside = score(test).double()
-        if bool(inside.isnan().any()):
-            return {}
-        figures = {
-            name: ood_figures(inside, score(self.sets[name]).double()) for name in self.outliers
+    def rows(self, count: int, seed: int) -> dict[str, Score]:
+        """Fit every row to one draw of known data."""
+        known, _ = self.draw(count, seed)
+
+        def hydra(labels: bool) -> Score:
+            fitted = self.novelty(count, seed, labels=labels)
+            return lambda data: fitted(summaries(data, self.blocks), data["members"])[1]
+
+        def alone(data: Set) -> Tensor:
+            return data["logits"][:, None]
+
+        found = {
+            "novelty": hydra(True),
+            "novelty, no labels": hydra(False),
+            "single + novelty": novelty_of(known, single_taps, alone, labels=True),
+            "single + novelty, no labels": novelty_of(known, single_taps, alone, labels=False),
+            **rivals(known),
+            **({} if self.trained is None else self.trained(known)),
         }
+        if "ensemble taps" in known:
+            found["Deep Ensemble + novelty"] = novelty_of(
+                known, lambda d: d["ensemble taps"], lambda d: d["ensemble logits"], labels=True
+            )
+            for name in ENSEMBLE_SCORES:
+                found[f"Deep Ensemble, {name}"] = logit_score(name, "ensemble logits")
+        return found
+
+    def scored(self, rows: dict[str, Score], test: Set) -> dict[str, Scored]:
+        """Score the test data and every outlier set; a detector that gives NaN is left out."""
+        sets = {"test": test, **{name: self.sets[name] for name in self.outliers}}
+        found = {
+            row: {name: score(data).double() for name, data in sets.items()}
+            for row, score in rows.items()
+        }
+        whole = {
+            row for row, some in found.items() if not any(v.isnan().any() for v in some.values())
+        }
+        return {row: found[row] for row in found if row in whole}
+
+    def of_scores(self, scored: Scored) -> dict[str, dict[str, float]]:
+        """Return AUROC and FPR95 of every outlier set."""
+        figures = {name: ood_figures(scored["test"], scored[name]) for name in self.outliers}
         return {
             name: {key: round(100 * row[key], 3) for key in ("AUROC", "FPR95")}
             for name, row in figures.items()
         }
 
-    def detectors(self, count: int, seed: int, *, others: bool = True) -> dict[str, Any]:
-        """Return the figures of all detectors on one draw, or of novelty only."""
-        known, test = self.draw(count, seed)
+    def compared(self, draws: Sequence[dict[str, Scored]], count: int) -> dict[str, Any]:
+        """Return which rows are told above which, by column, and single against Hydra."""
+        rows = [row for row in ROWS if all(row in draw for draw in draws)]
+        tested = [self.order(s)[count:] for s in range(len(draws))] if self.redrawn else None
+        everything = len(self.pool["labels"]) if self.redrawn else len(self.test["labels"])
+        sizes = {name: len(self.sets[name]["logits"]) for name in self.outliers}
+        whole = [torch.arange(everything)] * len(draws)
+        resamples = Resamples({**sizes, "test": everything}, tested or whole)
+        found = {row: resamples.figures([draw[row] for draw in draws]) for row in rows}
 
-        def by(fitted: Novelty) -> Score:
-            return lambda data: fitted(summaries(data, self.blocks), data["members"])[1]
+        def values(sets: Sequence[str], place: int) -> Tensor:
+            means = [torch.stack([found[row][n][place] for n in sets]).mean(0) for row in rows]
+            return torch.stack(means)
 
-        every: dict[str, Score] = {
-            "novelty": by(self.novelty(count, seed)),
-            "novelty, no labels": by(self.novelty(count, seed, labels=False)),
-            **(rivals(known) if others else {}),
+        kinds = [kind for kind in ("near", "far") if self.families[kind]]
+        columns = {name: values([name], 0) for name in self.outliers}
+        columns |= {kind: values(self.families[kind], 0) for kind in kinds}
+        if "far" in kinds:
+            columns["FPR95 far"] = -values(self.families["far"], 1)
+        single, hydra = rows.index("single + novelty"), rows.index("novelty")
+        return {
+            "rows": rows,
+            "above": {column: told_above(some) for column, some in columns.items()},
+            "single less Hydra": {
+                column: difference(some[single], some[hydra])
+                for column, some in columns.items()
+                if column != "FPR95 far"
+            },
         }
-        found = {name: self.of_scores(score, test) for name, score in every.items()}
-        return {name: figures for name, figures in found.items() if figures}
-
-    def deep_ensemble(self) -> dict[str, Any]:
-        """Return the figures of a Deep Ensemble's scores; empty without hosts of other seeds."""
-        every = [self.sets, *self.others]
-        if len(every) < 2:
-            return {}
-        names = ["test", *self.outliers]
-        stacked = {
-            name: {"logits": torch.stack([sets[name]["logits"] for sets in every], 1)}
-            for name in names
-            if all(name in sets for sets in every)
-        }
-        if len(stacked) < len(names):
-            return {}
-        found = {"members": len(every)}
-        for name in ENSEMBLE_SCORES:
-            inside = scores[name](stacked["test"]["logits"].double())
-            found[name] = {
-                key: {
-                    figure: round(100 * value, 3)
-                    for figure, value in ood_figures(
-                        inside, scores[name](stacked[key]["logits"].double())
-                    ).items()
-                    if figure in ("AUROC", "FPR95")
-                }
-                for key in self.outliers
-            }
-        return found
 
     def alarms(self, count: int, seed: int, *, changes: bool = True) -> dict[str, dict[str, float]]:
         """Return the share of alarms at 5 % on labelled sets, with their accuracy."""
@@ -237,9 +305,8 @@ class Figures:
         for name in ("readout", "mean", "end", "members"):
             known[name][:number] = family[name][:number]
         novelty = fit_novelty(known, self.blocks, labels=False)
-        return self.of_scores(
-            lambda data: novelty(summaries(data, self.blocks), data["members"])[1], test
-        )
+        rows = {"": lambda d: novelty(summaries(d, self.blocks), d["members"])[1]}
+        return self.of_scores(self.scored(rows, test)[""])
 
     def left_out(self, seed: int) -> dict[str, float]:
         """Return AUROC of CIFAR-10 classes that the known data leave out, to a host of ImageNet."""
@@ -256,6 +323,9 @@ class Figures:
         novelty = fit_novelty(known, self.blocks)
         every: dict[str, Score] = {
             "novelty": lambda part: novelty(summaries(part, self.blocks), part["members"])[1],
+            "single + novelty": novelty_of(
+                known, single_taps, lambda part: part["logits"][:, None], labels=True
+            ),
             **rivals(known),
         }
         return {
@@ -266,24 +336,57 @@ class Figures:
         }
 
 
-def write_table(cache: Path, task: str, *, others: bool = True) -> None:
-    """Write `docs/results/novelty-TASK.json`; without `others` rivals keep their figures."""
+def commit() -> str:
+    """Return the commit of the code that runs, and whether it has changes."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    name = git("rev-parse", "--short=10", "HEAD")
+    changed = git("status", "--porcelain", "--", "src", "experiments", ":!experiments/results")
+    return f"{name or 'unknown'}{' with changes' if changed else ''}"
+
+
+def write_table(cache: Path, task: str, draws: int | None = None) -> None:
+    """Write `docs/results/novelty-TASK.json`, all of it from stored features."""
     figures = Figures(cache, task)
-    path = RESULTS / f"novelty-{task}.json"
-    sizes = figures.sizes()
+    draws = draws or DRAWS
+    sizes, seeds = figures.sizes(), range(draws)
     usual = 1000 if 1000 in sizes else sizes[-1]
-    seeds = range(DRAWS)
+    scored = []
+    for seed in seeds:
+        scored.append(figures.scored(figures.rows(usual, seed), figures.draw(usual, seed)[1]))
+        print(f"{task}: draw {seed + 1} of {draws}", flush=True)
+
+    def novelty_alone(size: int, seed: int) -> dict[str, Any]:
+        fitted, test = figures.novelty(size, seed), figures.draw(size, seed)[1]
+        rows = {"novelty": lambda d: fitted(summaries(d, figures.blocks), d["members"])[1]}
+        return {"novelty": figures.of_scores(figures.scored(rows, test)["novelty"])}
+
+    def neighbours(seed: int) -> int:
+        known, _ = figures.draw(usual, seed)
+        return choose_neighbours(known["features"], known["labels"])
+
     right = figures.test["logits"].argmax(-1) == figures.test["labels"]
     record: dict[str, Any] = {
         "task": task,
-        "command": f"python experiments/novelty.py table {task} --cache CACHE",
+        "command": f"python experiments/novelty.py table {task}",
+        "commit": commit(),
         "families": figures.families,
         "accuracy": round(100 * float(right.double().mean()), 2),
         "usual": usual,
+        "neighbours": [neighbours(seed) for seed in seeds],
         "detectors": {
-            str(size): [figures.detectors(size, seed, others=others) for seed in seeds]
+            str(size): [
+                {row: figures.of_scores(one) for row, one in scored[seed].items()}
+                if size == usual
+                else novelty_alone(size, seed)
+                for seed in seeds
+            ]
             for size in sizes
         },
+        **figures.compared(scored, usual),
         "alarms": [figures.alarms(usual, seed) for seed in seeds],
         "alarms by size": {
             str(size): [
@@ -292,25 +395,15 @@ def write_table(cache: Path, task: str, *, others: bool = True) -> None:
             for size in sizes
         },
         "alarms redrawn": {
-            str(size): [figures.redrawn_alarms(size, seed) for seed in range(2 * DRAWS)]
+            str(size): [figures.redrawn_alarms(size, seed) for seed in range(2 * draws)]
             for size in sizes
         },
         "caught": [figures.caught(usual, seed) for seed in seeds],
+        "contaminated": [figures.contaminated(usual, seed) for seed in seeds],
     }
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    # without hosts of other seeds the ensemble keeps its figures
-    record["deep ensemble"] = figures.deep_ensemble() or before.get("deep ensemble", {})
-    if others:
-        record["contaminated"] = [figures.contaminated(usual, seed) for seed in seeds]
-        if task == "imagenet" and "labels" in figures.sets["cifar10"]:
-            record["left out"] = [figures.left_out(seed) for seed in seeds]
-    else:
-        for size, draws in before["detectors"].items():
-            fresh = record["detectors"][size]
-            record["detectors"][size] = [
-                {**old, **new} for old, new in zip(draws, fresh, strict=True)
-            ]
-        record = {**before, **record}
+    if task == "imagenet":
+        record["left out"] = [figures.left_out(seed) for seed in seeds]
     RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"novelty-{task}.json"
     write_whole(path, json.dumps(record) + "\n")
     print(f"wrote {path.name}", flush=True)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.data.running import call_model, split_batch
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.hosts import main_output
 from hydra_ensembles.training import Settings
 from hydra_ensembles.training.acceleration import accelerator
@@ -84,6 +85,24 @@ class Drawn:
 
 def _chunks(rows: list[int], size: int) -> list[list[int]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def read_recipe(name: str | None) -> dict[str, Any]:
+    """Return the recipe of a task's hosts."""
+    recipes: dict[str, Any] = yaml.safe_load(RECIPES.read_text(encoding="utf-8"))
+    if name not in recipes:
+        raise DataError(f"There is no recipe {name!r}. There are: {', '.join(recipes)}.")
+    recipe: dict[str, Any] = recipes[name]
+    return recipe
+
+
+def part_of(task: Any, recipe: dict[str, Any], kind: str) -> Any:
+    """Return the examples that hosts are trained on (`train`) or tested on (`test`)."""
+    if isinstance(task, TextTask):
+        found = task.part(recipe[kind])
+    else:
+        found = cifar10(task.data, recipe[kind]).without(recipe.get("without", ()))
+    return found.sample(recipe["count"]) if kind == "train" and "count" in recipe else found
 
 
 def new_host(recipe: dict[str, Any], data: Path, seed: int) -> nn.Module:
@@ -190,19 +209,8 @@ def finetune_hosts(
     name: str | None, data: Path | None, hosts: Path | None, seeds: Sequence[int]
 ) -> None:
     """Fine-tune the hosts of a recipe that are not there yet."""
-    recipes = yaml.safe_load(RECIPES.read_text(encoding="utf-8"))
-    if name not in recipes:
-        raise SystemExit(f"There is no recipe {name!r}. There are: {', '.join(recipes)}.")
-    recipe, task = recipes[name], open_task(name, data, hosts)
-
-    def part(kind: str) -> Any:
-        if isinstance(task, TextTask):
-            return task.part(kind)
-        return cifar10(task.data, kind).without(recipe.get("without", ()))
-
-    train, test = part(recipe["train"]), part(recipe["test"])
-    if "count" in recipe:
-        train = train.sample(recipe["count"])
+    recipe, task = read_recipe(name), open_task(str(name), data, hosts)
+    train, test = (part_of(task, recipe, kind) for kind in ("train", "test"))
     for seed in seeds:
         folder = task.hosts / f"seed{seed}"
         if folder.exists():

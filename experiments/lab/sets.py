@@ -153,7 +153,7 @@ def data_root(path: str | Path | None = None) -> Path:
 def need(path: Path) -> Path:
     """Return the path, or say what is missing."""
     if not path.exists():
-        raise DataError(f"{path} is missing. Pass --data, the folder that holds the real data.")
+        raise DataError(f"{path} is missing. Name the folder of the data: --data or HYDRA_DATA.")
     return path
 
 

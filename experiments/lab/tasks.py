@@ -55,10 +55,18 @@ class Task:
 
     @property
     def hosts(self) -> Path:
-        """The folder of this task's fine-tuned hosts."""
-        if self._hosts is None:
-            raise DataError("Say where the fine-tuned hosts are: pass --hosts, or set HYDRA_HOSTS.")
-        return Path(self._hosts) / self.name
+        """The folder of this task's fine-tuned hosts, below `work/hosts` unless said."""
+        return Path(self._hosts or "work/hosts") / self.name
+
+    def host_folder(self, seed: int) -> Path:
+        """Return the folder of a fine-tuned host, or say how it is made."""
+        folder = self.hosts / f"seed{seed}"
+        if not folder.exists():
+            raise DataError(
+                f"There is no host {folder}. Make it with `python experiments/run.py finetune "
+                f"{self.name} --seeds {seed}`; or pass --hosts, or set HYDRA_HOSTS."
+            )
+        return folder
 
     def host(self, seed: int) -> nn.Module:
         """Load the host of a seed, in evaluation mode."""
@@ -112,9 +120,7 @@ class TextTask(Task):
         """Load a fine-tuned host."""
         from transformers import BertForSequenceClassification
 
-        return BertForSequenceClassification.from_pretrained(
-            need(self.hosts / f"seed{seed}")
-        ).eval()
+        return BertForSequenceClassification.from_pretrained(self.host_folder(seed)).eval()
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -277,7 +283,7 @@ class Cifar10(Task):
         """Load a fine-tuned host."""
         import timm
 
-        folder = need(self.hosts / f"seed{seed}")
+        folder = self.host_folder(seed)
         config = json.loads((folder / "config.json").read_text())
         shape = {key: config[key] for key in ("num_classes", "img_size")}
         model = timm.create_model(config["architecture"], **shape)

@@ -8,6 +8,7 @@ from torch import nn
 
 from hydra_ensembles.errors import DataError, UnknownNameError
 from hydra_ensembles.evaluation import evaluate_features
+from hydra_ensembles.evaluation.feature_detectors import choose_neighbours
 
 pytest.importorskip("pytorch_ood")
 
@@ -70,3 +71,32 @@ def test_bad_input_is_named():
         evaluate_features(nn.Identity(), TEST, train=[x for x, _ in TRAIN], ood=FAR)
     with pytest.raises(UnknownNameError, match="feature detector"):
         evaluate_features(nn.Identity(), TEST, train=TRAIN, ood=FAR, methods=["vim"])
+
+
+def many_classes(examples: int, *, seed: int, first: int, last: int):
+    """Draw examples about the centres of some of 120 classes."""
+    centres = torch.randn(120, 24, generator=torch.Generator().manual_seed(9))
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(first, last).repeat_interleave(examples)
+    noise = torch.randn(len(labels), 24, generator=generator)
+    return centres[labels] + 0.4 * noise, labels
+
+
+def test_knn_takes_no_more_neighbours_than_a_class_has():
+    train = [many_classes(6, seed=0, first=0, last=100)]
+    test = [many_classes(2, seed=1, first=0, last=100)]
+    new = {"new": [many_classes(5, seed=2, first=100, last=120)]}
+    results = evaluate_features(nn.Identity(), test, train=train, ood=new, methods=["knn"])
+    assert results["ood/new/AUROC"] > 0.95  # the 50th neighbour is of another class
+
+
+def test_neighbours_are_chosen_by_left_out_groups():
+    few, labels = many_classes(6, seed=0, first=0, last=100)
+    assert choose_neighbours(few, labels) <= 5
+    assert choose_neighbours(few) <= 5  # by clusters, without labels
+    many, labels = many_classes(200, seed=0, first=0, last=4)
+    some = many_classes(50, seed=1, first=0, last=4)
+    noisy = many + 8 * torch.randn(many.shape, generator=torch.Generator().manual_seed(1))
+    assert choose_neighbours(noisy, labels, held_out=some) > 5
+    with pytest.raises(DataError, match="one group"):
+        choose_neighbours(many, torch.zeros(len(many)).long())

@@ -22,8 +22,15 @@ from .results import Results
 Detector = Any
 """A detector of pytorch-ood: `fit_features(features, labels)`, `predict_features(features)`."""
 
-detectors: Registry[Callable[[int], Detector]] = Registry("feature detector")
-"""Detectors by name, made for a number of training examples."""
+NEIGHBOURS = (1, 2, 5, 10, 20, 50)
+"""Numbers of neighbours that `choose_neighbours` tries."""
+GROUPS = 10
+"""Groups of classes, or clusters, that are left out in turn."""
+PER_CLASS = 5
+"""Examples per class, on average, from which on classes are left out; below it clusters are."""
+
+detectors: Registry[Callable[[Tensor, Tensor], Detector]] = Registry("feature detector")
+"""Detectors by name, made for training features `[example, width]` and classes `[example]`."""
 
 
 def _pytorch_ood() -> Any:
@@ -36,14 +43,69 @@ def _pytorch_ood() -> Any:
     return detector
 
 
+def choose_neighbours(
+    features: Tensor,
+    labels: Tensor | None = None,
+    *,
+    held_out: tuple[Tensor, Tensor] | None = None,
+) -> int:
+    """Choose the k of a detector by the distance to the k-th neighbour, without any outlier.
+
+    Groups of classes are left out in turn, and k is the number that tells them best from the others
+    (mean AUROC, the smaller of equals). Without labels, or with fewer than five examples per class,
+    clusters are left out. More neighbours than a class has examples are of other classes: the
+    published k = 50 needs thousands of examples per class.
+
+    Args:
+        features: What the detector is fitted to, `[example, width]`.
+        labels: Their classes, `[example]`.
+        held_out: Other features and classes to choose by; else each example among the others.
+    """
+    bank = torch.nn.functional.normalize(features.float(), dim=-1)
+    if labels is not None and len(labels) >= PER_CLASS * len(labels.unique()):
+        groups = labels % GROUPS if len(labels.unique()) > GROUPS else labels
+        asked, asked_groups = bank, groups
+        if held_out is not None:
+            asked = torch.nn.functional.normalize(held_out[0].float(), dim=-1)
+            asked_groups = held_out[1] % GROUPS if groups is not labels else held_out[1]
+    else:
+        groups = _clusters(bank)
+        asked, asked_groups = bank, groups
+    present = groups.unique()
+    if len(present) < 2:
+        raise DataError("All examples are of one group; leaving it out leaves nothing to fit to.")
+    apart = torch.cdist(asked, bank)
+    if asked is bank:
+        apart.fill_diagonal_(torch.inf)
+    rating = dict.fromkeys(NEIGHBOURS, 0.0)
+    for group in present:
+        others = apart[:, groups != group]
+        new = asked_groups == group
+        near = others.topk(min(NEIGHBOURS[-1], others.shape[1]), largest=False).values
+        for count in NEIGHBOURS:
+            distance = near[:, min(count, near.shape[1]) - 1]
+            rating[count] += ood_figures(distance[~new], distance[new])["AUROC"]
+    return max(NEIGHBOURS, key=lambda count: rating[count])
+
+
+def _clusters(rows: Tensor) -> Tensor:
+    """Return the clusters of rows by Lloyd's algorithm, from rows that lie evenly in the data."""
+    centres = rows[:: max(1, len(rows) // GROUPS)][:GROUPS].clone()
+    for _ in range(20):
+        nearest = torch.cdist(rows, centres).argmin(1)
+        for cluster in nearest.unique():
+            centres[cluster] = rows[nearest == cluster].mean(0)
+    return nearest
+
+
 @detectors.register("knn")
-def knn(examples: int) -> Detector:
-    """Return a detector by the distance to the 50th nearest feature (Sun et al., 2022)."""
-    return _pytorch_ood().KNN(None, k=min(50, examples))
+def knn(features: Tensor, labels: Tensor) -> Detector:
+    """Return a detector by the distance to the k-th nearest feature (Sun et al., 2022)."""
+    return _pytorch_ood().KNN(None, k=choose_neighbours(features, labels))
 
 
 @detectors.register("mahalanobis")
-def mahalanobis(examples: int) -> Detector:
+def mahalanobis(features: Tensor, labels: Tensor) -> Detector:
     """Return a detector by the distance to the nearest class mean (Lee et al., 2018)."""
     return _pytorch_ood().Mahalanobis(None)
 
@@ -113,7 +175,7 @@ def evaluate_features(
     columns = {key: collect(batches, key)[0] for key, batches in sets.items()}
     figures: dict[str, float] = {}
     for method in methods:
-        detector = detectors[method](len(fitted)).fit_features(fitted, classes)
+        detector = detectors[method](fitted, classes).fit_features(fitted, classes)
         far = {key: detector.predict_features(part).double() for key, part in columns.items()}
         parts = {key: ood_figures(far["id"], far[key], name=key) for key in far if key != "id"}
         parts["ood/mean"] = {
