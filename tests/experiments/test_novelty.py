@@ -106,6 +106,18 @@ def test_bold_is_the_best_and_what_is_not_told_from_it(record: dict) -> None:
     assert known_page.best_rows(record, "far", ["msp"]) == ["msp"]
 
 
+def test_the_page_is_what_its_command_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in known_page.RESULTS.glob("novelty-*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+        assert "changes" not in json.loads(file.read_text(encoding="utf-8"))["commit"]
+    page = (known_page.RESULTS / "novelty.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(known_page, "RESULTS", tmp_path)
+    known_page.write_page()
+    assert (tmp_path / "novelty.md").read_text(encoding="utf-8") == page, "run novelty.py page"
+
+
 def test_three_hosts_are_a_deep_ensemble(tmp_path: Path) -> None:
     store_task(tmp_path, seeds=(0, 1, 2))
     figures = known_table.Figures(tmp_path, "digits")
