@@ -85,7 +85,7 @@ def page(record: dict[str, Any]) -> str:
             low, high = interval(gap)
             gaps.append(
                 f"- {float(ratio):.0%} pruned: the log-perplexity of HIES minus that of HIS is "
-                f"{gap.mean():+.2f} [{low:+.2f}, {high:+.2f}] ({len(pairs)} draws)."
+                f"{gap.mean():+.2f} [{low:+.2f}, {high:+.2f}] (draws: {len(pairs)})."
             )
     draws = max(len(rows(record, "his", ratio, "losses")) for ratio in ratios)
     head = ["", *(f"{float(ratio):.0%}" for ratio in ratios)]
@@ -103,7 +103,7 @@ def page(record: dict[str, Any]) -> str:
             "## Perplexity",
             "",
             f"All / AG News / XQuAD: {2 * half * sizes['window']:,} tokens in windows of "
-            f"{sizes['window']}; mean log-perplexity over {draws} draws of the calibration texts. "
+            f"{sizes['window']}; mean log-perplexity; draws of the calibration texts: {draws}. "
             f"Gemma-3-270m (base, 4-bit), unpruned, on its own tokens: "
             f"{perplexity(record['gemma']['losses'])}.",
             "",
@@ -123,8 +123,7 @@ def page(record: dict[str, Any]) -> str:
             "",
             *grid(head, tasks),
             "",
-            "The paper reports gains of HIES over HIS on classifiers from 30 % on. This language "
-            "model does not show them: attention of low entropy is not what it lives by.",
+            "The paper reports gains of HIES over HIS on classifiers from 30 % on.",
             "",
         ]
     )
