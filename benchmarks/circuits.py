@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from hydra_ensembles.heads.gating import gate
-from hydra_ensembles.heads.masks import HeadMask
+from hydra_ensembles.heads.gates import gate
+from hydra_ensembles.heads.head_mask import HeadMask
 from hydra_ensembles.hosts import HostModel
 from hydra_ensembles.search.headmap import find_circuit, find_effects
 from hydra_ensembles.search.objectives import as_objective
-from hydra_ensembles.search.prefix import Outputs
+from hydra_ensembles.search.trunk_cache import Outputs
 
 Clock = Callable[[], Tensor]
 

@@ -21,8 +21,8 @@ import torch
 
 from hydra_ensembles import HydraEnsemble, fuse
 from hydra_ensembles._records import write_whole
-from hydra_ensembles.fusion.known import logits_and_summaries
-from hydra_ensembles.fusion.taps import tap_names
+from hydra_ensembles.fusion.known_data import logits_and_summaries
+from hydra_ensembles.fusion.token_summaries import tap_names
 from hydra_ensembles.uncertainty import NoveltyFit
 
 RESULTS = Path(__file__).parent / "results"

@@ -33,10 +33,10 @@ ROOMS = {
     "training": "fine-tuning, distilling",
     "refit": "folding by least squares",
     "builder": "build and replay",
-    "baselines": "the rivals",
     "integrations": "pipelines, callbacks, MLflow",
     "report": "pages and pictures",
     "serving": "export and service",
+    "research": "rivals, sweeps, head roles",
     "cli": "commands",
 }
 """The rooms in order; each imports only rooms that stand before it."""

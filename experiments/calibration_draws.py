@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hydra_ensembles._records import write_whole
-from hydra_ensembles.data.running import collect_logits
-from hydra_ensembles.uncertainty.calibration import GAUSS, LAPLACE, LEAST, find_temperature
+from hydra_ensembles.data.model_runs import collect_logits
+from hydra_ensembles.uncertainty.temperatures import GAUSS, LAPLACE, LEAST, find_temperature
 
 RESULTS = Path(__file__).parent / "results" / "calibration_draws.json"
 SOURCES = ("sst2", "imagenet", "digits")

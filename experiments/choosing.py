@@ -31,11 +31,11 @@ from hydra_ensembles._records import write_whole
 from hydra_ensembles.costs.budget import Budget
 from hydra_ensembles.data.corruptions import corrupted
 from hydra_ensembles.data.splits import sample
-from hydra_ensembles.evaluation.metrics_classification import negative_log_likelihood
+from hydra_ensembles.evaluation.metrics import negative_log_likelihood
 from hydra_ensembles.hosts import host_model
+from hydra_ensembles.search.mask_pool import make_pool
 from hydra_ensembles.search.objectives import placements
-from hydra_ensembles.search.pool import make_pool
-from hydra_ensembles.search.prefix import Prefix
+from hydra_ensembles.search.trunk_cache import Prefix
 from hydra_ensembles.uncertainty import find_temperature, score_logits
 
 MEMBERS, MAX_COST, SHARE = 3, 1.07, 0.8

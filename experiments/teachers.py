@@ -22,8 +22,8 @@ from lab.tasks import Task, open_task
 
 import hydra_ensembles as hydra
 from hydra_ensembles._records import write_whole
-from hydra_ensembles.baselines.member_stack import MemberStack
 from hydra_ensembles.hosts.tiny_vit import TinyViT
+from hydra_ensembles.research.rivals.member_stack import MemberStack
 from hydra_ensembles.training import finetune
 
 WAYS: dict[str, dict[str, Any]] = {

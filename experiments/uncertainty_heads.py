@@ -25,9 +25,9 @@ from torch import Tensor
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
 from hydra_ensembles._records import write_whole
-from hydra_ensembles.data.running import collect_logits
+from hydra_ensembles.data.model_runs import collect_logits
 from hydra_ensembles.data.splits import sample
-from hydra_ensembles.evaluation.metrics_ood import ood_figures
+from hydra_ensembles.evaluation.metrics import ood_figures
 from hydra_ensembles.search.headmap import find_effects
 
 OUT = Path(__file__).parents[1] / "docs" / "results" / "uncertainty-heads.json"

@@ -35,15 +35,15 @@ from torch import nn
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask, HydraEnsemble, fuse
-from hydra_ensembles.baselines import make_baseline, relative_cost
-from hydra_ensembles.baselines.member_stack import MemberStack
 from hydra_ensembles.data.proxies import make_proxies
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.hosts import main_output
 from hydra_ensembles.hosts.tiny_vit import TinyViT
 from hydra_ensembles.registry import Registry
+from hydra_ensembles.research.rivals import make_baseline, relative_cost
+from hydra_ensembles.research.rivals.member_stack import MemberStack
 from hydra_ensembles.training import finetune_branch
-from hydra_ensembles.training.distilling import DISTILL
+from hydra_ensembles.training.distillation import DISTILL
 from hydra_ensembles.uncertainty import fit_temperature
 
 from .answers import Answers, Store, ask

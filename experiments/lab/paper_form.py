@@ -21,8 +21,8 @@ from torch import nn
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
-from hydra_ensembles.baselines.member_stack import MemberStack
 from hydra_ensembles.data.splits import sample
+from hydra_ensembles.research.rivals.member_stack import MemberStack
 
 from .answers import Answers, Store
 from .methods import answers_of_model, methods

@@ -28,13 +28,13 @@ import yaml
 from torch import Tensor, nn
 
 from hydra_ensembles._records import write_whole
-from hydra_ensembles.data.running import call_model, split_batch
+from hydra_ensembles.data.model_runs import call_model, split_batch
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.hosts import main_output
 from hydra_ensembles.training import Settings
-from hydra_ensembles.training.acceleration import accelerator
+from hydra_ensembles.training.accelerator import accelerator
 from hydra_ensembles.training.loop import Run
-from hydra_ensembles.training.stream import Stream
+from hydra_ensembles.training.sample_order import Stream
 
 from .sets import ImageSet, cifar10, need
 from .tasks import TextTask, minilm_folder, open_task

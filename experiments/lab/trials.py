@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hydra_ensembles.training import distilling
+from hydra_ensembles.training import distillation as distilling
 from hydra_ensembles.training.distill_run import DistillRun, log_mean
-from hydra_ensembles.training.stream import generator
+from hydra_ensembles.training.sample_order import generator
 
 
 @dataclass(frozen=True)

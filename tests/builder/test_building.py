@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from hydra_ensembles.builder import METHODS, Random, Search, build, replay
-from hydra_ensembles.costs.counting import CostModel
+from hydra_ensembles.costs.formula import CostModel
 from hydra_ensembles.errors import DataError, FormatError, MaskError
-from hydra_ensembles.heads.masks import HeadMask
-from hydra_ensembles.search.select import EnsembleObjective
+from hydra_ensembles.heads.head_mask import HeadMask
+from hydra_ensembles.search.selection import EnsembleObjective
 
 from ..zoo import VOCABULARY, sharp
 

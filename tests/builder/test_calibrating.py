@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hydra_ensembles import build
-from hydra_ensembles.builder.calibrating import _folds, calibrate, cross_fit
+from hydra_ensembles.builder.calibration import _folds, cross_fit, fit_temperatures
 from hydra_ensembles.uncertainty import log_mean_probability, mean_probability, scale_logits
 
 from .. import zoo
@@ -30,7 +30,7 @@ def nll(logits: torch.Tensor, labels: torch.Tensor) -> float:
 
 def test_too_sure_members_are_calibrated_and_it_shows():
     logits, labels, host = sharp(200)
-    found = calibrate(logits, labels, host)
+    found = fit_temperatures(logits, labels, host)
     report = found["calibration"]
     assert report["way"] != "none" and report["examples"] == 200 and "note" not in report
     for who in ("ensemble", "host"):
@@ -51,7 +51,7 @@ def test_examples_that_nothing_is_fitted_on_are_judged_by_all_that_is():
     logits, labels, host = sharp(200)
     fitted = torch.arange(200) < 150
     found, judged = cross_fit(logits, labels, host, held_out=~fitted, fitted=fitted)
-    alone = calibrate(logits[fitted], labels[fitted], host[fitted])
+    alone = fit_temperatures(logits[fitted], labels[fitted], host[fitted])
     assert found["calibration"]["fitted_on"] == 150 and found["calibration"]["examples"] == 50
     scaled = scale_logits(
         logits,
@@ -66,7 +66,7 @@ def test_examples_that_nothing_is_fitted_on_are_judged_by_all_that_is():
 
 def test_what_would_harm_is_refused_and_said():
     logits, labels, host = sharp(60, factor=1.0, seed=3)
-    found = calibrate(logits, labels, host)
+    found = fit_temperatures(logits, labels, host)
     report = found["calibration"]
     assert found["temperature"] == 1.0 and found["member_temperatures"] == [1.0] * 3
     assert report["way"] == "none" and "stay" in report["note"]
@@ -78,7 +78,7 @@ def test_what_is_refused_would_not_improve_the_figures_that_the_note_quotes():
     for seed in range(8):
         logits, labels, host = sharp(60, factor=1.2, seed=seed)
         held_out = torch.arange(60) >= 36
-        report = calibrate(logits, labels, host, held_out=held_out)["calibration"]
+        report = fit_temperatures(logits, labels, host, held_out=held_out)["calibration"]
         quoted = re.findall(r"NLL ([\d.]+), ECE ([\d.]+) %", report.get("note", ""))
         if report["way"] == "none" and quoted:
             refused += 1
@@ -92,14 +92,14 @@ def test_all_right_and_tiny_sets_are_safe():
     logits, labels, host = sharp(40)
     for rows, right in ((slice(0, 40), True), (slice(0, 4), False), (slice(0, 1), False)):
         target = mean_probability(logits[rows]).argmax(-1) if right else labels[rows]
-        found = calibrate(logits[rows], target, host[rows])
+        found = fit_temperatures(logits[rows], target, host[rows])
         assert found["temperature"] == 1.0 and found["calibration"]["note"]
 
 
 def test_figures_are_of_the_examples_that_did_not_select():
     logits, labels, host = sharp(100)
     held_out = torch.arange(100) >= 60
-    report = calibrate(logits, labels, host, held_out=held_out)["calibration"]
+    report = fit_temperatures(logits, labels, host, held_out=held_out)["calibration"]
     assert (report["examples"], report["fitted_on"]) == (40, 100)
     assert report["ensemble"]["NLL"][0] == pytest.approx(nll(logits[60:], labels[60:]), rel=1e-5)
 

@@ -9,7 +9,7 @@ from hydra_ensembles import HeadMask, HeadScores, Random, Search, Select
 from hydra_ensembles.builder import METHODS, build
 from hydra_ensembles.builder.methods import as_method, method_with
 from hydra_ensembles.costs.budget import Budget
-from hydra_ensembles.search.distinct import count_masks, next_best
+from hydra_ensembles.search.selection import count_masks, next_best
 
 from ..zoo import sharp
 from .test_building import pictures

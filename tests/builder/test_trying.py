@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hydra_ensembles.builder.trying import Trial, try_model, with_labels
+from hydra_ensembles.builder.trial import Trial, try_model, with_labels
 from hydra_ensembles.data import digits
 from hydra_ensembles.data.batches import Batches, labels_of, take
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
-from hydra_ensembles.report.trial_sections import at_a_glance, verdict
+from hydra_ensembles.report.trial_page import at_a_glance, verdict
 
 CONFIG = TinyViTConfig(width=24, heads=4, layers=3, mlp_width=24)
 STRANGE = (3, 50, 77)

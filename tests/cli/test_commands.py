@@ -13,7 +13,7 @@ from hydra_ensembles import HeadMask, HydraEnsemble, Results
 from hydra_ensembles.cli.main import COMMANDS, main
 from hydra_ensembles.costs.budget import Budget
 from hydra_ensembles.data import digits
-from hydra_ensembles.heads.masks import HeadScores
+from hydra_ensembles.heads.head_mask import HeadScores
 from hydra_ensembles.hosts import host_model
 from tests.test_records import held_elsewhere
 

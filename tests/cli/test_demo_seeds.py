@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hydra_ensembles.cli import demo_steps as steps
-from hydra_ensembles.cli.demo_seeds import numbers
+from hydra_ensembles.cli.demo_steps import numbers
 from hydra_ensembles.cli.main import main
 from hydra_ensembles.evaluation import Results, evaluate
 from hydra_ensembles.uncertainty import Prediction, predict_from_logits

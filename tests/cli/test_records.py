@@ -18,8 +18,8 @@ import torch
 import hydra_ensembles as hydra
 from hydra_ensembles import Policy
 from hydra_ensembles.cli.answering import Answering, line_of
-from hydra_ensembles.cli.loading import load_model
-from hydra_ensembles.cli.records import MOST_BYTES, Record, batches, read_records, records_of_lines
+from hydra_ensembles.cli.models import load_model
+from hydra_ensembles.data.records import MOST_BYTES, Record, batches, read_records, records_of_lines
 from tests import zoo
 from tests.fusion.test_fusion import EARLY
 from tests.fusion.test_inputs import words

@@ -10,9 +10,9 @@ from torch import nn
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
-from hydra_ensembles.costs.counting import CostModel, cost
+from hydra_ensembles.costs.formula import CostModel, cost
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.hosts.weighing import operation_counter
+from hydra_ensembles.hosts.operation_count import operation_counter
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, LATE, SWITCHES, TREE
 

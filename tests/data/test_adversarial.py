@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ensembles.data import adversarial, as_data
-from hydra_ensembles.data.adversarial import EPSILON, fgsm, pgd
+from hydra_ensembles.data.attacks import EPSILON, fgsm, pgd
 from hydra_ensembles.errors import DataError, UnknownNameError
 
 MEAN, STD = 0.4, 0.2

@@ -12,8 +12,12 @@ from torch import Tensor, nn
 
 import hydra_ensembles as hydra
 from hydra_ensembles.data import Batches, check_class_order, text_file
-from hydra_ensembles.data.class_names import class_finder, model_names
-from hydra_ensembles.data.class_order import ClassOrderError, better_order
+from hydra_ensembles.data.class_names import (
+    ClassOrderError,
+    better_order,
+    class_finder,
+    model_names,
+)
 from hydra_ensembles.errors import DataError
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_ensembles.data import running as inf
+from hydra_ensembles.data import model_runs as inf
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.uncertainty import Prediction, predict_from_logits
 

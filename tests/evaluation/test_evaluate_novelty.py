@@ -10,7 +10,7 @@ import torch
 from hydra_ensembles import HeadMask, HydraEnsemble, compare, fit_policy, fuse
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.evaluation import evaluate
-from hydra_ensembles.evaluation.metrics_ood import ood_figures
+from hydra_ensembles.evaluation.metrics import ood_figures
 from tests import zoo
 
 

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_ensembles.data.running import collect_logits
+from hydra_ensembles.data.model_runs import collect_logits
 from hydra_ensembles.errors import DataError, UnknownNameError
 from hydra_ensembles.evaluation import Results, evaluate
-from hydra_ensembles.evaluation.metrics_classification import (
+from hydra_ensembles.evaluation.metrics import (
     AdaptiveError,
     brier,
     expected_calibration_error,
+    figures_of_scores,
     negative_log_likelihood,
+    once,
+    selective_figures,
 )
-from hydra_ensembles.evaluation.metrics_ood import figures_of_scores
-from hydra_ensembles.evaluation.metrics_selective import selective_figures
-from hydra_ensembles.evaluation.ordering import once
 from hydra_ensembles.uncertainty import (
     Prediction,
     disagreement,

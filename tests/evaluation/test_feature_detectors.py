@@ -8,7 +8,7 @@ from torch import nn
 
 from hydra_ensembles.errors import DataError, UnknownNameError
 from hydra_ensembles.evaluation import evaluate_features
-from hydra_ensembles.evaluation.feature_detectors import choose_neighbours
+from hydra_ensembles.research.feature_detectors import choose_neighbours
 
 pytest.importorskip("pytorch_ood")
 
@@ -49,7 +49,7 @@ def test_mahalanobis_by_its_formula():
         gap = z.double()[:, None] - means
         return torch.einsum("ncd,de,nce->nc", gap, precision, gap).amin(1)
 
-    from hydra_ensembles.evaluation.metrics_ood import ood_figures
+    from hydra_ensembles.evaluation.metrics import ood_figures
 
     inside, outside = (distance(torch.cat([a for a, _ in d])) for d in (TEST, FAR["same"]))
     expected = ood_figures(inside, outside)["AUROC"]

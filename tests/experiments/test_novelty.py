@@ -15,7 +15,7 @@ from lab.differences import Resamples, resampled_figures, told_above
 from lab.known_table import FAMILIES, ROWS, write_table
 from safetensors.torch import save_file
 
-from hydra_ensembles.evaluation.metrics_ood import ood_figures
+from hydra_ensembles.evaluation.metrics import ood_figures
 
 pytest.importorskip("pytorch_ood")
 ROOT = Path(__file__).parents[2]

@@ -16,13 +16,13 @@ from torch import nn
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
-from hydra_ensembles.costs.counting import CostModel, cost
+from hydra_ensembles.costs.formula import CostModel, cost
 from hydra_ensembles.errors import UnsupportedModelError
-from hydra_ensembles.fusion.hosted import HostedBlock
+from hydra_ensembles.fusion.host_engine import HostedBlock
 from hydra_ensembles.hosts import host_model
-from hydra_ensembles.hosts.cutting import Cut, best_cut
-from hydra_ensembles.hosts.weighing import operation_counter
-from hydra_ensembles.search.prefix import Prefix
+from hydra_ensembles.hosts.head_removal import Cut, best_cut
+from hydra_ensembles.hosts.operation_count import operation_counter
+from hydra_ensembles.search.trunk_cache import Prefix
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, EQUAL, LATE, TREE, gated, members_of, perturbed
 

@@ -14,12 +14,12 @@ import torch
 from hydra_ensembles import HeadMask, HydraEnsemble, fuse
 from hydra_ensembles.data.batches import join, take
 from hydra_ensembles.errors import DataError, FormatError, HydraError
-from hydra_ensembles.fusion.folder_format import signed
-from hydra_ensembles.fusion.known import has_readout_token, logits_and_summaries
-from hydra_ensembles.fusion.taps import Collector, tap_names
+from hydra_ensembles.fusion.folder_schema import signed
+from hydra_ensembles.fusion.known_data import has_readout_token, logits_and_summaries
+from hydra_ensembles.fusion.token_summaries import Collector, tap_names
 from hydra_ensembles.hosts import host_model
-from hydra_ensembles.hosts.calling import states_of
-from hydra_ensembles.uncertainty.novelty import NoveltyFit
+from hydra_ensembles.hosts.block_calls import states_of
+from hydra_ensembles.uncertainty.novelty_fit import NoveltyFit
 from tests import zoo
 
 

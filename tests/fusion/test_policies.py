@@ -13,9 +13,9 @@ import torch
 import hydra_ensembles as hydra
 from hydra_ensembles import HydraEnsemble
 from hydra_ensembles.errors import DataError, HydraError
-from hydra_ensembles.fusion.folder_format import DIGEST, digest_of
-from hydra_ensembles.fusion.known import known_inputs
-from hydra_ensembles.uncertainty.policies import METHODS
+from hydra_ensembles.fusion.folder_schema import DIGEST, digest_of
+from hydra_ensembles.fusion.known_data import known_inputs
+from hydra_ensembles.uncertainty.policy import METHODS
 from tests import zoo
 from tests.fusion.test_fusion import EARLY
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask, HydraEnsemble
-from hydra_ensembles.fusion.folder_format import signed
-from hydra_ensembles.fusion.taps import Collector
+from hydra_ensembles.fusion.folder_schema import signed
+from hydra_ensembles.fusion.token_summaries import Collector
 from tests import zoo
 
 LATE = [

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import hydra_ensembles as hydra
-from hydra_ensembles.hosts.wording import argument_in_words, at_layer, parts_in_words
+from hydra_ensembles.hosts.reasons import argument_in_words, at_layer, parts_in_words
 from tests import zoo
 
 

@@ -26,7 +26,7 @@ from hydra_ensembles.data import ImageTransform, processes
 from hydra_ensembles.data.batches import Batches, as_data
 from hydra_ensembles.errors import HydraError
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
-from hydra_ensembles.search.head_roles import head_map
+from hydra_ensembles.research.head_roles import head_map
 from hydra_ensembles.training import Settings, finetune_branch
 
 CLASSES = 3

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hydra_ensembles as hydra
 from hydra_ensembles.errors import DataError, HydraError, UnsupportedModelError
-from hydra_ensembles.hosts.feed_forward import last_linear
+from hydra_ensembles.hosts.block import last_linear
 from hydra_ensembles.hosts.host import host_model
 from tests import zoo
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from hydra_ensembles import HeadMask, fuse
-from hydra_ensembles.data.running import collect_logits
+from hydra_ensembles.data.model_runs import collect_logits
 from hydra_ensembles.data.splits import split
 from hydra_ensembles.hosts import host_model
 from hydra_ensembles.search.halving import halve
-from hydra_ensembles.search.pool import make_pool
-from hydra_ensembles.search.prefix import Prefix
-from hydra_ensembles.search.select import EnsembleObjective
-from hydra_ensembles.search.state import SearchState
+from hydra_ensembles.search.mask_pool import make_pool
+from hydra_ensembles.search.search_state import SearchState
+from hydra_ensembles.search.selection import EnsembleObjective
+from hydra_ensembles.search.trunk_cache import Prefix
 from hydra_ensembles.uncertainty import log_mean_probability
 
 from ..builder.test_building import pictures

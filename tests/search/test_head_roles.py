@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hydra_ensembles.errors import UnsupportedModelError
-from hydra_ensembles.heads.masks import HeadMask
+from hydra_ensembles.heads.head_mask import HeadMask
 from hydra_ensembles.hosts import host_model, main_output
-from hydra_ensembles.search.head_roles import HeadMap, head_map, overlaps
+from hydra_ensembles.research.head_roles import HeadMap, head_map, overlaps
 from hydra_ensembles.search.headmap import find_effects
 
 from ..zoo import images, sharp
@@ -88,7 +88,7 @@ def test_the_record_reads_back_and_circuits_overlap():
 
 def test_pictures():
     pytest.importorskip("matplotlib")
-    from hydra_ensembles.report.circuit_figures import plot_effects, plot_members, plot_overlaps
+    from hydra_ensembles.research.circuit_figures import plot_effects, plot_members, plot_overlaps
 
     model, data = a_host("vit")
     circuit = find_effects(model, id=data, keep=1, progress=False)

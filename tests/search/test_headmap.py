@@ -11,17 +11,17 @@ import torch
 
 from hydra_ensembles._records import sealed
 from hydra_ensembles.costs.budget import Budget
-from hydra_ensembles.costs.counting import CostModel
+from hydra_ensembles.costs.formula import CostModel
 from hydra_ensembles.data.batches import take
-from hydra_ensembles.data.running import call_model
+from hydra_ensembles.data.model_runs import call_model
 from hydra_ensembles.errors import DataError, FormatError, MaskError
-from hydra_ensembles.heads.gating import gate
-from hydra_ensembles.heads.masks import HeadMask
+from hydra_ensembles.heads.gates import gate
+from hydra_ensembles.heads.head_mask import HeadMask
 from hydra_ensembles.hosts import host_model, main_output
 from hydra_ensembles.search.headmap import Circuit, find_circuit, find_effects
 from hydra_ensembles.search.objectives import as_objective, ece_of, effect, objectives, placements
-from hydra_ensembles.search.prefix import Outputs, Prefix
-from hydra_ensembles.search.sets import shifted
+from hydra_ensembles.search.search_data import shifted
+from hydra_ensembles.search.trunk_cache import Outputs, Prefix
 
 from ..zoo import SHARP, images, labelled, sharp, texts
 from .naive import Sets, naive_headmap

@@ -16,13 +16,13 @@ from hydra_ensembles.builder import build
 from hydra_ensembles.data import processes
 from hydra_ensembles.data.ray_cluster import start_ray
 from hydra_ensembles.errors import DataError, HydraError, MissingDependencyError
-from hydra_ensembles.heads.masks import HeadMask
+from hydra_ensembles.heads.head_mask import HeadMask
 from hydra_ensembles.hosts import host_model
-from hydra_ensembles.search.climbing import climb
+from hydra_ensembles.search.candidate_runs import climb
 from hydra_ensembles.search.headmap import find_circuit, find_effects
-from hydra_ensembles.search.prefix import Prefix
 from hydra_ensembles.search.ray_tasks import current_tasks, ray_tasks
-from hydra_ensembles.search.state import TensorStore
+from hydra_ensembles.search.search_state import TensorStore
+from hydra_ensembles.search.trunk_cache import Prefix
 
 from ..zoo import SHARP, images, labelled, sharp
 

@@ -9,14 +9,14 @@ import torch
 
 from hydra_ensembles.costs.budget import Budget
 from hydra_ensembles.errors import FormatError, MaskError
-from hydra_ensembles.heads.masks import HeadMask, HeadScores
+from hydra_ensembles.heads.head_mask import HeadMask, HeadScores
 from hydra_ensembles.hosts import host_model
 from hydra_ensembles.search.candidate_table import Table
 from hydra_ensembles.search.ensemble_search import Candidates, search_members
-from hydra_ensembles.search.pool import all_rows, make_pool, mutations
-from hydra_ensembles.search.prefix import Outputs, Prefix
-from hydra_ensembles.search.select import EnsembleObjective, Selector, split_rows
-from hydra_ensembles.search.state import SearchState, TensorStore
+from hydra_ensembles.search.mask_pool import all_rows, make_pool, mutations
+from hydra_ensembles.search.search_state import SearchState, TensorStore
+from hydra_ensembles.search.selection import EnsembleObjective, Selector, split_rows
+from hydra_ensembles.search.trunk_cache import Outputs, Prefix
 from hydra_ensembles.uncertainty import score_logits
 
 from ..zoo import images, sharp

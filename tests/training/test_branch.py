@@ -16,8 +16,8 @@ from hydra_ensembles import HeadMask
 from hydra_ensembles.data import as_data
 from hydra_ensembles.errors import DataError, HydraError
 from hydra_ensembles.training import finetune_branch
-from hydra_ensembles.training.branch import CachedTrunk, bootstrap_weights
-from hydra_ensembles.training.numbered import numbered
+from hydra_ensembles.training.branch_run import CachedTrunk, bootstrap_weights
+from hydra_ensembles.training.sample_order import numbered
 from tests import zoo
 
 MASKS = [

@@ -19,9 +19,9 @@ from hydra_ensembles import HeadMask
 from hydra_ensembles.data import as_data
 from hydra_ensembles.errors import DataError, FormatError, MaskError
 from hydra_ensembles.training import Settings, distill, finetune
-from hydra_ensembles.training.answers import assign
 from hydra_ensembles.training.distill_run import DistillRun
-from hydra_ensembles.training.distilling import DISTILL
+from hydra_ensembles.training.distillation import DISTILL
+from hydra_ensembles.training.teacher_answers import assign
 from hydra_ensembles.training.views import Views
 from tests import zoo
 
@@ -106,7 +106,7 @@ def test_each_member_learns_its_own_teacher(name):
 
 
 def main(model: nn.Module, batch: Any) -> torch.Tensor:
-    from hydra_ensembles.data.running import call_model, member_logits_of
+    from hydra_ensembles.data.model_runs import call_model, member_logits_of
 
     return member_logits_of(call_model(model, batch))[:, 0]
 

@@ -16,7 +16,7 @@ from hydra_ensembles.errors import DataError, FormatError, HydraError
 from hydra_ensembles.training import finetune
 from hydra_ensembles.training.checkpoint import FILE_NAME, read_checkpoint
 from hydra_ensembles.training.loop import schedule
-from hydra_ensembles.training.stream import Stream
+from hydra_ensembles.training.sample_order import Stream
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -333,8 +333,8 @@ def test_hugging_face_and_timm_hosts_train():
 def test_a_fused_branch_trains_by_its_members_losses():
     from transformers import BertConfig, BertForSequenceClassification
 
-    from hydra_ensembles.fusion.fusing import fuse
-    from hydra_ensembles.heads.masks import HeadMask
+    from hydra_ensembles.fusion.fuse_members import fuse
+    from hydra_ensembles.heads.head_mask import HeadMask
 
     config = BertConfig(
         vocab_size=30,

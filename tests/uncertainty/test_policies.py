@@ -15,7 +15,7 @@ from scipy.stats import binom
 
 from hydra_ensembles.errors import DataError, FormatError, UnknownNameError
 from hydra_ensembles.uncertainty import Policy, Rates, choose_policy
-from hydra_ensembles.uncertainty.policies import check_reachable, start_sizes
+from hydra_ensembles.uncertainty.policy import check_reachable, start_sizes
 
 
 def brute_force(uncertainty: list[int], wrong: list[bool], risk: float, method: str) -> float:

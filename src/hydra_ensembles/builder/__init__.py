@@ -5,8 +5,8 @@ ways to find members, `deciding.py` what is fitted on the finished ensemble: tem
 the score.
 """
 
-from .building import build as build
-from .building import replay as replay
+from .build_run import build as build
+from .build_run import replay as replay
 from .methods import METHODS as METHODS
 from .methods import Circuits as Circuits
 from .methods import Hies as Hies

@@ -8,15 +8,14 @@ from typing import Any, ClassVar, Protocol
 
 from ..criteria import HeadImportanceEntropy, score_heads
 from ..data.splits import sample
-from ..heads.masks import HeadMask, HeadScores, Keep
+from ..heads.head_mask import HeadMask, HeadScores, Keep
 from ..registry import Registry
-from ..search.distinct import count_masks, next_best
 from ..search.headmap import Condition, find_effects
-from ..search.prefix import CACHE_BYTES
-from ..search.select import EnsembleObjective
+from ..search.selection import EnsembleObjective, count_masks, next_best
+from ..search.trunk_cache import CACHE_BYTES
+from .data_parts import Task
 from .searching import search_pool
 from .selecting import select_members
-from .task import Task
 
 METHODS: Registry[type[Method]] = Registry("method")
 """Methods of `build` by name: classes whose objects can be given in place of the name."""

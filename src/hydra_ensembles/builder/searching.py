@@ -10,16 +10,16 @@ import torch
 from ..costs.budget import Budget
 from ..criteria import score_heads
 from ..errors import UnsupportedModelError
-from ..heads.masks import HeadScores
+from ..heads.head_mask import HeadScores
 from ..hosts import HostModel
-from ..search.candidates import PartCandidates
+from ..search.candidate_table import PartCandidates
 from ..search.ensemble_search import Members, search_members
-from ..search.pool import make_pool
-from ..search.prefix import Prefix
-from ..search.select import EnsembleObjective
-from ..search.state import SearchState
+from ..search.mask_pool import make_pool
+from ..search.search_state import SearchState
+from ..search.selection import EnsembleObjective
 from ..search.ticking import ticker
-from .task import Task
+from ..search.trunk_cache import Prefix
+from .data_parts import Task
 
 POOL_BYTES = 2 * 2**30
 

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from ..data.splits import split
-from ..search.candidates import PartCandidates
+from ..search.candidate_table import PartCandidates
 from ..search.ensemble_search import search_members
 from ..search.halving import halve
-from ..search.pool import make_pool
-from ..search.prefix import Prefix
-from ..search.select import EnsembleObjective
+from ..search.mask_pool import make_pool
+from ..search.selection import EnsembleObjective
 from ..search.ticking import ticker
+from ..search.trunk_cache import Prefix
+from .data_parts import Task
 from .searching import plain, score_tables
-from .task import Task
 
 RUNGS = {"first": 0.1, "second": 0.3, "rest": 0.6}
 """Shares of the selecting data: all masks meet the first, survivors the second and the rest."""

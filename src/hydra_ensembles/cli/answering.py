@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..data.records import Record, batches
 from ..errors import DataError
-from .records import Record, batches
 
 if TYPE_CHECKING:
     from ..uncertainty import Policy, Prediction
-    from .loading import Loaded
+    from .models import Loaded
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Answering:
             return None
         if self.loaded.tokenizer is not None:
             return record.value
-        from ..runtime.pictures import open_image
+        from ..runtime.images import open_image
 
         try:
             if self.loaded.transform is None:
@@ -93,9 +93,9 @@ class Answering:
     def _run(self, inputs: list[Any]) -> Prediction:
         import torch
 
-        from ..data.folders import image_batch
+        from ..data.image_data import image_batch
         from ..fusion.inputs import token_limit
-        from ..fusion.policies import answer_of
+        from ..fusion.policy_data import answer_of
 
         model = self.loaded.model
         if self.loaded.tokenizer is None:
@@ -131,7 +131,7 @@ class Answering:
 
     def _decided(self, answer: Prediction, policy: Policy) -> dict[str, Any]:
         """Return the decision in words, whether it abstains, and why."""
-        from ..fusion.policies import decided
+        from ..fusion.policy_data import decided
 
         words = decided(answer, policy).decisions
         why = policy.reasons(answer.uncertainty, answer.novelty_score)[0]

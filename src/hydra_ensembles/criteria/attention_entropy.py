@@ -5,17 +5,82 @@ alpha_k k): an attention whose values are its keys. A kernel that also returns t
 both at once; it is private in torch, so it is tried on a small example first, and where it is
 missing, or disagrees, or does not fit (a bias for pairs of tokens, other entropies), scores are
 made a few rows at a time.
+
+Entropies of a distribution over keys, and their greatest values.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .attention import AttentionView, later_keys
-from .entropy_kinds import EntropyKind
+from ..errors import HydraError
+from ..registry import check_name
+from .attention_watch import AttentionView, later_keys
+from .criterion import AttentionScore, criteria
+
+KINDS = ("shannon", "renyi", "tsallis", "min")
+
+
+@dataclass(frozen=True)
+class EntropyKind:
+    """An entropy of rows of log-probabilities.
+
+    | kind | entropy of p | greatest, for n keys |
+    |---|---|---|
+    | `shannon` | -sum p log p | log n |
+    | `renyi`, order a | log(sum p^a) / (1 - a) | log n |
+    | `tsallis`, order a | (1 - sum p^a) / (a - 1) | (1 - n^(1 - a)) / (a - 1) |
+    | `min` | -log max p (Renyi of infinite order) | log n |
+
+    Renyi and Tsallis of order 1 are Shannon's.
+
+    Args:
+        name: One of the table.
+        order: The order a > 0 of Renyi's and Tsallis's entropy.
+    """
+
+    name: str = "shannon"
+    order: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_name("entropy", self.name, KINDS)
+        if not (self.order > 0 and math.isfinite(self.order)):
+            raise HydraError(
+                f"The order of an entropy is {self.order}: expected a positive number; "
+                'for an infinite order use kind="min".'
+            )
+
+    @property
+    def is_shannon(self) -> bool:
+        """Whether this is Shannon's entropy, for which there is a path without any matrix."""
+        return self.name == "shannon" or (self.name in ("renyi", "tsallis") and self.order == 1)
+
+    def __call__(self, log_probabilities: Tensor) -> Tensor:
+        """Return the entropy of every row, `[..., keys]` to `[...]`; hidden keys are -inf."""
+        logs = log_probabilities
+        if self.is_shannon:
+            # 0 log 0 = 0: a hidden key's log is -inf, which times 0 would be NaN
+            return -logs.exp().mul_(logs.clamp_min(-1e30)).sum(-1)
+        if self.name == "min":
+            return -logs.amax(-1)
+        power = (logs * self.order).logsumexp(-1)  # log sum p^a
+        if self.name == "renyi":
+            return power / (1 - self.order)
+        return -power.expm1() / (self.order - 1)
+
+    def greatest(self, keys: Tensor) -> Tensor:
+        """Return the entropy of a uniform distribution over that many keys."""
+        logs = keys.log()
+        if self.name == "tsallis" and not self.is_shannon:
+            return -((1 - self.order) * logs).expm1() / (self.order - 1)
+        return logs
+
 
 BLOCK = 1 << 18
 """Scores that are held at once in a blocked pass (1 MiB in float32)."""
@@ -150,3 +215,38 @@ def kernel_works(device: str) -> bool:
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
         return False
     return True
+
+
+# Attention entropy: how widely a head looks (Zhai et al., 2023; HIES, arXiv 2510.13832).
+@criteria.register("entropy")
+@dataclass(frozen=True)
+class AttentionEntropy(AttentionScore):
+    """Mean normalised entropy of a head's rows of attention, in [0, 1]; **lower = keep**.
+
+    AE_h = E_x [ mean_t Entropy(alpha_t) / log n_t ], n_t the number of keys that row t sees: the
+    unpadded length n, or the length of the context in a causal model. Rows of padding and rows
+    with one key do not count; attention is never pooled before the entropy. A focused head (low
+    entropy) is kept, a head that looks everywhere is pruned: use `ranked("entropy", scores)` or
+    `hies` with alpha = 0 to rank by it.
+
+    Args:
+        kind: `"shannon"`, `"renyi"`, `"tsallis"` or `"min"`; all are divided by their greatest
+            value.
+        order: The order of Renyi's and Tsallis's entropy.
+    """
+
+    lower_is_kept: ClassVar[bool] = True
+
+    kind: str = "shannon"
+    order: float = 2.0
+
+    def __post_init__(self) -> None:
+        EntropyKind(self.kind, self.order)  # refuses what it does not know, early
+
+    def values(self, view: AttentionView) -> Tensor:
+        """Return each sample's entropy `[batch, heads]`; NaN where no row counts."""
+        kind = EntropyKind(self.kind, self.order)
+        greatest = kind.greatest(view.visible_keys().clamp_min(2.0))
+        shares = (row_entropies(view, kind) / greatest).clamp_max(1.0)
+        counted = view.counted_rows().expand_as(shares)
+        return torch.where(counted, shares, 0.0).double().sum(-1) / counted.sum(-1)

@@ -11,9 +11,9 @@ import torch
 from ..errors import DataError, MissingDependencyError
 from .batches import Batch, Batches
 from .class_names import Names
-from .folders import image_batch
+from .image_data import image_batch
 from .labels import encode_labels, pick_column
-from .texts import LABEL_COLUMNS, TEXT_COLUMNS, text_data
+from .text_files import LABEL_COLUMNS, TEXT_COLUMNS, text_data
 from .transforms import ImageTransform, image_transform
 
 IMAGE_COLUMNS = ("image", "img", "images", "picture", "pixel_values")

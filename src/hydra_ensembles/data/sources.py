@@ -11,9 +11,9 @@ from ..errors import DataError
 from . import table_files as tables
 from .batches import Batches
 from .class_names import Names
-from .folders import image_folder
 from .hub import hub_dataset, is_saved_dataset
-from .texts import text_file
+from .image_data import image_folder
+from .text_files import text_file
 
 
 def load_data(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..runtime.pictures import converted, picture_array, resampling
+from ..runtime.images import converted, picture_array, resampling
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

@@ -9,21 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ..data.answers import Answers
-from ..data.class_order import check_class_order
-from ..data.running import collect_logits, iterate_answers
+from ..data.class_names import check_class_order
+from ..data.model_runs import collect_logits, iterate_answers
 from ..errors import DataError
 from ..uncertainty import fit_temperature, scale_logits, scores
-from .bootstrap import default_draws, draws_of, intervals
-from .figures import (
-    NOVELTY,
-    OOD,
-    POST,
-    SHIFT,
-    AllFigures,
-    Columns,
-    Examples,
-    columns_of,
-)
+from .figures import NOVELTY, OOD, POST, SHIFT, AllFigures, Columns, Examples, columns_of
+from .intervals import default_draws, draws_of, intervals
 from .results import Results
 
 

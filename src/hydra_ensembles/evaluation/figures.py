@@ -20,17 +20,19 @@ from ..uncertainty import (
     pairwise_kl,
     score_logits,
 )
-from ..uncertainty.policies import ANSWER, NEW, UNSURE
-from .metrics_classification import (
+from ..uncertainty.policy import ANSWER, NEW, UNSURE
+from .metrics import (
     BINS,
     AdaptiveError,
+    Order,
+    Selection,
+    Separation,
+    Weighed,
     bin_of,
     brier,
     negative_log_likelihood,
+    once,
 )
-from .metrics_ood import Separation
-from .metrics_selective import Selection
-from .ordering import Order, Weighed, once
 
 Columns = dict[str, Tensor]
 """One set's columns by name, each `[example]`."""

@@ -1,8 +1,14 @@
-"""The body of a fused model: the only entry of the host's list of blocks; it runs all blocks."""
+"""The body of a fused model: the only entry of the host's list of blocks; it runs all blocks.
+
+Arguments by layer: what the host passes to each of its blocks, kept for the body.
+
+A host that chooses masks or angles layer by layer calls as many blocks as before. All but the last
+are places, which record their arguments and pass the states on; the last is the body.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -11,16 +17,59 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
-from ..heads.plan import Plan
-from ..hosts.arguments import understand
+from ..heads.stream_plan import Plan
 from ..hosts.arithmetic import Arithmetic
-from ..hosts.calling import Form, full_length, states_of, without_cache
-from ..hosts.family import Family
-from ..hosts.probe import Readout
-from ..hosts.relative import Grid
-from .handing import Given, take_handed
-from .layers import Context, FusedBlock
-from .per_stream import select_streams, streams_of
+from ..hosts.attention import Grid
+from ..hosts.block_arguments import understand
+from ..hosts.block_calls import Form, full_length, states_of, take_call, without_cache
+from ..hosts.families import Family
+from ..hosts.probes import Readout
+from .fused_block import Context, FusedBlock
+from .streams import select_streams, streams_of
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a block, without the states."""
+
+# A context variable, not an attribute: other threads run the same module at the same time.
+_handed: ContextVar[tuple[Given, ...]] = ContextVar("hydra_handed", default=())
+
+
+class Place(nn.Module):
+    """Takes the place of a block below the last."""
+
+    def __init__(self, layer: int, form: Form, settings: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.layer, self.form = layer, form
+        show_(self, settings)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Record the arguments; pass the states on."""
+        call = take_call(args, kwargs)
+        _handed.set((*_handed.get()[: self.layer], (call.args, call.kwargs)))
+        return self.form.fill(call.hidden)
+
+
+def take_handed() -> tuple[Given, ...]:
+    """Return what the places recorded in this pass, from the first block on."""
+    handed = _handed.get()
+    _handed.set(())  # keep nothing longer than the pass
+    return handed
+
+
+def plain_settings(block: nn.Module) -> dict[str, Any]:
+    """Return the settings of a block that a host may read to choose its arguments."""
+    return {
+        name: value
+        for name, value in vars(block).items()
+        if isinstance(value, (bool, int, float, str)) and not name.startswith("_")
+    }
+
+
+def show_(module: nn.Module, settings: Mapping[str, Any]) -> None:
+    """Give a module the settings of the block that it replaces, in place."""
+    for name, value in settings.items():
+        if not hasattr(module, name):
+            setattr(module, name, value)
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.modes import in_eval
-from ..data.running import check_inputs, move, split_batch
+from ..data.eval_mode import in_eval
+from ..data.model_runs import check_inputs, move, split_batch
 from ..errors import UnsupportedModelError
 from ..evaluation.results import Results
-from ..heads.plan import Plan
+from ..heads.stream_plan import Plan
 from ..hosts import HostModel, host_model
-from ..hosts.probe import modules_after_blocks
-from ..hosts.task import predicts_next_token
+from ..hosts.model_output import predicts_next_token
+from ..hosts.probes import modules_after_blocks
 from ..registry import public_function
 from ..uncertainty import (
     Evidence,
@@ -32,20 +32,17 @@ from ..uncertainty import (
     predict_from_logits,
     scale_logits,
 )
-from .answering import predict_proba
-from .assemble import Assembly
-from .card import remember_results
+from .assembly import Assembly
+from .folder_reader import check_answers, load
+from .folder_writer import save
+from .fused_block import FusedBlock
 from .fused_model import FusedModel, Mode
-from .hub import push
+from .host_interface import push, with_embedding, with_logits, with_signature_of
 from .inputs import Preparation, is_raw, prepare
-from .known import fit_novelty, logits_and_summaries, per_text, statistics_of, why_novel
-from .layers import FusedBlock
-from .loading import check_answers, load
-from .outputs import with_embedding, with_logits, with_signature_of
-from .policies import decided
-from .row_answers import RowAnswers
-from .saving import save
-from .summary import summarize, summarize_html
+from .known_data import fit_novelty, logits_and_summaries, per_text, statistics_of, why_novel
+from .policy_data import decided
+from .row_function import RowAnswers, predict_proba
+from .summary import remember_results, summarize, summarize_html
 
 
 class HydraEnsemble(FusedModel):

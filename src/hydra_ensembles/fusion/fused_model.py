@@ -9,20 +9,20 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..data.modes import in_eval, twin
+from ..data.eval_mode import in_eval, twin
 from ..errors import HydraError, UnsupportedModelError
-from ..heads.masks import HeadMask
-from ..heads.plan import Plan
+from ..heads.head_mask import HeadMask
+from ..heads.stream_plan import Plan
 from ..hosts import HostModel, main_output
-from ..hosts.calling import Form
-from ..hosts.examples import examples
-from ..hosts.huggingface import introduce_to_pipelines
-from ..hosts.task import gives_classes
+from ..hosts.block_calls import Form
+from ..hosts.example_inputs import examples
+from ..hosts.model_output import gives_classes
+from ..hosts.transformers_families import introduce_to_pipelines
 from ..registry import check_name
-from .assemble import Assembly
-from .cast import cast_full, cast_member
-from .citizen import Citizen
-from .hosted import HostedBody, body_of
+from .assembly import Assembly
+from .host_engine import HostedBody, body_of
+from .host_interface import Citizen
+from .member import cast_full, cast_member
 
 Mode = Literal["fused", "loop"]
 Self = TypeVar("Self", bound="FusedModel")

@@ -15,16 +15,11 @@ from torch import Tensor
 
 from .._records import sha256_of_file
 from ..data.class_names import real_names
-from ..data.folders import image_batch
-from ..data.transforms import (
-    PROCESSOR_FILE,
-    ImageTransform,
-    ProcessorTransform,
-    image_transform,
-)
+from ..data.image_data import image_batch
+from ..data.transforms import PROCESSOR_FILE, ImageTransform, ProcessorTransform, image_transform
 from ..errors import DataError, FormatError, MissingDependencyError
-from ..hosts.prompting import PromptClassifier, PromptTokenizer
-from ..runtime.pictures import open_image
+from ..hosts.prompt_classifier import PromptClassifier, PromptTokenizer
+from ..runtime.images import open_image
 
 
 class Preparation:

@@ -12,16 +12,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from ..heads.plan import LayerPlan, Plan
+from ..heads.stream_plan import LayerPlan, Plan
 from ..hosts import Block, HostModel
-from ..hosts.calling import parameter_names
-from ..hosts.cutting import Cut, whole_groups
-from ..hosts.sites import HeadWeights
-from .bank import HeadBank
-from .body import Body
-from .handing import Place, plain_settings, show_
-from .layers import FusedBlock
-from .per_stream import OutputBias, PerStream
+from ..hosts.attention_site import HeadWeights
+from ..hosts.block_calls import parameter_names
+from ..hosts.head_removal import Cut, whole_groups
+from .body import Body, Place, plain_settings, show_
+from .fused_block import FusedBlock
+from .head_bank import HeadBank
+from .streams import OutputBias, PerStream
 
 Copies = Mapping[str, int]
 """Number of copies per part that differs between streams; all other parts have one."""

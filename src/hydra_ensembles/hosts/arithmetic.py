@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedModelError
-from . import windows
-from .arguments import UnknownArgumentError, is_bias, understand
+from .attention import ARGUMENTS, FORMS, UNUSED
 from .block import Block
-from .calling import BlockCall, parameter_names
-from .probe import bare_call, check_block, structure_of
-from .rotary import ARGUMENTS, FORMS, UNUSED
-from .wording import at_layer, knows_argument, parts_in_words
+from .block_arguments import (
+    UnknownArgumentError,
+    is_bias,
+    understand,
+)
+from .block_calls import BlockCall, parameter_names
+from .probes import bare_call, check_block, structure_of
+from .reasons import at_layer, knows_argument, parts_in_words
+from .windows import differ, why_not_by_masks
 
 _NO_NAMES = "its norms and its MLP have names that we do not know (register_family() tells them)"
 
@@ -79,8 +83,8 @@ def find_arithmetic(
     if reason is not None:
         return reason
     by_layer = any(not _same(found[0].given, c.given) for found in passes for c in found[1:])
-    if windows.differ(blocks):
-        reason = windows.why_not_by_masks(blocks, passes[-1] if passes else None, kinds)
+    if differ(blocks):
+        reason = why_not_by_masks(blocks, passes[-1] if passes else None, kinds)
         if reason is not None:
             return reason
         by_layer = True

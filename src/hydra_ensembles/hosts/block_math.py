@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .arguments import Understood, add_bias
-from .attending import attend as attend_heads
+from .attention import attend as attend_heads
+from .attention import bias_of
 from .block import Block
-from .relative import bias_of
+from .block_arguments import Understood, add_bias
 
 
 def run(modules: list[nn.Module], x: Tensor) -> Tensor:

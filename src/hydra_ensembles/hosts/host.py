@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.modes import in_eval
+from ..data.eval_mode import in_eval
 from ..errors import UnsupportedModelError
 from .arithmetic import Arithmetic, find_arithmetic, hands_bias, why_not_understood
+from .attention_site import AttentionSite, linear_weight
 from .block import Block
-from .calling import (
+from .block_calls import (
     BlockCall,
     ClosedAttentionError,
     Form,
@@ -24,20 +25,13 @@ from .calling import (
     main_output,
     stand_ins,
 )
-from .cutting import why_not_cut
-from .examples import examples, text_config
-from .family import Family
-from .probe import (
-    Readout,
-    bare_call,
-    find_readout,
-    largest_difference,
-    structure_of,
-)
-from .sites import AttentionSite, linear_weight
-from .stacks import find_stack
-from .unrolling import unrolled
-from .wording import at_layer, parts_in_words
+from .block_search import find_stack
+from .example_inputs import examples, text_config
+from .families import Family
+from .head_removal import why_not_cut
+from .probes import Readout, bare_call, find_readout, largest_difference, structure_of
+from .reasons import at_layer, parts_in_words
+from .shared_layers import unrolled
 
 
 class HostModel:

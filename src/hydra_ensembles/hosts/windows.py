@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from .block import Block
-from .calling import BlockCall
-from .multihead import opened
-from .probe import largest_difference, random_states, randomized
+from .block_calls import BlockCall
+from .multihead_attention import opened
+from .probes import largest_difference, random_states, randomized
 
 _REACH = ("sliding", "window", "attention_type", "layer_type", "chunk", "is_local")
 """Parts of the names of settings that say which tokens a block attends to."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import DataError, MissingDependencyError, UnsupportedModelError
 from ..fusion.ensemble import HydraEnsemble
 from ..registry import check_name
-from ..runtime.pictures import check_size, open_image
+from ..runtime.images import check_size, open_image
 from ..uncertainty import Prediction
 
 DECISIONS = ("answer", "unsure", "new")

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..costs.budget import Budget
 from ..errors import MaskError
-from ..heads.masks import HeadMask
+from ..heads.head_mask import HeadMask
+from .candidate_table import Candidates as Candidates
 from .candidate_table import Table
-from .candidates import Candidates as Candidates
-from .pool import mutations
-from .select import EnsembleObjective, Rows, Selection, Selector
-from .state import SearchState
+from .mask_pool import mutations
+from .search_state import SearchState
+from .selection import EnsembleObjective, Rows, Selection, Selector
 
 
 @dataclass(frozen=True)

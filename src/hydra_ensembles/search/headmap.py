@@ -20,19 +20,19 @@ from .._records import model_fingerprint, read_record, to_record
 from ..costs.budget import Budget
 from ..data import processes
 from ..data.batches import without_labels
-from ..data.class_order import check_class_order
+from ..data.class_names import check_class_order
 from ..data.memory import in_plain_words
 from ..data.splits import fingerprint
 from ..errors import MaskError
-from ..heads.masks import HeadMask, HeadScores, Keep, keep_counts
+from ..heads.head_mask import HeadMask, HeadScores, Keep, keep_counts
 from ..hosts import HostModel, host_model
 from ..registry import check_name
 from ..uncertainty import Score
-from .layerwise import LayerSearch
+from .layer_search import LayerSearch
 from .objectives import as_objective, average_of
-from .prefix import CACHE_BYTES
-from .sets import search_sets
-from .state import SearchState
+from .search_data import search_sets
+from .search_state import SearchState
+from .trunk_cache import CACHE_BYTES
 
 Condition = Literal["knockout", "none", "keep"]
 CONDITIONS = ("knockout", "none", "keep")

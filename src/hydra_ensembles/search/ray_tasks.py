@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ..data import processes
+from ..data.model_runs import evaluating
 from ..data.ray_cluster import import_ray, start_ray
-from ..data.running import evaluating
 from ..errors import HydraError
-from .climbing import Gates, climb
-from .streams import Call, Engine, Replacement
+from .candidate_runs import Gates, climb
+from .candidate_streams import Call, Engine, Replacement
 
 RETRIES = 3
 """Workers that may die on one task."""

@@ -15,7 +15,7 @@ from ..data.ray_cluster import import_ray, start_ray
 from ..data.sharing import own_numbers
 from ..errors import DataError
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.row_answers import RowAnswers
+from ..fusion.row_function import RowAnswers
 from .parts import Part, Plan, clean, plan, write_part
 
 

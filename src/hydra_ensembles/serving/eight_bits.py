@@ -17,19 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.running import split_batch
+from ..data.model_runs import split_batch
 from ..errors import DataError
 from ..fusion import HydraEnsemble
 from ..fusion.inputs import is_raw, prepare
-from ..fusion.known import novelty_fit, per_text
+from ..fusion.known_data import novelty_fit, per_text
 from ..uncertainty import Policy, choose_policy, predict_from_logits
 from ..uncertainty.novelty import Novelty
-from ..uncertainty.policies import GIVEN, check_reachable
-from .example import TEXT_INPUTS, Example, named
-from .graph import AnsweringGraph, FeaturesGraph
+from ..uncertainty.policy import GIVEN, check_reachable
+from .export_example import TEXT_INPUTS, Example, named
+from .graph import AnsweringGraph, FeaturesGraph, trace, write_onnx
 from .quantizing import quantize
 from .rules import Rule, finite, rule_of
-from .tracing import trace, write_onnx
 
 FULL, SMALL = "full.onnx", "features.onnx"
 

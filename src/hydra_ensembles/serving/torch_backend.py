@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..data.folders import image_batch
+from ..data.image_data import image_batch
 from ..errors import DataError, UnsupportedModelError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.inputs import image_key, prepare

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import DataError
-from .answers import Answers
-from .branch import BranchRun
-from .lessons import Lessons
-from .numbered import keys_of
+from .branch_run import BranchRun
+from .sample_order import keys_of
+from .teacher_answers import Answers
+from .views import Lessons
 
 
 @dataclass

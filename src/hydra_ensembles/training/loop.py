@@ -19,6 +19,7 @@ from ..data.memory import is_out_of_memory
 from ..data.progress import Progress, telling_lost_workers
 from ..data.sharing import in_order, own_numbers
 from ..errors import DataError, HydraError
+from .accelerator import Gradients, MemberLogits, logits_and_labels
 from .checkpoint import (
     pack_optimizer,
     read_checkpoint,
@@ -26,10 +27,8 @@ from .checkpoint import (
     with_prefix,
     write_checkpoint,
 )
-from .gradients import Gradients
-from .labelled import MemberLogits, logits_and_labels
+from .sample_order import Stream, derive_seed
 from .settings import Settings
-from .stream import Stream, derive_seed
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._html import table
-from .policies import ANSWER, DECISIONS
+from .policy import ANSWER, DECISIONS
 from .scores import (
     Score,
     as_member_logits,

@@ -9,10 +9,9 @@ import typer
 
 from ...errors import HydraError
 from .. import options
-from ..exits import Stop
-from ..launched import is_first
-from ..reading import READING, Reading, reads_data
-from ..show import print_json, say, sizes, write_config
+from ..errors import Stop
+from ..inputs import READING, Reading, reads_data
+from ..output import is_first, print_json, say, sizes, write_config
 
 
 @reads_data()
@@ -59,7 +58,7 @@ def command(
     from ...builder import build
     from ...builder.methods import method_with
     from ...fusion import fit_policy
-    from ..loading import check_sources
+    from ..models import check_sources
 
     check_sources(data, ood)
     check_sources(held_out)

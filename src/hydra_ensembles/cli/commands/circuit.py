@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from .. import options
-from ..exits import Stop
+from ..errors import Stop
 from ..head_grid import circuit_grid
-from ..reading import READING, Reading, reads_data
-from ..show import print_json, say, sizes, write_config, write_text
+from ..inputs import READING, Reading, reads_data
+from ..output import print_json, say, sizes, write_config, write_text
 
 
 @reads_data()
@@ -41,7 +41,7 @@ def command(
 ) -> None:
     """Search the heads that carry an objective (HeadMap); a stopped search goes on."""
     from ...search.headmap import find_effects
-    from ..loading import check_sources
+    from ..models import check_sources
 
     if keep is not None and max_cost is not None:
         raise Stop("--keep and --max-cost both say how many heads are kept: give one.", 2)

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from .. import options
-from ..exits import Stop
-from ..reading import READING, Reading, reads_data
-from ..show import print_json, say, sizes, write_config
+from ..errors import Stop
+from ..inputs import READING, Reading, reads_data
+from ..output import print_json, say, sizes, write_config
 from .build import save
 
 TEACHERS_HELP = (
@@ -57,7 +57,7 @@ def command(
     Answers and checkpoints are kept in OUTPUT/state: the same command goes on after a stop.
     """
     from ...training import distill, make_teachers
-    from ..loading import check_sources
+    from ..models import check_sources
 
     if bool(teachers) == bool(make):
         raise Stop("Give teachers (--teachers, repeated), or have them made (--make branch).", 2)
@@ -116,7 +116,7 @@ def command(
 
 def _teacher(source: str, device: str | None) -> Any:
     """Return a path that is opened when its turn comes, or a model that has to be loaded now."""
-    from ..loading import load_model
+    from ..models import load_model
 
     path = Path(source).expanduser()
     if path.exists():

@@ -18,12 +18,7 @@ from torch import Tensor
 
 from ...errors import DataError
 from ..batches import Batch, Data, Mapped, describe, images_of, with_images
-from . import (  # noqa: F401  (they register themselves)
-    blur,
-    digital,
-    noise,
-    weather,
-)
+from . import blur, digital, noise, weather  # noqa: F401  (they register themselves)
 from .base import Draws, corruptions, draw_seeds
 from .text import corrupt_texts, text_corruptions
 

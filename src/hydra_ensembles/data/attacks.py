@@ -1,0 +1,163 @@
+"""Adversarial shifts: FGSM and PGD on images (Goodfellow et al., 2015; Madry et al., 2018).
+
+They are implemented here because torchattacks pins `requests` of 2021 and draws from the global
+random state. Its classes can still be used: `adversarial(model, data, attack=torchattacks.CW)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import DataError
+from ..registry import check_name
+from .batches import Batch, Data, Mapped, describe, images_of, labels_of, with_images
+from .corruptions import Channels, Draws, draw_seeds, per_channel
+from .model_runs import device_of, move
+
+Attack = Callable[[Tensor, Tensor], Tensor]
+EPSILON = 8 / 255
+
+
+class PixelModel(nn.Module):
+    """Wrap a host as a function of pixels in [0, 1] to logits `[batch, class]`."""
+
+    def __init__(
+        self, model: Callable[..., Any], mean: Channels | None, std: Channels | None
+    ) -> None:
+        super().__init__()
+        self.model, self.mean, self.std = model, mean, std
+        self.batch: Batch = None  # the attacked batch: its keys other than the image are passed on
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return logits of pixels `[B, C, H, W]` in [0, 1]."""
+        shift = per_channel(self.mean, pixels, 0.0)
+        images = (pixels - shift) / per_channel(self.std, pixels, 1.0)
+        if isinstance(self.batch, Mapping):
+            batch = with_images(self.batch, images)
+            answer = self.model(**{k: v for k, v in batch.items() if k not in ("labels", "label")})
+        else:
+            answer = self.model(images)
+        logits = getattr(answer, "logits", answer)
+        if not isinstance(logits, Tensor) or logits.ndim != 2:
+            raise DataError(
+                f"The model to attack answered with {describe(logits)}; expected logits [batch, "
+                "class]."
+            )
+        return logits
+
+
+def fgsm(model: nn.Module, images: Tensor, labels: Tensor, *, epsilon: float = EPSILON) -> Tensor:
+    """Take one step of `epsilon` along the sign of the loss gradient; pixels in [0, 1]."""
+    return (images + epsilon * _gradient(model, images, labels).sign()).clamp(0, 1)
+
+
+def pgd(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float = EPSILON,
+    step: float = 2 / 255,
+    steps: int = 10,
+    seeds: Tensor | None = None,
+) -> Tensor:
+    """Take steps along the sign of the loss gradient, within `epsilon` of the images.
+
+    Pixels are in [0, 1]. Starts at the images or, with `seeds` (one per example), at a random point
+    of the box.
+    """
+    attacked = images
+    if seeds is not None:
+        noise = Draws(seeds, images.device).uniform(*images.shape[1:], low=-epsilon, high=epsilon)
+        attacked = (images + noise).clamp(0, 1)
+    for _ in range(steps):
+        attacked = attacked + step * _gradient(model, attacked, labels).sign()
+        attacked = torch.minimum(torch.maximum(attacked, images - epsilon), images + epsilon).clamp(
+            0, 1
+        )
+    return attacked
+
+
+def adversarial(
+    model: Callable[..., Any],
+    data: Data,
+    *,
+    attack: str | Callable[[nn.Module], Attack] = "pgd",
+    epsilon: float = EPSILON,
+    steps: int = 10,
+    seed: int = 0,
+    mean: Channels | None = None,
+    std: Channels | None = None,
+) -> Data:
+    """Return data whose images are attacked against `model`; labels stay.
+
+    Every pass repeats the attack, with the same result: keep `list(adversarial(...))` to use it
+    with several models.
+
+    Args:
+        model: maps images to logits or an object with `.logits`; in eval mode while attacked.
+        data: labelled batches of images.
+        attack: `fgsm`, `pgd`, or a function from a model on pixels in [0, 1] to an attack
+            `(images, labels) -> images`, as torchattacks' classes are.
+        epsilon: largest change of a pixel in [0, 1]; for `fgsm` and `pgd` only.
+        steps: steps of PGD, each of a quarter of epsilon.
+        seed: seed of PGD's random start; the same for any batch size.
+        mean, std: what the images were normalised with; by default those of the data's own
+            transform.
+    """
+    transform = getattr(data, "transform", None)
+    wrapped = PixelModel(
+        model,
+        getattr(transform, "mean", None) if mean is None else mean,
+        getattr(transform, "std", None) if std is None else std,
+    )
+
+    def make(seeds: Tensor) -> Attack:
+        if callable(attack):
+            return attack(wrapped)
+        if attack == "fgsm":
+            return lambda images, labels: fgsm(wrapped, images, labels, epsilon=epsilon)
+        return lambda images, labels: pgd(
+            wrapped, images, labels, epsilon=epsilon, step=epsilon / 4, steps=steps, seeds=seeds
+        )
+
+    if not callable(attack):
+        check_name("attack", attack, ("fgsm", "pgd"))
+
+    def start() -> Callable[[Batch], Batch]:
+        generator = torch.Generator().manual_seed(seed)
+
+        def apply(batch: Batch) -> Batch:
+            originals, labels = images_of(batch), labels_of(batch)
+            if originals is None or labels is None:
+                raise DataError(f"An attack needs images and labels; {describe(batch)}.")
+            images = originals.to(device_of(model) or originals.device)
+            scale = per_channel(wrapped.std, images, 1.0)
+            shift = per_channel(wrapped.mean, images, 0.0)
+            pixels = (images * scale + shift).clamp(0, 1)
+            wrapped.batch = move(batch, images.device)
+            modes = [(module, module.training) for module in wrapped.modules()]
+            wrapped.eval()
+            try:
+                changed = make(draw_seeds(len(images), generator))(pixels, labels.to(images.device))
+            finally:
+                wrapped.batch = None
+                for module, mode in modes:
+                    module.training = mode
+            return with_images(batch, ((changed - shift) / scale).detach().to(originals.device))
+
+        return apply
+
+    return Mapped(data, start)
+
+
+def _gradient(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    with torch.enable_grad():
+        pixels = images.detach().requires_grad_(True)
+        loss = F.cross_entropy(model(pixels), labels, reduction="sum")
+        return torch.autograd.grad(loss, pixels)[0].detach()

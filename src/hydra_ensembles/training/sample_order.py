@@ -1,0 +1,273 @@
+"""The batches of each epoch, in an order that depends only on the seed and the epoch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from ..data.batches import Batches, batch_length, columns, join, take
+from ..data.model_runs import split_batch
+from ..errors import DataError
+
+
+def derive_seed(*parts: object) -> int:
+    """Return a 63-bit seed that is a pure function of `parts` (the same on every machine)."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def generator(*parts: object) -> torch.Generator:
+    """Return a fresh CPU generator seeded by `parts`."""
+    return torch.Generator().manual_seed(derive_seed(*parts))
+
+
+class Stream:
+    """Re-iterable batches in a seeded order, independent of any global state.
+
+    How far the order can be shuffled depends on the type of the data:
+
+    * a list or tuple of batches whose tensors differ only in the batch dimension: in each epoch the
+      samples are pooled and dealt into new batches, as large as the largest;
+    * a list or tuple of other batches (padded to their own lengths, say): the order of the batches
+      is shuffled, not their content;
+    * a `DataLoader` over a map-style data set, or `Batches`: it gets a seeded sampler;
+    * anything else is iterated as it is; its `set_epoch`, if any, is called first.
+
+    A bootstrap draws as many samples as there are, with replacement. It is drawn once per seed and
+    is the same in all epochs. Where samples cannot be pooled it is stratified by batch.
+
+    Args:
+        data: Any re-iterable of batches.
+        seed: Determines the order and the bootstrap.
+        shuffle: Whether to change the order of the data.
+        bootstrap: Whether to resample the data with replacement.
+    """
+
+    def __init__(
+        self,
+        data: Iterable[Any],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        bootstrap: bool = False,
+    ) -> None:
+        if isinstance(data, Iterator):
+            raise DataError(
+                f"The data is a {type(data).__name__}, which can be read only once. "
+                "Pass something that can be iterated again, such as a list or a DataLoader."
+            )
+        if isinstance(data, Batches) and (shuffle or bootstrap):
+            data = as_loader(data)
+        self.data, self.seed, self.shuffle, self.bootstrap = data, seed, shuffle, bootstrap
+        in_memory = isinstance(data, (list, tuple))
+        self.pool = _pool(data) if in_memory and (shuffle or bootstrap) else None  # type: ignore[arg-type]
+        self.seedable = isinstance(data, DataLoader) and _is_seedable(data)
+        if bootstrap and not (in_memory or self.seedable):
+            raise DataError(
+                f"bootstrap=True cannot resample a {type(data).__name__}. Pass a list of batches, "
+                "or a DataLoader over a map-style data set without a custom sampler."
+            )
+        if self.pool is None:
+            self._length = _count(data)
+        else:
+            self.batch_size = max(batch_length(batch) for batch in data)
+            self._length = -(-batch_length(self.pool) // self.batch_size)
+        if self._length == 0:
+            raise DataError("The training data has no batches. Check the loader or the filter.")
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch."""
+        return self._length
+
+    def epoch(self, index: int) -> Iterator[Any]:
+        """Iterate over the batches of epoch `index`."""
+        if self.pool is not None:
+            return self._pooled(index)
+        if self.seedable:
+            return iter(self._reseeded(index))
+        if isinstance(self.data, (list, tuple)):
+            return self._reordered(index)
+        if hasattr(self.data, "set_epoch"):
+            self.data.set_epoch(index)
+        return iter(self.data)
+
+    def _sample_order(self, count: int, epoch: int) -> Tensor:
+        samples = torch.arange(count)
+        if self.bootstrap:
+            samples = torch.randint(count, (count,), generator=generator("bootstrap", self.seed))
+        if self.shuffle:
+            samples = samples[torch.randperm(count, generator=generator(self.seed, epoch))]
+        return samples
+
+    def _pooled(self, epoch: int) -> Iterator[Any]:
+        order = self._sample_order(batch_length(self.pool), epoch)
+        for rows in order.split(self.batch_size):
+            yield take(self.pool, rows)
+
+    def _reordered(self, epoch: int) -> Iterator[Any]:
+        assert isinstance(self.data, Sequence)
+        order = torch.arange(len(self.data))
+        if self.shuffle:
+            order = torch.randperm(len(self.data), generator=generator(self.seed, epoch))
+        for position in order.tolist():
+            batch = self.data[position]
+            if self.bootstrap:
+                size = batch_length(batch)
+                draw = generator("bootstrap", self.seed, position)
+                batch = take(batch, torch.randint(size, (size,), generator=draw))
+            yield batch
+
+    def _reseeded(self, epoch: int) -> Iterable[Any]:
+        loader: DataLoader[Any] = self.data  # type: ignore[assignment]
+        order = self._sample_order(len(loader.dataset), epoch)  # type: ignore[arg-type]
+        return DataLoader(
+            loader.dataset,
+            batch_size=loader.batch_size,
+            sampler=order.tolist(),
+            drop_last=loader.drop_last,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            worker_init_fn=loader.worker_init_fn,
+        )
+
+
+def as_loader(data: Batches) -> DataLoader[Any]:
+    """Return a loader over the examples of `Batches`, whose order can be chosen."""
+    return DataLoader(
+        range(data.count),  # type: ignore[arg-type]
+        batch_size=data.batch_size,
+        collate_fn=partial(from_batches, data),
+    )
+
+
+def from_batches(data: Batches, numbers: Sequence[int]) -> Any:
+    """Load the numbered examples as one batch (no closure: loader workers may unpickle it)."""
+    return next(iter(data.subset(numbers, batch_size=len(numbers))))
+
+
+def _is_seedable(loader: DataLoader[Any]) -> bool:
+    """Return whether the loader uses a standard sampler, which we may replace."""
+    return (
+        loader.batch_size is not None
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.batch_sampler) is BatchSampler
+        and type(loader.sampler) in (RandomSampler, SequentialSampler)
+    )
+
+
+def _count(data: Iterable[Any]) -> int:
+    try:
+        return len(data)  # type: ignore[arg-type]
+    except TypeError:  # no length: count in one pass, since the schedule needs the number of steps
+        return sum(1 for _ in data)
+
+
+def _pool(batches: Sequence[Any]) -> Any | None:
+    """Return all samples as one batch, or None if the batches cannot be joined."""
+    signatures = set()
+    for batch in batches:
+        leaves = columns(batch)
+        if not all(isinstance(leaf, Tensor) and leaf.ndim for _, leaf in leaves):
+            return None
+        if len({len(leaf) for _, leaf in leaves}) != 1:
+            return None
+        signatures.add(tuple((path, leaf.shape[1:], leaf.dtype) for path, leaf in leaves))
+    if len(signatures) != 1:
+        return None
+    return join(batches)
+
+
+# Batches whose samples are numbered, so that cached results can be looked up per sample.
+_KEYS = {"samples", "labels", "batch"}
+
+
+def numbered(data: Iterable[Any], *, need_labels: bool = True) -> list[Any] | DataLoader[Any]:
+    """Give every sample a number that stays with it however `Stream` shuffles.
+
+    Args:
+        data: A list of batches, `Batches`, or a `DataLoader` over a map-style data set.
+        need_labels: Raise when a batch has no labels; otherwise its labels are zeros.
+
+    Returns:
+        Data whose batches are dicts: `batch` as it was, its `labels`, and the numbers `samples`.
+    """
+    if isinstance(data, (list, tuple)):
+        result, start = [], 0
+        for batch in data:
+            size = batch_length(batch)
+            result.append(_number(batch, torch.arange(start, start + size), need_labels))
+            start += size
+        return result
+    if isinstance(data, Batches):
+        return DataLoader(
+            range(data.count),  # type: ignore[arg-type]
+            batch_size=data.batch_size,
+            collate_fn=partial(_load, partial(from_batches, data), need_labels),
+        )
+    if isinstance(data, DataLoader) and _is_seedable(data):
+        return DataLoader(
+            range(len(data.dataset)),  # type: ignore[arg-type]
+            batch_size=data.batch_size,
+            drop_last=data.drop_last,
+            num_workers=data.num_workers,
+            pin_memory=data.pin_memory,
+            worker_init_fn=data.worker_init_fn,
+            collate_fn=partial(
+                _load, partial(_from_dataset, data.dataset, data.collate_fn), need_labels
+            ),
+        )
+    raise DataError(
+        f"Samples of a {type(data).__name__} cannot be told apart from pass to pass. Pass a list "
+        "of batches, or a DataLoader over a map-style data set without a custom sampler."
+    )
+
+
+def is_numbered(batch: Any) -> bool:
+    """Tell whether a batch was made by `numbered`."""
+    return isinstance(batch, dict) and batch.keys() == _KEYS
+
+
+def keys_of(batch: Any) -> list[tuple[Any, ...]]:
+    """Name each sample by its number and its shapes, which padding may change."""
+    leaves = [leaf for _, leaf in columns(batch["batch"]) if isinstance(leaf, Tensor)]
+    shapes = tuple(leaf.shape[1:] for leaf in leaves)
+    return [(number, shapes) for number in batch["samples"].tolist()]
+
+
+def _number(batch: Any, samples: Tensor, need_labels: bool) -> dict[str, Any]:
+    return {"samples": samples, "labels": _labels(batch, need_labels), "batch": batch}
+
+
+def _labels(batch: Any, needed: bool) -> Tensor:
+    labels = split_batch(batch)[2]
+    if labels is None and not needed:
+        return torch.zeros(batch_length(batch), dtype=torch.long)
+    if labels is None:
+        raise DataError("A batch has no labels. Give (inputs, labels), or dicts with 'labels'.")
+    return labels
+
+
+# Plain functions, not closures: a loader's workers may have to unpickle them.
+
+
+def _load(
+    load: Callable[[Sequence[int]], Any], need_labels: bool, numbers: Sequence[int]
+) -> dict[str, Any]:
+    return _number(load(numbers), torch.tensor(numbers), need_labels)
+
+
+def _from_dataset(dataset: Any, collate: Callable[[Any], Any], numbers: Sequence[int]) -> Any:
+    return collate([dataset[number] for number in numbers])
