@@ -40,11 +40,15 @@ done
 part host-cifar8-0 data "hosts cifar8/seed0" "$python experiments/run.py finetune cifar8 --seeds 0"
 features() {
   local folder="novelty/$1"
-  [ "$2" = 0 ] || folder="novelty/$1-seed$2"
+  case "$2" in
+    0) ;;
+    student) folder="novelty/$1-student" ;;
+    *) folder="novelty/$1-seed$2" ;;
+  esac
   part "features-$1-$2" "$3" "cache $folder" \
     "$python experiments/novelty.py features $1 --seeds $2"
 }
-for seed in 0 1 2; do
+for seed in 0 1 2 student; do
   features digits $seed -
   for task in sst2 clinc150 cifar10; do features $task $seed data; done
 done

@@ -276,9 +276,14 @@ class Cifar10(Task):
         return images.batches(size=self.size, batch_size=size)
 
     def training(self, part: str, count: int | None = None) -> list[Any]:
-        """Return batches of 64: `train`, or `unlabelled` images that no host and no figure uses."""
-        if part == "unlabelled":
-            images = sets.cifar10(self.data, "test").subset(range(2000, 10_000)).unlabelled()
+        """Return batches of 64: `train`, or images that no host saw, without labels.
+
+        `unlabelled` images are in no figure of a table; of these, `further` ones are not known data
+        of the novelty tables.
+        """
+        if part in ("unlabelled", "further"):
+            first = 2000 if part == "unlabelled" else 7000
+            images = sets.cifar10(self.data, "test").subset(range(first, 10_000)).unlabelled()
         else:
             images = sets.cifar10(self.data, part)
         return list(self.batches(images if count is None else images.sample(count), 64))
