@@ -18,11 +18,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lab import known
+from lab import known, plainly
 from lab.known_sets import MAKERS
 from run import read_table
-
-from hydra_ensembles.errors import HydraError
 
 
 def student_of(task: str) -> dict[str, Any]:
@@ -48,30 +46,27 @@ def main() -> None:
     if args.step != "page" and args.task is None:
         parser.error(f"name a task: {', '.join(MAKERS)}")
     cache = Path(args.cache)
-    try:
-        if args.step == "features":
-            every = [*known.SEEDS[args.task], *(["student"] if args.task in known.STUDENTS else [])]
-            for seed in args.seeds or every:
-                known.keep_features(
-                    args.task,
-                    data=args.data,
-                    hosts=args.hosts,
-                    cache=cache,
-                    seed=None if seed == "student" else int(seed),
-                    student=student_of(args.task) if seed == "student" else None,
-                    only=args.only,
-                )
-        elif args.step == "table":
-            from lab.known_table import write_table
+    if args.step == "features":
+        every = [*known.SEEDS[args.task], *(["student"] if args.task in known.STUDENTS else [])]
+        for seed in args.seeds or every:
+            known.keep_features(
+                args.task,
+                data=args.data,
+                hosts=args.hosts,
+                cache=cache,
+                seed=None if seed == "student" else int(seed),
+                student=student_of(args.task) if seed == "student" else None,
+                only=args.only,
+            )
+    elif args.step == "table":
+        from lab.known_table import write_table
 
-            write_table(cache, args.task, draws=args.draws)
-        else:
-            from lab.known_page import write_page
+        write_table(cache, args.task, draws=args.draws)
+    else:
+        from lab.known_page import write_page
 
-            write_page()
-    except HydraError as error:
-        raise SystemExit(str(error)) from None
+        write_page()
 
 
 if __name__ == "__main__":
-    main()
+    plainly(main)

@@ -6,7 +6,6 @@ A record holds what its run computed and nothing else: a row without figures is 
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from hydra_ensembles.uncertainty import Novelty, NoveltyFit
 from .detectors import Score, Set, logit_score, of_training, rivals, single_taps
 from .differences import Resamples, Scored, difference, told_above
 from .known import BRANCHED, read_features
+from .records import this_commit
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -354,18 +354,6 @@ class Figures:
         }
 
 
-def commit() -> str:
-    """Return the commit of the code that runs, and whether it has changes."""
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    name = git("rev-parse", "--short=10", "HEAD")
-    changed = git("status", "--porcelain", "--", "src", "experiments", ":!experiments/results")
-    return f"{name or 'unknown'}{' with changes' if changed else ''}"
-
-
 def write_table(cache: Path, task: str, draws: int | None = None) -> None:
     """Write `docs/results/novelty-TASK.json`, all of it from stored features."""
     figures = Figures(cache, task)
@@ -393,7 +381,7 @@ def write_table(cache: Path, task: str, draws: int | None = None) -> None:
     record: dict[str, Any] = {
         "task": task,
         "command": f"python experiments/novelty.py table {task}",
-        "commit": commit(),
+        "commit": this_commit(),
         "families": figures.families,
         "accuracy": accuracy(figures.test["logits"]),
         "usual": usual,
