@@ -44,6 +44,7 @@ COLUMNS = {
     ),
     "Deep Ensemble, energy": ("Deep Ensemble, energy",),
     "single + novelty": ("single + novelty",),
+    "student + novelty": ("single student + novelty",),
     "Hydra + novelty": ("novelty",),
 }
 """Columns of the results and the rows that fill them: the first that a record has."""
@@ -147,8 +148,8 @@ def results_table(root: Path = ROOT) -> str:
         "of known data; no outlier was seen. Bold: the best of a row and all that a paired "
         "bootstrap does not tell from it. KNN and Mahalanobis++ have the statistics of the "
         "training set (ImageNet: of the known data); *all layers* adds up -log p over the taps of "
-        "novelty. [Families, more rivals, where a rival wins](docs/results/novelty.md): "
-        "`bash experiments/reproduce.sh`."
+        "novelty; a *student* is one model distilled from three. [Families, more rivals, where a "
+        "rival wins](docs/results/novelty.md): `bash experiments/reproduce.sh`."
     )
     return grid(["outliers", *COLUMNS], rows, said)
 

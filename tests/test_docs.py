@@ -82,8 +82,8 @@ def test_tables_are_filled_from_files(tmp_path: Path) -> None:
     (folder / "novelty-sst2.json").write_text(json.dumps(record))
     table = make.results_table(tmp_path)
     missing = "– | " * 5
-    assert f"| SST-2, MiniLM: near | **95.2** | {missing}90.0 | **95.0** |" in table
-    assert f"| SST-2, MiniLM: far | 80.0 | {missing}**97.9** | **98.0** |" in table
+    assert f"| SST-2, MiniLM: near | **95.2** | {missing}90.0 | – | **95.0** |" in table
+    assert f"| SST-2, MiniLM: far | 80.0 | {missing}**97.9** | – | **98.0** |" in table
     assert "2 draws" in table
     text = "a\n<!-- table:x -->\nold\n<!-- /table:x -->\nb"
     assert make.fill(text, {"x": "new"}) == text.replace("old", "new")
