@@ -99,8 +99,7 @@ def page(record: dict[str, Any]) -> str:
         [
             "# HIES on a real Llama: SmolLM2-135M",
             "",
-            "`python experiments/llama.py --data DATA --work WORK`, which resumes. "
-            f"{made_at(record)}",
+            f"`python experiments/llama.py`, which resumes. {made_at(record)}",
             "",
             "SmolLM2-135M-Instruct (30 layers x 9 heads in 3 key-value groups; 4-bit weights, "
             f"de-quantised) is scored on {sizes['calibration']} texts of {sizes['tokens']} tokens "
