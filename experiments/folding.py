@@ -121,9 +121,9 @@ def page(record: dict[str, Any]) -> str:
         "by ridge regression to training inputs without labels. "
         "`python experiments/folding.py clinc150 sst2 cola` makes this page. There is one trio of "
         "hosts per task, so intervals are over test examples only, not over hosts. Accuracy, ECE "
-        "and AUROC are in percent. Outlier columns are AUROC by MSP and by mutual information; a single "
-        "model has no mutual information, and below 50 outliers look surer than test data. NLL is "
-        "raw and at one temperature, which is fitted on held-out data.",
+        "and AUROC are in percent. Outlier columns are AUROC by MSP and by mutual information; a "
+        "single model has no mutual information, and below 50 outliers look surer than test data. "
+        "NLL is raw and at one temperature, which is fitted on held-out data.",
     ]
     for name, task in record.items():
         figures = task["figures"]
