@@ -60,30 +60,43 @@ class Halving:
     """Runs batches; one that does not fit in memory in halves, and later ones as small.
 
     Args:
-        name: Name of the data in the warning.
+        name: Name of the data in warnings and errors.
+        most: Most examples at once; None sets no limit until memory runs out.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.most: int | None = None
+    def __init__(self, name: str, most: int | None = None) -> None:
+        self.name, self.most = name, most
 
     def __call__(self, run: Callable[[Any], Result], batch: Any) -> Iterator[tuple[Any, Result]]:
         """Yield parts of a batch with the results of `run`; usually one part, the whole batch."""
         waiting = self._cut([batch])
         while waiting:
-            failed = None
             try:
                 result = run(waiting[0])
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 failed = error.with_traceback(None)  # the traceback holds the call's tensors
-            if failed is not None:
-                self._halve(batch_length(waiting[0]), failed)
-                free_memory()
-                waiting = self._cut(waiting)
+            else:
+                yield waiting.pop(0), result
                 continue
-            yield waiting.pop(0), result
+            self.halve(batch_length(waiting[0]), failed)
+            free_memory()
+            waiting = self._cut(waiting)
+
+    def halve(self, size: int, error: BaseException) -> None:
+        """Run at most half of `size` examples from now on, with a warning."""
+        if size < 2:
+            raise DataError(
+                f"Memory ran out on a single example of the data set {self.name!r} ({error}). Use "
+                "smaller images, shorter texts, a smaller model or a device with more memory."
+            ) from error
+        self.most = (size + 1) // 2
+        warnings.warn(
+            f"Memory ran out on {size} examples of the data set {self.name!r}: going on with "
+            f"batches of {self.most}. Set this batch size to avoid the failed attempts.",
+            stacklevel=4,
+        )
 
     def _cut(self, batches: list[Any]) -> list[Any]:
         if self.most is None:
@@ -93,16 +106,3 @@ class Halving:
             for batch in batches
             for start in range(0, max(1, batch_length(batch)), self.most)
         ]
-
-    def _halve(self, size: int, error: BaseException) -> None:
-        if size < 2:
-            raise DataError(
-                f"Memory ran out on a single example of the data set {self.name!r} ({error}). Use "
-                "smaller pictures, shorter texts, a smaller model or a device with more memory."
-            ) from error
-        self.most = (size + 1) // 2
-        warnings.warn(
-            f"Memory ran out on {size} examples of the data set {self.name!r}: going on with "
-            f"batches of {self.most}. Set this batch size to spare the tries.",
-            stacklevel=4,
-        )
