@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hydra_ensembles import HeadMask, fuse
-from hydra_ensembles.data.model_runs import split_batch
+from hydra_ensembles.data.batches import split_batch
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.fusion.token_summaries import Collector, collecting
 from hydra_ensembles.hosts import host_model, main_output

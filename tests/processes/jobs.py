@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 import hydra_ensembles as hydra
 from hydra_ensembles._records import model_fingerprint
 from hydra_ensembles.data import ImageTransform, processes
-from hydra_ensembles.data.batches import Batches, as_data
+from hydra_ensembles.data.loaders import Batches, as_data
 from hydra_ensembles.errors import HydraError
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 from hydra_ensembles.research.head_roles import head_map

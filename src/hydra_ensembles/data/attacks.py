@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from ..errors import DataError
 from ..registry import check_name
-from .batches import Batch, Data, Mapped, describe, images_of, labels_of, with_images
+from .batches import Batch, describe, images_of, labels_of, move, with_images
 from .corruptions import Channels, Draws, draw_seeds, per_channel
-from .model_runs import device_of, move
+from .loaders import Data, Mapped
+from .model_runs import device_of
 
 Attack = Callable[[Tensor, Tensor], Tensor]
 EPSILON = 8 / 255

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from ..errors import DataError, MissingDependencyError
-from .batches import Batch, Batches
+from .batches import Batch
 from .class_names import Names
 from .image_data import image_batch
 from .labels import encode_labels, pick_column
+from .loaders import Batches
 from .text_files import LABEL_COLUMNS, TEXT_COLUMNS, text_data
 from .transforms import ImageTransform, image_transform
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..runtime.images import open_image
-from .batches import Batch, Batches
+from .batches import Batch
 from .class_names import Names
 from .labels import encode_labels, pick_column
+from .loaders import Batches
 from .progress import progress_bar
 from .table_files import read_table
 from .transforms import ImageTransform, image_transform

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from .._records import tensor_bytes
 from ..errors import DataError, HydraError
 from . import processes
-from .batches import Batches, Chained
+from .loaders import Batches, Chained
 from .splits import fingerprint
 
 AHEAD = 8

@@ -9,10 +9,10 @@ from typing import Any
 
 from ..errors import DataError
 from . import table_files as tables
-from .batches import Batches
 from .class_names import Names
 from .hub import hub_dataset, is_saved_dataset
 from .image_data import image_folder
+from .loaders import Batches
 from .text_files import text_file
 
 

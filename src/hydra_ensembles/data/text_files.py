@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from .batches import Batch, Batches
+from .batches import Batch
 from .class_names import Names
 from .labels import encode_labels, pick_column
+from .loaders import Batches
 from .table_files import read_table
 
 TEXT_COLUMNS = ("text", "sentence", "content", "review", "question", "document")
@@ -134,23 +135,15 @@ class TextBatches(Batches):
         replaced = list(self._texts)
         for index, text in zip(self.indices, texts, strict=True):
             replaced[index] = text
-        return self._like(replaced, self.indices, self.batch_size)
-
-    def subset(self, rows: Iterable[int], *, batch_size: int | None = None) -> TextBatches:
-        """Return the examples at these positions, in this order."""
-        chosen = [self.indices[row] for row in rows]
-        return self._like(self._texts, chosen, batch_size or self.batch_size)
-
-    def _like(self, texts: list[str], indices: Sequence[int], batch_size: int) -> TextBatches:
         return TextBatches(
-            texts,
+            replaced,
             self.tokenizer,
             pairs=self._pairs,
             labels=self._all_labels,
-            indices=indices,
+            indices=self.indices,
             info=self.info,
             max_length=self.max_length,
-            batch_size=batch_size,
+            batch_size=self.batch_size,
         )
 
     def _encode(self, rows: Sequence[int]) -> Batch:

@@ -124,8 +124,8 @@ def command(
 
 def _load(reading: Reading, loaded: Loaded, data: str) -> tuple[Any, str]:
     """Load the data, without labels where there are none that the model knows; say so."""
-    from ...data.batches import indexable
     from ...data.class_names import ClassOrderError
+    from ...data.loaders import indexable
     from ...errors import DataError
 
     try:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ...errors import DataError
-from ..batches import Batch, Data, Mapped, describe, images_of, with_images
+from ..batches import Batch, describe, images_of, with_images
+from ..loaders import Data, Mapped
 from . import blur, digital, noise, weather  # noqa: F401  (they register themselves)
 from .base import Draws, corruptions, draw_seeds
 from .text import corrupt_texts, text_corruptions

@@ -16,17 +16,9 @@ import torch
 from torch import Tensor
 
 from ...errors import DataError
-from ..batches import (
-    Batch,
-    Data,
-    batch_length,
-    check_reiterable,
-    describe,
-    images_of,
-    with_images,
-    without_labels,
-)
+from ..batches import Batch, batch_length, describe, images_of, with_images, without_labels
 from ..corruptions.base import Draws, draw_seeds
+from ..loaders import Data, check_reiterable
 from ..splits import fingerprint
 from . import tokens
 from .base import Proxy, proxies, spread

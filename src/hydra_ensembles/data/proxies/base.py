@@ -10,8 +10,9 @@ import torch
 
 from ...errors import DataError
 from ...registry import Registry
-from ..batches import Batch, Batches, Data, batch_length, join, take
+from ..batches import Batch, batch_length, join, take
 from ..corruptions.base import draw_seeds
+from ..loaders import Batches, Data
 
 
 @dataclass(frozen=True)
