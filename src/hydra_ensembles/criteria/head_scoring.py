@@ -15,8 +15,8 @@ from ..data.class_names import check_class_order
 from ..data.eval_mode import evaluating
 from ..data.memory import Halving
 from ..data.model_runs import call_model, check_data
+from ..data.processes import in_order
 from ..data.progress import length_of, progress_bar
-from ..data.sharing import in_order
 from ..errors import DataError, UnsupportedModelError
 from ..heads.gates import gate
 from ..heads.head_mask import HeadScores

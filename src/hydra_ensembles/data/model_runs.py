@@ -19,8 +19,8 @@ from .answers import Answers, answers_from, flat_tokens, join_answers
 from .batches import check_inputs, check_labels, describe, move, split_batch
 from .eval_mode import evaluating
 from .memory import Halving
+from .processes import in_order
 from .progress import length_of, progress_bar
-from .sharing import in_order
 
 NO_LABELS = "Give batches as (inputs, labels) or as mappings with 'labels'."
 

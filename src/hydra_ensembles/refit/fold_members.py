@@ -16,8 +16,8 @@ from ..data.batches import check_inputs, without_labels
 from ..data.class_names import class_count, first_spellings, model_names, shown_order
 from ..data.loaders import as_data, check_reiterable
 from ..data.model_runs import collect_logits
+from ..data.processes import in_order
 from ..data.progress import announce, length_of, progress_bar
-from ..data.sharing import in_order
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fuse_members import fuse, refuse_other_tasks

@@ -14,7 +14,7 @@ from ..data import processes
 from ..data.batches import check_inputs, check_labels, split_batch
 from ..data.eval_mode import evaluating
 from ..data.loaders import check_reiterable
-from ..data.sharing import in_order, own_batches, own_numbers
+from ..data.processes import in_order, own_batches, own_numbers
 from ..errors import DataError
 from ..heads.head_mask import HeadMask
 from ..hosts import HostModel
