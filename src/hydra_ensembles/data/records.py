@@ -82,7 +82,7 @@ def _of_pictures(file: str) -> Iterator[Record]:
 
 def _of_text_file(path: Path, column: str | None) -> Iterator[Record]:
     """Yield the texts of a file; one that cannot be read is one record with an error."""
-    from .table_files import read_rows
+    from .text_files import read_rows
 
     place, keys, suffix = {"file": str(path)}, _keys(True, column), path.suffix.lower()
     try:

@@ -143,7 +143,7 @@ def _load(reading: Reading, loaded: Loaded, data: str) -> tuple[Any, str]:
 
 def _has_column(data: str, name: str | None) -> bool:
     """Tell whether a file of texts has the column that was asked for, if one was."""
-    from ...data.table_files import read_table
+    from ...data.text_files import read_table
 
     path = Path(data).expanduser()
     return name is None or not path.is_file() or name in read_table(path)
