@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ...errors import DataError
 from ..batches import Batch, batch_length, describe, images_of, with_images, without_labels
-from ..corruptions.base import Draws, draw_seeds
+from ..corruptions.base import Draws, Normalisation, draw_seeds
 from ..loaders import Data, check_reiterable
 from ..splits import fingerprint
 from . import tokens
-from .base import Proxy, proxies, spread
-from .images import ImageContext, image_proxy
-from .tokens import TokenContext, text_proxy
+from .base import Proxy, image_proxy, proxies, spread, text_proxy
+from .images import ImageContext
+from .tokens import TokenContext
 
 IMAGE_BANK, TEXT_BANK = 64, 512
 
@@ -38,6 +38,8 @@ def make_proxies(
     tokenizer: Any = None,
 ) -> dict[str, Data]:
     """Make outliers from in-distribution data; return one data set per kind.
+
+        ensemble = hydra.build(model, data, ood=make_proxies(data, ["shuffle", "mix"]))
 
     Args:
         data: batches of images, or of token ids (`input_ids`, `attention_mask`).
@@ -73,13 +75,10 @@ def make_proxies(
                 f"The proxy {name!r} is made of {proxies[name].modality}s, but the data holds "
                 f"{modality}s. Those that fit: {fitting}."
             )
-    transform = getattr(data, "transform", None)
+    tokenizer = getattr(data, "tokenizer", None) if tokenizer is None else tokenizer
+    normalisation = Normalisation.of(data, mean, std)
     context = Context(
-        data,
-        seed=seed,
-        mean=getattr(transform, "mean", None) if mean is None else mean,
-        std=getattr(transform, "std", None) if std is None else std,
-        tokenizer=getattr(data, "tokenizer", None) if tokenizer is None else tokenizer,
+        data, seed=seed, mean=normalisation.mean, std=normalisation.std, tokenizer=tokenizer
     )
     # a seed by name, so that a kind does not depend on the other kinds
     return {

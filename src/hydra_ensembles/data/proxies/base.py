@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from ...errors import DataError
 from ...registry import Registry
@@ -26,10 +28,24 @@ class Proxy:
     """
 
     modality: str
-    make: Callable[..., Any]
+    make: Callable[..., Tensor]
 
 
 proxies: Registry[Proxy] = Registry("proxy")
+Make = TypeVar("Make", bound=Callable[..., Tensor])
+
+
+def _register(modality: str, name: str) -> Callable[[Make], Make]:
+    """Register a proxy of images or of token ids under `name`."""
+
+    def add(make: Make) -> Make:
+        proxies.register(name)(Proxy(modality, make))
+        return make
+
+    return add
+
+
+image_proxy, text_proxy = partial(_register, "image"), partial(_register, "text")
 
 
 def spread(data: Data, count: int, seed: int) -> Batch:
