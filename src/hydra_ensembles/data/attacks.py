@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import DataError
 from ..registry import check_name
 from .batches import Batch, describe, images_of, labels_of, move, split_batch, with_images
-from .corruptions import Channels, Draws, Normalisation, draw_seeds
+from .corruptions.base import Channels, Draws, Normalisation, draw_seeds
 from .eval_mode import evaluating
 from .loaders import Data, Mapped
 from .model_runs import device_of

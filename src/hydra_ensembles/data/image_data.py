@@ -81,7 +81,8 @@ def image_folder(
         values = [path.relative_to(root).parts[0] for path in files]
     if skip_broken:
         files, values = _unbroken(root, files, values)
-    numbers, info = None, {"class_names": None}
+    numbers: Tensor | None = None
+    info: dict[str, Any] = {"class_names": None}
     if values is not None:
         where = f"the subfolders of {root}" if isinstance(labels, bool) else str(labels)
         numbers, info = encode_labels(
@@ -97,7 +98,7 @@ def image_folder(
                 "out."
             ) from error
 
-    info = {**info, "files": files}
+    info["files"] = files
     return image_batches(image, len(files), numbers, info, transform, batch_size, key)
 
 

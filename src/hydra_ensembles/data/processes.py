@@ -154,12 +154,9 @@ def holds(argument: str, *, is_file: bool = False) -> Callable[[Function], Funct
         def held(*args: Any, **kwargs: Any) -> Any:
             target = signature.bind(*args, **kwargs).arguments.get(argument)
             with contextlib.ExitStack() as stack:
-
-                def lock() -> None:
-                    stack.enter_context(_records.holding(target, is_file=is_file))
-
                 if target is not None:
-                    on_first(lock)
+                    lock = _records.holding(target, is_file=is_file)
+                    on_first(lambda: stack.enter_context(lock))
                 return function(*args, **kwargs)
 
         return cast(Function, held)
@@ -248,7 +245,14 @@ def in_order(
             own += size()
         told = {"name": name, "hash": known["hash"], "failed": failed}
         reports = exchange((told, done, describe_error(failure)))
-        _check_agreement([report for report, _, _ in reports], name)
+        names = [report["name"] for report, _, _ in reports]
+        if len(set(names)) > 1:
+            raise HydraError(
+                f"The processes do different things: they read {', '.join(map(repr, names))}. Call "
+                "the same functions with the same arguments in all of them."
+            )
+        if len({report["hash"] for report, _, _ in reports} - {None}) > 1:
+            raise _different(name)
         results = {i: result for _, part, _ in reports for i, result in part.items()}
         ends = {report["failed"]: error for report, _, error in reports if error is not None}
         until = min(ends, default=first + ahead * len(reports))
@@ -264,18 +268,6 @@ def in_order(
                 raise _different(name)
             return
         first = until
-
-
-def _check_agreement(reports: list[dict[str, Any]], name: str) -> None:
-    """Raise unless all processes read the same data, as far as known."""
-    names = [report["name"] for report in reports]
-    if len(set(names)) > 1:
-        raise HydraError(
-            f"The processes do different things: they read {', '.join(map(repr, names))}. Call the "
-            "same functions with the same arguments in all of them."
-        )
-    if len({report["hash"] for report in reports} - {None}) > 1:
-        raise _different(name)
 
 
 def _different(name: str) -> DataError:

@@ -74,7 +74,9 @@ class ImageTransform:
 
         Without `exif_orientation`, as older folders are, images stay as they are stored.
         """
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in data.items()
+        }
         try:
             return cls(**{"exif_orientation": False, **values})
         except (TypeError, AttributeError) as error:
@@ -139,6 +141,7 @@ def image_transform(source: Any) -> Callable[[Any], Tensor]:
     """
     if isinstance(source, (ImageTransform, ProcessorTransform)):
         return source
+    function: Callable[[Any], Tensor] = source
     processor = getattr(source, "image_processor", source)
     if hasattr(processor, "image_mean") and callable(processor):
         return ProcessorTransform(processor)
@@ -156,7 +159,7 @@ def image_transform(source: Any) -> Callable[[Any], Tensor]:
         size, crop = config.get("size", 224), 1.0
         whole = config.get("resize_mode", "shortest") != "shortest"
     elif callable(source) and not isinstance(source, torch.nn.Module):
-        return source
+        return function
     else:
         raise DataError(
             f"Cannot tell how {type(source).__name__} wants its images. Pass the host's image "

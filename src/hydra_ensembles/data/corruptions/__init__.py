@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from ...errors import DataError
 from ..batches import Batch, describe, images_of, with_images
 from ..loaders import Data, Mapped
+from ..text_files import TextBatches
 from . import images as _images  # noqa: F401  (they register themselves)
 from .base import Channels, Draws, Normalisation, corruptions, draw_seeds
 from .text import corrupt_texts, text_corruptions
@@ -97,15 +97,13 @@ def corrupted(
             those of the data's own transform if it has one, else the images must lie in [0, 1].
     """
     if name in text_corruptions and name not in corruptions:
-        strings: Any = data
-        if not hasattr(strings, "with_texts"):
+        if not isinstance(data, TextBatches):
             raise DataError(
                 f"The corruption {name!r} works on raw strings, which this data does not hold. "
                 "Read the text with text_file(...), or call corrupt_texts(...) before the "
                 "tokenizer."
             )
-        texts = corrupt_texts(strings.texts, name, severity=severity, seed=seed)
-        return strings.with_texts(texts)
+        return data.with_texts(corrupt_texts(data.texts, name, severity=severity, seed=seed))
     _ = corruptions[name]  # an unknown name fails here, not in the middle of a pass
     normalisation = Normalisation.of(data, mean, std)
 

@@ -134,7 +134,8 @@ def smooth(field: Tensor, sigma: float) -> Tensor:
     down = torch.fft.fftfreq(height, device=field.device)[:, None]
     across = torch.fft.rfftfreq(width, device=field.device)[None]
     gain = torch.exp(-2 * (math.pi * sigma) ** 2 * (down**2 + across**2))
-    return torch.fft.irfft2(torch.fft.rfft2(field) * gain, s=(height, width))
+    smoothed: Tensor = torch.fft.irfft2(torch.fft.rfft2(field) * gain, s=(height, width))
+    return smoothed
 
 
 def directional_blur(images: Tensor, angles: Tensor, radius: float, sigma: float) -> Tensor:

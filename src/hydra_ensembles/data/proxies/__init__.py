@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from ...errors import DataError
 from ..batches import Batch, batch_length, describe, images_of, with_images, without_labels
 from ..corruptions.base import Draws, Normalisation, draw_seeds
-from ..loaders import Data, check_reiterable
+from ..loaders import Data, Mapped, check_reiterable
 from ..splits import fingerprint
 from . import tokens
 from .base import Proxy, image_proxy, proxies, spread, text_proxy
@@ -107,20 +107,21 @@ class Context:
         return TokenContext.of(spread(self.data, TEXT_BANK, self.seed), self.tokenizer)
 
 
-class ProxyData:
+class ProxyData(Mapped):
     """Data of one proxy, made batch by batch."""
 
     def __init__(self, data: Data, proxy: Proxy, context: Context, seed: int) -> None:
-        self.data, self._proxy, self._context, self._seed = data, proxy, context, seed
+        def start() -> Callable[[Batch], Batch]:
+            generator = torch.Generator().manual_seed(seed)
+            return lambda batch: apply_proxy(
+                proxy,
+                without_labels(batch),
+                draw_seeds(batch_length(batch), generator),
+                context,
+            )
 
-    def __iter__(self) -> Iterator[Batch]:
-        generator = torch.Generator().manual_seed(self._seed)
-        for batch in self.data:
-            seeds = draw_seeds(batch_length(batch), generator)
-            yield apply_proxy(self._proxy, without_labels(batch), seeds, self._context)
-
-    def __len__(self) -> int:
-        return len(self.data)  # type: ignore[arg-type]
+        super().__init__(data, start)
+        self._proxy, self._context, self._seed = proxy, context, seed
 
     def fingerprint(self) -> str:
         """Return a hash of the data, of everything else the draws read, and of the first batch.
