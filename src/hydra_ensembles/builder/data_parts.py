@@ -32,10 +32,12 @@ def in_memory(data: Any, *, pad_id: int | None = None, progress: bool = False) -
         source.info["in_memory"] = True
     if source.info.get("in_memory") or processes.size() > 1:
         return source  # of several processes, each reads only its share
-    images = images_of(source.batch(0))
+    first = source.batch(0)
+    images = images_of(first)
     if images is None or images[0].nbytes * source.count > MEMORY:
         return source
-    whole = join(list(progress_bar(source, description="reading images", enabled=progress)))
+    others = progress_bar(range(1, len(source)), description="reading images", enabled=progress)
+    whole = join([first, *map(source.batch, others)])
     return Batches(
         lambda rows: take(whole, rows),
         range(source.count),
