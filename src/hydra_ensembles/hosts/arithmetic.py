@@ -15,11 +15,11 @@ from .block import Block
 from .block_arguments import (
     UnknownArgumentError,
     is_bias,
-    understand,
+    read_arguments,
 )
 from .block_calls import BlockCall, parameter_names
 from .probes import bare_call, check_block, structure_of
-from .reasons import at_layer, knows_argument, parts_in_words
+from .reasons import at_layer, describe_parameters, knows_argument
 from .windows import differ, why_not_by_masks
 
 _NO_NAMES = "its norms and its MLP have names that we do not know (register_family() tells them)"
@@ -116,7 +116,7 @@ def _why_no_parts(blocks: Sequence[Block]) -> str | None:
             return at_layer(block.index, "its MLP is a mixture of experts")
         unknown = block.unknown_parameters()
         if unknown:
-            words = parts_in_words(unknown, of_attention=False)
+            words = describe_parameters(unknown, of_attention=False)
             return at_layer(block.index, f"its blocks also have {words}")
         if block.attention.table is not None and block.attention.table.index is None:
             return at_layer(block.index, "its table of relative positions has no index")
@@ -157,7 +157,9 @@ def why_not_understood(
             names = parameter_names(block.module)[1:]
             heads = block.attention.num_heads
             try:
-                understand(names, call.args, call.kwargs, call.hidden, rotary=FORMS[0], heads=heads)
+                read_arguments(
+                    names, call.args, call.kwargs, call.hidden, rotary=FORMS[0], heads=heads
+                )
             except UnknownArgumentError as error:
                 if knows_argument(error.name):
                     return at_layer(block.index, str(error))

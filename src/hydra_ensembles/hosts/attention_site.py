@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from .attention import Grid, find_table
 from .families import Family, first
 from .multihead_attention import open_attention_
-from .reasons import parts_in_words
+from .reasons import describe_parameters
 
 _HEAD_WIDTH = ("head_dim", "attention_head_size")
 _HEAD_NUMBER = (
@@ -48,6 +49,18 @@ class HeadWeights:
     output: Tensor
     positions: Tensor | None = None
 
+    def queries(self, x: Tensor) -> Tensor:
+        """Project states [batch, tokens, model width] to [batch, tokens, heads, head width]."""
+        return _by_heads(x, self.query, self.query_bias)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Project states to keys, like `queries`."""
+        return _by_heads(x, self.key, self.key_bias)
+
+    def values(self, x: Tensor) -> Tensor:
+        """Project states to values, like `queries`."""
+        return _by_heads(x, self.value, self.value_bias)
+
     def spread(self, places: Sequence[int], number: int) -> HeadWeights:
         """Put these heads at their places among a number of heads; the others are zero."""
 
@@ -60,6 +73,11 @@ class HeadWeights:
 
         parts = (whole(getattr(self, name)) for name in self.__dataclass_fields__)
         return HeadWeights(*parts)  # type: ignore[arg-type]
+
+
+def _by_heads(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    flat = None if bias is None else bias.flatten()
+    return F.linear(x, weight.flatten(0, 1), flat).unflatten(-1, (-1, weight.shape[1]))
 
 
 def linear_weight(module: nn.Module) -> Tensor:
@@ -284,7 +302,7 @@ class AttentionSite:
             return "its table of relative positions has not one column for each head"
         unknown = self.unknown_parameters()
         if unknown:
-            words = parts_in_words(unknown, of_attention=True)
+            words = describe_parameters(unknown, of_attention=True)
             return f"its attention also has {words}, which cannot be cut by heads"
         return None
 

@@ -30,7 +30,7 @@ from .example_inputs import examples, text_config
 from .families import Family
 from .head_removal import why_not_cut
 from .probes import Readout, bare_call, find_readout, largest_difference, structure_of
-from .reasons import at_layer, parts_in_words
+from .reasons import at_layer, describe_parameters
 from .shared_layers import unrolled
 
 
@@ -143,7 +143,7 @@ class HostModel:
                 if site.num_heads in parameters[name].shape
             ]
             if by_head:
-                words = parts_in_words(by_head, of_attention=False)
+                words = describe_parameters(by_head, of_attention=False)
                 reason = f"its blocks also have {words}, which have a value for each head"
                 return at_layer(site.layer, reason)
         return None

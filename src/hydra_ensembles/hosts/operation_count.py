@@ -120,7 +120,7 @@ def _shapes(value: Any) -> Any:
     return type(value).__name__
 
 
-def three_members(host: Host) -> float | None:
+def cost_of_three_members(host: Host) -> float | None:
     """Return the relative cost of three members with a third of the last block's heads each.
 
     None if the host could not be run.

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from ..errors import UnsupportedModelError
 from .attention_site import linear_weight
 from .block import Block
-from .block_arguments import understand
+from .block_arguments import read_arguments
 from .block_calls import BlockCall, Host, Inputs, main_output, parameter_names, run_around
-from .block_math import forward
 from .example_inputs import examples, text_config
 from .multihead_attention import opened
 
@@ -73,7 +72,7 @@ def check_block(block: Block, call: BlockCall, rotary: str | None = None) -> str
     call = random_states(call)
     names = parameter_names(module)[1:]
     try:
-        read = understand(
+        read = read_arguments(
             names,
             call.args,
             call.kwargs,
@@ -90,7 +89,7 @@ def check_block(block: Block, call: BlockCall, rotary: str | None = None) -> str
     try:
         with torch.no_grad(), opened([twin.attention.module]):
             theirs = call.run(module)
-            ours = forward(twin, call.hidden, read, causal=causal)
+            ours = twin.forward(call.hidden, read, causal=causal)
     except Exception as error:  # any failure of the host's code counts as a difference
         return f"its block cannot be run by itself ({type(error).__name__}: {error})"
     difference = largest_difference(theirs, ours)
