@@ -23,7 +23,7 @@ from ..heads.head_mask import HeadMask
 from ..heads.stream_plan import LayerPlan, Plan, make_plan
 from ..hosts import Block, HostModel, host_model
 from ..hosts.block import is_linear
-from ..hosts.block_calls import run_around
+from ..hosts.block_calls import HostView, run_around
 from ..hosts.operation_count import operation_counter
 from ..hosts.probes import Readout
 from .cost_record import Cost, LayerCost
@@ -388,18 +388,15 @@ def _head_multiply_adds(host: HostModel, batch: Any, readout: Readout, last: Ten
     return two.multiply_adds - one.multiply_adds
 
 
-def _on_meta(host: HostModel) -> HostModel:
+def _on_meta(host: HostView) -> HostView:
     """Copy a host's structure with tensors that have shapes but no storage."""
     memo: dict[int, Any] = {}
     for parameter in host.model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.to("meta"), requires_grad=False)
     for buffer in host.model.buffers():
         memo[id(buffer)] = buffer.to("meta")
-    twin = HostModel.__new__(HostModel)
-    twin.__dict__.update(host.__dict__)
-    twin.model = copy.deepcopy(host.model, memo)
-    return twin
+    return HostView(copy.deepcopy(host.model, memo), host.family, host.blocks_path, host.forms)
 
 
-def _as_is(host: HostModel) -> HostModel:
+def _as_is(host: HostView) -> HostView:
     return host

@@ -149,5 +149,5 @@ class HostedGeometry:
 
 def hosted_geometry(host: HostModel, batch: Any) -> tuple[list[HostedGeometry], Tensor | None]:
     """Count the blocks of a host on a batch; also return the states after the last one."""
-    calls = capture_calls(host, inputs_of(host.model, batch))
-    return [HostedGeometry(weight) for weight in weigh_blocks(host, calls)], calls[-1].output
+    calls = capture_calls(host, host.blocks, inputs_of(host.model, batch))
+    return [HostedGeometry(weight) for weight in weigh_blocks(host.blocks, calls)], calls[-1].output

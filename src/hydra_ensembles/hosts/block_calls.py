@@ -10,8 +10,9 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,32 +26,50 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 
-class Host(Protocol):
-    """The interface for calling a host; `HostModel` has it."""
+class HostView:
+    """A model and where its blocks are: what it takes to run the model around its blocks.
 
-    model: nn.Module
-    name: str
-    family: Family
-    blocks: list[Block]
-    blocks_path: str
+    Args:
+        model: The model.
+        family: The family of its blocks.
+        blocks_path: Path of the `nn.ModuleList` or `nn.Sequential` that holds them.
+        forms: The form of each block's output.
+    """
+
+    def __init__(
+        self, model: nn.Module, family: Family, blocks_path: str, forms: Sequence[Form] = ()
+    ) -> None:
+        self.model, self.family, self.blocks_path = model, family, blocks_path
+        self.name = type(model).__name__
+        if forms:
+            self.forms = forms
+
+    @cached_property
+    def forms(self) -> Sequence[Form]:
+        """The form of each block's output."""
+        return [Form()] * len(list(self.blocks_list.children()))
 
     @property
     def blocks_list(self) -> nn.Module:
-        """The list that holds the blocks."""
-
-    @property
-    def forms(self) -> list[Form]:
-        """The form of each block's output."""
-
-    @property
-    def seen(self) -> tuple[list[BlockCall], Inputs] | None:
-        """A captured forward pass: the blocks' calls and the host's inputs."""
+        """The `nn.ModuleList` or `nn.Sequential` that holds the blocks."""
+        return self.model.get_submodule(self.blocks_path)
 
     def replace_blocks_(self, blocks: Sequence[nn.Module]) -> None:
-        """Replace the blocks by other modules."""
+        """Replace the blocks by other modules, in place."""
+        old: Any = self.blocks_list
+        if isinstance(old, nn.Sequential):
+            self.put_blocks_(nn.Sequential(*blocks))
+        elif len(blocks) == len(old) and not isinstance(old, ShortList):
+            self.put_blocks_(nn.ModuleList(blocks))
+        else:
+            short = ShortList(blocks)
+            short.form = self.forms[-1]
+            self.put_blocks_(short)
 
     def put_blocks_(self, blocks_list: nn.Module) -> None:
-        """Replace the list of blocks by another list."""
+        """Replace the list of blocks by another list, in place."""
+        parent, _, name = self.blocks_path.rpartition(".")
+        setattr(self.model.get_submodule(parent), name, blocks_list)
 
 
 class ClosedAttentionError(UnsupportedModelError):
@@ -200,15 +219,15 @@ def without_cache(value: Any) -> Any:
 
 
 @torch.no_grad()
-def capture_calls(host: Host, inputs: Inputs) -> list[BlockCall]:
+def capture_calls(host: HostView, blocks: Sequence[Block], inputs: Inputs) -> list[BlockCall]:
     """Run a host and return how it called each of its blocks.
 
     Raises:
         UnsupportedModelError: When a block did not run exactly once, or never called its output
             projection (a gate there would have no effect).
     """
-    calls: list[list[BlockCall]] = [[] for _ in host.blocks]
-    projections = [0] * len(host.blocks)
+    calls: list[list[BlockCall]] = [[] for _ in blocks]
+    projections = [0] * len(blocks)
 
     def note(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -238,8 +257,8 @@ def capture_calls(host: Host, inputs: Inputs) -> list[BlockCall]:
     host.model.eval()
     with ExitStack() as stack:
         stack.callback(host.model.train, was_training)
-        stack.enter_context(opened([block.attention.module for block in host.blocks]))
-        for block in host.blocks:
+        stack.enter_context(opened([block.attention.module for block in blocks]))
+        for block in blocks:
             module, output = block.module, block.attention.output
             pre, post = before(block.index), note(block.index)
             handles = [
@@ -363,7 +382,7 @@ class ShortList(nn.ModuleList):
 
 @contextmanager
 def stand_ins(
-    host: Host,
+    host: HostView,
     answer: Callable[[BlockCall], Tensor],
     forms: Sequence[Form] | None = None,
     note: Callable[[BlockCall], None] | None = None,
@@ -400,7 +419,7 @@ def _hand_on(call: BlockCall) -> Tensor:
     return call.hidden
 
 
-def run_around(host: Host, inputs: Inputs, answer: Callable[[Tensor], Tensor]) -> Any:
+def run_around(host: HostView, inputs: Inputs, answer: Callable[[Tensor], Tensor]) -> Any:
     """Run a host's embeddings and head around `answer`, from the first states to the last."""
     with stand_ins(host, lambda call: answer(call.hidden)):
         return host.model(*inputs[0], **inputs[1])

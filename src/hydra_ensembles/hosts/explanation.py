@@ -125,6 +125,7 @@ def engine_of(host: HostModel) -> tuple[str, str]:
         return "fused", (
             f"our own arithmetic equals the host's blocks, as the host calls them{more}"
         )
-    price = cost_of_three_members(host)
+    seen = host.seen
+    price = None if seen is None else cost_of_three_members(host.model, host.blocks, *seen)
     cost = "" if price is None else f"; three members in the last block cost {price:.2f} x"
     return "host", f"{reason}: runs the host's own blocks{cost}"

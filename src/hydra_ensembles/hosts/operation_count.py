@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop
 
 from .block import Block
-from .block_calls import BlockCall, Host
+from .block_calls import BlockCall, Inputs
 from .head_removal import Cut, why_not_cut
 from .multihead_attention import opened
 from .probes import structure_of
@@ -83,11 +84,11 @@ def multiply_adds(run: Callable[[], Any]) -> int:
     return counter.get_total_flops() // 2
 
 
-def weigh_blocks(host: Host, calls: Sequence[BlockCall]) -> list[BlockWeight]:
-    """Count every block of a host, called as in one of its forward passes."""
+def weigh_blocks(blocks: Sequence[Block], calls: Sequence[BlockCall]) -> list[BlockWeight]:
+    """Count every block of a host, called as in one of the host's forward passes."""
     known: dict[Any, BlockWeight] = {}
     result = []
-    for block, call in zip(host.blocks, calls, strict=True):
+    for block, call in zip(blocks, calls, strict=True):
         key = (structure_of(block.module), str(_shapes(call.args)), str(_shapes(call.kwargs)))
         if key not in known:
             known[key] = _weigh(block, call)
@@ -120,18 +121,22 @@ def _shapes(value: Any) -> Any:
     return type(value).__name__
 
 
-def cost_of_three_members(host: Host) -> float | None:
+def cost_of_three_members(
+    model: nn.Module, blocks: Sequence[Block], calls: Sequence[BlockCall], inputs: Inputs
+) -> float | None:
     """Return the relative cost of three members with a third of the last block's heads each.
 
-    None if the host could not be run.
+    Args:
+        model: The host.
+        blocks, calls: Its blocks, and how the host called them in one forward pass.
+        inputs: The host's inputs in that pass.
+
+    Returns:
+        The cost relative to the host; None if it could not be counted.
     """
-    captured = host.seen
-    if captured is None:
-        return None
-    calls, inputs = captured
     try:
-        weights = weigh_blocks(host, calls)
-        whole = multiply_adds(lambda: host.model(*inputs[0], **inputs[1]))
+        weights = weigh_blocks(blocks, calls)
+        whole = multiply_adds(lambda: model(*inputs[0], **inputs[1]))
     except Exception:  # a count is not worth an error
         return None
     last = weights[-1]

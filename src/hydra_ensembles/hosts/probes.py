@@ -20,7 +20,7 @@ from ..errors import UnsupportedModelError
 from .attention_site import linear_weight
 from .block import Block
 from .block_arguments import read_arguments
-from .block_calls import BlockCall, Host, Inputs, main_output, parameter_names, run_around
+from .block_calls import BlockCall, HostView, Inputs, main_output, parameter_names, run_around
 from .example_inputs import examples, text_config
 from .multihead_attention import opened
 
@@ -173,7 +173,7 @@ def structure_of(module: nn.Module) -> Any:
 # --- the readout ----------------------------------------------------------------------------------
 
 
-def find_readout(host: Host) -> Readout:
+def find_readout(host: HostView) -> Readout:
     """Find which tokens of the last block reach the output, by the gradient of the host's own code.
 
     A rule is used only if it is the same for different inputs and the host gives the same output
@@ -203,7 +203,7 @@ def find_readout(host: Host) -> Readout:
     return Readout(tokens, _folds(host, tokens), why="probed: nothing else reaches the output")
 
 
-def _run(host: Host, inputs: Inputs, answer: Callable[[Tensor], Tensor]) -> Tensor:
+def _run(host: HostView, inputs: Inputs, answer: Callable[[Tensor], Tensor]) -> Tensor:
     return main_output(run_around(host, inputs, answer))
 
 
@@ -212,7 +212,7 @@ def _states(hidden: Tensor, seed: int = 0) -> Tensor:
     return torch.randn(hidden.shape, generator=generator).to(hidden)
 
 
-def _read_tokens(host: Host, inputs: Inputs) -> int | None:
+def _read_tokens(host: HostView, inputs: Inputs) -> int | None:
     """Return the number of leading tokens that are read; None for all or if unclear."""
     try:
         gradient = _gradient_by_token(host, inputs)
@@ -223,7 +223,7 @@ def _read_tokens(host: Host, inputs: Inputs) -> int | None:
     return None if tokens is None or tokens > 4 or tokens >= gradient.shape[1] else tokens
 
 
-def _reads_only(host: Host, positions: Callable[[dict[str, Any]], Tensor]) -> bool:
+def _reads_only(host: HostView, positions: Callable[[dict[str, Any]], Tensor]) -> bool:
     """Check that the host reads only the token of each sample that a rule gives."""
     inputs = [inputs for inputs in examples(host.model) if not inputs[0]]
     try:
@@ -239,7 +239,7 @@ def _reads_only(host: Host, positions: Callable[[dict[str, Any]], Tensor]) -> bo
     return bool(inputs)
 
 
-def _gradient_by_token(host: Host, inputs: Inputs) -> Tensor:
+def _gradient_by_token(host: HostView, inputs: Inputs) -> Tensor:
     """Return how much the output depends on each token of the last block [batch, tokens]."""
     leaf: list[Tensor] = []
 
@@ -253,7 +253,7 @@ def _gradient_by_token(host: Host, inputs: Inputs) -> Tensor:
     return gradient.abs().amax(2)
 
 
-def _same_from_few(host: Host, tokens: int) -> bool:
+def _same_from_few(host: HostView, tokens: int) -> bool:
     """Check that the host gives the same output from only the first tokens."""
     try:
         for inputs in examples(host.model):
@@ -267,7 +267,7 @@ def _same_from_few(host: Host, tokens: int) -> bool:
     return True
 
 
-def _folds(host: Host, tokens: int | None) -> bool:
+def _folds(host: HostView, tokens: int | None) -> bool:
     """Check that the host's code after the blocks treats members as a larger batch."""
 
     def stream(hidden: Tensor, seed: int) -> Tensor:
@@ -285,7 +285,7 @@ def _folds(host: Host, tokens: int | None) -> bool:
         return False
 
 
-def modules_after_blocks(host: Host) -> tuple[str, ...]:
+def modules_after_blocks(host: HostView) -> tuple[str, ...]:
     """Return the paths of the leaf modules that run after the blocks (norm, pooler, classifier)."""
     called: list[str] = []
     started = False

@@ -167,7 +167,7 @@ class Engine:
 
     def _host_call(self, inputs: Inputs) -> tuple[Tensor, Call]:
         """Capture the arguments of blocks that the host's own code runs."""
-        calls = capture_calls(self.host, inputs)
+        calls = capture_calls(self.host, self.host.blocks, inputs)
         reason = why_not_chained(calls)
         if reason is not None:
             raise UnsupportedModelError(
@@ -208,7 +208,7 @@ class Engine:
             extra = _attended(block, other, [0] * len(parents), 1.0 - gates)
             attended = attended + (extra if bias is None else extra - bias)
         index = torch.tensor(parents, device=x.device)
-        residual = residual if residual.shape[0] == 1 else residual[index]
+        residual = residual.expand_as(attended) if len(residual) == 1 else residual[index]
         # modules see three dimensions, as in the host
         return block.finish(residual.flatten(0, 1), attended.flatten(0, 1))
 
