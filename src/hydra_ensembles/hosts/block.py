@@ -13,13 +13,9 @@ from torch import Tensor, nn
 
 from ..data.eval_mode import twin
 from .attention import AttentionArguments, add_bias, attend, bias_of
-from .attention_site import AttentionSite, linear_weight
+from .attention_site import AttentionSite
 from .families import Family, first, first_path
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, also in the transposed form of GPT-2."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+from .head_weights import is_linear, linear_weight
 
 
 @torch.no_grad()

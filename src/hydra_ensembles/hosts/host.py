@@ -13,7 +13,7 @@ from torch import nn
 from ..data.eval_mode import in_eval
 from ..errors import UnsupportedModelError
 from .arithmetic import Arithmetic, find_arithmetic, hands_bias, why_not_understood
-from .attention_site import AttentionSite, linear_weight
+from .attention_site import AttentionSite
 from .block import Block
 from .block_calls import (
     BlockCall,
@@ -29,6 +29,7 @@ from .block_search import find_stack
 from .example_inputs import examples, text_config
 from .families import Family
 from .head_removal import why_not_cut
+from .head_weights import linear_weight
 from .probes import Readout, bare_call, find_readout, largest_difference, structure_of
 from .reasons import at_layer, describe_parameters
 from .shared_layers import unrolled

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
-from .attention_site import linear_weight
 from .block import Block
 from .block_arguments import read_arguments
 from .block_calls import BlockCall, HostView, Inputs, main_output, parameter_names, run_around
 from .example_inputs import examples, text_config
+from .head_weights import linear_weight
 from .multihead_attention import opened
 
 _TOLERANCE = 2e-4

@@ -22,7 +22,6 @@ from ..errors import UnsupportedModelError
 from ..heads.gates import gate
 from ..hosts import HostModel, device_of, main_output
 from ..hosts.attention import AttentionArguments, add_bias, attend, bias_of, rows_of_mask
-from ..hosts.attention_site import HeadWeights
 from ..hosts.block import Block
 from ..hosts.block_arguments import read_arguments
 from ..hosts.block_calls import (
@@ -37,6 +36,7 @@ from ..hosts.block_calls import (
     take_rows,
     why_not_chained,
 )
+from ..hosts.head_weights import HeadWeights
 
 Branch = tuple[int, Tensor]
 """An output stream of a block: its input stream and its gates [heads]."""
