@@ -2,7 +2,6 @@
 
 from .attention_site import AttentionSite as AttentionSite
 from .block import Block as Block
-from .block_calls import device_of as device_of
 from .block_calls import main_output as main_output
 from .explanation import explain as explain
 from .families import Family as Family

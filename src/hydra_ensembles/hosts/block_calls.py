@@ -10,12 +10,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..errors import UnsupportedModelError
 from .block import Block
@@ -91,11 +93,6 @@ def main_output(output: Any) -> Tensor:
     )
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's first parameter."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the positional parameters of a module's forward, without `self`."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
@@ -143,8 +140,8 @@ def states_of(output: Any) -> tuple[Tensor, Form]:
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
         return output[0], Form(type(output), tuple(output[1:]))
     raise UnsupportedModelError(
-        f"A block answered with a {type(output).__name__}: expected a tensor, or a tuple that "
-        "starts with the hidden states."
+        f"A block returned a {type(output).__name__}: expected a tensor, or a tuple that starts "
+        "with the hidden states."
     )
 
 
@@ -174,6 +171,15 @@ class BlockCall:
     def given(self) -> Any:
         """All arguments except the states."""
         return (self.args, self.kwargs)
+
+    @property
+    def shape(self) -> str:
+        """The shapes and types of all arguments, with the values that are not tensors."""
+
+        def describe(value: Any) -> Any:
+            return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else str(value)
+
+        return str(pytree.tree_map(describe, self.given))
 
     def call(self, module: nn.Module, hidden: Tensor | None = None) -> Any:
         """Call a module as the host called the block, on these or other states."""
@@ -229,44 +235,33 @@ def capture_calls(host: HostView, blocks: Sequence[Block], inputs: Inputs) -> li
     calls: list[list[BlockCall]] = [[] for _ in blocks]
     projections = [0] * len(blocks)
 
-    def note(layer: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            call = take_call(args, kwargs)
-            states, form = states_of(output)
-            rest = tuple(without_cache_of(value) for value in form.rest)
-            calls[layer].append(replace(call, form=Form(form.kind, rest), output=states))
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        call = take_call(args, kwargs)  # drop the cache before the block can fill it
+        if call.keyword is None:
+            return (call.hidden, *call.args), call.kwargs
+        return call.args, {call.keyword: call.hidden, **call.kwargs}
 
-        return hook
+    def after(layer: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        states, form = states_of(output)
+        rest = tuple(None if hasattr(v, "get_seq_length") else v for v in form.rest)  # no cache
+        call = take_call(args, kwargs)
+        calls[layer].append(replace(call, form=Form(form.kind, rest), output=states))
 
-    def before(layer: int) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            call = take_call(args, kwargs)  # drop the cache before the block can fill it
-            if call.keyword is None:
-                return (call.hidden, *call.args), call.kwargs
-            return call.args, {call.keyword: call.hidden, **call.kwargs}
-
-        return hook
-
-    def count(layer: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            projections[layer] += 1
-
-        return hook
+    def count(layer: int, *_: Any) -> None:
+        projections[layer] += 1
 
     was_training = host.model.training
     host.model.eval()
     with ExitStack() as stack:
         stack.callback(host.model.train, was_training)
         stack.enter_context(opened([block.attention.module for block in blocks]))
-        for block in blocks:
+        for layer, block in enumerate(blocks):
             module, output = block.module, block.attention.output
-            pre, post = before(block.index), note(block.index)
-            handles = [
-                module.register_forward_pre_hook(pre, with_kwargs=True),
-                module.register_forward_hook(post, with_kwargs=True),
-                output.register_forward_hook(count(block.index)),
-            ]
-            for handle in handles:
+            for handle in (
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(partial(after, layer), with_kwargs=True),
+                output.register_forward_hook(partial(count, layer)),
+            ):
                 stack.callback(handle.remove)
         host.model(*inputs[0], **inputs[1])
     for layer, seen in enumerate(calls):
@@ -292,11 +287,6 @@ def why_not_chained(calls: Sequence[BlockCall]) -> str | None:
         if out is not above.hidden and (out is None or not torch.equal(out, above.hidden)):
             return f"the host changes the states between its blocks {layer} and {layer + 1}"
     return None
-
-
-def without_cache_of(value: Any) -> Any:
-    """Remove a filled cache from what a block returned."""
-    return None if hasattr(value, "get_seq_length") else value
 
 
 def repeat_for_streams(value: Any, streams: int, batch: int) -> Any:
@@ -376,7 +366,7 @@ class ShortList(nn.ModuleList):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int) and index >= len(self):
-            return StandIn(self[0], _hand_on, self.form)
+            return StandIn(self[0], attrgetter("hidden"), self.form)
         return super().__getitem__(index)
 
 
@@ -384,7 +374,6 @@ class ShortList(nn.ModuleList):
 def stand_ins(
     host: HostView,
     answer: Callable[[BlockCall], Tensor],
-    forms: Sequence[Form] | None = None,
     note: Callable[[BlockCall], None] | None = None,
 ) -> Iterator[None]:
     """Let the host run its own embeddings and head around `answer`, which replaces its blocks.
@@ -400,23 +389,18 @@ def stand_ins(
 
     original = host.blocks_list
     modules = list(original.children())
-    forms = list(forms or host.forms)
+    forms = list(host.forms)
     if len(forms) != len(modules):  # one body replaces all blocks
         forms = forms[-1:] * len(modules)
     answers = [below] * (len(modules) - 1) + [answer]
-    stands = [StandIn(m, a, f) for m, a, f in zip(modules, answers, forms, strict=True)]
     was_training = host.model.training
-    host.replace_blocks_(stands)
+    host.replace_blocks_([StandIn(*one) for one in zip(modules, answers, forms, strict=True)])
     host.model.eval()
     try:
         yield
     finally:
         host.put_blocks_(original)
         host.model.train(was_training)
-
-
-def _hand_on(call: BlockCall) -> Tensor:
-    return call.hidden
 
 
 def run_around(host: HostView, inputs: Inputs, answer: Callable[[Tensor], Tensor]) -> Any:

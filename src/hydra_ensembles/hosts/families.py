@@ -12,8 +12,6 @@ from ..registry import Registry
 Path = str | tuple[str, ...]
 """A dotted path inside a block, or several; the first that exists is used."""
 
-ReadoutRule = Literal["probe", "eos", "all"] | tuple[int, ...]
-
 families: Registry[Family] = Registry("model family")
 
 
@@ -38,8 +36,6 @@ class Family:
         blocks: Path to the list of blocks from the model; found by search when empty.
         returns_tuple: Whether the attention module returns `(output, weights)`.
         fusable: False for families that can be gated and scored but not fused.
-        readout: Which tokens the classifier reads: found by a probe, or fixed positions, or `"eos"`
-            (the end-of-text position of each sample), or `"all"`.
     """
 
     name: str
@@ -58,7 +54,6 @@ class Family:
     blocks: Path = ()
     returns_tuple: bool = False
     fusable: bool = True
-    readout: ReadoutRule = "probe"
 
     def resolve(self, block: nn.Module) -> dict[str, nn.Module] | None:
         """Find the attention's linears in a block, or None when one is missing."""

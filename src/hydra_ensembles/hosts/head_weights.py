@@ -69,7 +69,8 @@ def linear_weight(module: nn.Module) -> Tensor:
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer, also in the transposed form of GPT-2."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    named = isinstance(module, nn.Linear) or type(module).__name__ in ("Conv1D", "FalconLinear")
+    return named and getattr(module.weight, "ndim", 0) == 2
 
 
 def linear_bias(module: nn.Module) -> Tensor | None:

@@ -173,7 +173,7 @@ def weigh_blocks(blocks: Sequence[Block], calls: Sequence[BlockCall]) -> list[Bl
     known: dict[Any, BlockWeight] = {}
     result = []
     for block, call in zip(blocks, calls, strict=True):
-        key = (structure_of(block.module), str(_shapes(call.args)), str(_shapes(call.kwargs)))
+        key = (structure_of(block.module), call.shape)
         if key not in known:
             known[key] = _weigh(block, call)
         result.append(known[key])
@@ -193,16 +193,6 @@ def _weigh(block: Block, call: BlockCall) -> BlockWeight:
     Cut(remaining, remaining).apply_(pruned)
     saved = full - multiply_adds(lambda: call.call(pruned.module))
     return BlockWeight(full, saved / group, heads, group)
-
-
-def _shapes(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape)
-    if isinstance(value, dict):
-        return {name: _shapes(inner) for name, inner in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_shapes(inner) for inner in value]
-    return type(value).__name__
 
 
 def cost_of_three_members(

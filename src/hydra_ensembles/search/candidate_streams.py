@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.batches import columns, move
-from ..data.model_runs import split_batch
+from ..data.model_runs import device_of, split_batch
 from ..errors import UnsupportedModelError
 from ..heads.gates import gate
-from ..hosts import HostModel, device_of, main_output
+from ..hosts import HostModel, main_output
 from ..hosts.attention import AttentionArguments, add_bias, attend, bias_of, rows_of_mask
 from ..hosts.block import Block
 from ..hosts.block_arguments import read_arguments
@@ -112,7 +112,7 @@ class Engine:
         self.host = host
         self.streams = streams
         self.own = host.why_not_fused() is None
-        self.device = device_of(host.model)
+        self.device = device_of(host.model) or torch.device("cpu")
         self._example: Inputs | None = None
 
     def enter(self, batch: Any) -> tuple[Tensor, Call]:
