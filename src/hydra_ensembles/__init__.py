@@ -56,10 +56,8 @@ if TYPE_CHECKING:
     from .search.headmap import find_effects as find_effects
     from .search.selection import EnsembleObjective as EnsembleObjective
     from .serving.exporter import export as export
-    from .training import average_weights as average_weights
     from .training import distill as distill
     from .training import finetune as finetune
-    from .training import finetune_branch as finetune_branch
     from .training import make_teachers as make_teachers
     from .uncertainty import Drift as Drift
     from .uncertainty import Policy as Policy
@@ -85,7 +83,6 @@ _NAMES = {
     "Select": "builder",
     "Taylor": "builder",
     "ZeroShotClassifier": "hosts",
-    "average_weights": "training",
     "benchmark": "evaluation.latency",
     "build": "builder",
     "compare": "evaluation",
@@ -98,7 +95,6 @@ _NAMES = {
     "find_circuit": "search.headmap",
     "find_effects": "search.headmap",
     "finetune": "training",
-    "finetune_branch": "training",
     "fit_policy": "fusion",
     "fold": "refit",
     "frontier": "research.cost_frontier",

@@ -1,7 +1,4 @@
-"""`make_teachers`: cheap teachers from one model, for those who have no ensemble.
-
-Teachers: anything that gives class probabilities, opened one at a time.
-"""
+"""Teachers of `distill`, opened one at a time; `make_teachers` makes cheap ones of one model."""
 
 from __future__ import annotations
 
@@ -18,14 +15,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from .._records import model_fingerprint, sha256_of
 from ..costs.budget import fit_budget
 from ..data import processes
 from ..data.eval_mode import evaluating
 from ..data.model_runs import call_model, member_logits, member_logits_of
-from ..errors import DataError, FormatError
+from ..errors import DataError, FormatError, MissingDependencyError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fuse_members import fuse
 from ..heads.head_mask import HeadMask
@@ -35,7 +31,7 @@ from ..registry import Registry
 from .branch_run import finetune_branch
 from .checkpoint import FILE_NAME, read_checkpoint, with_prefix
 from .finetune_run import finetune
-from .sample_order import generator
+from .sample_order import derive_seed
 from .settings import Settings
 
 Answer = Callable[[Any], Tensor]
@@ -301,7 +297,7 @@ def make_teachers(
         host=host_model(model),
         data=data,
         seeds=[seed + place for place in range(count)],
-        settings=(settings or default).updated({"epochs": epochs, "learning_rate": learning_rate}),
+        settings=(settings or default).updated(epochs, learning_rate),
         rank=rank,
         branch_layer=branch_layer,
         folder=None if folder is None else Path(folder),
@@ -362,52 +358,46 @@ def _branch(job: Job) -> list[nn.Module]:
 
 @_register("lora", Settings(epochs=3, learning_rate=1e-3, weight_decay=0.0, bootstrap=True))
 def _lora(job: Job) -> list[nn.Module]:
+    try:
+        from peft import LoraConfig, LoraModel
+    except ImportError as error:
+        raise MissingDependencyError(
+            'how="lora" needs peft. Install it with: pip install "hydra-ensembles[train]". '
+            'Or choose how="branch".'
+        ) from error
+    projections = {
+        part
+        for site in job.host.sites
+        for part in (site.packed, site.query, site.key, site.value, site.output)
+    }
+    modules = dict(job.host.model.named_modules())
+    parents = {name: modules[name.rpartition(".")[0]] for name in modules}
+    names = [  # peft updates a whole nn.MultiheadAttention, which reads its weights directly
+        name
+        for name, module in modules.items()
+        if (isinstance(module, nn.MultiheadAttention) and module.out_proj in projections)
+        or (
+            module in projections
+            and getattr(module, "weight", torch.empty(0)).ndim == 2
+            and not isinstance(parents[name], nn.MultiheadAttention)
+        )
+    ]
+    # GPT-2's Conv1D keeps its weight as [in, out]
+    transposed = any(type(part).__name__ == "Conv1D" for part in projections)
+    config = LoraConfig(
+        r=job.rank, lora_alpha=2 * job.rank, target_modules=names, fan_in_fan_out=transposed
+    )
     after = tuple(f"{path}." for path in modules_after_blocks(job.host))
-
-    def is_trained(name: str, parameter: nn.Parameter) -> bool:
-        if ".parametrizations." in name:
-            return not name.endswith(".original")
-        return name.startswith(after)
-
     teachers = []
     for seed in job.seeds:
-        model = _with_updates(job.host, job.rank, seed)
-        trained = job.tune(model, seed, is_trained)
-        teachers.append(_merged(trained))
+        with torch.random.fork_rng(devices=[]):  # peft draws from the global generator
+            torch.manual_seed(derive_seed("lora", seed))
+            adapters = LoraModel(copy.deepcopy(job.host.model), config, "teacher")
+        adapters.model = job.tune(
+            adapters.model, seed, lambda name, _: ".lora_" in name or name.startswith(after)
+        )
+        teacher = adapters.merge_and_unload()
+        for name, parameter in job.host.model.named_parameters():  # peft froze them
+            teacher.get_parameter(name).requires_grad_(parameter.requires_grad)
+        teachers.append(teacher)
     return teachers
-
-
-class LowRank(nn.Module):
-    """A weight W becomes W + B A with A [rank, in] random and B [out, rank] zero at the start."""
-
-    def __init__(self, weight: Tensor, rank: int, draw: torch.Generator) -> None:
-        super().__init__()
-        out, inner = weight.shape
-        start = torch.randn(rank, inner, generator=draw) / inner**0.5
-        self.first = nn.Parameter(start.to(weight))
-        self.second = nn.Parameter(weight.new_zeros(out, rank))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        """Add the update."""
-        return weight + 2.0 * self.second @ self.first
-
-
-def _with_updates(host: HostModel, rank: int, seed: int) -> nn.Module:
-    """Return a copy whose attention projections have low-rank updates."""
-    result = host_model(copy.deepcopy(host.model), family=host.family)
-    draw = generator("lora", seed)
-    for site in result.sites:
-        for part in (site.packed, site.query, site.key, site.value, site.output):
-            weight = getattr(part, "weight", None)
-            if isinstance(weight, nn.Parameter) and weight.ndim == 2:
-                update = LowRank(weight.detach(), rank, draw)
-                parametrize.register_parametrization(part, "weight", update)  # type: ignore[arg-type]
-    return result.model
-
-
-def _merged(model: nn.Module) -> nn.Module:
-    """Merge the low-rank updates into plain weights, in place."""
-    for module in list(model.modules()):
-        if parametrize.is_parametrized(module, "weight"):
-            parametrize.remove_parametrizations(module, "weight")
-    return model
