@@ -136,18 +136,20 @@ class BranchRun(Run):
         return chain(in_order.epoch(0), () if self.outliers is None else self.outliers.stream.data)
 
     def _loss(self, batch: Any, part: int) -> Tensor:
-        batch, share = self._part(batch, part)
-        loss = share * self._labelled_loss(batch) if share else torch.zeros(())
+        loss = super()._loss(batch, part)
         if self.outliers is None:
             return loss
         outliers, share = self._part(self.outliers.at(self.step), part)
         if not share:
             return loss
-        answers = self.wrapped(outliers).float().log_softmax(-1)
-        kl = -answers.mean(-1) - math.log(answers.shape[-1])  # KL(uniform || answer)
-        return loss + share * self.settings.outlier_weight * self._weighted(kl, outliers).mean()
+        return loss + share * self.settings.outlier_weight * self._outlier_loss(outliers)
 
-    def _labelled_loss(self, batch: Any) -> Tensor:
+    def _outlier_loss(self, batch: Any) -> Tensor:
+        answers = self.wrapped(batch).float().log_softmax(-1)
+        kl = -answers.mean(-1) - math.log(answers.shape[-1])  # KL(uniform || answer)
+        return self._weighted(kl, batch).mean()
+
+    def _data_loss(self, batch: Any) -> Tensor:
         logits, labels = logits_and_labels(self.wrapped, batch)
         members = logits.shape[1]
         losses = F.cross_entropy(

@@ -355,18 +355,12 @@ class DistillRun(BranchRun):
         sets = self.lessons.sets.values()
         return chain.from_iterable(examples.numbered_views() for examples in sets)
 
-    def _loss(self, batch: Any, part: int) -> Tensor:
-        batch, share = self._part(batch, part)
-        loss = share * self._taught("data", self.epoch, batch) if share else torch.zeros(())
-        if self.outliers is None:
-            return loss
-        outliers, share = self._part(self.outliers.at(self.step), part)
-        if not share:
-            return loss
-        turn = self.outliers.turn(self.step)
-        return loss + share * self.settings.outlier_weight * self._taught(
-            "outliers", turn, outliers
-        )
+    def _data_loss(self, batch: Any) -> Tensor:
+        return self._taught("data", self.epoch, batch)
+
+    def _outlier_loss(self, batch: Any) -> Tensor:
+        assert self.outliers is not None
+        return self._taught("outliers", self.outliers.turn(self.step), batch)
 
     def _taught(self, name: str, turn: int, batch: Any) -> Tensor:
         """Return the members' mean loss against their teachers on a view of a batch."""

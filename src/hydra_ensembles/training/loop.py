@@ -271,7 +271,7 @@ class Run:
             if report["error"] is not None:
                 raise processes.error_of(report["error"])
         gradients.put_()
-        by_part = {part: value for report in reports for part, value in report["losses"]}
+        by_part = {part: float(value) for report in reports for part, value in report["losses"]}
         return sum(by_part[part] for part in range(self.parts))
 
     def _check_loss(self, value: float) -> float:
@@ -292,15 +292,16 @@ class Run:
 
     def _loss(self, batch: Any, part: int) -> Tensor:
         """Return a part's contribution to the batch's mean loss."""
-        mine, share = self._part(batch, part)
-        if not share:
-            return torch.zeros(())
-        logits, labels = logits_and_labels(self.wrapped, mine)
+        batch, share = self._part(batch, part)
+        return share * self._data_loss(batch) if share else torch.zeros(())
+
+    def _data_loss(self, batch: Any) -> Tensor:
+        logits, labels = logits_and_labels(self.wrapped, batch)
         if self.loss is not None:
-            return share * self.loss(logits, labels)
+            return self.loss(logits, labels)
         smoothing = self.settings.label_smoothing
         members = [F.cross_entropy(m, labels, label_smoothing=smoothing) for m in logits.unbind(1)]
-        return share * torch.stack(members).mean()
+        return torch.stack(members).mean()
 
     def _end_epoch(self, epoch: int) -> None:
         entry = {"epoch": float(epoch), "loss": self.loss_sum / self.steps_per_epoch}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .._records import model_fingerprint, sha256_of
+from .._records import model_fingerprint, sha256_of, sha256_of_file
 from ..costs.budget import fit_budget
 from ..data import processes
 from ..data.eval_mode import evaluating
@@ -96,11 +95,16 @@ def _from_path(path: Path, host: nn.Module) -> Teacher:
     name = str(path)
     if path.is_dir() and (path / FILE_NAME).exists():
         path = path / FILE_NAME
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+
+    def identify() -> str:
+        return " ".join(sha256_of_file(file) for file in files)
+
     if path.is_dir():
-        return Teacher(name, lambda: _files_sha(path), lambda: _opened(_from_folder(path, host)))
+        return Teacher(name, identify, lambda: _opened(_from_folder(path, host)))
     if path.suffix == ".npy":
-        table = _table(torch.from_numpy(np.load(path, allow_pickle=False)), name)
-        return Teacher(name, lambda: _files_sha(path), table=table)
+        values = torch.from_numpy(np.load(path, allow_pickle=False))
+        return Teacher(name, identify, table=_table(values, name))
     if path.suffix != ".safetensors":
         raise DataError(
             f"The teacher {path} has an unknown suffix; expected a folder, .npy or .safetensors."
@@ -111,9 +115,8 @@ def _from_path(path: Path, host: nn.Module) -> Teacher:
         names = list(file.keys())
         if len(names) == 1 or "probabilities" in names:
             key = names[0] if len(names) == 1 else "probabilities"
-            table = _table(file.get_tensor(key), name)
-            return Teacher(name, lambda: _files_sha(path), table=table)
-    return Teacher(name, lambda: _files_sha(path), lambda: _opened(_from_weights(path, host)))
+            return Teacher(name, identify, table=_table(file.get_tensor(key), name))
+    return Teacher(name, identify, lambda: _opened(_from_weights(path, host)))
 
 
 def _from_folder(folder: Path, host: nn.Module) -> nn.Module:
@@ -193,16 +196,6 @@ def _table(values: Tensor, name: str) -> np.ndarray:
 def _identity(model: nn.Module) -> str:
     known = [getattr(model, name, None) for name in ("temperature", "member_temperatures")]
     return f"{model_fingerprint(model)} {known}"
-
-
-def _files_sha(path: Path) -> str:
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    total = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as content:
-            while chunk := content.read(1 << 20):
-                total.update(chunk)
-    return total.hexdigest()
 
 
 How = Literal["lora", "branch", "snapshots", "full"]
@@ -306,22 +299,10 @@ def make_teachers(
     return [teacher.eval() for teacher in make(job)]
 
 
-def _register(
-    name: str, default: Settings
-) -> Callable[[Callable[[Job], list[nn.Module]]], Callable[[Job], list[nn.Module]]]:
-    def add(make: Callable[[Job], list[nn.Module]]) -> Callable[[Job], list[nn.Module]]:
-        ways.register(name)((make, default))
-        return make
-
-    return add
-
-
-@_register("full", Settings(epochs=3, learning_rate=1e-4, bootstrap=True))
 def _full(job: Job) -> list[nn.Module]:
     return [job.tune(job.host.model, seed) for seed in job.seeds]
 
 
-@_register("snapshots", Settings(epochs=3, learning_rate=2e-4))
 def _snapshots(job: Job) -> list[nn.Module]:
     teachers, model = [], job.host.model
     for seed in job.seeds:
@@ -330,7 +311,6 @@ def _snapshots(job: Job) -> list[nn.Module]:
     return teachers
 
 
-@_register("branch", Settings(epochs=3, learning_rate=5e-4, bootstrap=True))
 def _branch(job: Job) -> list[nn.Module]:
     layer = job.branch_layer
     if layer is None:
@@ -356,7 +336,6 @@ def _branch(job: Job) -> list[nn.Module]:
     return teachers
 
 
-@_register("lora", Settings(epochs=3, learning_rate=1e-3, weight_decay=0.0, bootstrap=True))
 def _lora(job: Job) -> list[nn.Module]:
     try:
         from peft import LoraConfig, LoraModel
@@ -401,3 +380,11 @@ def _lora(job: Job) -> list[nn.Module]:
             teacher.get_parameter(name).requires_grad_(parameter.requires_grad)
         teachers.append(teacher)
     return teachers
+
+
+ways.register("full")((_full, Settings(epochs=3, learning_rate=1e-4, bootstrap=True)))
+ways.register("snapshots")((_snapshots, Settings(epochs=3, learning_rate=2e-4)))
+ways.register("branch")((_branch, Settings(epochs=3, learning_rate=5e-4, bootstrap=True)))
+ways.register("lora")(
+    (_lora, Settings(epochs=3, learning_rate=1e-3, weight_decay=0.0, bootstrap=True))
+)

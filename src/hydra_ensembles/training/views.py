@@ -32,9 +32,6 @@ from .outlier_exposure import FIRST_NUMBER, Cycle
 from .sample_order import Stream, derive_seed, loader_like, numbered, pool
 from .settings import Settings
 
-IMAGE_KINDS = ("shuffle", "mix", "noise", "tile")
-TEXT_KINDS = ("shuffle_words", "token_noise", "halves")
-
 
 def _light_images(pixels: Tensor, draws: Draws, context: ImageContext) -> Tensor:
     """Shift by up to 1/16 of the side, change contrast by up to 10 % and add 2 % noise."""
@@ -68,7 +65,11 @@ def _invert(pixels: Tensor, draws: Draws, context: ImageContext) -> Tensor:
     return 1 - torch.where(both, shuffled, pixels)
 
 
-LIGHT = {"image": Proxy("image", _light_images), "text": Proxy("text", _light_tokens)}
+IMAGE_VARIANTS = {
+    **{name: proxies[name] for name in ("shuffle", "mix", "noise", "tile")},
+    "invert": Proxy("image", _invert),
+}
+TEXT_VARIANTS = {name: proxies[name] for name in ("shuffle_words", "token_noise", "halves")}
 
 
 class Views:
@@ -77,28 +78,23 @@ class Views:
     Args:
         data: The examples; some of them are mixed into others.
         seed: Determines every draw.
-        kinds: Names of label-destroying proxies, and `"invert"` for images. By default: shuffled
-            patches, mixtures, noise, tiled crops and inverted images; or shuffled words, replaced
-            tokens and halves of two sentences.
+
+    Attributes:
+        kinds: Names of the label-destroying variants.
     """
 
-    def __init__(self, data: Data, *, seed: int, kinds: tuple[str, ...] | None = None) -> None:
+    def __init__(self, data: Data, *, seed: int) -> None:
         first = next(iter(data))
         if images_of(first) is not None:
-            self.modality = "image"
+            self._light, self._proxies = Proxy("image", _light_images), IMAGE_VARIANTS
         elif _is_text(first):
-            self.modality = "text"
+            self._light, self._proxies = Proxy("text", _light_tokens), TEXT_VARIANTS
         else:
             raise DataError(
                 "Views are made of images [B, C, H, W] or of token ids under 'input_ids'; "
                 f"{describe(first)}. Set augment=False in the settings, and pass ood=None."
             )
-        self.seed = seed
-        default = (*IMAGE_KINDS, "invert") if self.modality == "image" else TEXT_KINDS
-        self.kinds = kinds or default
-        self._proxies = [
-            Proxy("image", _invert) if k == "invert" else proxies[k] for k in self.kinds
-        ]
+        self.seed, self.kinds = seed, list(self._proxies)
         transform = getattr(data, "transform", None)
         self._context = Context(
             data,
@@ -113,18 +109,19 @@ class Views:
         if view == 0:
             return batch
         seeds = self._seeds("light", samples, view)
-        return apply_proxy(LIGHT[self.modality], batch, seeds, self._context)
+        return apply_proxy(self._light, batch, seeds, self._context)
 
     def destroyed(self, batch: Any, samples: Tensor, view: int) -> Any:
         """Return a batch of label-destroying variants, one kind per example, chosen by its seed."""
         batch = without_labels(batch)
         seeds = self._seeds("destroyed", samples, view)
-        kinds = seeds % len(self._proxies)
+        kinds = seeds % len(self.kinds)
         order, variants = [], []
         for kind in kinds.unique().tolist():
             rows = (kinds == kind).nonzero().flatten()
+            proxy = self._proxies[self.kinds[kind]]
             part = take(batch, rows.tolist())
-            variants.append(apply_proxy(self._proxies[kind], part, seeds[rows], self._context))
+            variants.append(apply_proxy(proxy, part, seeds[rows], self._context))
             order.append(rows)
         return take(join(variants), torch.cat(order).argsort().tolist())
 
@@ -243,7 +240,7 @@ class DistillationData:
         }
         if self.made:
             assert maker is not None
-            self.kinds = list(maker.kinds)
+            self.kinds = maker.kinds
             self.sets["outliers"] = ExampleSet(
                 "outliers", source, views, maker.destroyed, first=FIRST_NUMBER
             )
