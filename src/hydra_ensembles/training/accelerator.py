@@ -106,7 +106,8 @@ class MemberLogits(nn.Module):
     def forward(self, batch: Any) -> Tensor:
         of_members = getattr(self.model, "member_logits", None)
         if callable(of_members):  # a fused ensemble: its `logits` are the members' mean already
-            return of_members(batch)
+            logits: Tensor = of_members(batch)
+            return logits
         return member_logits_of(call_model(self.model, batch))
 
 
@@ -119,22 +120,17 @@ def logits_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     if len(labels) != len(logits):
         raise DataError(f"A batch has {len(labels)} labels for {len(logits)} answers.")
     if labels.is_floating_point():
-        return logits, _probabilities(labels, logits.shape[-1]).to(logits)
+        if labels.shape != logits.shape[::2]:
+            raise DataError(
+                f"Labels of type {labels.dtype} have shape {list(labels.shape)}. Expected class "
+                f"numbers [batch] as integers, or probabilities [batch, {logits.shape[-1]}]."
+            )
+        if bool((labels < 0).any()) or not bool(((labels.sum(1) - 1).abs() < 1e-2).all()):
+            raise DataError("Labels [batch, class] are not probabilities. Pass softmax(logits).")
+        return logits, labels.to(logits)
     if labels.min() < 0 or labels.max() >= logits.shape[-1]:
         raise DataError(
             f"Labels run from {labels.min()} to {labels.max()}, but the model has "
             f"{logits.shape[-1]} classes. Number the classes from 0."
         )
     return logits, labels.long().to(logits.device)
-
-
-def _probabilities(labels: Tensor, classes: int) -> Tensor:
-    """Return soft labels `[B, C]` (a teacher's answers, for example); raise if they are not."""
-    if labels.shape[1:] != (classes,):
-        raise DataError(
-            f"Labels of type {labels.dtype} have shape {list(labels.shape)}. Expected class "
-            f"numbers [batch] as integers, or probabilities [batch, {classes}]."
-        )
-    if bool((labels < 0).any()) or not bool(((labels.sum(1) - 1).abs() < 1e-2).all()):
-        raise DataError("Labels [batch, class] are not probabilities. Pass softmax(logits).")
-    return labels

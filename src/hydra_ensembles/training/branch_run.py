@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from .loop import FinetunedMember, Run, StepInfo
 from .outlier_exposure import Cycle, Outliers, outlier_stream
 from .sample_order import Stream, derive_seed, generator, keys_of, numbered
 from .settings import BRANCH, Settings
-from .trunk_cache import CachedTrunk, still, untied
+from .trunk_cache import CachedTrunk, untied
 
 
 @processes.holds("folder")
@@ -88,7 +89,10 @@ def finetune_branch(
         settings = replace(settings, outlier_weight=0.0)
     settings.check_validation(validation)
     model = CachedTrunk(untied(ensemble), cache_bytes, trunk_states)
-    teacher = CachedTrunk(still(ensemble), cache_bytes, model._rows) if settings.distill else None
+    teacher = None
+    if settings.distill:
+        teacher = CachedTrunk(copy.deepcopy(ensemble).eval(), cache_bytes, model._rows)
+        teacher.ensemble.mode = "fused"
     with accelerator(settings.mixed_precision) as group:
         result = BranchRun(
             model=model,

@@ -153,9 +153,10 @@ def read_answers(path: Path) -> np.ndarray:
             f"{path} is damaged: its SHA-256 is not the one in {digest.name}. {advice}"
         )
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+        table: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise FormatError(f"{path} is not a table of answers ({error}). {advice}") from None
+    return table
 
 
 def assign(teachers: int, members: int) -> Tensor:

@@ -126,7 +126,8 @@ def _from_folder(folder: Path, host: nn.Module) -> nn.Module:
     load = getattr(type(host), "from_pretrained", None)
     if callable(load):
         of_transformers = type(host).__module__.startswith("transformers.")
-        return load(folder, use_safetensors=True) if of_transformers else load(folder)
+        model: nn.Module = load(folder, **({"use_safetensors": True} if of_transformers else {}))
+        return model
     weights = sorted(folder.glob("*.safetensors"))
     if len(weights) != 1:
         raise FormatError(
