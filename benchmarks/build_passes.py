@@ -23,7 +23,7 @@ import torch
 import hydra_ensembles as hydra
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.data import load_data
-from hydra_ensembles.data.batches import Batches, indexable
+from hydra_ensembles.data.loaders import Batches, indexable
 from hydra_ensembles.data.model_runs import collect_logits
 
 RESULT = Path(__file__).parent / "results" / "build-passes.json"

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lab import plainly
 from lab.page import grid
-from lab.records import PAGES
+from lab.records import PAGES, this_commit
 from lab.tasks import Task, open_task
 from torch import Tensor
 
@@ -174,7 +175,8 @@ def run(args: argparse.Namespace) -> None:
         }
 
     record = {
-        "command": f"python experiments/choosing.py {args.task} --hosts HOSTS "
+        "commit": this_commit(),
+        "command": f"python experiments/choosing.py {args.task} "
         f"--seeds {' '.join(map(str, args.seeds))} --draws {args.draws}",
         "hosts": args.seeds,
         "draws": args.draws,
@@ -240,7 +242,8 @@ def write_page(folder: Path) -> None:
         lines += [
             f"Processor time of a `build`: {took}.",
             "",
-            f"`{record['command']}` · [{path.name}]({path.name})",
+            f"`{record['command']}` · [{path.name}]({path.name}) · made at commit "
+            f"{record['commit']}",
             "",
         ]
     said = folder.parent.parent / "experiments" / "tables" / "choosing.md"
@@ -267,4 +270,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    plainly(main)

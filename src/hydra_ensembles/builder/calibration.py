@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ..data.answers import flat_tokens
-from ..data.batches import Batches
 from ..data.eval_mode import in_eval
+from ..data.loaders import Batches
 from ..data.memory import Halving
 from ..data.model_runs import collect_logits, split_batch
+from ..data.processes import in_order
 from ..data.progress import progress_bar
-from ..data.sharing import in_order
 from ..errors import DataError
 from ..evaluation.metrics import expected_calibration_error, negative_log_likelihood, ood_figures
 from ..fusion.ensemble import HydraEnsemble

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..costs.budget import Budget
 from ..data import processes
-from ..data.batches import Batches, as_data, images_of, indexable, join, take
+from ..data.batches import images_of, join, take
+from ..data.loaders import Batches, as_data, indexable
 from ..data.model_runs import checked
 from ..data.progress import announce, duration, progress_bar
 from ..data.proxies import ProxyData

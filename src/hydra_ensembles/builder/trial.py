@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from ..costs.cost_record import CostRatio
 from ..costs.formula import cost
 from ..data.answers import Answers
-from ..data.batches import Batches, without_labels
+from ..data.batches import without_labels
 from ..data.class_names import check_class_order
+from ..data.loaders import Batches
 from ..data.model_runs import collect_logits
 from ..data.progress import progress_bar
 from ..data.splits import split
