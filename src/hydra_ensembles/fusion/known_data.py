@@ -141,7 +141,7 @@ def fit_novelty(
         by_text = parts[0][1][0].ndim == 3
         logits = torch.cat([per_text(said, part) for part, (said, _) in parts])
         found = {"logits": logits, "summaries": torch.cat([some for _, (_, some) in parts])}
-        hashes = _hashes(ensemble, batch)
+        hashes = hashes_of(ensemble, batch)
         if hashes is not None:
             found["hashes"] = hashes
         given = split_batch(batch)[2] if by_text else None
@@ -171,11 +171,12 @@ def known_inputs(ensemble: Any, batch: Any) -> Tensor | None:
     kept = None if ensemble.novelty is None else ensemble.novelty.hashes
     if kept is None:
         return None
-    hashes = _hashes(ensemble, prepare(ensemble, batch) if is_raw(batch) else batch)
+    hashes = hashes_of(ensemble, prepare(ensemble, batch) if is_raw(batch) else batch)
     return None if hashes is None else torch.isin(hashes, kept.cpu())
 
 
-def _hashes(ensemble: Any, batch: Any) -> Tensor | None:
+def hashes_of(ensemble: Any, batch: Any) -> Tensor | None:
+    """Return the hash of every input of a batch; None when no input is a tensor."""
     args, kwargs, _ = split_batch(batch)
     return input_hashes(ensemble._named(args, kwargs))
 
