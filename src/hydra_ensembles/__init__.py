@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .hosts import explain as explain
     from .hosts import register_family as register_family
     from .integrations.pipelines import pipeline as pipeline
+    from .prediction import Prediction as Prediction
     from .refit import fold as fold
     from .report.page import write_report as write_report
     from .research.cost_frontier import frontier as frontier
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from .training import make_teachers as make_teachers
     from .uncertainty import Drift as Drift
     from .uncertainty import Policy as Policy
-    from .uncertainty import Prediction as Prediction
 
 _NAMES = {
     "Circuits": "builder",
@@ -77,7 +77,7 @@ _NAMES = {
     "HydraEnsemble": "fusion",
     "HydraError": "errors",
     "Policy": "uncertainty",
-    "Prediction": "uncertainty",
+    "Prediction": "prediction",
     "PromptClassifier": "hosts",
     "Random": "builder",
     "Results": "evaluation",

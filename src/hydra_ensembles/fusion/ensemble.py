@@ -21,12 +21,12 @@ from ..heads.stream_plan import Plan
 from ..hosts import HostModel, host_model
 from ..hosts.model_output import predicts_next_token
 from ..hosts.probes import modules_after_blocks
+from ..prediction import Prediction
 from ..registry import public_function
 from ..uncertainty import (
     Evidence,
     Novelty,
     Policy,
-    Prediction,
     checked_temperature,
     log_mean_probability,
     predict_from_logits,

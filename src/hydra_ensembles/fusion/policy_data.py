@@ -13,7 +13,8 @@ from torch import Tensor
 from ..data.class_names import check_class_order
 from ..data.model_runs import evaluating, member_logits, progress_bar, split_batch
 from ..errors import DataError, HydraError
-from ..uncertainty import Policy, Prediction, choose_policy, predict_from_logits
+from ..prediction import Prediction
+from ..uncertainty import Policy, choose_policy, predict_from_logits
 from ..uncertainty.policy import check_reachable
 from .known_data import known_inputs
 
@@ -55,7 +56,7 @@ def fit_policy(
 
     Example:
         >>> policy = fit_policy(ensemble, held_out, risk=0.02, alarm=0.05)
-        >>> ensemble.predict(batch).decisions
+        >>> ensemble.predict(batch).decision
         ['answer', 'answer', 'new', 'unsure']
     """
     check_class_order(ensemble, labelled)
@@ -101,7 +102,7 @@ def _fit(
             )
         answers.append(answer_of(ensemble, batch))
         if labels is not None:
-            errors.append(answers[-1].label != labels.cpu())
+            errors.append(answers[-1].class_index != labels.cpu())
         if alarm is not None and (known := known_inputs(ensemble, batch)) is not None:
             shared += int(known.sum())
     if not answers:
@@ -147,5 +148,5 @@ def decided(answer: Prediction, policy: Policy) -> Prediction:
             f"The policy is about the score {policy.score!r}, but the answer reports "
             f"{answer.score!r}: fit it again with fit_policy()."
         )
-    decision = policy.decide(answer.uncertainty, answer.novelty_score)
-    return replace(answer, decision=decision)
+    code = policy.decide(answer.uncertainty, answer.novelty_score)
+    return replace(answer, code=code)

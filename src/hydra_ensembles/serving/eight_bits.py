@@ -164,7 +164,7 @@ class EightBits:
                 )
             uncertainty.append(answer.uncertainty)
             if labels is not None:
-                errors.append(answer.label != labels.cpu())
+                errors.append(answer.class_index != labels.cpu())
             if self.ready.novelty is not None:
                 scores.append(self.ready.novelty(summaries, logits)[1])
         wrong = torch.cat(errors) if len(errors) == len(uncertainty) else None

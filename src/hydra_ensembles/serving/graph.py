@@ -19,8 +19,9 @@ from ..data.eval_mode import twin
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..fusion import FusedBlock, HydraEnsemble
 from ..fusion.known_data import logits_and_summaries
+from ..prediction import Prediction
 from ..runtime.contract import OUTPUTS
-from ..uncertainty import Prediction, predict_from_logits
+from ..uncertainty import predict_from_logits
 from ..uncertainty.novelty import from_tensors
 from .export_example import Example
 from .rules import Rule
@@ -98,7 +99,7 @@ class FeaturesGraph(nn.Module):
 def outputs_of(answer: Prediction) -> dict[str, Tensor]:
     """Return the outputs of a prediction by name, in the contract's types; no rule applied."""
     found = {
-        "label": answer.label,
+        "label": answer.class_index,
         "probabilities": answer.probabilities.float(),
         "uncertainty": answer.uncertainty.float(),
         "mutual_information": answer.mutual_information.float(),

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
+from ..prediction import Prediction
 from ..registry import Registry
 
 Score = Callable[[Tensor], Tensor]
@@ -221,3 +222,35 @@ def score_logits(
         return mcm(member_logits, logit_scale=logit_scale)
     function = scores[score] if isinstance(score, str) else score
     return function(as_member_logits(member_logits))
+
+
+def predict_from_logits(
+    member_logits: Tensor,
+    *,
+    score: str | Score = "msp",
+    temperature: float | Tensor | None = None,
+    member_temperatures: Sequence[float] | Tensor | None = None,
+    logit_scale: float | Tensor | None = None,
+) -> Prediction:
+    """Turn member logits into the ensemble's prediction.
+
+    Args:
+        member_logits: `[batch, member, class]`, or `[batch, class]` for one model.
+        score: the uncertainty to report, a name in `scores` or a function of member logits.
+        temperature: divides every member's logits.
+        member_temperatures: one for each member, divides its logits first.
+        logit_scale: for `mcm`, what multiplies the cosines in the logits. MCM reads the cosines
+            themselves, so temperatures do not touch it.
+    """
+    raw = as_member_logits(member_logits)
+    logits = scale_logits(raw, temperature=temperature, member_temperatures=member_temperatures)
+    probabilities = mean_probability(logits)
+    return Prediction(
+        probabilities=probabilities,
+        class_index=probabilities.argmax(-1),
+        uncertainty=score_logits(raw if score == "mcm" else logits, score, logit_scale=logit_scale),
+        mutual_information=mutual_information(logits),
+        disagreement=disagreement(logits),
+        member_logits=logits,
+        score=score if isinstance(score, str) else getattr(score, "__name__", "score"),
+    )
