@@ -1,8 +1,8 @@
 """The answer: one record for every way to get one, and the only place that names its fields.
 
-Columns are torch tensors (`HydraEnsemble.predict`) or numpy arrays (`hydra_ensembles.runtime`); this
-module imports neither torch nor the rest of the library. The command line, the service, Parquet, map
-functions, data frames and pipelines format what `rows` yields and add nothing of their own.
+Columns are torch tensors (`HydraEnsemble.predict`) or numpy arrays (`hydra_ensembles.runtime`).
+Importing this module does not import torch. The command line, the service, Parquet, map functions,
+data frames and pipelines format what `rows` returns and add nothing of their own.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def join(parts: Sequence[Prediction]) -> Prediction:
     """Join the predictions of several batches, in order; a column that some lack is None."""
     if len(parts) == 1:
         return parts[0]
-    joined = {}
+    joined: dict[str, Any] = {}
     for name, first in parts[0]._columns().items():
         columns = [getattr(part, name) for part in parts]
         if any(column is None for column in columns):

@@ -39,8 +39,7 @@ from ..evaluation.evaluator import results_of
 from ..evaluation.figures import columns_of
 from ..evaluation.results import Results
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.known_data import logits_and_summaries, novelty_fit
-from ..fusion.policy_data import decided
+from ..fusion.known_data import features_of, novelty_fit
 from ..hosts.example_inputs import pad_token
 from ..prediction import Prediction
 from ..uncertainty import Policy, choose_policy, predict_from_logits
@@ -182,7 +181,7 @@ def try_model(
     batch = next(iter(source))
     return Trial(
         ensemble=ensemble,
-        answer=decided(answer, policy),
+        answer=policy.apply(answer),
         labels=labels,
         neighbours=neighbours,
         held_out=held_out,
@@ -246,7 +245,7 @@ def _listen(ensemble: HydraEnsemble, data: Batches, progress: bool) -> tuple[Ten
     halving = Halving("your data")
     with Progress("what it knows", len(data), enabled=progress) as bar:
         for batch in data:
-            for _, found in halving(partial(logits_and_summaries, model), without_labels(batch)):
+            for _, found in halving(partial(features_of, model), without_labels(batch)):
                 logits.append(found[0].cpu())
                 summaries.append(found[1].float().cpu())
             bar.update()

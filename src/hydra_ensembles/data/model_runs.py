@@ -52,6 +52,15 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | N
     return (), inputs, _as_labels(labels)
 
 
+def read_batch(
+    batch: Any, device: Any = None, *, where: str = "the batch"
+) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
+    """Split a batch, check its inputs and move them to a device, each once."""
+    check_inputs(batch, where)
+    args, kwargs, labels = split_batch(batch)
+    return move(args, device), move(kwargs, device), labels
+
+
 def check_data(model: Any, data: Any) -> None:
     """Raise when a host says that data is not made for it (`PromptClassifier.check_data`)."""
     check = getattr(getattr(model, "host", model), "check_data", None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -139,14 +138,3 @@ def answer_of(model: Any, batch: Any) -> Prediction:
         return model.predict(batch).cpu()
     with evaluating(model):
         return predict_from_logits(member_logits(model, batch).float()).cpu()
-
-
-def decided(answer: Prediction, policy: Policy) -> Prediction:
-    """Return the prediction with the policy's decisions."""
-    if answer.score != policy.score:
-        raise HydraError(
-            f"The policy is about the score {policy.score!r}, but the answer reports "
-            f"{answer.score!r}: fit it again with fit_policy()."
-        )
-    code = policy.decide(answer.uncertainty, answer.novelty_score)
-    return replace(answer, code=code)

@@ -34,14 +34,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import DataError, FormatError
-from ..prediction import ANSWER, BOTH, DECISIONS, NEW, UNSURE
+from ..errors import DataError, FormatError, HydraError
+from ..prediction import ANSWER, BOTH, DECISIONS, NEW, UNSURE, Prediction
 from ..registry import check_name
 
 METHODS = ("conformal", "selective", "empirical")
@@ -139,6 +139,15 @@ class Policy:
                 "ensemble.fit_novelty_(known), or fit the policy with alarm=None."
             )
         return unsure + (~(novelty_score <= self.novelty_threshold)).long() * NEW
+
+    def apply(self, answer: Prediction) -> Prediction:
+        """Return an answer with the policy's decisions."""
+        if answer.score != self.score:
+            raise HydraError(
+                f"The policy reads the score {self.score!r}, but the answer reports "
+                f"{answer.score!r}. Fit the policy again with fit_policy()."
+            )
+        return replace(answer, code=self.decide(answer.uncertainty, answer.novelty_score))
 
     def promises(self) -> dict[str, str]:
         """Return what is promised about each decision, in words."""
