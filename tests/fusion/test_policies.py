@@ -65,7 +65,7 @@ def test_a_policy_out_of_date_is_dropped_or_refused(ensemble: HydraEnsemble) -> 
     ensemble.temperature = None  # as it was
     assert ensemble.policy is policy
     ensemble.score = "msp"
-    with pytest.raises(HydraError, match=r"about the score 'entropy'.*fit_policy"):
+    with pytest.raises(HydraError, match="entropy"):
         ensemble.predict(data[0])
     assert hydra.fit_policy(ensemble, data, risk=0.9).score == "msp"
     for change in (
