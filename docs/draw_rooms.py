@@ -20,6 +20,7 @@ ROOMS = {
     "registry": "strings that name things",
     "_records": "files, records, resuming",
     "_html": "tables for notebooks",
+    "prediction": "the one answer",
     "runtime": "exported, without torch",
     "uncertainty": "scores, calibration, policies",
     "data": "batches, loaders, running models",
@@ -42,7 +43,7 @@ ROOMS = {
 }
 """The rooms in order; each imports only rooms that stand before it."""
 
-LEAVES = ("errors", "registry", "_records", "_html")
+LEAVES = ("errors", "registry", "_records", "_html", "prediction")
 WIDTH, HEIGHT, GAP, STEP = 208, 46, 22, 92
 
 
