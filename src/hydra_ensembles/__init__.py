@@ -47,10 +47,8 @@ if TYPE_CHECKING:
     from .research.shift_gap import pruning_shift_gap as pruning_shift_gap
     from .search.headmap import find_circuit as find_circuit
     from .serving.exporter import export as export
-    from .training import average_weights as average_weights
     from .training import distill as distill
     from .training import finetune as finetune
-    from .training import finetune_branch as finetune_branch
     from .training import make_teachers as make_teachers
     from .uncertainty import Drift as Drift
     from .uncertainty import Policy as Policy
@@ -69,7 +67,6 @@ _NAMES = {
     "PromptClassifier": "hosts",
     "Results": "evaluation",
     "ZeroShotClassifier": "hosts",
-    "average_weights": "training",
     "benchmark": "evaluation.latency",
     "build": "builder",
     "compare": "evaluation",
@@ -81,7 +78,6 @@ _NAMES = {
     "export": "serving.exporter",
     "find_circuit": "search.headmap",
     "finetune": "training",
-    "finetune_branch": "training",
     "fit_policy": "fusion",
     "fold": "refit",
     "frontier": "research.cost_frontier",
