@@ -19,6 +19,7 @@ from .figures import plot_shift_gaps as plot_shift_gaps
 from .head_roles import head_map as head_map
 from .head_roles import overlaps as overlaps
 from .pruning_sweep import prune_sweep as prune_sweep
+from .rivals import MemberStack as MemberStack
 from .rivals import baselines as baselines
 from .rivals import make_baseline as make_baseline
 from .rivals import relative_cost as relative_cost
