@@ -44,10 +44,14 @@ def gate(model: nn.Module | HostModel, gates: Gates) -> Iterator[None]:
     if len(gates) != len(host):
         raise MaskError(
             f"{len(gates)} gates but {host.name} has {len(host)} layers: give one tensor (or None) "
-            "a layer."
+            "per layer."
         )
     ran: set[int] = set()
     gated: set[int] = set()
+
+    def note(site: AttentionSite, module: nn.Module, layers: set[int]) -> Any:
+        return module.register_forward_pre_hook(lambda *_: layers.add(site.layer))
+
     shared = shared_layers(model) if isinstance(model, nn.Module) else None
     if shared is not None:
         assert isinstance(model, nn.Module)
@@ -58,14 +62,14 @@ def gate(model: nn.Module | HostModel, gates: Gates) -> Iterator[None]:
         stack.enter_context(opened([site.module for site in host.sites]))
         for site, row in zip(host.sites, gates, strict=True):
             if row is not None:
-                stack.callback(_hook(site, row).remove)
-                stack.callback(_note(site.module, site.layer, ran).remove)
-                stack.callback(_note(site.output, site.layer, gated).remove)
+                scaling = site.output.register_forward_pre_hook(_scaling(site, row))
+                for hook in (scaling, note(site, site.module, ran), note(site, site.output, gated)):
+                    stack.callback(hook.remove)
         yield
     if ran - gated:
         raise UnsupportedModelError(
             f"{host.name} never calls the output projection of layer {min(ran - gated)} as a "
-            "module, so its heads cannot be gated: it hands the weights to a function. Load it "
+            "module, so its heads cannot be gated: it passes the weights to a function. Load it "
             'with another attn_implementation ("eager" or "sdpa"), if it has one.'
         )
 
@@ -96,15 +100,6 @@ def _gate_calls(
         for output in outputs.values():
             stack.callback(output.register_forward_pre_hook(scale).remove)
         yield
-
-
-def _note(module: nn.Module, layer: int, layers: set[int]) -> Any:
-    """Note that a module of a layer was called."""
-    return module.register_forward_pre_hook(lambda *_: layers.add(layer))
-
-
-def _hook(site: AttentionSite, row: Tensor) -> Any:
-    return site.output.register_forward_pre_hook(_scaling(site, row))
 
 
 def _scaling(site: AttentionSite, row: Tensor) -> Callable[..., tuple[Any, ...]]:
