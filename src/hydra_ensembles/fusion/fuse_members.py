@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..data.batches import batch_length, take
-from ..data.model_runs import device_of, move, split_batch
+from ..data.batches import batch_length, move, split_batch, take
+from ..data.model_runs import device_of
 from ..errors import DataError, HydraError, UnsupportedModelError, VerificationError
 from ..heads.head_mask import HeadMask
 from ..hosts import Family, HostModel, host_model

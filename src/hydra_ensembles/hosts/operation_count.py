@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop
 
+from ..data.batches import move, split_batch
 from ..data.eval_mode import in_eval
-from ..data.model_runs import device_of, move, split_batch
+from ..data.model_runs import device_of
 from ..errors import DataError
 from .block import Block
 from .block_calls import BlockCall, Inputs, take_call
