@@ -36,6 +36,10 @@ def gate(model: nn.Module | HostModel, gates: Gates) -> Iterator[None]:
     Raises:
         UnsupportedModelError: When the context closes, if an attention layer ran without calling
             its output projection as a module: its gates had no effect.
+
+    Example:
+        >>> with gate(model, mask):
+        ...     logits = model(**batch).logits
     """
     host = host_model(model)
     if isinstance(gates, HeadMask):
@@ -127,7 +131,7 @@ def prune_heads_(model: nn.Module, mask: HeadMask) -> nn.Module:
     """Remove heads from a model physically, in place, whole layers included.
 
     Rows of W_Q, W_K, W_V and columns of W_O go; a layer without heads adds only its output bias.
-    What was kept is recorded on the model (`hydra_head_mask`), so that `fuse` can take it.
+    The kept heads are recorded on the model (`hydra_head_mask`), so that `fuse` can take it.
 
     Args:
         model: A host model (the module itself).
@@ -135,6 +139,9 @@ def prune_heads_(model: nn.Module, mask: HeadMask) -> nn.Module:
 
     Returns:
         The same model.
+
+    Example:
+        >>> prune_heads_(model, scores.top_k(0.5))
     """
     host = host_model(model)
     check_fits(mask, host)
@@ -148,7 +155,7 @@ def prune_heads_(model: nn.Module, mask: HeadMask) -> nn.Module:
         site.kept_groups(mask.indices(site.layer))
     for site in host.sites:
         if not bool(mask[site.layer].all()):
-            site.keep_(mask.indices(site.layer))
+            site.cut_(mask.indices(site.layer))
     model.hydra_head_mask = mask if before is None else _compose(before, mask)  # type: ignore[assignment]
     return model
 

@@ -254,15 +254,6 @@ class AttentionSite:
             return f"its attention also has {words}, which cannot be cut by heads"
         return None
 
-    def keep_(self, heads: list[int]) -> None:
-        """Remove every head but these, physically, in place."""
-        reason = self.why_not_removable()
-        if reason is not None:
-            raise UnsupportedModelError(
-                f"Heads of layer {self.layer} cannot be removed: {reason}. Use gate() instead."
-            )
-        self.cut_(heads)
-
     def cut_(self, heads: list[int]) -> None:
         """Remove every head but these, in place, whether or not the attention's code allows it."""
         rows, kv_rows = self._rows(heads), self._rows(self.kept_groups(heads))

@@ -44,7 +44,7 @@ class PromptClassifier(nn.Module):
         labels: What follows the prompt, one text per class, as it would be written there (most
             tokenizers want the leading space: `" positive"`); or a mapping of class names to them.
         calibrate: Subtract log P(label | prompt with an empty text), so that labels that are likely
-            anywhere are not preferred (Zhao et al., 2021).
+            anywhere are not preferred (Zhao et al., 2021, https://arxiv.org/abs/2102.09690).
         max_length: Longest prompt in tokens; longer texts are cut at their end.
 
     Example:
