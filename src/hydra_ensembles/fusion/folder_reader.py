@@ -18,10 +18,9 @@ from ..hosts.architecture import check_sizes, library_versions, rebuild_host
 from ..hosts.example_inputs import examples
 from ..uncertainty.novelty import Novelty, from_tensors
 from .assembly import Assembly
+from .call_options import tap_names
 from .folder_schema import CONFIG, NOVELTY, WEIGHTS, read_config
 from .host_description import fill_, structure
-from .known_data import has_readout_token, precision_of
-from .token_summaries import tap_names
 
 Header = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and type of every tensor in a file, by name."""
@@ -274,7 +273,7 @@ def _check_novelty(ensemble: Any, name: Any) -> None:
     novelty = ensemble.novelty
     if novelty is None:
         return
-    taps = tap_names(len(ensemble.body.trunk), readout=has_readout_token(ensemble.readout))
+    taps = tap_names(len(ensemble.body.trunk), readout=ensemble.readout.has_token)
     try:
         width = novelty.distance.mean.shape[-1]
         classes = 2 if novelty.classes is None else len(novelty.classes.counts)
@@ -299,7 +298,7 @@ def check_answers(ensemble: Any, name: Any) -> None:
     if not inputs or ensemble.dtype == torch.float16:  # half is for other devices than this one
         return
     args, kwargs = inputs[0]
-    ensemble.warned_precisions.add(precision_of(ensemble))  # nobody said yet how it will be run
+    ensemble._warned_precisions.add(ensemble.precision())  # nobody said yet how it will be run
     try:
         if ensemble.is_classifier:  # novelty and the score too
             classes = ensemble.predict(kwargs or args[0]).probabilities.shape[-1]
@@ -310,7 +309,7 @@ def check_answers(ensemble: Any, name: Any) -> None:
             f"{name} loads but cannot run ({type(error).__name__}: {str(error)[:200]}): its "
             f"{CONFIG} does not describe the model that was saved. Save or download it again."
         ) from error
-    ensemble.warned_precisions.clear()
+    ensemble._warned_precisions.clear()
     names = ensemble.id2label
     if ensemble.is_classifier and names is not None and len(names) != classes:
         raise FormatError(
