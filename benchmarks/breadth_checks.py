@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
-from hydra_ensembles.costs.counting import CostModel
+from hydra_ensembles.costs.formula import CostModel
 
 TOLERANCE = 1e-4
 KEPT, BROKEN, WRONG, CRASHED, REFUSED = "kept", "broken", "wrong", "crashed", "refused"

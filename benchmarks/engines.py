@@ -18,7 +18,7 @@ from entries import KEEP
 from latency import RESULTS
 
 from hydra_ensembles import fuse, verify
-from hydra_ensembles.evaluation.benchmarking import benchmark
+from hydra_ensembles.evaluation.latency import benchmark
 
 
 def main() -> None:

@@ -93,7 +93,7 @@ def entry(name: str, shape: str, host: nn.Module, batch: Any, members: int = 3) 
 
 def rival(name: str, host: nn.Module, batch: Any, members: int, **options: Any) -> nn.Module:
     """Make one of the library's baselines; one training step, where it wants one, is enough."""
-    from hydra_ensembles.baselines import make_baseline
+    from hydra_ensembles.research.rivals import make_baseline
 
     labelled = {**batch, "labels": torch.zeros(len(next(iter(batch.values()))), dtype=torch.long)}
     return make_baseline(

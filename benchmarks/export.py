@@ -38,8 +38,8 @@ import torch
 import hydra_ensembles as hydra
 from hydra_ensembles import runtime
 from hydra_ensembles._records import write_whole
-from hydra_ensembles.evaluation.benchmark_results import paired_ratio
-from hydra_ensembles.evaluation.metrics_ood import ood_figures
+from hydra_ensembles.evaluation.benchmark_result import paired_ratio
+from hydra_ensembles.evaluation.metrics import ood_figures
 from hydra_ensembles.serving.program import load_program
 
 RESULTS = Path(__file__).parent / "results" / "export.json"

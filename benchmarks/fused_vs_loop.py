@@ -13,7 +13,7 @@ import torch
 from entries import entries
 from latency import write
 
-from hydra_ensembles.evaluation.benchmarking import benchmark
+from hydra_ensembles.evaluation.latency import benchmark
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import hydra_ensembles as hydra
 from hydra_ensembles._records import sha256_of_file
 from hydra_ensembles.data import ImageTransform
 from hydra_ensembles.errors import HydraError
-from hydra_ensembles.fusion.folder_format import CONFIG, NOVELTY, WEIGHTS, signed
+from hydra_ensembles.fusion.folder_schema import CONFIG, NOVELTY, WEIGHTS, signed
 
 REFUSED, SAME, AS_SAID = "refused with our error", "the same answers", "what the new config says"
 RAW, LATE, OTHER = "raw Python error", "fails only at predict", "something else, silently"

@@ -114,10 +114,11 @@ def fuzz(target: str, place: Path, runs: int, seed: int) -> None:
 
     with atheris.instrument_imports(include=["hydra_ensembles"]):
         from hydra_ensembles.errors import FormatError
-        from hydra_ensembles.fusion import folder_format, loading
-        from hydra_ensembles.heads import masks, plan  # noqa: F401  (they parse parts of a config)
+        from hydra_ensembles.fusion import folder_reader as loading
+        from hydra_ensembles.fusion import folder_schema as folder_format
+        from hydra_ensembles.heads import head_mask as masks  # noqa: F401  (they parse parts of a config)
         from hydra_ensembles.runtime import contract
-        from hydra_ensembles.uncertainty import policies  # noqa: F401
+        from hydra_ensembles.uncertainty import policy as policies  # noqa: F401
 
     folder = place / target / "folder"
     folder.mkdir()

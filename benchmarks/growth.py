@@ -17,8 +17,8 @@ from latency import RESULTS, write
 
 import hydra_ensembles as hydra
 from hydra_ensembles._records import write_whole
-from hydra_ensembles.costs.counting import CostModel
-from hydra_ensembles.evaluation.benchmarking import benchmark
+from hydra_ensembles.costs.formula import CostModel
+from hydra_ensembles.evaluation.latency import benchmark
 
 LENGTHS = (64, 128, 256, 512, 1024)
 
@@ -61,8 +61,8 @@ def tokens(args: argparse.Namespace) -> None:
         )
         print(f"{length} tokens: {result}")
         points.append({"tokens": length, "rows": result.rows(), "settings": result.settings})
-    from hydra_ensembles.report.cost_figures import plot_growth
-    from hydra_ensembles.report.style import save
+    from hydra_ensembles.report.svg import save
+    from hydra_ensembles.research.cost_figures import plot_growth
 
     path = RESULTS / "growth-tokens-minilm.json"
     payload = {"kind": "growth", "axis": "tokens", "shape": "minilm", "points": points}

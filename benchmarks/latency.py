@@ -13,7 +13,7 @@ import shapes
 import torch
 from entries import CORE, RIVALS, entries
 
-from hydra_ensembles.evaluation.benchmarking import benchmark
+from hydra_ensembles.evaluation.latency import benchmark
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -62,8 +62,8 @@ def main() -> None:
 
 def write(result: object, name: str) -> None:
     """Write the JSON and the picture."""
-    from hydra_ensembles.report.cost_figures import plot_benchmark
-    from hydra_ensembles.report.style import save
+    from hydra_ensembles.report.svg import save
+    from hydra_ensembles.research.cost_figures import plot_benchmark
 
     result.to_json(RESULTS / f"{name}.json")  # type: ignore[attr-defined]
     save(plot_benchmark(result), RESULTS / f"{name}.png")

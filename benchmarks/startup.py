@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra_ensembles._records import write_whole
-from hydra_ensembles.evaluation.benchmark_results import paired_ratio
+from hydra_ensembles.evaluation.benchmark_result import paired_ratio
 
 RESULTS = Path(__file__).parent / "results" / "startup.json"
 SCRIPT = Path(sys.executable).with_name("hydra-ensembles")

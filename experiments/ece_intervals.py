@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydra_ensembles.evaluation.bootstrap import resamples, span
-from hydra_ensembles.evaluation.intervals import percentiles
-from hydra_ensembles.evaluation.metrics_classification import BINS, bin_of
+from hydra_ensembles.evaluation.intervals import percentiles, resamples, span
+from hydra_ensembles.evaluation.metrics import BINS, bin_of
 
 RUNS, DRAWS = 300, 300
 

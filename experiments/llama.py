@@ -32,7 +32,7 @@ from torch import Tensor
 
 import hydra_ensembles as hydra
 from hydra_ensembles._records import write_whole
-from hydra_ensembles.criteria.random_order import RandomOrder
+from hydra_ensembles.criteria.weights import RandomOrder
 
 ROOT = Path(__file__).parent.parent
 SMOLLM = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -19,9 +19,9 @@ import hydra_ensembles as hydra
 from hydra_ensembles import _records as records
 from hydra_ensembles.errors import BusyError, DiskError, FormatError, HydraError
 from hydra_ensembles.evaluation import Results
-from hydra_ensembles.search.state import SearchState, TensorStore
-from hydra_ensembles.training.answers import _keep, read_answers
+from hydra_ensembles.search.search_state import SearchState, TensorStore
 from hydra_ensembles.training.checkpoint import FILE_NAME, read_checkpoint, write_checkpoint
+from hydra_ensembles.training.teacher_answers import _keep, read_answers
 
 
 def flips(content: bytes, count: int = 40) -> list[bytes]:
@@ -292,8 +292,8 @@ def test_files_are_read_of_one_save(tmp_path: Path) -> None:
 
 
 def test_long_work_refuses_a_folder_that_is_held(tmp_path: Path) -> None:
-    from hydra_ensembles.costs.cost_frontier import frontier
-    from hydra_ensembles.evaluation.pruning_sweep import prune_sweep
+    from hydra_ensembles.research.cost_frontier import frontier
+    from hydra_ensembles.research.pruning_sweep import prune_sweep
     from hydra_ensembles.serving.bulk import predict_files
     from hydra_ensembles.training import finetune_branch, make_teachers
 

@@ -23,9 +23,9 @@ UNSAFE = {
 CLOCKS = {"time.time", "time.time_ns", "os.path.getmtime"}
 WRITES = {
     "_records.py": "writes beside and renames",
-    "fusion/saving.py": "writes a folder beside and renames",
+    "fusion/folder_writer.py": "writes a folder beside and renames",
     "cli/commands/predict.py": "writes beside and renames",
-    "training/answers.py": "writes into memory",
+    "training/teacher_answers.py": "writes into memory",
     "serving/checksums.py": "a temporary file",
 }
 """Who may open a file for writing; everybody else calls `write_whole`."""

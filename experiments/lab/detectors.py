@@ -16,16 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hydra_ensembles.evaluation.feature_detectors import choose_neighbours
+from hydra_ensembles.research.feature_detectors import choose_neighbours
 from hydra_ensembles.uncertainty import scores
-from hydra_ensembles.uncertainty.novelty.distances import (
+from hydra_ensembles.uncertainty.distances import (
     ClassDistance,
     GlobalDistance,
+    Moments,
     oracle_approximating,
+    unit,
     whiten,
 )
-from hydra_ensembles.uncertainty.novelty.moments import Moments, unit
-from hydra_ensembles.uncertainty.novelty.tails import Ranks
+from hydra_ensembles.uncertainty.novelty import Ranks
 
 Set = dict[str, Tensor]
 Score = Callable[[Set], Tensor]

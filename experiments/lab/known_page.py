@@ -8,7 +8,7 @@ from typing import Any
 
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.report import style
+from hydra_ensembles.report import svg as style
 
 from .known_table import RESULTS, ROWS
 

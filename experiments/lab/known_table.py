@@ -15,10 +15,10 @@ from torch import Tensor
 
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.evaluation.feature_detectors import choose_neighbours
-from hydra_ensembles.evaluation.metrics_ood import ood_figures
-from hydra_ensembles.fusion.known import CLASS_BLOCKS
-from hydra_ensembles.fusion.taps import tap_names
+from hydra_ensembles.evaluation.metrics import ood_figures
+from hydra_ensembles.fusion.call_options import tap_names
+from hydra_ensembles.fusion.known_data import CLASS_BLOCKS
+from hydra_ensembles.research.feature_detectors import choose_neighbours
 from hydra_ensembles.uncertainty import Novelty, NoveltyFit
 
 from .detectors import Score, Set, logit_score, of_training, rivals, single_taps

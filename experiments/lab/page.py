@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra_ensembles._records import write_whole
-from hydra_ensembles.evaluation.result_tables import NOT_RATES
+from hydra_ensembles.evaluation.tables import NOT_RATES
 
 from .records import PAGES, Records
 

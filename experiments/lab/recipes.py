@@ -28,13 +28,14 @@ import yaml
 from torch import Tensor, nn
 
 from hydra_ensembles._records import write_whole
-from hydra_ensembles.data.running import call_model, split_batch
+from hydra_ensembles.data.batches import split_batch
+from hydra_ensembles.data.model_runs import call_model
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.hosts import main_output
 from hydra_ensembles.training import Settings
-from hydra_ensembles.training.acceleration import accelerator
+from hydra_ensembles.training.accelerator import accelerator
 from hydra_ensembles.training.loop import Run
-from hydra_ensembles.training.stream import Stream
+from hydra_ensembles.training.sample_order import Stream
 
 from .sets import ImageSet, cifar10, need
 from .tasks import TextTask, minilm_folder, open_task
@@ -174,14 +175,10 @@ def train_host(
             stream=Stream(data, seed=seed),
             settings=settings,
             seed=seed,
-            member=0,
             is_trained=lambda name, _: trained.search(name) is not None,
-            loss=None,
-            validation=None,
             folder=folder,
             save_every=40,
             progress=False,
-            on_step=None,
             accelerator=group,
         )
         run.head_share = recipe["head_rate"] / recipe["learning_rate"]

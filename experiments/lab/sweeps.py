@@ -13,7 +13,7 @@ from hydra_ensembles import prune_sweep
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.criteria import HeadImportanceEntropy
 from hydra_ensembles.data.splits import sample
-from hydra_ensembles.evaluation.pruning_sweep_results import PruneSweep
+from hydra_ensembles.research.pruning_sweep_results import PruneSweep
 
 from .page import grid
 from .records import this_commit

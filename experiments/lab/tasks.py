@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hydra_ensembles.data.corruptions import corrupted
-from hydra_ensembles.data.demo import digits
+from hydra_ensembles.data.digits_data import digits
 from hydra_ensembles.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig

@@ -13,27 +13,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .baselines import make_baseline as make_baseline
-    from .builder import Circuits as Circuits
-    from .builder import Hies as Hies
-    from .builder import Random as Random
-    from .builder import Search as Search
-    from .builder import Select as Select
-    from .builder import Taylor as Taylor
     from .builder import build as build
-    from .builder import replay as replay
     from .costs import Cost as Cost
     from .costs import cost as cost
-    from .costs import frontier as frontier
     from .criteria import score_heads as score_heads
     from .errors import HydraError as HydraError
     from .evaluation import Results as Results
     from .evaluation import compare as compare
     from .evaluation import compare_table as compare_table
     from .evaluation import evaluate as evaluate
-    from .evaluation.benchmarking import benchmark as benchmark
-    from .evaluation.pruning_sweep import prune_sweep as prune_sweep
-    from .evaluation.shift_gap import pruning_shift_gap as pruning_shift_gap
+    from .evaluation.latency import benchmark as benchmark
     from .fusion import HydraEnsemble as HydraEnsemble
     from .fusion import fit_policy as fit_policy
     from .fusion import fuse as fuse
@@ -48,45 +37,37 @@ if TYPE_CHECKING:
     from .hosts import explain as explain
     from .hosts import register_family as register_family
     from .integrations.pipelines import pipeline as pipeline
+    from .prediction import Prediction as Prediction
     from .refit import fold as fold
     from .report.page import write_report as write_report
-    from .search.head_roles import head_map as head_map
-    from .search.head_roles import overlaps as overlaps
+    from .research.cost_frontier import frontier as frontier
+    from .research.head_roles import head_map as head_map
+    from .research.head_roles import overlaps as overlaps
+    from .research.pruning_sweep import prune_sweep as prune_sweep
+    from .research.rivals import make_baseline as make_baseline
+    from .research.shift_gap import pruning_shift_gap as pruning_shift_gap
     from .search.headmap import find_circuit as find_circuit
-    from .search.headmap import find_effects as find_effects
-    from .search.select import EnsembleObjective as EnsembleObjective
-    from .serving.exporting import export as export
-    from .training import average_weights as average_weights
+    from .serving.exporter import export as export
     from .training import distill as distill
     from .training import finetune as finetune
-    from .training import finetune_branch as finetune_branch
     from .training import make_teachers as make_teachers
     from .uncertainty import Drift as Drift
     from .uncertainty import Policy as Policy
-    from .uncertainty import Prediction as Prediction
 
 _NAMES = {
-    "Circuits": "builder",
     "Cost": "costs",
     "Drift": "uncertainty",
-    "EnsembleObjective": "search.select",
     "Family": "hosts",
     "HeadMask": "heads",
     "HeadScores": "heads",
-    "Hies": "builder",
     "HydraEnsemble": "fusion",
     "HydraError": "errors",
     "Policy": "uncertainty",
-    "Prediction": "uncertainty",
+    "Prediction": "prediction",
     "PromptClassifier": "hosts",
-    "Random": "builder",
     "Results": "evaluation",
-    "Search": "builder",
-    "Select": "builder",
-    "Taylor": "builder",
     "ZeroShotClassifier": "hosts",
-    "average_weights": "training",
-    "benchmark": "evaluation.benchmarking",
+    "benchmark": "evaluation.latency",
     "build": "builder",
     "compare": "evaluation",
     "compare_table": "evaluation",
@@ -94,26 +75,23 @@ _NAMES = {
     "distill": "training",
     "evaluate": "evaluation",
     "explain": "hosts",
-    "export": "serving.exporting",
+    "export": "serving.exporter",
     "find_circuit": "search.headmap",
-    "find_effects": "search.headmap",
     "finetune": "training",
-    "finetune_branch": "training",
     "fit_policy": "fusion",
     "fold": "refit",
-    "frontier": "costs",
+    "frontier": "research.cost_frontier",
     "fuse": "fusion",
     "gate": "heads",
-    "head_map": "search.head_roles",
-    "make_baseline": "baselines",
+    "head_map": "research.head_roles",
+    "make_baseline": "research.rivals",
     "make_teachers": "training",
-    "overlaps": "search.head_roles",
+    "overlaps": "research.head_roles",
     "pipeline": "integrations.pipelines",
     "prune_heads_": "heads",
-    "prune_sweep": "evaluation.pruning_sweep",
-    "pruning_shift_gap": "evaluation.shift_gap",
+    "prune_sweep": "research.pruning_sweep",
+    "pruning_shift_gap": "research.shift_gap",
     "register_family": "hosts",
-    "replay": "builder",
     "score_heads": "criteria",
     "verify": "fusion",
     "write_report": "report.page",

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hydra_ensembles import cost, evaluate
-from hydra_ensembles.baselines import baselines, make_baseline, relative_cost
-from hydra_ensembles.data.running import member_logits
+from hydra_ensembles.data.model_runs import member_logits
 from hydra_ensembles.errors import DataError, UnknownNameError
+from hydra_ensembles.research.rivals import baselines, make_baseline, relative_cost
 
 from .quadrants import TEST, TRAIN, VALIDATION, host, outliers
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hydra_ensembles import HeadMask, build, find_circuit, fuse, score_heads
-from hydra_ensembles.data.running import collect_logits
+from hydra_ensembles.data.model_runs import collect_logits
 from hydra_ensembles.errors import DataError
 
 from ..zoo import sharp

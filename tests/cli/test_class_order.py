@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 import hydra_ensembles as hydra
-from hydra_ensembles.cli.classes import read_names
-from hydra_ensembles.cli.loading import load_model, load_set
+from hydra_ensembles.cli.class_names import read_names
 from hydra_ensembles.cli.main import main
+from hydra_ensembles.cli.models import load_model, load_set
 from hydra_ensembles.errors import DataError
 
 pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from hydra_ensembles import HeadMask, HydraEnsemble, Results
 from hydra_ensembles.cli.main import COMMANDS, main
 from hydra_ensembles.costs.budget import Budget
 from hydra_ensembles.data import digits
-from hydra_ensembles.heads.masks import HeadScores
+from hydra_ensembles.heads.head_mask import HeadScores
 from hydra_ensembles.hosts import host_model
 from tests.test_records import held_elsewhere
 
@@ -57,16 +57,6 @@ def test_build_writes_a_folder_and_its_resolved_config(shelf: Path, ensemble: Pa
     assert loaded.members == 2 and loaded.record["settings"]["method"] == "select"
     config = yaml.safe_load((ensemble / "config.yaml").read_text())
     assert config["command"] == "build" and config["members"] == 2 and config["max_cost"] == 1.07
-
-
-@pytest.mark.slow
-def test_build_by_ray_finds_the_same_members(shelf: Path, ensemble: Path, tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    arguments = ("--data", shelf / "digits", "--ood", f"noise={shelf / 'noise'}", "-o", tmp_path)
-    assert run("build", shelf / "host", *arguments, "--members", 2, "--ray", "--workers", 2) == 0
-    expected = HydraEnsemble.from_pretrained(ensemble).record
-    assert HydraEnsemble.from_pretrained(tmp_path).record == expected
-    assert run("build", shelf / "host", *arguments, "--method", "random", "--ray") == 2
 
 
 def test_a_refused_build_leaves_the_folder_as_it_was(shelf: Path, ensemble: Path) -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import hydra_ensembles as hydra
-from hydra_ensembles.cli.classes import check_labels
-from hydra_ensembles.cli.commands.trying import _load
-from hydra_ensembles.cli.exits import one_line
-from hydra_ensembles.cli.hub import hub_access, reachable
-from hydra_ensembles.cli.loading import Loaded, check_sources, load_model, load_set, load_sets
+from hydra_ensembles.cli.class_names import check_labels
+from hydra_ensembles.cli.commands.try_command import _load
+from hydra_ensembles.cli.errors import one_line
+from hydra_ensembles.cli.hub_cache import hub_access, reachable
+from hydra_ensembles.cli.inputs import Reading
 from hydra_ensembles.cli.main import main
-from hydra_ensembles.cli.reading import Reading
+from hydra_ensembles.cli.models import Loaded, check_sources, load_model, load_set, load_sets
 from hydra_ensembles.errors import DataError, FormatError, UnsupportedModelError
 from tests import zoo
 from tests.fusion.hub_server import serving
@@ -125,7 +125,7 @@ def test_timm_weights_of_ones_own(tmp_path: Path) -> None:
 def test_an_ensemble_of_timm_remembers_its_images(tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")
     from hydra_ensembles.cli.commands.build import save
-    from hydra_ensembles.cli.loading import Loaded
+    from hydra_ensembles.cli.models import Loaded
     from hydra_ensembles.data import image_transform
 
     model = timm.create_model(
@@ -243,7 +243,7 @@ def test_texts_for_images_and_images_for_texts(shelf: Path, tmp_path: Path) -> N
 
 ELSEWHERE = """
 import json, sys
-from hydra_ensembles.cli.loading import load_model
+from hydra_ensembles.cli.models import load_model
 for folder in sys.argv[1:]:
     loaded = load_model(folder)
     print(json.dumps([loaded.tokenizer is None, getattr(loaded.transform, "std", None)]))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import hydra_ensembles as hydra
-from hydra_ensembles.cli.loading import load_model, load_set
 from hydra_ensembles.cli.main import main
+from hydra_ensembles.cli.models import load_model, load_set
 from hydra_ensembles.data import text_data
 from hydra_ensembles.errors import DataError
 from tests.serving.export.conftest import tokenizer

@@ -18,8 +18,8 @@ import torch
 import hydra_ensembles as hydra
 from hydra_ensembles import Policy
 from hydra_ensembles.cli.answering import Answering, line_of
-from hydra_ensembles.cli.loading import load_model
-from hydra_ensembles.cli.records import MOST_BYTES, Record, batches, read_records, records_of_lines
+from hydra_ensembles.cli.models import load_model
+from hydra_ensembles.data.records import MOST_BYTES, Record, batches, read_records, records_of_lines
 from tests import zoo
 from tests.fusion.test_fusion import EARLY
 from tests.fusion.test_inputs import words
@@ -57,7 +57,7 @@ BAD = {
     b'{"text": "good"': "expected a JSON object",
     b"\xff\xfe good film": "not UTF-8",
     NESTED: "expected a JSON object",
-    b'{"text": "good", "n": NaN}': "NaN is no number",
+    b'{"text": "good", "n": NaN}': "NaN is not a number",
     b'{"text": "good", "n": 1e999}': "cannot be given back",
     b"g" * (MOST_BYTES + 5): f"longer than {MOST_BYTES} bytes",
     b'{"text": "good", "n": ' + b"9" * 5000 + b"}": "expected a JSON object",

@@ -116,7 +116,7 @@ def test_ctrl_c_says_what_is_kept(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from hydra_ensembles.builder import trying
+    from hydra_ensembles.builder import trial as trying
 
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

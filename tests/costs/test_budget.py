@@ -19,9 +19,9 @@ from hydra_ensembles.costs.budget import (
     fit_budget,
     option_cost,
 )
-from hydra_ensembles.costs.cost_frontier import Frontier, frontier
-from hydra_ensembles.costs.counting import CostModel
+from hydra_ensembles.costs.formula import CostModel
 from hydra_ensembles.errors import MaskError
+from hydra_ensembles.research.cost_frontier import Frontier, frontier
 from tests import zoo
 
 
@@ -72,7 +72,7 @@ def test_the_counted_budget_is_the_ensembles_own_cost() -> None:
     model, inputs = zoo.host("vit"), zoo.batch("vit")
     masks = budgeted_masks(model, scores(0), members=2, max_cost=1.2, batch=inputs)
     ensemble = hydra.fuse(model, masks)
-    from hydra_ensembles.costs.counting import cost
+    from hydra_ensembles.costs.formula import cost
 
     ratio = cost(ensemble, inputs).relative_to(cost(model, inputs)).multiply_adds
     assert ratio <= 1.2

@@ -24,11 +24,11 @@ from hydra_ensembles.criteria import (
     ranked,
     score_heads,
 )
-from hydra_ensembles.criteria import scoring as module
+from hydra_ensembles.criteria import head_scoring as module
 from hydra_ensembles.data.batches import take
 from hydra_ensembles.errors import DataError, HydraError, UnknownNameError
-from hydra_ensembles.heads.gating import prune_heads_
-from hydra_ensembles.heads.masks import HeadMask, HeadScores
+from hydra_ensembles.heads.gates import prune_heads_
+from hydra_ensembles.heads.head_mask import HeadMask, HeadScores
 from hydra_ensembles.hosts import host_model
 
 from .. import zoo

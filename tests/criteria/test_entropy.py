@@ -21,8 +21,7 @@ from hydra_ensembles.criteria import (
     watch_attention,
 )
 from hydra_ensembles.criteria import attention_entropy as module
-from hydra_ensembles.criteria.attention import split_mask
-from hydra_ensembles.criteria.watching import _dense, _near
+from hydra_ensembles.criteria.attention_watch import _dense, _near, split_mask
 from hydra_ensembles.errors import DataError, HydraError, UnsupportedModelError
 from hydra_ensembles.hosts import host_model
 

@@ -10,7 +10,7 @@ from transformers import BatchEncoding, LlamaForCausalLM
 from hydra_ensembles.criteria import HeadImportance, gate_gradients, score_heads
 from hydra_ensembles.data.batches import take
 from hydra_ensembles.errors import DataError, UnsupportedModelError
-from hydra_ensembles.heads.gating import gate
+from hydra_ensembles.heads.gates import gate
 from hydra_ensembles.hosts import host_model
 
 from ..zoo import images, labelled, llama_config, seeded, sharp, texts

@@ -17,9 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hydra_ensembles as hydra
-from hydra_ensembles.data.memory import is_out_of_memory
-from hydra_ensembles.data.progress import telling_lost_workers
-from hydra_ensembles.data.running import collect_logits
+from hydra_ensembles.data.memory import is_out_of_memory, telling_lost_workers
+from hydra_ensembles.data.model_runs import collect_logits
 from hydra_ensembles.errors import DataError, HydraError
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 from hydra_ensembles.training import finetune
@@ -93,8 +92,8 @@ def test_the_command_line_halves_too(tmp_path: Path) -> None:
     from PIL import Image
 
     from hydra_ensembles.cli.answering import Answering
-    from hydra_ensembles.cli.loading import Loaded
-    from hydra_ensembles.cli.records import Record
+    from hydra_ensembles.cli.models import Loaded
+    from hydra_ensembles.data.records import Record
 
     files = [tmp_path / f"{number}.png" for number in range(7)]
     for file, image in zip(files, IMAGES, strict=False):

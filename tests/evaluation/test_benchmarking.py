@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
-from hydra_ensembles.costs.counting import cost
+from hydra_ensembles.costs.formula import cost
 from hydra_ensembles.errors import DataError, FormatError
-from hydra_ensembles.evaluation.benchmark_results import BenchmarkResult, paired_ratio
-from hydra_ensembles.evaluation.benchmarking import benchmark
-from hydra_ensembles.evaluation.peak_memory import PeakMemory
+from hydra_ensembles.evaluation.benchmark_result import BenchmarkResult, PeakMemory, paired_ratio
+from hydra_ensembles.evaluation.latency import benchmark
 from tests import zoo
 
 mpl.use("Agg")
@@ -149,8 +148,8 @@ def test_peak_memory_is_what_lives_at_once() -> None:
 
 
 def test_saved_results_print_and_draw(tmp_path: Path) -> None:
-    from hydra_ensembles.report.cost_figures import plot_benchmark
-    from hydra_ensembles.report.style import save
+    from hydra_ensembles.report.svg import save
+    from hydra_ensembles.research.cost_figures import plot_benchmark
 
     result = run()
     path = tmp_path / "deep" / "result.json"
@@ -168,8 +167,8 @@ def test_saved_results_print_and_draw(tmp_path: Path) -> None:
 
 
 def test_growth_and_frontier_draw() -> None:
-    from hydra_ensembles.costs.cost_frontier import Frontier, Point
-    from hydra_ensembles.report.cost_figures import plot_frontier, plot_growth
+    from hydra_ensembles.research.cost_figures import plot_frontier, plot_growth
+    from hydra_ensembles.research.cost_frontier import Frontier, Point
 
     model = zoo.host("vit")
     models = {"single": model, "1": hydra.fuse(model, MASKS[:1]), "2": hydra.fuse(model, MASKS[:2])}

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from hydra_ensembles.errors import DataError, UnknownNameError
-from hydra_ensembles.evaluation import evaluate_features
-from hydra_ensembles.evaluation.feature_detectors import choose_neighbours
-from hydra_ensembles.evaluation.metrics_ood import ood_figures
+from hydra_ensembles.evaluation.metrics import ood_figures
+from hydra_ensembles.research.feature_detectors import choose_neighbours, evaluate_features
 
 pytest.importorskip("pytorch_ood")
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_ensembles.evaluation.metrics_classification import (
+from hydra_ensembles.evaluation.metrics import (
     AdaptiveError,
     brier,
     expected_calibration_error,
     negative_log_likelihood,
+    once,
 )
-from hydra_ensembles.evaluation.ordering import once
 from hydra_ensembles.uncertainty import mean_probability
 
 from .strategies import logits_and_labels

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.evaluation.metrics_ood import figures_of_scores, ood_figures
+from hydra_ensembles.evaluation.metrics import figures_of_scores, ood_figures
 
 from .strategies import two_kinds
 

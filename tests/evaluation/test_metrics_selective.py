@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.evaluation.metrics_selective import risk_coverage
-from hydra_ensembles.evaluation.metrics_selective import selective_figures as figures
+from hydra_ensembles.evaluation.metrics import risk_coverage
+from hydra_ensembles.evaluation.metrics import selective_figures as figures
 from hydra_ensembles.uncertainty import (
     disagreement,
     mean_probability,

@@ -12,13 +12,23 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from hydra_ensembles.criteria import HeadImportanceEntropy, score_heads
-from hydra_ensembles.data.running import collect_logits
+from hydra_ensembles.data.model_runs import collect_logits
 from hydra_ensembles.data.splits import sample
 from hydra_ensembles.errors import DataError, FormatError, HydraError, UnknownNameError
-from hydra_ensembles.evaluation import pruning_sweep as module
-from hydra_ensembles.evaluation.metrics_classification import expected_calibration_error
-from hydra_ensembles.evaluation.pruning_sweep import prune_sweep, pruned
-from hydra_ensembles.evaluation.pruning_sweep_results import (
+from hydra_ensembles.evaluation.metrics import expected_calibration_error
+from hydra_ensembles.heads.gates import gate
+from hydra_ensembles.heads.head_mask import HeadMask, HeadScores
+from hydra_ensembles.hosts import host_model
+from hydra_ensembles.research import pruning_sweep as module
+from hydra_ensembles.research.pruning_figures import (
+    plot_alpha,
+    plot_head_scores,
+    plot_prune_sweep,
+    plot_rank_correlation,
+    plot_shift_gaps,
+)
+from hydra_ensembles.research.pruning_sweep import prune_sweep, pruned
+from hydra_ensembles.research.pruning_sweep_results import (
     Outcome,
     PruneSweep,
     SweepPoint,
@@ -27,16 +37,6 @@ from hydra_ensembles.evaluation.pruning_sweep_results import (
     rank_correlation,
     regime,
     unpack,
-)
-from hydra_ensembles.heads.gating import gate
-from hydra_ensembles.heads.masks import HeadMask, HeadScores
-from hydra_ensembles.hosts import host_model
-from hydra_ensembles.report.pruning_figures import (
-    plot_alpha,
-    plot_head_scores,
-    plot_prune_sweep,
-    plot_rank_correlation,
-    plot_shift_gaps,
 )
 
 mpl.use("Agg")

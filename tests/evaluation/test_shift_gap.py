@@ -13,9 +13,9 @@ from torch.autograd.functional import hessian, jacobian
 from torch.func import functional_call
 
 from hydra_ensembles.errors import DataError, MaskError
-from hydra_ensembles.evaluation.shift_gap import pruning_shift_gap
-from hydra_ensembles.heads.gating import gate, prune_heads_
-from hydra_ensembles.heads.masks import HeadMask
+from hydra_ensembles.heads.gates import gate, prune_heads_
+from hydra_ensembles.heads.head_mask import HeadMask
+from hydra_ensembles.research.shift_gap import pruning_shift_gap
 
 
 def vit(heads: int = 2, width: int = 8) -> nn.Module:

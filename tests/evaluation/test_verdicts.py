@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hydra_ensembles.evaluation import Results, compare, compare_table, evaluate
-from hydra_ensembles.evaluation.bootstrap import (
+from hydra_ensembles.evaluation.figures import AllFigures
+from hydra_ensembles.evaluation.intervals import (
     AT_ONCE,
     FEWEST,
     WORK,
@@ -16,7 +17,6 @@ from hydra_ensembles.evaluation.bootstrap import (
     verdict_of,
     winners,
 )
-from hydra_ensembles.evaluation.figures import AllFigures
 
 
 def drawn(seed: int, examples: int = 300, classes: int = 5, members: int = 1):

@@ -16,7 +16,7 @@ from lab.known_table import FAMILIES, ROWS, write_table
 from safetensors.torch import load_file, save_file
 
 from hydra_ensembles import HeadMask, fuse
-from hydra_ensembles.evaluation.metrics_ood import ood_figures
+from hydra_ensembles.evaluation.metrics import ood_figures
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 
 pytest.importorskip("pytorch_ood")

@@ -16,7 +16,7 @@ from lab.sets import ImageSet
 from lab.tasks import TASKS, Cifar10
 from run import TABLES, read_table
 
-from hydra_ensembles.baselines import baselines
+from hydra_ensembles.research.rivals import baselines
 from hydra_ensembles.uncertainty import scores
 
 NAMES = sorted(file.stem for file in TABLES.glob("*.yaml"))

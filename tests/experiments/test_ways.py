@@ -11,7 +11,7 @@ from lab.tasks import open_task
 from lab.trials import Trial, mutual_information, trying
 from run import read_table
 
-from hydra_ensembles.data.demo import digits
+from hydra_ensembles.data.digits_data import digits
 from hydra_ensembles.training import distill
 from hydra_ensembles.uncertainty import score_logits
 from tests import zoo

@@ -12,9 +12,9 @@ from torch import nn
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
-from hydra_ensembles.costs.counting import CostModel, cost
+from hydra_ensembles.costs.formula import CostModel, cost
 from hydra_ensembles.hosts import host_model
-from hydra_ensembles.search.prefix import Prefix
+from hydra_ensembles.search.trunk_cache import Prefix
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, LATE, TREE, gated, members_of
 from tests.fusion.test_hosted import batch, host

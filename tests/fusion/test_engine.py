@@ -7,7 +7,7 @@ import torch
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
-from hydra_ensembles.fusion import layers
+from hydra_ensembles.fusion import fused_block as layers
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, LATE, SWITCHES, TREE, gated, members_of
 

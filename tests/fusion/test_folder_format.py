@@ -17,9 +17,9 @@ import hydra_ensembles as hydra
 from hydra_ensembles import HydraEnsemble
 from hydra_ensembles._records import model_fingerprint, sha256_of_file
 from hydra_ensembles.errors import FormatError
-from hydra_ensembles.fusion.folder_format import DIGEST, FIELDS, read_config, signed
-from hydra_ensembles.fusion.saving import SAVING, finish_saving
-from hydra_ensembles.hosts.rebuild import rebuild_host
+from hydra_ensembles.fusion.folder_schema import DIGEST, FIELDS, read_config, signed
+from hydra_ensembles.fusion.folder_writer import SAVING, finish_saving
+from hydra_ensembles.hosts.architecture import rebuild_host
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, TREE
 from tests.loose_files import load
@@ -271,7 +271,7 @@ def test_a_file_for_transformers_that_was_not_saved(name: str, folder: Path) -> 
 def test_a_policy_is_whole(tmp_path: Path) -> None:
     ensemble = hydra.fuse(zoo.host("vit"), EARLY)
     images = zoo.batch("vit", 16)
-    labelled = [(images, ensemble.predict(images).label)]
+    labelled = [(images, ensemble.predict(images).class_index)]
     hydra.fit_policy(ensemble, labelled, risk=0.5, alarm=None, progress=False)
     ensemble.save_pretrained(tmp_path)
     assert HydraEnsemble.from_pretrained(tmp_path).policy == ensemble.policy

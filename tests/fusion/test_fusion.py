@@ -18,7 +18,7 @@ from hydra_ensembles.errors import (
     UnsupportedModelError,
     VerificationError,
 )
-from hydra_ensembles.heads.gating import gate, prune_heads_
+from hydra_ensembles.heads.gates import gate, prune_heads_
 from tests import zoo
 
 LATE = [

@@ -14,7 +14,7 @@ import yaml
 
 import hydra_ensembles as hydra
 from hydra_ensembles.errors import HydraError
-from hydra_ensembles.fusion.card import make_card
+from hydra_ensembles.fusion.summary import make_card
 from tests import zoo
 from tests.fusion.hub_server import serving
 from tests.fusion.test_fusion import EARLY, LATE

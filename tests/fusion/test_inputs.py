@@ -108,7 +108,7 @@ def test_class_names_are_kept(tmp_path: Path) -> None:
 
 
 def test_build_keeps_what_its_data_knows(tmp_path: Path) -> None:
-    from hydra_ensembles.data.folders import image_folder
+    from hydra_ensembles.data.image_data import image_folder
 
     for label in range(5):
         for number in range(8):

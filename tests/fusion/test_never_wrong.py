@@ -61,7 +61,7 @@ def test_verify_has_a_tolerance_for_every_type(name: str, dtype: torch.dtype) ->
 
 
 def test_fuse_checks_itself_on_the_given_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hydra_ensembles.fusion import layers
+    from hydra_ensembles.fusion import fused_block as layers
 
     right = layers.FusedBlock._mlp
     monkeypatch.setattr(layers.FusedBlock, "_mlp", lambda self, x: 1.01 * right(self, x))

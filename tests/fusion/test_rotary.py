@@ -11,10 +11,10 @@ import torch
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
-from hydra_ensembles.costs.counting import CostModel, cost
+from hydra_ensembles.costs.formula import CostModel, cost
 from hydra_ensembles.hosts import host_model
-from hydra_ensembles.hosts.rotary import read_rotary
-from hydra_ensembles.search.prefix import Prefix
+from hydra_ensembles.hosts.attention import read_rotary
+from hydra_ensembles.search.trunk_cache import Prefix
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, LATE, TREE, gated, members_of, perturbed
 from tests.fusion.test_hosted import GROUPED, batch, host, scale_

@@ -19,9 +19,9 @@ import hydra_ensembles as hydra
 from hydra_ensembles import HydraEnsemble
 from hydra_ensembles._records import model_fingerprint
 from hydra_ensembles.errors import FormatError
-from hydra_ensembles.fusion import loading
-from hydra_ensembles.fusion.folder_format import signed
-from hydra_ensembles.fusion.saving import finish_saving
+from hydra_ensembles.fusion import folder_reader as loading
+from hydra_ensembles.fusion.folder_schema import signed
+from hydra_ensembles.fusion.folder_writer import finish_saving
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, TREE, perturbed
 

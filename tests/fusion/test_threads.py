@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hydra_ensembles as hydra
-from hydra_ensembles.data.modes import evaluating, in_eval, twin
+from hydra_ensembles.data.eval_mode import evaluating, in_eval, twin
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, LATE
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hydra_ensembles import HeadMask, HeadScores
 from hydra_ensembles.errors import MaskError, UnknownNameError
-from hydra_ensembles.heads.masks import keep_count
+from hydra_ensembles.heads.head_mask import keep_count
 
 rows = st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5)
 

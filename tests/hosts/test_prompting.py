@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hydra_ensembles as hydra
-from hydra_ensembles.hosts.rebuild import describe_host, rebuild_host
+from hydra_ensembles.hosts.architecture import describe_host, rebuild_host
 
 SIZES = {"vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 TEMPLATE = "say {} is"
@@ -156,7 +156,7 @@ def test_it_is_fused_and_loaded(model: nn.Module, labels: list[str], tmp_path: P
 
 
 def test_long_rotary_positions_are_no_sizes() -> None:
-    from hydra_ensembles.hosts.rebuild import check_sizes
+    from hydra_ensembles.hosts.architecture import check_sizes
 
     config = {"rope_theta": 1e6, "max_position_embeddings": 131072, "eos_token_id": 200000}
     check_sizes(config, layers=3, largest=64)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import hydra_ensembles as hydra
-from hydra_ensembles.hosts.rebuild import rebuild_host
+from hydra_ensembles.hosts.architecture import rebuild_host
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 
 CONFIG = TinyViTConfig(image_size=8, width=24, heads=3, layers=2, mlp_width=32)

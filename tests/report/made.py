@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hydra_ensembles.evaluation import Results, evaluate
-from hydra_ensembles.heads.masks import HeadMask
+from hydra_ensembles.heads.head_mask import HeadMask
 from hydra_ensembles.report.examples import Example, picture_address
 
 CLASSES, WIDTH = 4, 6

@@ -20,7 +20,7 @@ from PIL import Image
 from hydra_ensembles import Results
 from hydra_ensembles.errors import DataError, FormatError
 from hydra_ensembles.evaluation import compare
-from hydra_ensembles.evaluation.bootstrap import winners
+from hydra_ensembles.evaluation.intervals import winners
 from hydra_ensembles.report.curves import answered_at
 from hydra_ensembles.report.examples import Example, picture_address
 from hydra_ensembles.report.page import write_report

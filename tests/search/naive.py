@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hydra_ensembles.data.running import call_model, split_batch
-from hydra_ensembles.heads.gating import gate
-from hydra_ensembles.heads.masks import HeadMask
+from hydra_ensembles.data.batches import split_batch
+from hydra_ensembles.data.model_runs import call_model
+from hydra_ensembles.heads.gates import gate
+from hydra_ensembles.heads.head_mask import HeadMask
 from hydra_ensembles.hosts import main_output
 from hydra_ensembles.search.objectives import Objective
-from hydra_ensembles.search.prefix import Outputs
+from hydra_ensembles.search.trunk_cache import Outputs
 
 
 class Sets:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hydra_ensembles.serving.answers import Answers
-from hydra_ensembles.serving.batching import Batcher
+from hydra_ensembles.serving.batch_queue import Batcher
 from hydra_ensembles.serving.limits import Limits, Refusal
 
 

@@ -17,10 +17,10 @@ from hydra_ensembles.errors import FormatError
 from hydra_ensembles.evaluation import Results
 from hydra_ensembles.fusion import HydraEnsemble
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
-from hydra_ensembles.search.state import SearchState, TensorStore
+from hydra_ensembles.search.search_state import SearchState, TensorStore
 from hydra_ensembles.serving.checkup import check_folder, repair
-from hydra_ensembles.training.answers import _keep
 from hydra_ensembles.training.checkpoint import write_checkpoint
+from hydra_ensembles.training.teacher_answers import _keep
 
 SHAPE = TinyViTConfig(width=24, heads=4, layers=2, mlp_width=24)
 

@@ -14,10 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.runtime.pictures import open_image
-from hydra_ensembles.serving.bodies import from_base64, parse_json
+from hydra_ensembles.runtime.images import open_image
 from hydra_ensembles.serving.limits import Refusal
-from hydra_ensembles.serving.tensors import TYPES, read_inputs, split_request, wanted_outputs
+from hydra_ensembles.serving.protocol_tensors import (
+    TYPES,
+    read_inputs,
+    split_request,
+    wanted_outputs,
+)
+from hydra_ensembles.serving.requests import from_base64, parse_json
 from tests.serving.conftest import picture
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)

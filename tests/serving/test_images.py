@@ -16,10 +16,10 @@ from hydra_ensembles import runtime
 from hydra_ensembles.cli.main import main
 from hydra_ensembles.data import ImageTransform, image_folder, image_transform
 from hydra_ensembles.errors import DataError, FormatError
-from hydra_ensembles.fusion import folder_format
-from hydra_ensembles.fusion.row_answers import RowAnswers
+from hydra_ensembles.fusion import folder_schema as folder_format
+from hydra_ensembles.fusion.row_function import RowAnswers
 from hydra_ensembles.runtime import contract
-from hydra_ensembles.runtime.pictures import FORMATS, open_image
+from hydra_ensembles.runtime.images import FORMATS, open_image
 from tests import zoo
 from tests.serving.conftest import client_of
 from tests.serving.export.conftest import images, late_masks

@@ -10,8 +10,8 @@ from scipy.stats import ks_2samp
 
 from hydra_ensembles import Drift
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.uncertainty.novelty.stream import ks_test
-from hydra_ensembles.uncertainty.novelty.tails import Ranks
+from hydra_ensembles.uncertainty.drift import ks_test
+from hydra_ensembles.uncertainty.novelty import Ranks
 
 
 def fitted(known: torch.Tensor) -> SimpleNamespace:

@@ -9,15 +9,16 @@ from sklearn.covariance import oas as reference_oas
 from torch import Tensor
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.uncertainty.novelty import Novelty, NoveltyFit, from_tensors
-from hydra_ensembles.uncertainty.novelty.distances import (
+from hydra_ensembles.uncertainty.distances import (
     ClassDistance,
     GlobalDistance,
+    Moments,
     ledoit_wolf,
     oracle_approximating,
+    unit,
 )
-from hydra_ensembles.uncertainty.novelty.moments import Moments, unit
-from hydra_ensembles.uncertainty.novelty.tails import Ranks
+from hydra_ensembles.uncertainty.novelty import Novelty, Ranks, from_tensors
+from hydra_ensembles.uncertainty.novelty_fit import NoveltyFit
 
 TAPS, WIDTH, CLASSES = 3, 6, 4
 

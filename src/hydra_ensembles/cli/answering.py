@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..data.records import Record, batches
 from ..errors import DataError
-from .records import Record, batches
 
 if TYPE_CHECKING:
-    from ..uncertainty import Policy, Prediction
-    from .loading import Loaded
+    from ..prediction import Prediction
+    from ..uncertainty import Policy
+    from .models import Loaded
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Answering:
             return None
         if self.loaded.tokenizer is not None:
             return record.value
-        from ..runtime.pictures import open_image
+        from ..runtime.images import open_image
 
         try:
             if self.loaded.transform is None:
@@ -93,9 +94,9 @@ class Answering:
     def _run(self, inputs: list[Any]) -> Prediction:
         import torch
 
-        from ..data.folders import image_batch
+        from ..data.image_data import image_batch
         from ..fusion.inputs import token_limit
-        from ..fusion.policies import answer_of
+        from ..fusion.policy_data import answer_of
 
         model = self.loaded.model
         if self.loaded.tokenizer is None:
@@ -131,7 +132,7 @@ class Answering:
 
     def _decided(self, answer: Prediction, policy: Policy) -> dict[str, Any]:
         """Return the decision in words, whether it abstains, and why."""
-        from ..fusion.policies import decided
+        from ..fusion.policy_data import decided
 
         words = decided(answer, policy).decisions
         why = policy.reasons(answer.uncertainty, answer.novelty_score)[0]
@@ -157,12 +158,12 @@ def answered(
     while True:
         group = next(groups, None)
         told = None if group is None else [asdict(record) for record in group]
-        shared = processes.exchange_plain(told)[0]
+        shared = processes.exchange(told)[0]
         if shared is None:
             return
         start = size * processes.rank()
         mine = [Record(**plain) for plain in shared[start : start + size]]
-        said = processes.exchange_plain(list(answers(mine)) if mine else [])
+        said = processes.exchange(list(answers(mine)) if mine else [])
         if processes.is_first():
             yield [answer for part in said for answer in part]
 

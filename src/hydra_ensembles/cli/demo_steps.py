@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .show import step
+import typer
+
+from .._records import check_same_run
+from . import demo_steps as steps
+from .output import print_json, say, step, write_text
 
 SURE = 0.9
 """Confidence at which a person would believe an answer."""
@@ -71,7 +77,7 @@ COLUMNS = {
 def train(data: Any, output: Path, *, epochs: int, seeds: Any, quiet: bool) -> list[Any]:
     """Train one model per seed, resuming from checkpoints in the output folder."""
     from ..hosts.tiny_vit import TinyViT
-    from ..training import finetune
+    from ..training import Settings, finetune
 
     batches = list(data.train)
     models = []
@@ -80,9 +86,9 @@ def train(data: Any, output: Path, *, epochs: int, seeds: Any, quiet: bool) -> l
         trained = finetune(
             TinyViT(seed=seed),
             batches,
+            settings=Settings(weight_decay=0.05),
             epochs=epochs,
             learning_rate=2e-3,
-            weight_decay=0.05,
             seed=seed,
             folder=output / "training" / f"seed-{seed}",
             progress=not quiet,
@@ -93,7 +99,7 @@ def train(data: Any, output: Path, *, epochs: int, seeds: Any, quiet: bool) -> l
 
 def too_sure(model: Any, ood: dict[str, Any]) -> dict[str, float]:
     """Return how often one model is sure about images that are not digits, by kind."""
-    from ..data.running import collect_logits
+    from ..data.model_runs import collect_logits
     from ..uncertainty import mean_probability
 
     shares = {}
@@ -125,8 +131,8 @@ def answer(shares: dict[str, float], knows: Any, hydra: Any) -> list[str]:
 
 def with_novelty(model: Any, validation: Any) -> Any:
     """Fuse one model with all its heads and fit novelty: what novelty needs, no ensemble."""
-    from ..fusion.fusing import fuse
-    from ..heads.masks import HeadMask
+    from ..fusion.fuse_members import fuse
+    from ..heads.head_mask import HeadMask
 
     return fuse(model, [HeadMask.full(model)]).fit_novelty_(validation, progress=False)
 
@@ -146,7 +152,7 @@ def taught(
 
     `epochs` are those of a teacher; four views of each digit want nearly twice as many.
     """
-    from ..training import distill
+    from ..training import DISTILL, distill
 
     return distill(
         single,
@@ -155,10 +161,9 @@ def taught(
         members=len(teachers),
         max_cost=max_cost,
         validation=data.validation,
-        trunk_rate=1.0,
+        settings=replace(DISTILL, trunk_rate=1.0),
         epochs=round(1.8 * epochs),
         learning_rate=2e-3,
-        views=4,
         seed=seed,
         folder=output / "training" / "distilled",
         progress=not quiet,
@@ -187,8 +192,8 @@ def evaluated(
     """
     from ..data import corrupted
     from ..evaluation import evaluate
-    from .calibrated import Calibrated
-    from .gather import cost_of
+    from .class_names import Calibrated
+    from .report_data import cost_of
 
     warm = Calibrated(teachers[:1], data.validation)
     knows.temperature = warm.temperature
@@ -281,3 +286,125 @@ def conclusion(results: Sequence[Any], costs: Mapping[str, float], on: str) -> l
         f"{costs[DEEP]:.2f}x is better than Hydra in: {listed(DEEP, 'worse')}.",
     )
     return [line for sentence in sentences for line in textwrap.wrap(sentence, 80)]
+
+
+# The demo's table on several seeds: one folder per seed, finished ones are not run again.
+def numbers(text: str) -> list[int]:
+    """Read seeds: `0,1,2`, or `0-4`."""
+    found: list[int] = []
+    try:
+        for part in text.split(","):
+            first, dash, last = part.strip().partition("-")
+            found += range(int(first), int(last) + 1) if dash else [int(first)]
+    except ValueError:
+        found = []
+    if not found:
+        raise typer.BadParameter(f"--seeds {text}: expected numbers such as 0,1,2 or 0-4.")
+    return list(dict.fromkeys(found))
+
+
+def run_seeds(
+    seeds: Sequence[int],
+    output: Path,
+    *,
+    epochs: int,
+    members: int,
+    max_cost: float,
+    as_json: bool,
+) -> None:
+    """Run every seed, write `seeds.json`, print the mean table and how often verdicts fall."""
+    runs = {}
+    for seed in seeds:
+        step(f"Seed {seed}", json=as_json)
+        settings = {"seed": seed, "epochs": epochs, "members": members, "max_cost": max_cost}
+        runs[seed] = _one(settings, output / f"seed-{seed}", quiet=as_json)
+        write_text(output / "seeds.json", json.dumps(summary(runs), indent=1) + "\n")
+    if as_json:
+        print_json(summary(runs))
+        return
+    _show(runs)
+    say(f"All figures of all seeds: {output / 'seeds.json'}")
+
+
+def _one(settings: dict[str, Any], output: Path, *, quiet: bool) -> tuple[list[Any], Any]:
+    """Return results and costs of one seed, from its folder where it was finished before."""
+    from ..data import digits
+    from ..evaluation import Results
+
+    files = [output / steps.results_file(name) for name in steps.ROWS]
+    done = output / "finished.json"
+    if done.is_file() and all(file.is_file() for file in files):
+        record = json.loads(done.read_text())
+        check_same_run(done, record["settings"], settings)
+        return [Results.load(file) for file in files], record["costs"]
+    data = digits(16, parts=steps.PARTS, seed=settings["seed"])
+    seeds = range(settings["seed"], settings["seed"] + settings["members"])
+    teachers = steps.train(data, output, epochs=settings["epochs"], seeds=seeds, quiet=quiet)
+    ensemble = steps.taught(
+        teachers[0],
+        teachers,
+        data,
+        output,
+        epochs=settings["epochs"],
+        max_cost=settings["max_cost"],
+        seed=settings["seed"],
+        quiet=quiet,
+    )
+    results, costs = steps.evaluated(
+        ensemble,
+        steps.with_novelty(teachers[0], data.validation),
+        teachers,
+        data,
+        output,
+        bootstrap=None,
+        seed=settings["seed"],
+        quiet=quiet,
+    )
+    write_text(done, json.dumps({"settings": settings, "costs": costs}, indent=1) + "\n")
+    return results, costs
+
+
+def summary(runs: dict[int, tuple[list[Any], Any]]) -> dict[str, Any]:
+    """Return every figure by model and seed, and the verdicts by rival, column and seed."""
+    figures: dict[str, dict[str, Any]] = {}
+    told: dict[str, dict[str, dict[str, str]]] = {}
+    for seed, (results, costs) in runs.items():
+        for result in results:
+            row = {**result.figures, "cost": costs[result.name]}
+            figures.setdefault(result.name, {})[str(seed)] = row
+        for rival, columns in steps.verdicts(results).items():
+            for column, verdict in columns.items():
+                told.setdefault(rival, {}).setdefault(column, {})[str(seed)] = verdict
+    return {"seeds": list(runs), "verdicts": told, "figures": figures}
+
+
+def _show(runs: dict[int, tuple[list[Any], Any]]) -> None:
+    from ..evaluation import Results
+    from .output import results_table
+
+    several = [results for results, _ in runs.values()]
+    means = []
+    for same in zip(*several, strict=True):
+        keys = set.intersection(*(set(result.figures) for result in same))
+        figures = {key: sum(result[key] for result in same) / len(same) for key in keys}
+        means.append(Results(name=same[0].name, figures=figures, settings=same[0].settings))
+    costs = {
+        name: sum(found[name] for _, found in runs.values()) / len(runs)
+        for name in next(iter(runs.values()))[1]
+    }
+    typer.echo(f"Mean of {len(runs)} seed{'s' * (len(runs) > 1)}:")
+    results_table(means, costs, figures=steps.DIGITS)
+    typer.echo("Outliers, AUROC:")
+    results_table(means, figures=steps.OUTLIERS)
+    typer.echo(steps.LEGEND)
+    counts: dict[str, dict[str, str]] = {}
+    for rival, columns in summary(runs)["verdicts"].items():
+        for column, by_seed in columns.items():
+            better, worse = (list(by_seed.values()).count(word) for word in ("better", "worse"))
+            counts.setdefault(rival, {})[column] = f"{better} / {worse}"
+    for line in steps.verdict_table("Hydra better / worse vs", counts):
+        typer.echo(line)
+    typer.echo(
+        f"Seeds (of {len(runs)}) on which the paired 95 % interval tells that Hydra is better / "
+        "worse;\non the others it cannot be told."
+    )

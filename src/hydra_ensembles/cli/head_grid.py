@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..heads.masks import HeadScores
+    from ..heads.head_mask import HeadScores
     from ..search.headmap import Circuit
 
 

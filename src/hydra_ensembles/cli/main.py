@@ -16,10 +16,8 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from .clicks import click_module
-from .exits import Stop, exit_code, one_line
-from .launched import is_first, number
-from .life import life
+from .errors import Stop, exit_code, one_line
+from .output import click_module, is_first, life, number
 
 COMMANDS = {
     "explain": "Say what can be pruned and fused in a model, and why not.",
@@ -57,7 +55,7 @@ class Commands(TyperGroup):
         """Import a command."""
         if cmd_name not in COMMANDS:
             return None
-        file = "trying" if cmd_name == "try" else cmd_name  # a word of the language
+        file = "try_command" if cmd_name == "try" else cmd_name  # a word of the language
         module = importlib.import_module(f".commands.{file}", __package__)
         one = typer.Typer(add_completion=False, rich_markup_mode=None)
         one.command(cmd_name)(module.command)

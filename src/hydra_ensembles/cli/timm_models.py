@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, FormatError, MissingDependencyError, UnsupportedModelError
-from .hub import hub_access, not_cached
+from .hub_cache import hub_access, not_cached
 
 
 def is_timm_name(name: str) -> bool:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MaskError
-from ..heads.masks import HeadMask, HeadScores, Keep, check_fits, keep_count, keep_counts
-from ..heads.plan import LayerPlan, Plan
+from ..heads.head_mask import HeadMask, HeadScores, Keep, check_fits, keep_count, keep_counts
+from ..heads.stream_plan import LayerPlan, Plan
 from ..hosts import HostModel
-from .counting import CostModel
+from .formula import CostModel
 
 Host = nn.Module | HostModel | CostModel
 SLACK = 1e-9

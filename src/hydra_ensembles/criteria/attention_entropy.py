@@ -2,20 +2,83 @@
 
 With s = scale * q.k, Entropy(softmax s) = logsumexp(s) - E[s], and E[s] = scale * q . (sum_k
 alpha_k k): an attention whose values are its keys. A kernel that also returns the logsumexp gives
-both at once; it is private in torch, so it is tried on a small example first, and where it is
-missing, or disagrees, or does not fit (a bias for pairs of tokens, other entropies), scores are
-made a few rows at a time.
+both at once. It is private in torch, so it is tried on a small example first. Where it is missing,
+disagrees or does not fit (a bias for pairs of tokens, other entropies), scores are computed a few
+rows at a time.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .attention import AttentionView, later_keys
-from .entropy_kinds import EntropyKind
+from ..errors import HydraError
+from ..registry import check_name
+from .attention_watch import AttentionView, later_keys
+from .criterion import AttentionScore, criteria
+
+KINDS = ("shannon", "renyi", "tsallis", "min")
+
+
+@dataclass(frozen=True)
+class EntropyKind:
+    """An entropy of rows of log-probabilities.
+
+    | kind | entropy of p | greatest, for n keys |
+    |---|---|---|
+    | `shannon` | -sum p log p | log n |
+    | `renyi`, order a | log(sum p^a) / (1 - a) | log n |
+    | `tsallis`, order a | (1 - sum p^a) / (a - 1) | (1 - n^(1 - a)) / (a - 1) |
+    | `min` | -log max p (Renyi of infinite order) | log n |
+
+    Renyi and Tsallis of order 1 are Shannon's.
+
+    Args:
+        name: One of the table.
+        order: The order a > 0 of Renyi's and Tsallis's entropy.
+    """
+
+    name: str = "shannon"
+    order: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_name("entropy", self.name, KINDS)
+        if not (self.order > 0 and math.isfinite(self.order)):
+            raise HydraError(
+                f"The order of an entropy is {self.order}: expected a positive number; "
+                'for an infinite order use kind="min".'
+            )
+
+    @property
+    def is_shannon(self) -> bool:
+        """Whether this is Shannon's entropy, which needs no matrix of scores."""
+        return self.name == "shannon" or (self.name in ("renyi", "tsallis") and self.order == 1)
+
+    def __call__(self, log_probabilities: Tensor) -> Tensor:
+        """Return the entropy of every row, `[..., keys]` to `[...]`; hidden keys are -inf."""
+        logs = log_probabilities
+        if self.is_shannon:
+            # 0 log 0 = 0: a hidden key's log is -inf, which times 0 would be NaN
+            return -logs.exp().mul_(logs.clamp_min(-1e30)).sum(-1)
+        if self.name == "min":
+            return -logs.amax(-1)
+        power = (logs * self.order).logsumexp(-1)  # log sum p^a
+        if self.name == "renyi":
+            return power / (1 - self.order)
+        return -power.expm1() / (self.order - 1)
+
+    def greatest(self, keys: Tensor) -> Tensor:
+        """Return the entropy of a uniform distribution over that many keys."""
+        logs = keys.log()
+        if self.name == "tsallis" and not self.is_shannon:
+            return -((1 - self.order) * logs).expm1() / (self.order - 1)
+        return logs
+
 
 BLOCK = 1 << 18
 """Scores that are held at once in a blocked pass (1 MiB in float32)."""
@@ -78,12 +141,15 @@ def _part_by_kernel(view: AttentionView, samples: slice, heads: slice) -> Tensor
     assert view.key is not None
     query = view.query[samples, heads].float()
     group = view.query.shape[1] // view.key.shape[1]
-    key = view.key[samples, heads] if group == 1 else view.key[samples, _range(heads) // group]
-    key = key.float()
+    places = torch.arange(heads.start, heads.stop) // group
+    key = (view.key[samples, heads] if group == 1 else view.key[samples, places]).float()
     # a shift that all keys share cancels in the softmax; without it the two terms cancel less
     key = key - key.mean(-2, keepdim=True)
-    if view.bias is not None:
-        query, key = _with_bias(query, key, _cut(view.bias, samples, heads), view.scale)
+    bias = _cut(view.bias, samples, heads)
+    if bias is not None:  # a bias of keys joins the product: scale * [q, 1] . [k, b / scale]
+        column = bias.transpose(-1, -2).expand(*key.shape[:-1], 1) / view.scale
+        query = torch.cat([query, query.new_ones(*query.shape[:-1], 1)], -1)
+        key = torch.cat([key, column], -1)
     hidden, causal = _cut(view.hidden, samples, heads), view.causal
     if hidden is not None and causal:
         hidden, causal = hidden | later_keys(slice(0, view.rows), view.keys, query.device), False
@@ -91,25 +157,11 @@ def _part_by_kernel(view: AttentionView, samples: slice, heads: slice) -> Tensor
     return logsumexp - torch.einsum("bhtd,bhtd->bht", query, mean_key) * view.scale
 
 
-def _range(which: slice) -> Tensor:
-    return torch.arange(which.start, which.stop)
-
-
 def _cut(mask: Tensor | None, samples: slice, heads: slice) -> Tensor | None:
     if mask is None:
         return None
     mask = mask if mask.shape[0] == 1 else mask[samples]
     return mask if mask.shape[1] == 1 else mask[:, heads]
-
-
-def _with_bias(
-    query: Tensor, key: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Move a key-only bias into the product: scale * [q, 1] . [k, b / scale] = s + b."""
-    assert bias is not None
-    column = bias.transpose(-1, -2).expand(*key.shape[:-1], 1) / scale
-    ones = query.new_ones(*query.shape[:-1], 1)
-    return torch.cat([query, ones], -1), torch.cat([key, column], -1)
 
 
 def _lse_attention(
@@ -132,21 +184,54 @@ def _lse_attention(
 
 @lru_cache(maxsize=8)
 def kernel_works(device: str) -> bool:
-    """Tell whether the private kernel is there and agrees with the public path (asked once)."""
+    """Return whether the private kernel exists and agrees with the public path."""
     if device not in ("cpu", "cuda"):
         return False
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, 3, 7, 8, generator=generator).to(device) for _ in range(2))
+    views = [AttentionView(0, query, key, scale=0.5, causal=causal) for causal in (False, True)]
+    if device == "cpu":
+        hidden = torch.zeros(2, 1, 1, 7, dtype=torch.bool)
+        hidden[1, ..., 4:] = True
+        views.append(AttentionView(0, query, key, scale=0.5, hidden=hidden))
     try:
-        for causal in (False, True):
-            view = AttentionView(0, query, key, scale=0.5, causal=causal)
-            if not torch.allclose(_by_kernel(view), _by_blocks(view, EntropyKind()), atol=1e-4):
-                return False
-        if device == "cpu":
-            hidden = torch.zeros(2, 1, 1, 7, dtype=torch.bool)
-            hidden[1, ..., 4:] = True
-            view = AttentionView(0, query, key, scale=0.5, hidden=hidden)
-            return torch.allclose(_by_kernel(view), _by_blocks(view, EntropyKind()), atol=1e-4)
+        return all(
+            torch.allclose(_by_kernel(view), _by_blocks(view, EntropyKind()), atol=1e-4)
+            for view in views
+        )
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
         return False
-    return True
+
+
+# How widely a head looks (Zhai et al., 2023; HIES, https://arxiv.org/abs/2510.13832).
+@criteria.register("entropy")
+@dataclass(frozen=True)
+class AttentionEntropy(AttentionScore):
+    """Mean normalised entropy of a head's rows of attention, in [0, 1]; **lower = keep**.
+
+    AE_h = E_x [ mean_t Entropy(alpha_t) / log n_t ], n_t the number of keys that row t sees: the
+    unpadded length n, or the length of the context in a causal model. Rows of padding and rows
+    with one key do not count; attention is never pooled before the entropy. A focused head (low
+    entropy) is kept; `ranked("entropy", scores)` or `hies` with alpha = 0 ranks by it.
+
+    Args:
+        kind: `"shannon"`, `"renyi"`, `"tsallis"` or `"min"`; all are divided by their greatest
+            value.
+        order: The order of Renyi's and Tsallis's entropy.
+    """
+
+    lower_is_kept: ClassVar[bool] = True
+
+    kind: str = "shannon"
+    order: float = 2.0
+
+    def __post_init__(self) -> None:
+        EntropyKind(self.kind, self.order)  # raises early
+
+    def values(self, view: AttentionView) -> Tensor:
+        """Return each sample's entropy `[batch, heads]`; NaN where no row counts."""
+        kind = EntropyKind(self.kind, self.order)
+        greatest = kind.greatest(view.visible_keys().clamp_min(2.0))
+        shares = (row_entropies(view, kind) / greatest).clamp_max(1.0)
+        counted = view.counted_rows().expand_as(shares)
+        return torch.where(counted, shares, 0.0).double().sum(-1) / counted.sum(-1)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from .adversarial import adversarial
-from .batches import Batch, Batches, Data, as_data, batch_length, check_reiterable, count
-from .class_order import check_class_order
+from .attacks import adversarial
+from .batches import Batch, batch_length
+from .class_names import check_class_order
 from .corruptions import COMMON, corrupt, corrupt_texts, corrupted, corruptions, text_corruptions
-from .demo import Demo, digits
-from .folders import image_folder
-from .hub import hub_dataset
+from .digits_data import Demo, digits
+from .image_data import image_folder
+from .loaders import Batches, Data, as_data, check_reiterable, count
 from .proxies import make_proxies, proxies
 from .sources import load_data
 from .splits import fingerprint, sample, split
-from .texts import text_data, text_file
+from .text_files import text_data, text_file
 from .transforms import ImageTransform, image_transform
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "count",
     "digits",
     "fingerprint",
-    "hub_dataset",
     "image_folder",
     "image_transform",
     "load_data",

@@ -9,21 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ..data.answers import Answers
-from ..data.class_order import check_class_order
-from ..data.running import collect_logits, iterate_answers
+from ..data.class_names import check_class_order
+from ..data.model_runs import collect_logits, iterate_answers
 from ..errors import DataError
 from ..uncertainty import fit_temperature, scale_logits, scores
-from .bootstrap import default_draws, draws_of, intervals
-from .figures import (
-    NOVELTY,
-    OOD,
-    POST,
-    SHIFT,
-    AllFigures,
-    Columns,
-    Examples,
-    columns_of,
-)
+from .figures import NOVELTY, OOD, POST, SHIFT, AllFigures, Columns, Examples, columns_of
+from .intervals import default_draws, draws_of, intervals
 from .results import Results
 
 
@@ -106,13 +97,13 @@ def evaluate(
                 cooled = scale_logits(answers.logits.double(), temperature=degrees)
                 # MCM reads cosines: what divides the logits divides their scale
                 by = None if scale is None else scale / degrees
-                after = answers._replace(logits=cooled, decision=None)  # it is about the logits
+                after = answers._replace(logits=cooled, code=None)  # it is about the logits
                 scaled.append(columns_of(after, scores=names, logit_scale=by))
         examples[key] = _concatenate(parts)
         if scaled:
             examples[POST + key] = _concatenate(scaled)
 
-    assert shape is not None  # iterate_logits raises on empty data
+    assert shape is not None  # iterate_answers raises on empty data
     settings = {
         "scores": names,
         "members": shape[0],

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._records import read_sealed, sealed, sha256_of, write_whole
 from ..errors import FormatError, MissingDependencyError, UnknownNameError
 from .figures import Examples
-from .result_tables import CSV_COLUMNS, compare_table, html_text, plain_text
+from .tables import CSV_COLUMNS, compare_table, html_text, plain_text
 
 if TYPE_CHECKING:
     import pandas

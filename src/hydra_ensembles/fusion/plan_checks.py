@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..heads.masks import HeadMask
-from ..heads.plan import Plan
+from ..heads.head_mask import HeadMask
+from ..heads.stream_plan import Plan
 
 
 def plan_problem(config: Mapping[str, Any]) -> str | None:

@@ -12,16 +12,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from ..heads.plan import LayerPlan, Plan
+from ..heads.stream_plan import LayerPlan, Plan
 from ..hosts import Block, HostModel
-from ..hosts.calling import parameter_names
-from ..hosts.cutting import Cut, whole_groups
-from ..hosts.sites import HeadWeights
-from .bank import HeadBank
-from .body import Body
-from .handing import Place, plain_settings, show_
-from .layers import FusedBlock
-from .per_stream import OutputBias, PerStream
+from ..hosts.block_calls import parameter_names
+from ..hosts.head_removal import Cut, whole_groups
+from ..hosts.head_weights import HeadWeights
+from .body import Body, PlaceholderBlock, copy_settings_, plain_settings
+from .fused_block import FusedBlock
+from .head_bank import HeadBank
+from .streams import OutputBias, PerStream
 
 Copies = Mapping[str, int]
 """Number of copies per part that differs between streams; all other parts have one."""
@@ -63,7 +62,7 @@ def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tupl
     places = []
     if host.arithmetic.by_layer:
         places = [
-            Place(layer, form, plain_settings(block.module))
+            PlaceholderBlock(layer, form, plain_settings(block.module))
             for layer, (block, form) in enumerate(zip(host.blocks[:-1], host.forms, strict=False))
         ]
     body = Body(
@@ -80,7 +79,7 @@ def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tupl
         form=host.forms[-1],
     )
     if places:
-        show_(body, plain_settings(last.module))
+        copy_settings_(body, plain_settings(last.module))
     host.replace_blocks_([*places, body])
     return body, moulds
 

@@ -1,14 +1,14 @@
 """Host models: what is prunable in a pretrained transformer."""
 
+from .attention_site import AttentionSite as AttentionSite
 from .block import Block as Block
-from .calling import device_of as device_of
-from .calling import main_output as main_output
-from .explaining import explain as explain
-from .family import Family as Family
-from .family import families as families
-from .family import register_family as register_family
+from .block_calls import main_output as main_output
+from .explanation import explain as explain
+from .families import Family as Family
+from .families import families as families
+from .families import register_family as register_family
+from .host import HostFacts as HostFacts
 from .host import HostModel as HostModel
 from .host import host_model as host_model
-from .prompting import PromptClassifier as PromptClassifier
-from .sites import AttentionSite as AttentionSite
-from .zeroshot import ZeroShotClassifier as ZeroShotClassifier
+from .prompt_classifier import PromptClassifier as PromptClassifier
+from .zero_shot import ZeroShotClassifier as ZeroShotClassifier

@@ -1,15 +1,51 @@
-"""One transformer block of a host, seen through its family: attention, norms, MLP."""
+"""One transformer block of a host, seen through its family, and what it computes for one stream."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .family import Family, first, first_path
-from .sites import AttentionSite
+from ..data.eval_mode import twin
+from .attention import AttentionArguments, add_bias, attend, bias_of
+from .attention_site import AttentionSite
+from .families import Family, first, first_path
+from .head_weights import is_linear, linear_weight
+
+
+@torch.no_grad()
+def last_linear(block: Block) -> str | None:
+    """Return the path of the linear layer whose output is the MLP's output, or None.
+
+    The MLP is run on random states: a norm or a gate after the last linear layer shows up as a
+    difference.
+    """
+    parts = {path: twin(block.module.get_submodule(path)).eval() for path in block.mlp_names}
+    outputs: dict[str, Tensor] = {}
+    for path, part in parts.items():
+        for name, module in part.named_modules():
+            if is_linear(module):
+                module.register_forward_hook(partial(_note, outputs, f"{path}.{name}".rstrip(".")))
+    weight = linear_weight(block.attention.output)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, weight.shape[0], generator=generator).to(weight)
+    try:
+        for part in parts.values():
+            x = part(x)
+    except Exception:  # it needs more than states
+        return None
+    return next((path for path, output in outputs.items() if output.equal(x)), None)
+
+
+def _note(
+    outputs: dict[str, Tensor], path: str, module: nn.Module, inputs: Any, output: Tensor
+) -> None:
+    outputs[path] = output
 
 
 class Scale(nn.Module):
@@ -89,3 +125,45 @@ class Block:
         known = {id(p) for part in parts if part is not None for p in part.parameters()}
         known |= {id(table.weight) for table in (self.attention.table,) if table is not None}
         return [name for name, p in self.module.named_parameters() if id(p) not in known]
+
+    # --- what it computes: the reference of the probes ---
+
+    def forward(self, x: Tensor, read: AttentionArguments, *, causal: bool) -> Tensor:
+        """Compute the block by our own arithmetic; x [batch, tokens, width]."""
+        site = self.attention
+        weights = site.weights()
+        y = self.norm1(x) if self.norm1 is not None and self.family.norm == "pre" else x
+        mask = read.mask
+        if site.table is not None and weights.positions is not None:
+            index = site.table.index
+            assert index is not None
+            mask = add_bias(mask, bias_of(weights.positions, index[None]), causal=causal)
+        heads = attend(
+            weights.queries(y),
+            weights.keys(y),
+            weights.values(y),
+            mask=mask,
+            causal=causal,
+            bias=read.bias,
+            rotary=read.rotary,
+            norms=site.head_norms,
+            scale=site.scale,
+            softcap=site.softcap,
+        )
+        output = weights.output.transpose(0, 1).flatten(1)
+        return self.finish(x, F.linear(heads.flatten(2), output, site.output_bias))
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Compute what follows the attention: residual sums, norms and the MLP."""
+        assert self.norm1 is not None and self.norm2 is not None
+        pre = self.family.norm == "pre"
+        x = residual + self._run(self.names(self.family.after_attention), attended)
+        x = x if pre else self.norm1(x)
+        y = self.norm2(x) if pre else x
+        x = x + self._run([*self.mlp_names, *self.names(self.family.after_mlp)], y)
+        return x if pre else self.norm2(x)
+
+    def _run(self, paths: Sequence[str], x: Tensor) -> Tensor:
+        for path in paths:
+            x = self.part(path)(x)
+        return x

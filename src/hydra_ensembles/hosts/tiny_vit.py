@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .family import Family, register_family
+from .families import Family, register_family
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import DataError
-from ..fusion.answering import in_batches
 from ..fusion.ensemble import HydraEnsemble
+from ..fusion.row_function import in_batches
 from .pipelines import DECISIONS
 
 COLUMNS = (

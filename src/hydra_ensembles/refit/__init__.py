@@ -1,5 +1,5 @@
 """Least squares instead of training: linear layers fitted to states of other models."""
 
-from .folding import fold as fold
+from .fold_members import fold as fold
 
 __all__ = ["fold"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..evaluation.metrics_classification import calibration_bins
-from ..evaluation.metrics_selective import risk_coverage
+from ..evaluation.metrics import calibration_bins, risk_coverage
 
 if TYPE_CHECKING:
     from ..evaluation.results import Results
@@ -118,3 +118,17 @@ def thin(points: Curve, most: int = POINTS) -> Curve:
         return points
     step = (len(points) - 1) / (most - 1)
     return [points[round(i * step)] for i in range(most)]
+
+
+def pareto_front(points: Sequence[tuple[float, float]], *, sign: int) -> list[tuple[float, float]]:
+    """Return the (cost, value) points that no cheaper or equally cheap point equals in value.
+
+    Args:
+        points: In any order.
+        sign: 1 when a higher value is better, -1 when a lower one is.
+    """
+    front: list[tuple[float, float]] = []
+    for cost, value in sorted(points, key=lambda point: (point[0], -sign * point[1])):
+        if not front or sign * value > sign * front[-1][1]:
+            front.append((cost, value))
+    return front

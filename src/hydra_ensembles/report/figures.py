@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..costs.cost_frontier import pareto_front
 from ..errors import DataError
 from ..evaluation.figures import direction
-from ..evaluation.result_tables import is_rate, shown
-from ..heads.masks import HeadMask
-from .curves import knows, reliability, risk_curve, roc
-from .style import axes, colour, line_style, marker
+from ..evaluation.tables import is_rate, shown
+from ..heads.head_mask import HeadMask
+from .curves import knows, pareto_front, reliability, risk_curve, roc
+from .svg import axes, colour, line_style, marker
 
 if TYPE_CHECKING:
     from ..evaluation.results import Results

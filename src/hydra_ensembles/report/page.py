@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._records import write_whole
 from ..errors import DataError
-from ..heads.masks import HeadMask
+from ..heads.head_mask import HeadMask
 from . import sections
 from .curves import answered_at
 from .examples import Example

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
-from ..evaluation.bootstrap import compare, winners
 from ..evaluation.figures import direction
-from ..evaluation.result_tables import select_keys, shown
-from ..heads.masks import HeadMask
+from ..evaluation.intervals import compare, winners
+from ..evaluation.tables import select_keys, shown
+from ..heads.head_mask import HeadMask
 from . import figures as pictures
 from .curves import ood_names
 from .examples import Example
-from .inline import page_axes, to_svg
 from .labels import LABELS, MEANINGS, SPOKEN
+from .svg import page_axes, to_svg
 
 if TYPE_CHECKING:
     from ..evaluation.results import Results

@@ -1,20 +1,163 @@
-"""The page of `try`: what it cost, how calibrated it is, which files are strange."""
+"""The sections of the page of `try`: what a model and some files say about each other.
+
+Other sections of that page (figures, calibration, examples, what was built) are those of the
+report.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from . import sections, trial_sections
+import torch
+
+from ..evaluation.intervals import Comparison, compare
+from ..evaluation.tables import shown
+from ..uncertainty import Policy
+from . import sections
 from .examples import Example
 from .page import write_page
+from .sections import Section
+from .svg import colour, page_axes, to_svg
 
 if TYPE_CHECKING:
-    from ..builder.trying import Trial
+    from ..builder.trial import Trial
+if TYPE_CHECKING:
+    from ..builder.trial import Trial
+
+ALARMS = (0.01, 0.02, 0.05, 0.10)
+WORDS = {
+    "answer": "The answer can be used.",
+    "unsure": "It knows this kind of input, but not the answer: ask someone.",
+    "new": "Unlike anything it knows: its answer means nothing, however sure it looks.",
+}
 
 
+TILES = {
+    "cls/Acc": (" %", "accuracy"),
+    "cal/ECE": (" %", "calibration error (ECE)"),
+    "cls/NLL": ("", "negative log-likelihood"),
+}
+
+
+def told(trial: Trial) -> Comparison:
+    """Compare the ensemble with the host, both with a temperature, by paired intervals."""
+    _, warm, ensemble = trial.results
+    return compare(ensemble, warm, count=ensemble.settings["bootstrap"])
+
+
+def verdict(trial: Trial, kind: str = "files") -> str:
+    """Say in one sentence what the ensemble is worth; `kind` says what the examples are."""
+    if not trial.results:
+        return (
+            "Without labels nothing can be said about accuracy and calibration, only about novelty."
+        )
+    names = {"cls/NLL": "NLL", "cls/Acc": "accuracy", "cal/ECE": "calibration"}
+    words = told(trial).in_words(names, f"{int(trial.held_out.sum())} {kind}")
+    return f"The ensemble against your model, each with a temperature: {words}."
+
+
+def at_a_glance(trial: Trial, kind: str = "files") -> Section:
+    """Show the figures that matter most as tiles; `kind` says what the examples are."""
+    rates = trial.policy.measured
+    tiles = [
+        (f"{trial.ratio.multiply_adds:.2f} ×", "multiply-adds of your model"),
+        (f"{trial.ratio.bytes_on_disk:.2f} ×", "of its size on disk"),
+    ]
+    if trial.results:
+        found = told(trial)
+        tiles += [
+            (
+                f"{shown(key, found[key].b)} → {shown(key, found[key].a)}{unit}",
+                f"{label}: {found[key].verdict}",
+            )
+            for key, (unit, label) in TILES.items()
+        ]
+    if rates is not None:
+        tiles.append((f"{100 * rates.answer:.0f} %", "answered"))
+        if trial.policy.risk is not None:
+            tiles.append((f"{100 * rates.unsure:.0f} %", "left as unsure"))
+        tiles.append((f"{100 * rates.new:.0f} %", "called new"))
+    cards = [{"value": value, "label": label} for value, label in tiles]
+    held_out = int(trial.held_out.sum()) if trial.results else 0
+    decide = int(trial.decide.sum())
+    content = {"tiles": cards, "held_out": held_out, "decide": decide, "kind": kind}
+    return Section("glance", "At a glance", content)
+
+
+def alarms(trial: Trial, names: Sequence[str], kind: str = "files") -> Section:
+    """Say what an alarm level means for these examples."""
+    novelty, score = trial.answer.novelty, trial.answer.novelty_score
+    assert novelty is not None and score is not None
+    rows: list[dict[str, Any]] = []
+    seen: set[int] = set()
+    order = score.argsort(descending=True, stable=True)
+    for level in ALARMS:
+        flagged = order[novelty[order] > 1 - level].tolist()
+        newest = [row for row in flagged if row not in seen][:3]
+        seen |= set(flagged)
+        rows.append(
+            {
+                "level": f"{100 * level:.0f} %",
+                "count": len(flagged),
+                "share": f"{100 * len(flagged) / len(novelty):.1f} %",
+                "daily": f"{1000 * level:.0f}",
+                "names": [names[row] for row in newest],
+            }
+        )
+    with page_axes((7.2, 2.7)) as ax:
+        top = float(score.max()) * 1.03
+        ax.hist(score.tolist(), bins=40, range=(0, top), color=colour(0), alpha=0.85)
+        for level in ALARMS[::2]:
+            place = float(torch.quantile(score.double(), 1 - level))
+            ax.axvline(place, color=colour(1), linestyle="--", linewidth=1.2)
+            ax.annotate(
+                f"{100 * level:.0f} %",
+                (place, 0.93),
+                xycoords=("data", "axes fraction"),
+                xytext=(4, 0),
+                textcoords="offset points",
+                color=colour(1),
+            )
+        ax.set(xlim=(0, top), xlabel="novelty score (fitted without the scored example)")
+        ax.set_ylabel(kind)
+        drawing = to_svg(ax, f"Histogram of the novelty scores of your {kind}", name="alarms")
+    content = {"rows": rows, "drawing": drawing, "files": len(novelty), "kind": kind}
+    return Section("alarms", "What an alarm level means in your data", content)
+
+
+def policy(found: Policy, note: str, kind: str = "files") -> Section:
+    """Set promised and measured rates side by side."""
+    promised, rates = found.promises(), found.measured
+    rows: list[dict[str, Any]] = []
+    for name in promised:
+        measured = "–" if rates is None else f"{100 * getattr(rates, name):.1f} %"
+        rows.append(
+            {"name": name, "words": WORDS[name], "promised": promised[name], "measured": measured}
+        )
+    wrong = None if rates is None else rates.wrong_if_answered
+    among = None if rates is None else rates.answered_and_wrong
+    content = {
+        "rows": rows,
+        "note": note,
+        "examples": found.examples,
+        "kind": kind,
+        "wrong": None if wrong is None else f"{100 * wrong:.1f} %",
+        "among": None if among is None else f"{100 * among:.1f} %",
+    }
+    return Section("policy", "Answer, unsure, or new", content)
+
+
+def next_steps(folder: str, labelled: bool, command: str) -> Section:
+    """Say what to do with what was made."""
+    return Section(
+        "next", "Next", {"folder": folder, "labelled": labelled, "command": command}, long=True
+    )
+
+
+# The page of `try`: what it cost, how calibrated it is, which files are strange.
 def write_trial(
     path: str | os.PathLike[str],
     trial: Trial,
@@ -46,16 +189,16 @@ def write_trial(
     ensemble = trial.ensemble
     prices = [*[1.0] * (len(models) - 1), trial.ratio.multiply_adds]
     parts = [
-        trial_sections.at_a_glance(trial, kind),
+        at_a_glance(trial, kind),
         sections.shown_examples(examples, f"Your own {kind}"),
-        trial_sections.alarms(trial, names, kind),
+        alarms(trial, names, kind),
         sections.calibration(trial.results, models),
         sections.figures(trial.results[::-1], dict(zip(models, prices, strict=True)))
         if trial.results
         else None,
-        trial_sections.policy(trial.policy, trial.policy_note, kind),
+        policy(trial.policy, trial.policy_note, kind),
         sections.built(str(ensemble), ensemble.masks, ensemble.plan.trunk),
-        trial_sections.next_steps(folder, trial.labels is not None, command),
+        next_steps(folder, trial.labels is not None, command),
     ]
-    lead = "\n".join([trial_sections.verdict(trial, kind), *notes])
+    lead = "\n".join([verdict(trial, kind), *notes])
     return write_page(path, parts, title=title, lead=lead, made=made)

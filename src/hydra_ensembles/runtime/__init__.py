@@ -13,7 +13,7 @@ onnxruntime only when a folder is loaded.
 from .answers import Answer as Answer
 from .contract import Contract as Contract
 from .contract import read_contract as read_contract
-from .exported import ExportedEnsemble as ExportedEnsemble
-from .exported import load as load
-from .pictures import Pictures as Pictures
+from .exported_ensemble import ExportedEnsemble as ExportedEnsemble
+from .exported_ensemble import load as load
+from .images import Pictures as Pictures
 from .texts import Texts as Texts

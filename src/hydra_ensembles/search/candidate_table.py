@@ -10,7 +10,16 @@ from torch import Tensor
 
 from ..uncertainty import disagreement, find_temperature, score_logits
 from .objectives import ece_of
-from .prefix import Outputs
+from .trunk_cache import Outputs
+
+
+def joined(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Join data sets `<part>:<name>` by name, in the order of the parts."""
+    by_name: dict[str, list[Tensor]] = {}
+    for key, tensor in parts.items():
+        by_name.setdefault(key.partition(":")[2], []).append(tensor)
+    return {name: torch.cat(tensors) for name, tensors in by_name.items()}
+
 
 CLASSES = 64
 

@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..heads.masks import HeadMask
-from .candidate_table import Table
-from .candidates import joined
-from .climbing import Tick
-from .prefix import Outputs, Prefix
-from .select import EnsembleObjective, Selector
-from .state import SearchState
+from ..heads.head_mask import HeadMask
+from .candidate_runs import Tick
+from .candidate_table import Table, joined
+from .search_state import SearchState
+from .selection import EnsembleObjective, Selector
+from .trunk_cache import Outputs, Prefix
 
 
 def halve(

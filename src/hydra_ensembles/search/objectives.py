@@ -16,13 +16,10 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..evaluation.metrics_classification import (
-    expected_calibration_error,
-    negative_log_likelihood,
-)
+from ..evaluation.metrics import expected_calibration_error, negative_log_likelihood
 from ..registry import Registry
 from ..uncertainty import Score, mean_probability, score_logits
-from .prefix import Outputs
+from .trunk_cache import Outputs
 
 GROUPS = 20
 Parts = dict[str, Tensor]

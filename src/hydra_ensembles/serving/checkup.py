@@ -14,7 +14,7 @@ from typing import Any
 
 from .._records import PARTIAL, holding, inside
 from ..errors import BusyError, FormatError, HydraError
-from ..fusion.saving import SAVING, can_finish_saving, finish_saving
+from ..fusion.folder_writer import SAVING, can_finish_saving, finish_saving
 from .findings import DAMAGED, LEFTOVER, SOUND, Checkup, Finding
 from .folder_checks import PARTS, check_file_of_run
 

@@ -12,13 +12,13 @@ from typing import Any
 from .._records import check_seal, inside, read_sealed
 from ..errors import FormatError, HydraError, MissingDependencyError
 from ..fusion import HydraEnsemble
-from ..fusion.folder_format import CARD, CONFIG, FORMAT, NOVELTY, WEIGHTS, read_config
-from ..fusion.loading import check_file, read_header
+from ..fusion.folder_reader import check_file, read_header
+from ..fusion.folder_schema import CARD, CONFIG, FORMAT, NOVELTY, WEIGHTS, read_config
 from ..runtime.contract import CONTRACT, read_contract
-from ..search.state import read_state, read_stored
-from ..training.answers import DIGEST, read_answers
+from ..search.search_state import read_state, read_stored
 from ..training.checkpoint import FILE_NAME, read_checkpoint
-from ..training.distilling import RUN_FILE
+from ..training.distillation import RUN_FILE
+from ..training.teacher_answers import DIGEST, read_answers
 from .checksums import SIGNATURE, SUMS, check_signature, check_sums
 from .findings import DAMAGED, MISSING, SOUND, Checkup, Finding
 from .sbom import SBOM

@@ -17,10 +17,10 @@ import numpy as np
 from ..data.transforms import ImageTransform, ProcessorTransform
 from ..errors import HydraError
 from ..fusion import HydraEnsemble
-from ..hosts.prompting import PromptClassifier
-from ..runtime.pictures import Pictures
+from ..hosts.prompt_classifier import PromptClassifier
+from ..runtime.images import Pictures
 from ..runtime.texts import PARTS, Texts
-from .example import most_tokens
+from .export_example import most_tokens
 
 TOKENIZER = "tokenizer.json"
 TRIALS = ("a joy to watch", "", "Ünïcode – 汉字 🙂 and\ttabs\n", "word " * 5000)

@@ -13,10 +13,10 @@ import numpy as np
 
 from .answers import Answers, name_of
 from .backend import Row, TensorSpec
-from .bodies import from_base64, read_body
 from .limits import Refusal
+from .protocol_tensors import HEADER, read_inputs, split_request, wanted_outputs, write_response
+from .requests import from_base64, read_body
 from .service import Service
-from .tensors import HEADER, read_inputs, split_request, wanted_outputs, write_response
 
 if TYPE_CHECKING:
     from starlette.requests import Request

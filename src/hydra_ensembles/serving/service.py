@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ..errors import DataError
-from ..runtime.pictures import FORMATS, PixelLimitError, open_image
+from ..runtime.images import FORMATS, PixelLimitError, open_image
 from .answers import Answers
 from .backend import Backend, Row
-from .batching import Batcher
+from .batch_queue import Batcher
 from .drift_watch import DriftWatch
 from .limits import Limits, Refusal
 from .metrics import Metrics

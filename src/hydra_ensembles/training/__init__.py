@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from .average import average_weights
-from .branch import finetune_branch
-from .distilling import distill
-from .finetuning import finetune
+from .branch_run import finetune_branch
+from .distillation import distill
+from .finetune_run import finetune
 from .loop import FinetunedMember, StepInfo
-from .making_teachers import make_teachers
-from .settings import Settings
+from .settings import BRANCH, DISTILL, FINETUNE, Settings
+from .teachers import make_teachers
+from .weight_average import average_weights
 
 __all__ = [
+    "BRANCH",
+    "DISTILL",
+    "FINETUNE",
     "FinetunedMember",
     "Settings",
     "StepInfo",

@@ -1,27 +1,37 @@
-"""Teachers: anything that gives class probabilities, opened one at a time."""
+"""Teachers of `distill`, opened one at a time; `make_teachers` makes cheap ones of one model."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .._records import model_fingerprint, sha256_of
-from ..data.modes import evaluating
-from ..data.running import call_model, member_logits, member_logits_of
-from ..errors import DataError, FormatError
+from .._records import model_fingerprint, sha256_of, sha256_of_file
+from ..costs.budget import fit_budget
+from ..data import processes
+from ..data.eval_mode import evaluating
+from ..data.model_runs import call_model, member_logits, member_logits_of
+from ..errors import DataError, FormatError, MissingDependencyError
 from ..fusion.ensemble import HydraEnsemble
+from ..fusion.fuse_members import fuse
+from ..heads.head_mask import HeadMask
+from ..hosts import HostModel, host_model
+from ..hosts.probes import modules_after_blocks
+from ..registry import Registry
+from .branch_run import finetune_branch
 from .checkpoint import FILE_NAME, read_checkpoint, with_prefix
+from .finetune_run import finetune
+from .sample_order import derive_seed
+from .settings import Settings
 
 Answer = Callable[[Any], Tensor]
 """Maps a batch to log-probabilities `[batch, member, class]`; a plain model has one member."""
@@ -85,11 +95,16 @@ def _from_path(path: Path, host: nn.Module) -> Teacher:
     name = str(path)
     if path.is_dir() and (path / FILE_NAME).exists():
         path = path / FILE_NAME
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+
+    def identify() -> str:
+        return " ".join(sha256_of_file(file) for file in files)
+
     if path.is_dir():
-        return Teacher(name, lambda: _files_sha(path), lambda: _opened(_from_folder(path, host)))
+        return Teacher(name, identify, lambda: _opened(_from_folder(path, host)))
     if path.suffix == ".npy":
-        table = _table(torch.from_numpy(np.load(path, allow_pickle=False)), name)
-        return Teacher(name, lambda: _files_sha(path), table=table)
+        values = torch.from_numpy(np.load(path, allow_pickle=False))
+        return Teacher(name, identify, table=_table(values, name))
     if path.suffix != ".safetensors":
         raise DataError(
             f"The teacher {path} has an unknown suffix; expected a folder, .npy or .safetensors."
@@ -100,9 +115,8 @@ def _from_path(path: Path, host: nn.Module) -> Teacher:
         names = list(file.keys())
         if len(names) == 1 or "probabilities" in names:
             key = names[0] if len(names) == 1 else "probabilities"
-            table = _table(file.get_tensor(key), name)
-            return Teacher(name, lambda: _files_sha(path), table=table)
-    return Teacher(name, lambda: _files_sha(path), lambda: _opened(_from_weights(path, host)))
+            return Teacher(name, identify, table=_table(file.get_tensor(key), name))
+    return Teacher(name, identify, lambda: _opened(_from_weights(path, host)))
 
 
 def _from_folder(folder: Path, host: nn.Module) -> nn.Module:
@@ -112,7 +126,8 @@ def _from_folder(folder: Path, host: nn.Module) -> nn.Module:
     load = getattr(type(host), "from_pretrained", None)
     if callable(load):
         of_transformers = type(host).__module__.startswith("transformers.")
-        return load(folder, use_safetensors=True) if of_transformers else load(folder)
+        model: nn.Module = load(folder, **({"use_safetensors": True} if of_transformers else {}))
+        return model
     weights = sorted(folder.glob("*.safetensors"))
     if len(weights) != 1:
         raise FormatError(
@@ -184,11 +199,193 @@ def _identity(model: nn.Module) -> str:
     return f"{model_fingerprint(model)} {known}"
 
 
-def _files_sha(path: Path) -> str:
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    total = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as content:
-            while chunk := content.read(1 << 20):
-                total.update(chunk)
-    return total.hexdigest()
+How = Literal["lora", "branch", "snapshots", "full"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What each way of making teachers receives."""
+
+    host: HostModel
+    data: Iterable[Any]
+    seeds: list[int]
+    settings: Settings
+    rank: int
+    branch_layer: int | None
+    folder: Path | None
+    progress: bool
+
+    def place(self, name: str) -> Path | None:
+        """Return the folder for the checkpoints of one run, or None."""
+        return None if self.folder is None else self.folder / name
+
+    def tune(self, model: nn.Module, seed: int, choose: Any = None) -> nn.Module:
+        """Fine-tune one copy: all parameters, or those that `choose` selects."""
+        return finetune(
+            model,
+            self.data,
+            settings=self.settings,
+            seed=seed,
+            parameters=choose,
+            folder=self.place(f"teacher-{seed}"),
+            progress=self.progress,
+        )[0].model
+
+
+ways: Registry[tuple[Callable[[Job], list[nn.Module]], Settings]] = Registry("way to make teachers")
+
+
+@processes.holds("folder")
+def make_teachers(
+    model: nn.Module | HostModel,
+    data: Iterable[Any],
+    *,
+    count: int = 3,
+    how: How = "lora",
+    settings: Settings | None = None,
+    epochs: int | None = None,
+    learning_rate: float | None = None,
+    rank: int = 4,
+    branch_layer: int | None = None,
+    seed: int = 0,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> list[nn.Module]:
+    """Make teachers for `distill` out of one model and labelled data.
+
+    Ways, from the cheapest to the most expensive:
+
+    * `"branch"`: the last blocks and the classifier, each teacher on its own bootstrap, above one
+      trunk that runs once;
+    * `"lora"`: low-rank updates of the attention projections and the classifier, each teacher from
+      its own random start on its own bootstrap (Muehlematter et al., 2024, arXiv 2405.14438);
+    * `"snapshots"`: one run with as many cycles of the learning rate as teachers; each cycle starts
+      where the last one ended, and its end is a teacher (Huang et al., 2017);
+    * `"full"`: all weights, each teacher on its own bootstrap (a Deep Ensemble of one start).
+
+    Args:
+        model: A trained classifier; it is not changed.
+        data: Labelled batches, as `finetune` takes them. For `"branch"`, as `finetune_branch`.
+        count: Number of teachers.
+        how: One of the ways above.
+        settings: How to train; each way has its own default. `epochs` (of each teacher) and
+            `learning_rate` override its fields.
+        rank: Rank of the low-rank updates.
+        branch_layer: First block that `"branch"` trains; by default the one at which three members
+            would branch within 1.07 x the cost.
+        seed: Teacher t has the seed `seed + t`.
+        folder: Where checkpoints go; start again with the same arguments to resume.
+        progress: Show bars on a terminal.
+
+    Returns:
+        Plain host models in evaluation mode.
+
+    Example:
+        >>> teachers = make_teachers(model, train, how="branch", epochs=3)
+        >>> student = distill(model, teachers, train)
+    """
+    make, default = ways[how]
+    if count < 1 or rank < 1:
+        raise ValueError(f"count={count}, rank={rank}: expected at least 1 of each.")
+    job = Job(
+        host=host_model(model),
+        data=data,
+        seeds=[seed + place for place in range(count)],
+        settings=(settings or default).updated(epochs, learning_rate),
+        rank=rank,
+        branch_layer=branch_layer,
+        folder=None if folder is None else Path(folder),
+        progress=progress,
+    )
+    return [teacher.eval() for teacher in make(job)]
+
+
+def _full(job: Job) -> list[nn.Module]:
+    return [job.tune(job.host.model, seed) for seed in job.seeds]
+
+
+def _snapshots(job: Job) -> list[nn.Module]:
+    teachers, model = [], job.host.model
+    for seed in job.seeds:
+        model = job.tune(model, seed)
+        teachers.append(model)
+    return teachers
+
+
+def _branch(job: Job) -> list[nn.Module]:
+    layer = job.branch_layer
+    if layer is None:
+        first = next(iter(job.data), None)
+        if first is None:
+            raise DataError("The data has no batches. Check the loader or the filter.")
+        option = fit_budget(job.host, members=3, max_cost=1.07, batch=first, untied=True)
+        layer = option.branch_layer
+    start = fuse(job.host.model, [HeadMask.full(job.host)], branch_layer=layer)
+    states: dict[Any, Tensor] = {}  # all teachers share one trunk
+    teachers = []
+    for seed in job.seeds:
+        trained = finetune_branch(
+            start,
+            job.data,
+            settings=job.settings,
+            seed=seed,
+            trunk_states=states,
+            folder=job.place(f"teacher-{seed}"),
+            progress=job.progress,
+        ).model
+        teachers.append(trained.member(0))  # type: ignore[operator]
+    return teachers
+
+
+def _lora(job: Job) -> list[nn.Module]:
+    try:
+        from peft import LoraConfig, LoraModel
+    except ImportError as error:
+        raise MissingDependencyError(
+            'how="lora" needs peft. Install it with: pip install "hydra-ensembles[train]". '
+            'Or choose how="branch".'
+        ) from error
+    projections = {
+        part
+        for site in job.host.sites
+        for part in (site.packed, site.query, site.key, site.value, site.output)
+    }
+    modules = dict(job.host.model.named_modules())
+    parents = {name: modules[name.rpartition(".")[0]] for name in modules}
+    names = [  # peft updates a whole nn.MultiheadAttention, which reads its weights directly
+        name
+        for name, module in modules.items()
+        if (isinstance(module, nn.MultiheadAttention) and module.out_proj in projections)
+        or (
+            module in projections
+            and getattr(module, "weight", torch.empty(0)).ndim == 2
+            and not isinstance(parents[name], nn.MultiheadAttention)
+        )
+    ]
+    # GPT-2's Conv1D keeps its weight as [in, out]
+    transposed = any(type(part).__name__ == "Conv1D" for part in projections)
+    config = LoraConfig(
+        r=job.rank, lora_alpha=2 * job.rank, target_modules=names, fan_in_fan_out=transposed
+    )
+    after = tuple(f"{path}." for path in modules_after_blocks(job.host))
+    teachers = []
+    for seed in job.seeds:
+        with torch.random.fork_rng(devices=[]):  # peft draws from the global generator
+            torch.manual_seed(derive_seed("lora", seed))
+            adapters = LoraModel(copy.deepcopy(job.host.model), config, "teacher")
+        adapters.model = job.tune(
+            adapters.model, seed, lambda name, _: ".lora_" in name or name.startswith(after)
+        )
+        teacher = adapters.merge_and_unload()
+        for name, parameter in job.host.model.named_parameters():  # peft froze them
+            teacher.get_parameter(name).requires_grad_(parameter.requires_grad)
+        teachers.append(teacher)
+    return teachers
+
+
+ways.register("full")((_full, Settings(epochs=3, learning_rate=1e-4, bootstrap=True)))
+ways.register("snapshots")((_snapshots, Settings(epochs=3, learning_rate=2e-4)))
+ways.register("branch")((_branch, Settings(epochs=3, learning_rate=5e-4, bootstrap=True)))
+ways.register("lora")(
+    (_lora, Settings(epochs=3, learning_rate=1e-3, weight_decay=0.0, bootstrap=True))
+)

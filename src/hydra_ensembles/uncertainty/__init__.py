@@ -1,19 +1,12 @@
 """How unsure an ensemble is, how to calibrate it, and when to answer."""
 
-from .calibration import CalibrationWarning as CalibrationWarning
-from .calibration import TemperatureFit as TemperatureFit
-from .calibration import find_temperature as find_temperature
-from .calibration import fit_member_temperatures as fit_member_temperatures
-from .calibration import fit_temperature as fit_temperature
-from .novelty import Drift as Drift
+from .drift import Drift as Drift
 from .novelty import Evidence as Evidence
 from .novelty import Novelty as Novelty
-from .novelty import NoveltyFit as NoveltyFit
-from .policies import Policy as Policy
-from .policies import Rates as Rates
-from .policies import choose_policy as choose_policy
-from .prediction import Prediction as Prediction
-from .prediction import predict_from_logits as predict_from_logits
+from .novelty_fit import NoveltyFit as NoveltyFit
+from .policy import Policy as Policy
+from .policy import Rates as Rates
+from .policy import choose_policy as choose_policy
 from .scores import Score as Score
 from .scores import as_member_logits as as_member_logits
 from .scores import checked_temperature as checked_temperature
@@ -30,6 +23,12 @@ from .scores import member_probabilities as member_probabilities
 from .scores import msp as msp
 from .scores import mutual_information as mutual_information
 from .scores import pairwise_kl as pairwise_kl
+from .scores import predict_from_logits as predict_from_logits
 from .scores import scale_logits as scale_logits
 from .scores import score_logits as score_logits
 from .scores import scores as scores
+from .temperatures import CalibrationWarning as CalibrationWarning
+from .temperatures import TemperatureFit as TemperatureFit
+from .temperatures import find_temperature as find_temperature
+from .temperatures import fit_member_temperatures as fit_member_temperatures
+from .temperatures import fit_temperature as fit_temperature

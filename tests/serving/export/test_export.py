@@ -14,8 +14,8 @@ from PIL import Image
 import hydra_ensembles as hydra
 from hydra_ensembles import runtime
 from hydra_ensembles.errors import DataError, HydraError, UnsupportedModelError, VerificationError
-from hydra_ensembles.fusion.verifying import tolerance_of
-from hydra_ensembles.serving.agreeing import check
+from hydra_ensembles.fusion.verification import tolerance_of
+from hydra_ensembles.serving.agreement import check
 from hydra_ensembles.serving.program import load_program
 from hydra_ensembles.serving.rules import Rule, rule_of
 from hydra_ensembles.uncertainty import Policy
@@ -288,8 +288,8 @@ def test_a_host_of_a_fixed_batch_is_refused_with_what_to_change(tmp_path: Path) 
 
 
 def test_8_bits_that_decide_otherwise_are_warned_of(exported: Any, monkeypatch: Any) -> None:
-    from hydra_ensembles.serving import agreeing
-    from hydra_ensembles.serving.example import example_of
+    from hydra_ensembles.serving import agreement as agreeing
+    from hydra_ensembles.serving.export_example import example_of
 
     ensemble, folder = exported
     inputs = example_of(ensemble, images(17, 99))

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from .. import options
-from ..exits import Stop
-from ..show import print_json, say, write_config
+from ..errors import Stop
+from ..output import print_json, say, write_config
 
 BATCHES = [1, 8, 32]
 
@@ -40,10 +40,10 @@ def command(
     """Time models against each other on an example batch; ratios, never absolute times."""
     import copy
 
-    from ...evaluation.benchmarking import benchmark
+    from ...evaluation.latency import benchmark
     from ...fusion.ensemble import HydraEnsemble
-    from ...hosts.examples import example_batch
-    from ..loading import load_model
+    from ...hosts.example_inputs import example_batch
+    from ..models import load_model
 
     found = {}
     for given in models:

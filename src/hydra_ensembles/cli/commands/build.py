@@ -9,10 +9,9 @@ import typer
 
 from ...errors import HydraError
 from .. import options
-from ..exits import Stop
-from ..launched import is_first
-from ..reading import READING, Reading, reads_data
-from ..show import print_json, say, sizes, write_config
+from ..errors import Stop
+from ..inputs import READING, Reading, reads_data
+from ..output import is_first, print_json, say, sizes, write_config
 
 
 @reads_data()
@@ -43,10 +42,6 @@ def command(
         float, typer.Option(help="Of that policy: how much of known data may be called new.")
     ] = 0.05,
     promise: options.Promise = "conformal",
-    ray: Annotated[
-        bool, typer.Option("--ray", help="Run the candidates of the search as Ray tasks.")
-    ] = False,
-    workers: Annotated[int, typer.Option(min=1, help="Ray tasks at a time.")] = 2,
     output: options.Output = Path("hydra-ensemble"),
     reading: Reading = READING,
     config: options.Config = None,
@@ -59,7 +54,7 @@ def command(
     from ...builder import build
     from ...builder.methods import method_with
     from ...fusion import fit_policy
-    from ..loading import check_sources
+    from ..models import check_sources
 
     check_sources(data, ood)
     check_sources(held_out)
@@ -82,8 +77,6 @@ def command(
         score=score,
         seed=reading.seed,
         folder=output / "state",
-        ray=ray,
-        workers=workers,
         progress=not json,
     )
     names = loaded.class_names or getattr(calibration, "class_names", None)

@@ -12,7 +12,7 @@ import typer
 
 from .. import demo_steps as steps
 from .. import options
-from ..show import print_json, results_table, say, step, write_config, write_text
+from ..output import print_json, results_table, say, step, write_config, write_text
 
 
 def command(
@@ -38,15 +38,15 @@ def command(
     import torch
 
     from ...data import digits
-    from ..gather import extreme_examples
-    from ..loading import Loaded, tiny_vit_transform
+    from ..models import Loaded, tiny_vit_transform
+    from ..report_data import extreme_examples
     from .report import make_report
 
     torch.set_num_threads(1)  # the model is too small to gain from more, and busy machines lose
     output.mkdir(parents=True, exist_ok=True)
     resolved = write_config(output)
     if seeds is not None:
-        from ..demo_seeds import numbers, run_seeds
+        from ..demo_steps import numbers, run_seeds
 
         run_seeds(
             numbers(seeds),

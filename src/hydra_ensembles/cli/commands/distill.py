@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from .. import options
-from ..exits import Stop
-from ..reading import READING, Reading, reads_data
-from ..show import print_json, say, sizes, write_config
+from ..errors import Stop
+from ..inputs import READING, Reading, reads_data
+from ..output import print_json, say, sizes, write_config
 from .build import save
 
 TEACHERS_HELP = (
@@ -52,12 +53,12 @@ def command(
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:
-    """Teach each member of a fused model by a teacher of its own.
+    """Distil one teacher into each member of a fused model.
 
-    Answers and checkpoints are kept in OUTPUT/state: the same command goes on after a stop.
+    The teachers' answers and checkpoints are kept in OUTPUT/state: run the same command to resume.
     """
-    from ...training import distill, make_teachers
-    from ..loading import check_sources
+    from ...training import DISTILL, distill, make_teachers
+    from ..models import check_sources
 
     if bool(teachers) == bool(make):
         raise Stop("Give teachers (--teachers, repeated), or have them made (--make branch).", 2)
@@ -92,12 +93,10 @@ def command(
         members=members,
         max_cost=max_cost,
         validation=held,
-        outliers=outliers or "auto",
+        ood=outliers or "auto",
+        settings=replace(DISTILL, trunk_rate=trunk_rate, views=views, mixed_precision=precision),
         epochs=epochs,
         learning_rate=learning_rate,
-        trunk_rate=trunk_rate,
-        views=views,
-        mixed_precision=precision,
         seed=reading.seed,
         folder=output / "state",
         progress=not json,
@@ -116,7 +115,7 @@ def command(
 
 def _teacher(source: str, device: str | None) -> Any:
     """Return a path that is opened when its turn comes, or a model that has to be loaded now."""
-    from ..loading import load_model
+    from ..models import load_model
 
     path = Path(source).expanduser()
     if path.exists():

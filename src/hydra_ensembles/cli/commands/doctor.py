@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from .. import options
-from ..exits import Stop
-from ..show import print_json, say
+from ..errors import Stop
+from ..output import print_json, say
 
 
 def command(

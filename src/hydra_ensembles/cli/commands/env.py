@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from .. import options
-from ..show import print_json
+from ..output import print_json
 
 PACKAGES = (
     *(

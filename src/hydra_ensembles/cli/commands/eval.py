@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import options
-from ..launched import is_first
-from ..reading import READING, Reading, reads_data
-from ..show import print_json, results_table, say, sizes, write_config, write_text
+from ..inputs import READING, Reading, reads_data
+from ..output import is_first, print_json, results_table, say, sizes, write_config, write_text
 
 if TYPE_CHECKING:
     from ...evaluation import Results
@@ -67,9 +66,9 @@ def command(
     """
     from ...evaluation import evaluate
     from ...report.sections import verdicts
-    from ..calibrated import Calibrated
-    from ..gather import cost_of, extreme_examples
-    from ..loading import check_sources
+    from ..class_names import Calibrated
+    from ..models import check_sources
+    from ..report_data import cost_of, extreme_examples
     from .report import make_report
 
     check_sources(data, ood)

@@ -7,8 +7,8 @@ from dataclasses import asdict
 import typer
 
 from .. import options
-from ..exits import Stop
-from ..show import print_json
+from ..errors import Stop
+from ..output import print_json
 
 
 def command(
@@ -20,7 +20,7 @@ def command(
     """Say what can be pruned and fused in a model, which tokens are read, and why not."""
     from ...fusion.ensemble import HydraEnsemble
     from ...hosts import explain
-    from ..loading import load_model
+    from ..models import load_model
 
     loaded = load_model(model, class_names=class_names, trained=False)
     if isinstance(loaded.model, HydraEnsemble):

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from .. import options
-from ..exits import Stop
-from ..reading import READING, Reading, reads_data
-from ..show import print_json, say, waiting
+from ..errors import Stop
+from ..inputs import READING, Reading, reads_data
+from ..output import print_json, say, waiting
 
 
 @reads_data(leave_out=["class_names", "device", "dtype"])
@@ -57,8 +57,8 @@ def command(
     8-bit program of an ensemble with novelty needs --known: it moves the features.
     """
     from ...fusion import HydraEnsemble
-    from ...serving.exporting import export
-    from ..loading import check_sources
+    from ...serving.exporter import export
+    from ..models import check_sources
 
     check_sources(known)
     check_sources(held_out)
@@ -90,8 +90,8 @@ def command(
 
 def _inputs(path: Path, *, text: bool) -> list[Any]:
     """Read some pictures or lines."""
-    from ...data.folders import SUFFIXES
-    from ...serving.example import ROWS
+    from ...data.image_data import SUFFIXES
+    from ...serving.export_example import ROWS
 
     if not path.exists():
         raise Stop(f"--example {path} does not exist.", 3)

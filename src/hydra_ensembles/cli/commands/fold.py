@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from .. import options
-from ..exits import Stop
-from ..reading import READING, Reading, reads_data
-from ..show import print_json, say, sizes, write_config
+from ..errors import Stop
+from ..inputs import READING, Reading, reads_data
+from ..output import print_json, say, sizes, write_config
 from .build import save
 
 
@@ -38,7 +38,7 @@ def command(
     Labels of DATA are not used. The models must have the same classes in the same order.
     """
     from ...refit import fold
-    from ..loading import check_sources
+    from ..models import check_sources
 
     if not (trunk in ("mean", "auto") or trunk.isdecimal()):
         raise Stop(f"Unknown --trunk {trunk!r}: expected mean, auto or a number.", 2)

@@ -10,9 +10,9 @@ import typer
 
 from ...errors import DataError
 from .. import options
-from ..exits import Stop
-from ..reading import READING, Reading, reads_data
-from ..show import print_json, say, sizes
+from ..errors import Stop
+from ..inputs import READING, Reading, reads_data
+from ..output import print_json, say, sizes
 
 
 @reads_data(leave_out=["dtype"])
@@ -47,7 +47,7 @@ def command(
     does not allow is refused, with the smallest one that it does, and nothing is saved.
     """
     from ...fusion import HydraEnsemble, fit_policy
-    from ..loading import check_sources
+    from ..models import check_sources
 
     check_sources(data)
     kept = replace(reading, dtype=_dtype_of(folder))  # it is saved again
@@ -84,7 +84,7 @@ def command(
 def _dtype_of(folder: Path) -> str:
     """Return the type of a saved ensemble's numbers."""
     from ...errors import FormatError
-    from ...fusion.folder_format import read_config
+    from ...fusion.folder_schema import read_config
 
     try:
         return str(read_config(folder)["dtype"])

@@ -14,10 +14,9 @@ import typer
 
 from ..._records import PARTIAL, holding, is_device, names_to_disk, place_of, writing
 from .. import options
-from ..exits import Stop
-from ..launched import is_first
-from ..reading import READING, Reading, reads_data
-from ..show import say
+from ..errors import Stop
+from ..inputs import READING, Reading, reads_data
+from ..output import is_first, say
 
 
 @reads_data(leave_out=["skip_broken"])
@@ -79,11 +78,11 @@ def command(
     Parquet files are answered in parts into the folder OUTPUT, every row exactly once; the same
     command goes on after a stop.
     """
+    from ...data.records import read_records
     from ...fusion import fit_policy
     from ...uncertainty import Policy
     from ..answering import Answering, answered, line_of
-    from ..loading import check_sources
-    from ..records import read_records
+    from ..models import check_sources
 
     if ray or any(source.endswith(".parquet") for source in files or ()):
         if {risk, held_out, threshold, alarm} != {None}:

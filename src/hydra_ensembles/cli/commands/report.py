@@ -13,7 +13,7 @@ import typer
 
 from ...errors import DataError, FormatError
 from .. import options
-from ..show import print_json
+from ..output import print_json
 
 if TYPE_CHECKING:
     from ...evaluation import Results
@@ -91,14 +91,14 @@ def make_report(
     title: str = "Hydra ensemble: report",
 ) -> Path:
     """Write the page, with summary and head maps of an ensemble at hand or in a folder."""
-    from ...heads.masks import HeadMask
+    from ...heads.head_mask import HeadMask
     from ...report.page import write_report
     from .env import versions
 
     masks: Sequence[HeadMask] = ()
     summary, branch = "", None
     if folder is not None:
-        from ...fusion.folder_format import read_config
+        from ...fusion.folder_schema import read_config
 
         saved = read_config(folder)
         masks = [HeadMask(rows) for rows in saved["masks"]]
@@ -127,7 +127,7 @@ def make_report(
 
 def _lead(results: Sequence[Results], costs: Mapping[str, float]) -> str:
     """Say the outcome in figures, one line per model."""
-    from ...evaluation.result_tables import shown
+    from ...evaluation.tables import shown
 
     def figures(result: Results) -> str:
         words = [f"accuracy {shown('cls/Acc', result['cls/Acc'])} %"]

@@ -9,8 +9,8 @@ import typer
 
 from .. import options
 from ..head_grid import scores_grid
-from ..reading import READING, Reading, reads_data
-from ..show import print_json, say, write_config, write_text
+from ..inputs import READING, Reading, reads_data
+from ..output import print_json, say, write_config, write_text
 
 CRITERIA = ["hies"]
 
@@ -31,7 +31,7 @@ def command(
 ) -> None:
     """Score the attention heads of a model on calibration data; higher = keep."""
     from ...criteria import ranked, score_heads
-    from ..loading import check_sources
+    from ..models import check_sources
 
     check_sources(data)
     loaded = reading.load_model(model)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import options
-from ..exits import Stop
-from ..show import say, waiting
+from ..errors import Stop
+from ..output import say, waiting
 
 if TYPE_CHECKING:
     from ...serving.backend import Backend
@@ -77,9 +77,8 @@ def command(
     Stops at Ctrl-C or SIGTERM when the requests under way are answered.
     """
     from ... import __version__
-    from ...serving.app import make_app
+    from ...serving.app import check_packages, make_app, run
     from ...serving.limits import Limits
-    from ...serving.running import check_packages, run
     from ...serving.service import Service
 
     check_packages()
@@ -157,7 +156,7 @@ def load_backend(
 def _by_onnx(folder: Path, threads: int | None, class_names: str | None) -> Backend:
     from ...runtime import load
     from ...serving.exported_backend import ExportedBackend
-    from ..classes import read_names
+    from ..class_names import read_names
 
     names = read_names(class_names)
     with waiting(f"Loading {folder}"):
@@ -167,7 +166,7 @@ def _by_onnx(folder: Path, threads: int | None, class_names: str | None) -> Back
 def _by_torch(folder: Path, alarm: float | None, **how: Any) -> Backend:
     from ...fusion.ensemble import HydraEnsemble
     from ...serving.torch_backend import TorchBackend
-    from ..loading import load_model
+    from ..models import load_model
 
     loaded = load_model(str(folder), **how)
     ensemble = loaded.model

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from .. import options
-from ..reading import READING, Reading, reads_data
-from ..show import print_json, say, sizes, write_config
+from ..inputs import READING, Reading, reads_data
+from ..output import print_json, say, sizes, write_config
 
 CRITERIA = ["random", "magnitude", "taylor", "his", "entropy", "hies", "fisher"]
 RATIOS = [0.1, 0.2, 0.3, 0.5]
@@ -32,8 +32,8 @@ def command(
     json: options.Json = False,
 ) -> None:
     """Prune a model by each criterion to each ratio and measure what is left; resumable."""
-    from ...evaluation.pruning_sweep import prune_sweep
-    from ..loading import check_sources
+    from ...research.pruning_sweep import prune_sweep
+    from ..models import check_sources
 
     check_sources(data, ood)
     loaded = reading.load_model(model)

@@ -1,0 +1,206 @@
+"""`build` and `replay`: find members, fuse them, calibrate the ensemble; everything is recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .._records import model_fingerprint
+from ..costs.budget import Budget
+from ..data import processes
+from ..data.batches import check_inputs
+from ..data.class_names import check_class_order
+from ..data.eval_mode import evaluating
+from ..data.memory import in_plain_words
+from ..data.model_runs import call_model, check_data, member_logits_of
+from ..data.progress import announce
+from ..errors import DataError
+from ..fusion.ensemble import HydraEnsemble
+from ..fusion.fuse_members import fuse
+from ..fusion.inputs import remember_inputs
+from ..heads.head_mask import HeadMask
+from ..hosts import HostModel, host_model
+from ..hosts.example_inputs import pad_token
+from ..search.search_state import SearchState, TensorStore
+from ..uncertainty import scores
+from .calibration import apply_calibration_, calibrate_
+from .data_parts import Parts, Task
+from .methods import Method, as_method
+
+
+@in_plain_words()
+@processes.holds("folder")
+def build(
+    model: nn.Module | HostModel,
+    calibration: Any,
+    *,
+    ood: Any = "auto",
+    validation: Any = None,
+    method: str | Method = "select",
+    members: int = 3,
+    max_cost: float | None = 1.07,
+    score: str = "auto",
+    calibrate: bool = True,
+    novelty: bool | None = None,
+    seed: int = 0,
+    folder: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> HydraEnsemble:
+    """Build an ensemble from a pretrained model; nothing is trained.
+
+    Under `torchrun` or `accelerate launch` the processes share the batches: call it in all of them,
+    and each gets the same members.
+
+    Args:
+        model: A host model with a classifier; it is not changed.
+        calibration: Labelled in-distribution data that the model was not trained on; some hundred
+            examples. It is split (stratified, seeded): 60 % select members, 20 % decide between the
+            best, 20 % are held out. Temperatures are cross-fitted over all of it; their figures are
+            those of the 40 % that did not select.
+        ood: Outliers: data, a dict of data by family, or `"auto"` (or None) for none. The method
+            `circuit` adds proxies made from the calibration data.
+        validation: Labelled data that decides and fits temperatures instead of the split.
+        method: `"select"` (members by the ensemble's own figures, in a few passes over the data),
+            `"circuit"` (HeadMap with one objective per member, as in the paper), `"taylor"`,
+            `"hies"` or `"random"`; or a config object of `hydra_ensembles.methods` with the
+            method's own options, such as `Select(masks=96)` or `Circuits(keep=0.5)`.
+        members: Number of members M. They differ; where that is impossible, the summary and
+            `record["equal_members"]` say why.
+        max_cost: Bound on counted multiply-adds relative to the plain model; None for none.
+        score: The uncertainty that `predict` reports, or `"auto"`: the best on held-out outliers,
+            `"msp"` without any.
+        calibrate: Fit a temperature per member and one for the mean, if that lowers NLL out of
+            fold; else they are 1 and the record says so.
+        novelty: Fit novelty on the calibration data (`fit_novelty_`). By default where that is
+            possible: otherwise a warning and the summary say why not. True raises instead.
+        seed: Random seed of splits, proxies, pools and bags.
+        folder: Keep finished steps here (candidates' logits, up to 1 GB, until the search is done),
+            so that a stopped build resumes and ends with the same members. Another model, other
+            data or settings are refused.
+        progress: Report progress: a bar on a terminal, else a log line every ten seconds.
+
+    Returns:
+        The ensemble, in eval mode; `.record` says what was done and can be given to `replay`.
+
+    Example:
+        >>> ensemble = build(model, calibration, ood={"textures": textures})
+        >>> ensemble.predict(batch).uncertainty
+    """
+    way = as_method(method)
+    if members < 1:
+        raise ValueError(f"members={members}: expected 1 or more.")
+    if score != "auto":
+        scores[score]  # an unknown name fails now
+    host = host_model(model)
+    check_data(host.model, calibration)
+    check_class_order(host.model, calibration, seed=seed)
+    parts = Parts(
+        calibration,
+        validation,
+        ood,
+        seed,
+        proxies=way.proxies,
+        pad_id=pad_token(host.model),
+        progress=progress,
+    )
+    first = parts.data["select"].batch(0)
+    classes, seconds = _try(host, first)
+    settings: dict[str, Any] = {
+        "method": way.name,
+        "options": way.settings(),
+        "members": members,
+        "max_cost": max_cost,
+        "score": score,
+        "calibrate": calibrate,
+        "seed": seed,
+        "model": model_fingerprint(host.model),
+        "data": processes.on_first(lambda: parts.fingerprints(classes)),
+    }
+    settings = json.loads(json.dumps(settings))
+    state = SearchState(folder, settings, name="build.json")
+    store = None if folder is None else TensorStore(Path(folder) / "candidates")
+    result = next((step for step in state.steps if "masks" in step), None)
+    if result is None:
+        budget = Budget.of(host, first, max_cost)
+        task = Task(host, parts, members, budget, seed, state, store, progress, seconds)
+        with _telling_what_is_kept(folder, progress):
+            result = way.find(task)
+        state.add(result)
+    if store is not None:
+        store.clear()
+    masks = [HeadMask(rows) for rows in result["masks"]]
+    ensemble = fuse(host.model, masks, batch=first).eval()
+    ensemble.record = {
+        "made_by": "build",
+        "settings": settings,
+        "examples": parts.examples(),
+        **result,
+    }
+    calibrate_(
+        ensemble,
+        host.model,
+        parts,
+        score=score,
+        temperatures=calibrate,
+        novelty=novelty,
+        seed=seed,
+        progress=progress,
+    )
+    remember_inputs(ensemble, calibration)
+    return ensemble
+
+
+def _try(host: HostModel, batch: Any) -> tuple[int, float]:
+    """Run the host on a batch; return its number of classes and the seconds that it took."""
+    check_inputs(batch, "the calibration data")
+    with evaluating(host.model):
+        start = time.perf_counter()
+        logits = member_logits_of(call_model(host.model, batch))
+        return logits.shape[-1], time.perf_counter() - start
+
+
+@contextmanager
+def _telling_what_is_kept(folder: Any, progress: bool) -> Iterator[None]:
+    """Say at Ctrl-C what a stopped build has kept, and how to resume."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        announce(
+            "Stopped. Nothing is kept: pass folder= to build() to be able to resume."
+            if folder is None
+            else f"Stopped. Progress is saved in {folder}. Run the same call to resume.",
+            enabled=progress,
+        )
+        raise
+
+
+def replay(model: nn.Module | HostModel, record: Mapping[str, Any]) -> HydraEnsemble:
+    """Rebuild an ensemble from the record of `build`, without data (so without novelty).
+
+    Example:
+        >>> again = replay(model, ensemble.record)
+    """
+    try:
+        masks = [HeadMask(rows) for rows in record["masks"]]
+        calibration, expected = record["calibration"], record["settings"]["model"]
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            f"Not a record of build() ({error!r} is missing): pass ensemble.record."
+        ) from None
+    host = host_model(model)
+    if model_fingerprint(host.model) != expected:
+        raise DataError(
+            "The record was made for a model with other weights. Load the model that it was built "
+            "from, or call build() again."
+        )
+    ensemble = fuse(host.model, masks).eval()
+    ensemble.record = json.loads(json.dumps(dict(record)))
+    apply_calibration_(ensemble, calibration)
+    return ensemble

@@ -1,0 +1,177 @@
+"""The data of a build: who selects, who stops, who is held out, and the outliers of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..costs.budget import Budget
+from ..data import processes
+from ..data.batches import images_of, join, take
+from ..data.loaders import Batches, as_data, indexable
+from ..data.model_runs import checked
+from ..data.progress import announce, duration, progress_bar
+from ..data.proxies import ProxyData
+from ..data.splits import fingerprint, split
+from ..hosts import HostModel
+from ..search.search_data import outlier_sets
+from ..search.search_state import SearchState, TensorStore
+
+SHARES = {"select": 0.6, "stop": 0.2, "temperature": 0.2}
+MEMORY = 2**30
+"""Bytes of decoded images that are kept."""
+
+
+def in_memory(data: Any, *, pad_id: int | None = None, progress: bool = False) -> Batches:
+    """Return indexable data whose images are decoded once, if they fit: several passes follow."""
+    loaded = as_data(data)
+    source = indexable(loaded, pad_id=pad_id)
+    if source is not loaded or isinstance(data, (Tensor, Mapping, tuple)):
+        source.info["in_memory"] = True
+    if source.info.get("in_memory") or processes.size() > 1:
+        return source  # of several processes, each reads only its share
+    first = source.batch(0)
+    images = images_of(first)
+    if images is None or images[0].nbytes * source.count > MEMORY:
+        return source
+    others = progress_bar(range(1, len(source)), description="reading images", enabled=progress)
+    whole = join([first, *map(source.batch, others)])
+    return Batches(
+        lambda rows: take(whole, rows),
+        range(source.count),
+        batch_size=source.batch_size,
+        labels=source.labels,
+        info={**source.info, "in_memory": True},
+    )
+
+
+class Parts:
+    """Calibration data in parts, with outliers for the parts that select and stop.
+
+    Args:
+        calibration: Labelled in-distribution data; split into `select`, `stop` and `temperature`.
+        validation: Labelled data for `stop` and `temperature`; all of `calibration` selects then.
+        ood: Outliers as `build` takes them.
+        seed: Seed of splits and proxies.
+        proxies: Add outliers made from the calibration data.
+        pad_id: The token that pads texts, for data in which no text is padded.
+        progress: Show a bar while images are read.
+
+    Attributes:
+        data: In-distribution data by part.
+        sets: For `select` and `stop`: `"id"` and `"ood/..."`.
+        validated: Whether `validation` was given.
+    """
+
+    def __init__(
+        self,
+        calibration: Any,
+        validation: Any,
+        ood: Any,
+        seed: int,
+        *,
+        proxies: bool,
+        pad_id: int | None = None,
+        progress: bool = False,
+    ) -> None:
+        self.validated = validation is not None
+        source = in_memory(calibration, pad_id=pad_id, progress=progress)
+        self.data: dict[str, Batches]
+        if validation is None:
+            self.data = split(source, SHARES, seed=seed)
+        else:
+            unseen = in_memory(validation, pad_id=pad_id, progress=progress)
+            held_out = split(unseen, {"stop": 0.5, "temperature": 0.5}, seed=seed)
+            self.data = {"select": source, **held_out}
+        given = outlier_sets(None, None if ood == "auto" else ood)
+        self.sets: dict[str, dict[str, Any]] = {
+            part: {"id": self.data[part]} for part in ("select", "stop")
+        }
+        for name, data in given.items():
+            outliers = indexable(data, pad_id=pad_id)
+            halves = split(outliers, {"select": 0.7, "stop": 0.3}, seed=seed)
+            for part, sets in self.sets.items():
+                sets[name] = halves[part]
+        # each part has its own proxies, so that no example both selects and decides
+        for part, sets in self.sets.items() if proxies else ():
+            sets.update(outlier_sets(self.data[part], "auto", seed=seed))
+
+    def outliers(self, part: str) -> dict[str, Any]:
+        """Return a part's outliers by family, without the prefix `ood/`."""
+        return {
+            name.removeprefix("ood/"): data
+            for name, data in self.sets[part].items()
+            if name != "id"
+        }
+
+    def fitting(self) -> list[str]:
+        """Return the parts that temperatures are fitted on: all, or `validation` where given.
+
+        Those other than `select` took no part in choosing heads; figures are reported on them.
+        """
+        return ["stop", "temperature"] if self.validated else list(self.data)
+
+    def fingerprints(self, classes: int | None = None) -> dict[str, str]:
+        """Check every data set and return its hash; proxies included, the result depends on them.
+
+        Args:
+            classes: The host's number of classes, which labels must be within.
+        """
+        found = {}
+        for part, data in self.data.items():
+            validates = self.validated and part != "select"
+            name = "validation" if validates else "calibration"
+            found[part] = fingerprint(checked(data, name=name, classes=classes, labelled=True))
+        for part, sets in self.sets.items():
+            for name, data in sets.items():
+                if name == "id":
+                    continue
+                key = f"{part}:{name}"
+                if isinstance(data, ProxyData):
+                    found[key] = data.fingerprint()
+                else:
+                    found[key] = fingerprint(checked(data, name=name.removeprefix("ood/")))
+        return found
+
+    def examples(self) -> dict[str, int]:
+        """Return the number of examples by part."""
+        return {part: data.count for part, data in self.data.items()}
+
+
+# What a method of `build` works on.
+@dataclass(frozen=True)
+class Task:
+    """What a method works on.
+
+    Attributes:
+        host: The host model.
+        parts: The data.
+        members: Number of members M.
+        budget: Bounds their counted cost.
+        seed: Of everything random.
+        state: Finished steps of this build.
+        store: Keeps tensors of a stopped build; None keeps none.
+        progress: Whether to report progress.
+        batch_seconds: What the host took for one batch, measured.
+    """
+
+    host: HostModel
+    parts: Parts
+    members: int
+    budget: Budget
+    seed: int
+    state: SearchState
+    store: TensorStore | None
+    progress: bool
+    batch_seconds: float = 0.0
+
+    def expect(self, batches: float, what: str) -> None:
+        """Say how long work will take that is worth so many batches through the whole host."""
+        length = duration(batches * self.batch_seconds)
+        announce(
+            f"{what}: about {length} (one batch takes {self.batch_seconds:.2g} s)",
+            enabled=self.progress,
+        )

@@ -1,0 +1,300 @@
+"""Try a model on data of one's own: build, calibrate, learn what is known, decide; all held out.
+
+The data is split in two (stratified, seeded). *Learn* (two thirds) selects the members, fits the
+temperatures and teaches novelty. *Decide* (one third) is seen by none of them: the policy is fitted
+on it, so that its promises hold.
+
+What is said about single files is out of sample too. Novelty is cross-fitted: every file is ranked
+by statistics that were fitted without it (five folds over all data; the trunk runs once). Figures
+of calibration are those of examples that took no part in choosing members, under temperatures that
+were fitted without them.
+
+Without labels, members are chosen so that they keep the host's own answers, and novelty and its
+alarm are all that is fitted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..costs.cost_record import CostRatio
+from ..costs.formula import cost
+from ..data.answers import Answers
+from ..data.batches import without_labels
+from ..data.class_names import check_class_order
+from ..data.loaders import Batches
+from ..data.model_runs import collect_logits
+from ..data.progress import progress_bar
+from ..data.splits import split
+from ..errors import DataError
+from ..evaluation.evaluator import results_of
+from ..evaluation.figures import columns_of
+from ..evaluation.results import Results
+from ..fusion.ensemble import HydraEnsemble
+from ..fusion.known_data import novelty_fit
+from ..hosts.example_inputs import pad_token
+from ..prediction import Prediction
+from ..uncertainty import Policy, choose_policy, predict_from_logits
+from ..uncertainty.novelty import Novelty
+from ..uncertainty.policy import check_reachable
+from .build_run import build
+from .calibration import apply_calibration_, cross_fit, run_ensemble
+from .data_parts import Parts, in_memory
+
+LEARN = 2 / 3
+LEAST = 40
+"""Fewest examples: novelty and an alarm of 5 % need so many."""
+FOLDS = 5
+NEIGHBOURS = 1
+HOST, WARM, ENSEMBLE = "your model", "your model + temperature", "Hydra"
+"""Names of the results."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came out of a try; all columns are in the order of the data.
+
+    Attributes:
+        ensemble: With temperatures, novelty and a policy; ready to be saved.
+        answer: What it says about every example: uncertainty as calibrated out of fold, novelty
+            out of fold, the policy's decision by these.
+        labels: `[example]`, or None.
+        neighbours: The most alike of the known examples, another one, `[example]`.
+        held_out: Examples that took no part in choosing members, `[example]`.
+        decide: Examples that the policy was fitted on, `[example]`.
+        results: Figures on held-out examples of the host, of the host with a temperature and of the
+            ensemble with its temperatures; empty without labels. Both temperatures were fitted by
+            the same rule (`cross_fit`), out of fold: what they do is not the members' work.
+        calibration: What temperatures do, held out and out of fold; empty without labels.
+        policy: When to answer.
+        policy_note: Why the policy promises less than was asked for; empty when it does not.
+        ratio: Counted cost relative to the host.
+    """
+
+    ensemble: HydraEnsemble
+    answer: Prediction
+    labels: Tensor | None
+    neighbours: Tensor
+    held_out: Tensor
+    decide: Tensor
+    results: tuple[Results, ...]
+    calibration: dict[str, Any]
+    policy: Policy
+    policy_note: str
+    ratio: CostRatio
+
+
+def try_model(
+    model: nn.Module,
+    data: Any,
+    *,
+    members: int = 3,
+    max_cost: float | None = 1.07,
+    risk: float = 0.05,
+    alarm: float = 0.05,
+    method: str = "conformal",
+    seed: int = 0,
+    folder: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> Trial:
+    """Make an ensemble of a model and say, held out, what it is worth on some data.
+
+    Args:
+        model: A host model with a classifier; left as it was.
+        data: Data like that to come, which the model was not trained on; some hundred examples,
+            with labels or without.
+        members, max_cost: See `build`.
+        risk, alarm, method: See `fit_policy`.
+        seed: Of splits, folds and the search.
+        folder: Keep finished steps here, so that a stopped try goes on.
+        progress: Report progress.
+    """
+    source = in_memory(data, pad_id=pad_token(model), progress=progress)
+    if source.count < LEAST:
+        raise DataError(
+            f"{source.count} examples are too few to hold some out: give {LEAST} or more, better "
+            "some hundred."
+        )
+    check_class_order(model, source, seed=seed)
+    labels = source.labels
+    host_logits = collect_logits(model, source, name="your model, as it is", progress=progress)[0]
+    targets = host_logits.float().mean(1).argmax(-1) if labels is None else labels
+    labelled = with_labels(source, targets)
+    halves = split(labelled, {"learn": LEARN, "decide": 1 - LEARN}, seed=seed)
+    learn, decide = (_mask(halves[name], source.count) for name in ("learn", "decide"))
+    chosen = Parts(halves["learn"], None, "auto", seed, proxies=False).data["select"]
+    ensemble = build(
+        model,
+        halves["learn"],
+        members=members,
+        max_cost=max_cost,
+        score="msp",
+        calibrate=False,
+        novelty=False,
+        seed=seed,
+        folder=folder,
+        progress=progress,
+    )
+    batches = list(run_ensemble(ensemble, source, name="your data", progress=progress))
+    logits = torch.cat([batch["logits"] for batch in batches])
+    summaries = torch.cat([batch["summaries"] for batch in batches])
+    held_out = ~_mask(chosen, source.count)
+    calibration: dict[str, Any] = {}
+    results: tuple[Results, ...] = ()
+    scaled = logits
+    if labels is not None:
+        fitted, scaled = cross_fit(
+            logits, labels, host_logits, held_out=held_out, fitted=learn, seed=seed
+        )
+        ensemble.record["calibration"] = {"score": "msp", **fitted}
+        apply_calibration_(ensemble, ensemble.record["calibration"])
+        calibration = fitted["figures"]
+        warm = cross_fit(
+            host_logits, labels, host_logits, held_out=held_out, fitted=learn, seed=seed
+        )[1]
+        judged = {HOST: host_logits, WARM: warm, ENSEMBLE: scaled}
+        results = tuple(
+            _results(name, columns[held_out], labels[held_out]) for name, columns in judged.items()
+        )
+    else:
+        ensemble.record["labels"] = "none: members keep the host's own answers"
+    ensemble.novelty = _fit(ensemble, summaries, logits, labels, learn)
+    ensemble.record["novelty"] = str(ensemble.novelty)
+    policy, note = _policy(
+        ensemble, logits, summaries, labels, decide, risk=risk, alarm=alarm, method=method
+    )
+    ensemble.policy = policy
+    rank, score, neighbours = _out_of_fold(
+        ensemble, summaries, logits, labels, seed, progress=progress
+    )
+    answer = replace(predict_from_logits(scaled), novelty=rank, novelty_score=score)
+    batch = next(iter(source))
+    return Trial(
+        ensemble=ensemble,
+        answer=policy.apply(answer),
+        labels=labels,
+        neighbours=neighbours,
+        held_out=held_out,
+        decide=decide,
+        results=results,
+        calibration=calibration,
+        policy=policy,
+        policy_note=note,
+        ratio=cost(ensemble, batch).relative_to(cost(ensemble.unpruned_host(), batch)),
+    )
+
+
+def with_labels(data: Batches, labels: Tensor) -> Batches:
+    """Return data with these labels in the place of its own."""
+
+    def load(rows: Sequence[int]) -> Any:
+        batch = without_labels(next(iter(data.subset(rows, batch_size=len(rows)))))
+        target = labels[list(rows)]
+        if isinstance(batch, dict):
+            return {**batch, "labels": target}
+        return (batch[0] if isinstance(batch, tuple) else batch, target)
+
+    return Batches(
+        load, range(data.count), batch_size=data.batch_size, labels=labels, info=data.info
+    )
+
+
+def _mask(part: Batches, count: int) -> Tensor:
+    """Return True for the rows of a part of data that counts from 0."""
+    rows = torch.zeros(count, dtype=torch.bool)
+    rows[list(part.indices)] = True
+    return rows
+
+
+def _fit(
+    ensemble: HydraEnsemble,
+    summaries: Tensor,
+    logits: Tensor,
+    labels: Tensor | None,
+    rows: Tensor,
+) -> Novelty:
+    """Fit novelty on some rows."""
+    fit = novelty_fit(ensemble, logits.shape[-1])
+    fit.add_(summaries[rows], logits[rows], None if labels is None else labels[rows])
+    return fit.finish()
+
+
+def _out_of_fold(
+    ensemble: HydraEnsemble,
+    summaries: Tensor,
+    logits: Tensor,
+    labels: Tensor | None,
+    seed: int,
+    *,
+    progress: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return every example's novelty, its score and its nearest neighbour, fitted without it."""
+    count = len(logits)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    rank, score = torch.empty(count), torch.empty(count)
+    nearest = torch.empty(count, dtype=torch.long)
+    folds = progress_bar(
+        range(FOLDS), description="how new each is", enabled=progress, unit="folds"
+    )
+    for fold in folds:
+        rows = order[fold::FOLDS]
+        others = torch.ones(count, dtype=torch.bool)
+        others[rows] = False
+        novelty = _fit(ensemble, summaries, logits, labels, others)
+        evidence = novelty.explain(summaries[rows], logits[rows], NEIGHBOURS)
+        rank[rows], score[rows] = evidence.novelty.float(), evidence.score.float()
+        nearest[rows] = others.nonzero().flatten()[evidence.neighbours[:, 0]]
+    return rank, score, nearest
+
+
+def _policy(
+    ensemble: HydraEnsemble,
+    logits: Tensor,
+    summaries: Tensor,
+    labels: Tensor | None,
+    decide: Tensor,
+    *,
+    risk: float,
+    alarm: float,
+    method: str,
+) -> tuple[Policy, str]:
+    """Fit the policy on the part that nothing has seen; without errors where it is too small."""
+    assert ensemble.novelty is not None
+    answer = predict_from_logits(
+        logits[decide],
+        temperature=ensemble.temperature,
+        member_temperatures=ensemble.member_temperatures,
+    )
+    score = ensemble.novelty(summaries[decide], logits[decide])[1]
+    errors = None if labels is None else answer.class_index != labels[decide]
+    asked = None if errors is None else risk
+    settings: dict[str, Any] = {"novelty_score": score, "alarm": alarm, "method": method}
+    policy = choose_policy(answer.uncertainty, errors, risk=asked, **settings)
+    try:
+        check_reachable(policy, answer.uncertainty, errors, score)
+    except DataError as error:
+        note = f"{error} Until then only what is new is withheld."
+        return choose_policy(answer.uncertainty, errors, risk=None, **settings), note
+    return policy, ""
+
+
+def _results(name: str, logits: Tensor, labels: Tensor) -> Results:
+    """Return the figures of some logits, with intervals."""
+    answers = Answers(logits, labels)
+    examples = {"id": columns_of(answers, scores=["msp"])}
+    settings = {
+        "scores": ["msp"],
+        "members": logits.shape[1],
+        "classes": logits.shape[2],
+        "examples": {"id": len(labels)},
+        "temperature": None,
+        "bootstrap": None,
+        "seed": 0,
+    }
+    return results_of(examples, name=name, settings=settings)

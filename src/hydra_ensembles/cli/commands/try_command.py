@@ -1,0 +1,292 @@
+"""`try`: your model and your files; a page that says what the ensemble of it is worth."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .. import options
+from ..inputs import READING, Reading, reads_data
+from ..output import print_json, say, waiting, write_config
+
+if TYPE_CHECKING:
+    from ...builder.trial import Trial
+    from ...report.examples import Example
+    from ..models import Loaded
+
+MOST = 2000
+EACH = {"pictures": 12, "texts": 9}
+"""Examples shown in a group."""
+
+
+@reads_data(limit=MOST)
+def command(
+    model: options.Model,
+    data: options.Data,
+    members: Annotated[int, typer.Option(min=1, help="Number of members.")] = 3,
+    max_cost: Annotated[
+        float, typer.Option(help="Bound on multiply-adds relative to the model; 0 for none.")
+    ] = 1.07,
+    risk: Annotated[float, typer.Option(help="How many answers may be wrong.")] = 0.05,
+    alarm: Annotated[
+        float, typer.Option(help="How much of data like yours may be called new.")
+    ] = 0.05,
+    promise: options.Promise = "conformal",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Folder for what is made; hydra-try-MODEL-DATA by default."
+        ),
+    ] = None,
+    reading: Reading = READING,
+    config: options.Config = None,
+    json: options.Json = False,
+) -> None:
+    """Try your model on some hundred files of your own, with labels or without.
+
+    Fuses an ensemble within a budget, calibrates it, teaches it what is known, and writes a page:
+    the cost, how calibrated it was and is, which of your files are the strangest and the least
+    sure, what an alarm level means. Every file is judged by what was learnt without it.
+
+    Finished steps are kept in OUTPUT/state: the same command goes on after a stop.
+    """
+    from ...builder.trial import try_model
+    from ...hosts import explain
+    from ...report.trial_page import write_trial
+    from ..errors import Stop
+    from ..models import check_sources
+    from .build import save
+
+    start = time.monotonic()
+    check_sources(data)
+    loaded = reading.load_model(model)
+    host = loaded.host
+    found = explain(host)
+    if not found.supported:
+        raise Stop(f"{model} is not supported. {found.reason}", 4)
+    say(str(found), json=json)
+    files, note = _load(reading, loaded, data)
+    labelled = files.labels is not None
+    asked = "with labels" if labelled else "without labels"
+    say(f"{files.count} {_kind(files)} {asked}" + (f". {note}" if note else ""), json=json)
+    if output is None:
+        source = Path(data).expanduser().resolve().name
+        output = Path(f"hydra-try-{_slug(_title(model))}-{_slug(source)}")
+    say(f"Writing to {output}", json=json)
+    write_config(output, begin=True)
+    trial = try_model(
+        host,
+        files,
+        members=members,
+        max_cost=max_cost or None,
+        risk=risk,
+        alarm=alarm,
+        method=promise,
+        seed=reading.seed,
+        folder=output / "state",
+        progress=not json,
+    )
+    class_names = loaded.class_names or getattr(files, "class_names", None)
+    if class_names:
+        trial.ensemble.id2label = list(class_names)
+        loaded = replace(loaded, class_names=list(class_names))
+    with waiting("Writing the page"):
+        save(trial.ensemble, output / "ensemble", loaded)
+        write_config(output)
+        names = _names(files)
+        page = write_trial(
+            output / "try.html",
+            trial,
+            names=names,
+            examples=_examples(loaded, files, trial, names),
+            title=f"{_title(model)} on {Path(data).name}",
+            folder=str(output / "ensemble"),
+            kind=_kind(files),
+            notes=_lead(trial, files, note),
+            command=shlex.join(["hydra-ensembles", *sys.argv[1:]]),
+        )
+    if json:
+        print_json(_figures(trial, page, output / "ensemble"))
+    else:
+        for line in _told(trial, names, _kind(files)):
+            typer.echo(line)
+    took = time.monotonic() - start
+    say(f"Page: {page}   Ensemble: {output / 'ensemble'}   ({took:.0f} s)", json=json)
+
+
+def _load(reading: Reading, loaded: Loaded, data: str) -> tuple[Any, str]:
+    """Load the data, without labels where there are none that the model knows; say so."""
+    from ...data.class_names import ClassOrderError
+    from ...data.loaders import indexable
+    from ...errors import DataError
+
+    try:
+        return indexable(reading.load_known(loaded, data)), ""
+    except ClassOrderError:
+        raise
+    except DataError as error:
+        if reading.labels is not None or reading.label_column is not None:
+            raise
+        if not _has_column(data, reading.text_column):
+            raise
+        (files,) = reading.load_outliers(loaded, [f"files={data}"]).values()
+        return indexable(files), f"Labels are not used: {str(error).split('. ')[0]}."
+
+
+def _has_column(data: str, name: str | None) -> bool:
+    """Tell whether a file of texts has the column that was asked for, if one was."""
+    from ...data.text_files import read_table
+
+    path = Path(data).expanduser()
+    return name is None or not path.is_file() or name in read_table(path)
+
+
+def _names(files: Any) -> list[str]:
+    """Name every example: its file, or the beginning of its text."""
+    paths = getattr(files, "files", None)
+    if paths is not None:
+        return [f"{paths[i].parent.name}/{paths[i].name}" for i in files.indices]
+    texts = getattr(files, "texts", None)
+    if texts is not None:
+        return [text if len(text) <= 60 else text[:57] + "..." for text in texts]
+    return [f"example {number}" for number in range(files.count)]
+
+
+def _examples(loaded: Loaded, files: Any, trial: Trial, names: list[str]) -> list[Example]:
+    """Return the strangest, the least sure, and the wrong that were sure."""
+    from ..report_data import describe
+
+    answer, each = trial.answer, EACH.get(_kind(files), 9)
+    assert answer.novelty is not None and answer.novelty_score is not None
+    strange = answer.novelty_score.argsort(descending=True, stable=True)[:each]
+    unsure = answer.uncertainty.argsort(descending=True, stable=True)[:each]
+    groups = {
+        "The strangest: least like the others": (
+            strange,
+            [
+                f"newer than {_share(float(answer.novelty[row]))}\n"
+                f"nearest: {names[int(trial.neighbours[row])]}"
+                for row in strange.tolist()
+            ],
+        ),
+        "The least sure": (unsure, _second(loaded, answer, unsure)),
+    }
+    if trial.labels is not None:
+        wrong = (answer.class_index != trial.labels).nonzero().flatten()
+        sure = wrong[answer.uncertainty[wrong].argsort(stable=True)][:each]
+        groups["Wrong, and surest of it (or labelled wrongly)"] = (sure, [""] * len(sure))
+    return [
+        example
+        for group, (rows, notes) in groups.items()
+        for example in describe(
+            loaded, files, rows.tolist(), group, "example", answer=answer[rows], notes=notes
+        )
+    ]
+
+
+def _share(rank: float) -> str:
+    """Return a rank in words, never rounded up to all."""
+    return f"{math.floor(100 * rank)} % of the others"
+
+
+def _second(loaded: Loaded, answer: Any, rows: Any) -> list[str]:
+    """Say which other class an unsure answer could be."""
+    best = answer.probabilities[rows].topk(2, dim=-1)
+    return [
+        f"or {loaded.class_name(int(classes[1]))} ({float(p[1]):.0%})"
+        for p, classes in zip(best.values, best.indices, strict=True)
+    ]
+
+
+def _title(model: str) -> str:
+    """Return a model's name for people: without the place of its weights."""
+    plain = model.removeprefix("timm:").partition("@")[0]
+    folder = Path(plain).expanduser()
+    return folder.resolve().name if folder.is_dir() else plain
+
+
+def _slug(name: str) -> str:
+    """Return a name as a part of a folder's name."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", name)[-40:].strip("-.")
+
+
+def _kind(files: Any) -> str:
+    """Say what the examples are."""
+    if getattr(files, "files", None) is not None:
+        return "pictures"
+    return "texts" if getattr(files, "texts", None) is not None else "examples"
+
+
+def _lead(trial: Trial, files: Any, note: str) -> list[str]:
+    """Say in a few lines what was done."""
+    asked = "with labels" if trial.labels is not None else "without labels"
+    lines = [
+        f"{files.count} {_kind(files)} {asked}. {trial.ensemble.members} members in one model, at "
+        f"{trial.ratio.multiply_adds:.2f} × the multiply-adds of yours. Nothing was trained.",
+        "Whatever this page says about an example was found without that example. Novelty needs no "
+        "members: your model alone, fused with all its heads, can have it.",
+    ]
+    return [*lines, note] if note else lines
+
+
+def _told(trial: Trial, names: list[str], kind: str) -> list[str]:
+    """Say the outcome on the terminal."""
+    from ...evaluation.tables import shown
+    from ...report.trial_page import verdict
+
+    answer = trial.answer
+    assert answer.novelty is not None and answer.novelty_score is not None
+    lines = [str(trial.ensemble)]
+    if trial.policy_note:
+        lines.append(trial.policy_note)
+    if trial.results:
+        words = ", ".join(
+            f"{name} {' / '.join(shown(key, result[key]) for result in trial.results)}{unit}"
+            for key, name, unit in (
+                ("cls/Acc", "accuracy", " %"),
+                ("cal/ECE", "ECE", " %"),
+                ("cls/NLL", "NLL", ""),
+            )
+        )
+        models = " / ".join(result.name for result in trial.results)
+        lines.append(f"{int(trial.held_out.sum())} held-out {kind}, {models}:")
+        lines.append(f"  {words}")
+    lines.append(verdict(trial, kind))
+    for title, column in {
+        "Strangest": answer.novelty_score,
+        "Least sure": answer.uncertainty,
+    }.items():
+        first = column.argsort(descending=True, stable=True)[:3].tolist()
+        lines += [f"{title}:", *(f"  {names[row]}" for row in first)]
+    return lines
+
+
+def _figures(trial: Trial, page: Path, folder: Path) -> dict[str, Any]:
+    """Return the outcome as plain data."""
+    from ...report.trial_page import told
+
+    answer = trial.answer
+    assert answer.novelty is not None
+    return {
+        "page": str(page),
+        "folder": str(folder),
+        "cost": trial.ratio.multiply_adds,
+        "examples": len(answer),
+        "verdicts": {key: row.verdict for key, row in told(trial).items() if row.verdict}
+        if trial.results
+        else {},
+        "held_out": {result.name: result.figures for result in trial.results},
+        "calibration": trial.calibration,
+        "policy": trial.policy.to_dict(),
+        "novelty": answer.novelty.tolist(),
+        "uncertainty": answer.uncertainty.tolist(),
+        "decisions": answer.decision,
+    }

@@ -1,0 +1,132 @@
+"""What a report shows besides figures: examples (pictures or texts) and the counted cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import HydraError
+
+if TYPE_CHECKING:
+    from ..evaluation import Results
+    from ..prediction import Prediction
+    from ..report.examples import Example
+    from .models import Loaded
+
+EACH = 6
+
+
+def cost_of(model: Any, batch: Any) -> float | None:
+    """Return a model's multiply-adds relative to its own unpruned host; None when not countable."""
+    from ..costs.formula import cost
+    from ..fusion.ensemble import HydraEnsemble
+
+    if not isinstance(model, HydraEnsemble):
+        return 1.0
+    try:
+        ratio = cost(model, batch).relative_to(cost(model.unpruned_host(), batch))
+    except HydraError:
+        return None
+    return ratio.multiply_adds
+
+
+def extreme_examples(
+    loaded: Loaded, results: Results, known: Any, outliers: dict[str, Any], *, each: int = EACH
+) -> list[Example]:
+    """Return the most and least certain and the newest test examples, and familiar outliers."""
+    column = f"score:{results.scores[0]}"
+    order = results.examples["id"][column].argsort(stable=True).tolist()
+    found = describe(loaded, known, order[:each], "Surest", "test")
+    found += describe(loaded, known, order[::-1][:each], "Least sure", "test")
+    wrong = (~results.examples["id"]["correct"].bool()).nonzero().flatten()
+    scores = results.examples["id"][column]
+    sure = wrong[scores[wrong].argsort(stable=True)][:each].tolist()
+    found += describe(loaded, known, sure, "Wrong, and surest of it", "test")
+    if "score:novelty" in results.examples["id"]:
+        newest = results.examples["id"]["score:novelty"].argsort(descending=True, stable=True)
+        rows = newest[:each].tolist()
+        title = "Newest: least like the known data"
+        found += describe(loaded, known, rows, title, "test", notes=_alarms(results, "id", rows))
+    for name, data in outliers.items():
+        familiar = results.examples[f"ood/{name}"][column].argsort(stable=True)
+        rows = familiar[: each // 2].tolist()
+        notes = _alarms(results, f"ood/{name}", rows)
+        title = f"Outliers ({name}) that it is surest of"
+        found += describe(loaded, data, rows, title, name, labelled=False, notes=notes)
+    return found
+
+
+def _alarms(results: Results, name: str, rows: list[int]) -> list[str]:
+    """Say which examples an alarm level of 5 % calls new; nothing where novelty is not fitted."""
+    alarm = results.examples[name].get("alarm")
+    if alarm is None:
+        return []
+    return ["called new" if bool(alarm[row]) else "not called new" for row in rows]
+
+
+def describe(
+    loaded: Loaded,
+    data: Any,
+    rows: list[int],
+    group: str,
+    name: str,
+    *,
+    labelled: bool = True,
+    answer: Prediction | None = None,
+    notes: Sequence[str] = (),
+) -> list[Example]:
+    """Return examples as a page shows them.
+
+    Args:
+        loaded: The model; asked about the examples unless there is an `answer`.
+        data: What they are of.
+        rows: Their positions.
+        group: The heading that they stand under.
+        name: Of the data, where its examples have no names.
+        labelled: Whether labels mean something to the model.
+        answer: What was said about these rows.
+        notes: A line for each.
+    """
+    from ..data.batches import images_of, labels_of
+    from ..data.eval_mode import evaluating
+    from ..data.loaders import indexable
+    from ..data.model_runs import member_logits
+    from ..report.examples import Example, picture_address
+    from ..uncertainty import predict_from_logits
+
+    if not rows:
+        return []
+    source = indexable(data)
+    part = source.subset(rows, batch_size=len(rows))
+    batch = next(iter(part))
+    if answer is None:
+        with evaluating(loaded.model):
+            answer = predict_from_logits(member_logits(loaded.model, batch).float().cpu())
+    images, labels = images_of(batch), labels_of(batch) if labelled else None
+    texts = getattr(part, "texts", None)
+    files = getattr(source, "files", None)
+    mean, std = (getattr(loaded.transform, key, 0.5) for key in ("mean", "std"))
+    found = []
+    for place, row in enumerate(rows):
+        where = f"{name} {row}"
+        if files is not None:
+            file = files[source.indices[row]]
+            where = f"{file.parent.name}/{file.name}" if notes else file.name
+        elif texts is not None and notes:
+            where = f"row {source.indices[row] + 1}"  # of the file, whatever was sampled of it
+        found.append(
+            Example(
+                group=group,
+                predicted=loaded.class_name(int(answer.class_index[place])),
+                confidence=float(answer.confidence[place]),
+                uncertainty=float(answer.uncertainty[place]),
+                label="" if labels is None else loaded.class_name(int(labels[place])),
+                source=where,
+                picture=""
+                if images is None
+                else picture_address(images[place], mean=mean, std=std),
+                text="" if texts is None else texts[place],
+                note=notes[place] if notes else "",
+            )
+        )
+    return found

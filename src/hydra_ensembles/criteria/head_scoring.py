@@ -1,0 +1,265 @@
+"""`score_heads`: one pass over the calibration data for all the criteria that can share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from ..data.batches import check_inputs, split_batch
+from ..data.class_names import check_class_order
+from ..data.eval_mode import evaluating
+from ..data.memory import Halving
+from ..data.model_runs import call_model, check_data
+from ..data.processes import in_order
+from ..data.progress import length_of, progress_bar
+from ..errors import DataError, UnsupportedModelError
+from ..heads.gates import gate
+from ..heads.head_mask import HeadScores
+from ..hosts import HostModel, host_model, main_output
+from .attention_watch import AttentionView, Watch, watch_attention
+from .criterion import (
+    AttentionScore,
+    CombinedScore,
+    Criterion,
+    GateGradient,
+    Loss,
+    Setting,
+    WeightScore,
+    as_criterion,
+    sample_losses,
+)
+
+
+@overload
+def score_heads(
+    model: nn.Module | HostModel,
+    data: Iterable[Any] | None,
+    *,
+    criterion: str | Criterion = "his",
+    loss: Loss | None = None,
+    held_out: Iterable[Any] | None = None,
+    progress: bool = True,
+) -> HeadScores: ...
+@overload
+def score_heads(
+    model: nn.Module | HostModel,
+    data: Iterable[Any] | None,
+    *,
+    criterion: list[Any] | tuple[Any, ...],
+    loss: Loss | None = None,
+    held_out: Iterable[Any] | None = None,
+    progress: bool = True,
+) -> dict[str, HeadScores]: ...
+def score_heads(
+    model: nn.Module | HostModel,
+    data: Iterable[Any] | None,
+    *,
+    criterion: str | Criterion | list[Any] | tuple[Any, ...] = "his",
+    loss: Loss | None = None,
+    held_out: Iterable[Any] | None = None,
+    progress: bool = True,
+) -> HeadScores | dict[str, HeadScores]:
+    """Score how much each attention head of a model matters.
+
+    The model runs in eval mode on its own backend and is left as it was. Scores are means over
+    samples, in float64, the same for every batch size; padding does not count. Gradients of each
+    sample in the gates come from one backward pass of a batch, and attention entropy from its
+    forward pass, so all criteria of a list cost one pass over the data. Under `torchrun` or
+    `accelerate launch` the processes share the batches, and the scores are the same to the bit.
+
+    Args:
+        model: A host model.
+        data: Calibration batches (dict, `BatchEncoding` or `(inputs, labels)`), read once; 32
+            examples are often enough. None is enough for criteria that look at the weights only.
+        criterion: A registered name (`random`, `magnitude`, `taylor`, `his`, `entropy`, `hies`,
+            `fisher`), a `Criterion` with options, or a list of them.
+        loss: A function of logits and labels to one loss per sample `[batch]`; by default
+            cross-entropy (for language models, its mean over the next tokens).
+        held_out: Labelled data for criteria that tune themselves, such as `hies(alpha="auto")`.
+        progress: Show a bar on a terminal.
+
+    Returns:
+        `HeadScores`; for a list of criteria, a dict of them by label.
+
+    Example:
+        >>> scores = score_heads(model, calibration, criterion="hies")
+        >>> mask = scores.top_k(0.7, scope="model")
+    """
+    several = isinstance(criterion, (list, tuple))
+    wanted: Sequence[Any] = criterion if isinstance(criterion, (list, tuple)) else [criterion]
+    asked = [as_criterion(one) for one in wanted]
+    host = host_model(model)
+    check_data(host.model, data)
+    check_class_order(host.model, data)
+    tables: dict[Criterion, HeadScores] = {}
+    sums: dict[Criterion, _Mean] = {}
+    for part in dict.fromkeys(part for one in asked for part in _simple(one)):
+        if isinstance(part, WeightScore):
+            tables[part] = HeadScores(part.score(host), name=part.label)
+        elif isinstance(part, (GateGradient, AttentionScore)):
+            sums[part] = _Mean(host)
+        else:
+            raise TypeError(
+                f"{type(part).__name__} is not a criterion: derive it from WeightScore, "
+                "GateGradient, AttentionScore or CombinedScore."
+            )
+    if sums:
+        if data is None:
+            names = ", ".join(part.label for part in sums)
+            raise DataError(f"{names}: calibration data is needed, but data is None.")
+        _read(host, data, sums, loss, progress)
+    for part, mean in sums.items():
+        tables[part] = HeadScores(part.finish(mean.table(part.label)).rows, name=part.label)
+    setting = Setting(host, held_out=held_out, progress=progress)
+    scores = {one.label: _score(one, tables, setting) for one in asked}
+    return scores if several else scores[asked[0].label]
+
+
+def _score(
+    criterion: Criterion, tables: dict[Criterion, HeadScores], setting: Setting
+) -> HeadScores:
+    if not isinstance(criterion, CombinedScore):
+        return tables[criterion]
+    parts = [_score(part, tables, setting) for part in criterion.parts]
+    result = criterion.combine(parts, setting)
+    return result if result.name else HeadScores(result.rows, name=criterion.label)
+
+
+def _simple(criterion: Criterion) -> list[Criterion]:
+    if isinstance(criterion, CombinedScore):
+        return [inner for part in criterion.parts for inner in _simple(part)]
+    return [criterion]
+
+
+class _Mean:
+    """Sums and counts of all heads, float64 `[2, heads]`."""
+
+    def __init__(self, host: HostModel) -> None:
+        self.heads = list(host.head_counts)
+        self.sums = torch.zeros(2, sum(self.heads), dtype=torch.float64)
+
+    def add(self, layer: int, values: Tensor, count: Tensor | float) -> None:
+        total, counts = (row.split(self.heads)[layer] for row in self.sums)
+        total += values.detach().double().cpu()
+        counts += count
+
+    def table(self, name: str) -> HeadScores:
+        """Return the means; raise for a head without any sample."""
+        total, counts = (row.split(self.heads) for row in self.sums)
+        for layer, count in enumerate(counts):
+            if not bool((count > 0).all()):
+                raise DataError(
+                    f"{name}: nothing could be counted in layer {layer}. Is the data empty, or has "
+                    "every sample a single token?"
+                )
+        return HeadScores([t / c for t, c in zip(total, counts, strict=True)])
+
+
+def _read(
+    host: HostModel,
+    data: Iterable[Any],
+    sums: dict[Criterion, _Mean],
+    loss: Loss | None,
+    progress: bool,
+) -> None:
+    """Add up what the criteria need, in one pass."""
+    names = {str(place): criterion for place, criterion in enumerate(sums)}
+    by_gate = [c for c in sums if isinstance(c, GateGradient)]
+    by_attention = [c for c in sums if isinstance(c, AttentionScore)]
+    of_batch: dict[Criterion, _Mean] = {}
+
+    def observe(view: AttentionView) -> None:
+        for criterion in by_attention:
+            values = criterion.values(view)
+            left_in = ~values.isnan()
+            count = left_in.double().sum(0).cpu()
+            of_batch[criterion].add(view.layer, values.nan_to_num(0.0).sum(0), count)
+
+    def work(index: int, batch: Any) -> dict[str, Tensor]:
+        check_inputs(batch)
+        of_batch.update({criterion: _Mean(host) for criterion in sums})
+        if by_gate:
+            run = partial(gate_gradients, host, loss=loss, watch=watch)
+            # what was watched before memory ran out would count twice
+            parts = halving(run, batch) if watch is None else [(batch, run(batch))]
+            for _, gradients in parts:
+                for layer, row in enumerate(gradients):
+                    for criterion in by_gate:
+                        of_batch[criterion].add(layer, criterion.accumulate(row.double()), len(row))
+        else:
+            _run(host, batch, watch)
+        return {name: of_batch[criterion].sums for name, criterion in names.items()}
+
+    halving = Halving("calibration data")
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(host.model))
+        watch = None
+        if by_attention:
+            watch = stack.enter_context(watch_attention(host, observe))
+        # sums of batches are added in their order: the same bits for any number of processes
+        results = in_order(data, work, name="calibration")
+        for result in progress_bar(
+            results, description="heads", enabled=progress, total=length_of(data)
+        ):
+            for name, criterion in names.items():
+                sums[criterion].sums += result[name]
+
+
+def _run(host: HostModel, batch: Any, watch: Watch | None) -> Any:
+    if watch is not None:
+        watch.attention_mask(split_batch(batch)[1].get("attention_mask"))
+    output = call_model(host.model, batch)
+    if watch is not None:
+        watch.check()
+    return output
+
+
+def gate_gradients(
+    model: nn.Module | HostModel,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    watch: Watch | None = None,
+) -> list[Tensor]:
+    """Return dL(x)/dg_h at g = 1 for each sample and head: one tensor `[batch, heads]` per layer.
+
+    Every sample has its own gates, so one backward pass of the summed loss gives them all.
+    """
+    host = host_model(model)
+    args, kwargs, labels = split_batch(batch)
+    size = next((len(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+    if not size:
+        raise DataError("A batch of the calibration data has no tensor or no sample.")
+    gates = [
+        torch.ones(size, site.num_heads, device=site.output.weight.device, requires_grad=True)  # type: ignore[arg-type]
+        for site in host.sites
+    ]
+    with torch.enable_grad(), gate(host, gates):
+        logits = main_output(_run(host, batch, watch))
+        losses = sample_losses(
+            logits, labels, host, loss=loss, padding=kwargs.get("attention_mask")
+        )
+        if not losses.requires_grad:
+            raise UnsupportedModelError(
+                f"The loss of {host.name} has no gradient: its forward, or the loss, detaches it "
+                "(torch.no_grad, .item(), argmax?). Use entropy, magnitude or a differentiable "
+                "loss."
+            )
+        found = torch.autograd.grad(losses.sum(), gates, allow_unused=True)
+    _forget_graphs(host.model)
+    return [torch.zeros_like(g) if d is None else d for g, d in zip(gates, found, strict=True)]
+
+
+def _forget_graphs(model: nn.Module) -> None:
+    """Empty caches that hold tensors of the last graph (LeViT's biases): they cannot be copied."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, dict) and not name.startswith("_"):
+                tensors = [v for v in value.values() if isinstance(v, Tensor)]
+                if any(tensor.grad_fn is not None for tensor in tensors):
+                    value.clear()

@@ -1,0 +1,262 @@
+"""Run any classifier over any data: batches in, member logits `[batch, member, class]` out.
+
+A *model* is anything that is called on a batch and returns a tensor, an object or mapping with
+`logits`, or that has `predict(batch) -> Prediction`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DataError, HydraError
+from ..prediction import Prediction
+from ..uncertainty import as_member_logits
+from .answers import Answers, answers_from, flat_tokens, join_answers
+from .batches import check_inputs, check_labels, describe, move, split_batch
+from .eval_mode import evaluating
+from .memory import Halving
+from .processes import in_order
+from .progress import length_of, progress_bar
+
+NO_LABELS = "Give batches as (inputs, labels) or as mappings with 'labels'."
+
+
+def check_data(model: Any, data: Any) -> None:
+    """Raise when a host says that data is not made for it (`PromptClassifier.check_data`)."""
+    check = getattr(getattr(model, "host", model), "check_data", None)
+    if callable(check):
+        check(data)
+
+
+def device_of(model: Any) -> torch.device | None:
+    """Return the device of a module's first parameter or buffer; None when it has neither."""
+    if isinstance(model, nn.Module):
+        for tensors in (model.parameters(), model.buffers()):
+            for tensor in tensors:
+                return tensor.device
+    return None
+
+
+def call_model(model: Callable[..., Any], batch: Any, *, device: Any = None) -> Any:
+    """Call a model on a batch without its labels, on the model's device; return its raw output."""
+    args, kwargs, _ = split_batch(batch)
+    where = device_of(model) if device is None else device
+    return model(*move(args, where), **move(kwargs, where))
+
+
+def member_logits_of(output: Any) -> Tensor:
+    """Find member logits `[batch, member, class]` in a model's output.
+
+    Reads `member_logits`, else `logits`, of an object or a mapping; a tensor; or the first tensor
+    of a tuple. `[batch, class]` becomes one member.
+    """
+    logits = output
+    for name in ("member_logits", "logits"):
+        value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(value, Tensor):
+            logits = value
+            break
+    else:
+        if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+            logits = output[0]
+    if not isinstance(logits, Tensor):
+        raise DataError(
+            f"The model returned a {type(output).__name__}; expected a tensor [batch, class] "
+            "or [batch, member, class], or something with .logits. Is it a classifier?"
+        )
+    return as_member_logits(logits)
+
+
+def member_logits(model: Any, batch: Any, *, device: Any = None) -> Tensor:
+    """Return a model's member logits on a batch, `[batch, member, class]`.
+
+    `predict` is preferred when it returns a `Prediction`: only there does an ensemble apply its
+    temperatures.
+
+        member_logits(ensemble, {"pixel_values": images}).softmax(-1).mean(1)
+    """
+    return member_logits_of(_answer(model, batch, device))
+
+
+def _answer(model: Any, batch: Any, device: Any) -> Any:
+    """Return the model's `Prediction` on a batch if it gives one, else its raw output."""
+    predict = getattr(model, "predict", None)
+    if not callable(predict):
+        return call_model(model, batch, device=device)
+    try:
+        returned = inspect.signature(predict).return_annotation
+    except (TypeError, ValueError):
+        returned = inspect.Signature.empty
+    args, kwargs, _ = split_batch(batch)
+    inputs = move(kwargs or args[0], device_of(model) if device is None else device)
+    if returned in (Prediction, "Prediction") or not callable(model):
+        return predict(inputs)
+    if returned is inspect.Signature.empty:  # not annotated: look at what it returns
+        try:
+            answer = predict(inputs)
+        except (TypeError, AttributeError, KeyError):  # not a predict of batches: call instead
+            answer = None
+        if isinstance(answer, Prediction):
+            return answer
+    return call_model(model, batch, device=device)
+
+
+def checked(
+    data: Iterable[Any], *, name: str, classes: int | None = None, labelled: bool = False
+) -> Iterator[Any]:
+    """Yield the batches of data, checked: finite inputs and, if `labelled`, valid labels.
+
+    Args:
+        data: an iterable of batches.
+        name: name of the data set in errors.
+        classes: number of classes, to check labels against.
+        labelled: raise if labels are missing or are not class numbers.
+    """
+    where = f"the {name} data"
+    for batch in data:
+        check_inputs(batch, where)
+        if labelled:
+            labels = split_batch(batch)[2]
+            if labels is None:
+                raise DataError(f"There are no labels in {where}. {NO_LABELS}")
+            check_labels(labels, where, classes=classes)
+        yield batch
+
+
+def iterate_answers(
+    model: Any,
+    data: Iterable[Any],
+    *,
+    name: str = "data",
+    need_labels: bool = False,
+    ignore_labels: bool = False,
+    device: Any = None,
+    progress: bool = False,
+    classes: int | None = None,
+) -> Iterator[Answers]:
+    """Yield a model's checked answers to every batch.
+
+    A batch that does not fit in memory is run in halves, with a warning. Several processes share
+    the batches; all of them get all answers, in order (`in_order`). Each token of a token
+    classifier is an example; padding and tokens with label -100 are left out.
+
+    Args:
+        model: see `member_logits`.
+        data: an iterable of batches, read once.
+        name: name of the data set in errors.
+        need_labels: raise when a batch has no labels.
+        ignore_labels: do not read labels (those of another task mean nothing here).
+        device: device of the inputs; by default the model's.
+        progress: show a bar on a terminal.
+        classes: number of classes on another data set, to compare with.
+    """
+    check_data(model, data)
+    halving = Halving(name)
+
+    def answer(part: Any) -> Answers:
+        _, kwargs, labels = split_batch(part)
+        output = _answer(model, part, device)
+        logits = member_logits_of(output).detach().cpu()
+        labels = None if ignore_labels else labels
+        logits, labels = flat_tokens(model, kwargs.get("attention_mask"), logits, labels)
+        return answers_from(output, logits, labels)
+
+    def work(index: int, batch: Any) -> dict[str, Tensor]:
+        where = f"batch {index} of the data set {name!r}"
+        try:
+            check_inputs(batch, where)
+            output = join_answers([answers for _, answers in halving(answer, batch)])
+        except DataError as error:
+            if where in str(error) or f"data set {name!r}" in str(error):
+                raise
+            raise DataError(f"In {where}: {error}") from error
+        except HydraError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"The model failed on {where} ({describe(batch)}): {error}. Every data set must be "
+                "prepared as the model expects it."
+            ) from error
+        return {key: value for key, value in output._asdict().items() if value is not None}
+
+    shape: torch.Size | None = None
+    labelled: bool | None = None
+    results = in_order(data, work, name=name)
+    bar = progress_bar(results, description=name, enabled=progress, total=length_of(data))
+    with torch.no_grad() if getattr(model, "keeps_modes", False) else evaluating(model):
+        for index, columns in enumerate(bar):
+            where = f"batch {index} of the data set {name!r}"
+            answers = Answers(**{"labels": None, **columns})
+            logits, labels = answers.logits, answers.labels
+            _check_logits(logits, where)
+            if shape is None:
+                shape, labelled = logits.shape[1:], labels is not None
+                if classes is not None and shape[1] != classes:
+                    raise DataError(
+                        f"The model gave {shape[1]} classes on the data set {name!r} but {classes} "
+                        "on the in-distribution data. Both must run through the same classifier."
+                    )
+            elif shape != logits.shape[1:]:
+                raise DataError(
+                    f"In {where} the model gave {logits.shape[1]} members x {logits.shape[2]} "
+                    f"classes, but {shape[0]} x {shape[1]} before."
+                )
+            if labels is None and need_labels:
+                raise DataError(f"There are no labels in {where}. {NO_LABELS}")
+            if labelled != (labels is not None):
+                raise DataError(
+                    f"Some batches of the data set {name!r} have labels, some have none."
+                )
+            if labels is not None:
+                if labels.ndim == 1 and len(labels) != len(logits):
+                    raise DataError(f"{len(labels)} labels for {len(logits)} examples in {where}.")
+                labels = check_labels(labels, where, classes=logits.shape[-1])
+            yield answers._replace(labels=labels)
+    if shape is None:
+        raise DataError(
+            f"The data set {name!r} is empty: it gave no examples. If it is a generator, it may "
+            "have been used up before: pass a DataLoader or a list."
+        )
+
+
+def collect_logits(
+    model: Any,
+    data: Iterable[Any],
+    *,
+    name: str = "data",
+    need_labels: bool = False,
+    device: Any = None,
+    progress: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return all member logits `[example, member, class]` and labels `[example]`, on the CPU.
+
+    Labels are None when the data has none. Memory grows with examples x members x classes.
+
+        logits, labels = collect_logits(model, loader, need_labels=True)
+
+    Args:
+        model, data, name, need_labels, device, progress: see `iterate_answers`.
+    """
+    answers = list(
+        iterate_answers(
+            model, data, name=name, need_labels=need_labels, device=device, progress=progress
+        )
+    )
+    labels = [part.labels for part in answers if part.labels is not None]
+    return torch.cat([part.logits for part in answers]), torch.cat(labels) if labels else None
+
+
+def _check_logits(logits: Tensor, where: str) -> None:
+    # a class may be masked with -inf, but every row needs a finite maximum
+    bad = ~logits.amax(-1).isfinite()
+    if bool(bad.any()):
+        kind = "NaN" if bool(logits.isnan().any()) else "infinite values"
+        raise DataError(
+            f"The model's logits hold {kind} for {int(bad.any(1).sum())} of {len(logits)} examples "
+            f"in {where}. Check the inputs (scale, missing values) and the model's precision."
+        )

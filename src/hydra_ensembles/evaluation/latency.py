@@ -1,0 +1,250 @@
+"""Benchmark models side by side: ratios of latency from one interleaved run, never absolute times.
+
+Every round times every model once, in a shuffled order, so that whatever else the machine does
+falls on all of them; a ratio is the median over rounds of the *paired* ratios to the first model,
+with a bootstrap interval over rounds.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.batches import map_tensors, move, split_batch
+from ..data.eval_mode import evaluating
+from ..data.model_runs import device_of
+from ..data.progress import progress_bar
+from ..errors import DataError
+from ..hosts.operation_count import multiply_adds
+from .benchmark_result import BenchmarkResult, PeakMemory, Timing
+
+Call = Callable[[], Any]
+
+
+def benchmark(
+    models: Mapping[str, Callable[..., Any]],
+    batch: Any,
+    *,
+    batch_sizes: Sequence[int] = (1, 8, 32),
+    rounds: int = 20,
+    warmup: int = 2,
+    threads: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    max_seconds: float | None = None,
+    min_sample_seconds: float = 0.02,
+    seed: int = 0,
+    progress: bool = True,
+) -> BenchmarkResult:
+    """Time models against each other, interleaved, and count what they do.
+
+    Args:
+        models: Models by name; ratios are to the first one. Each is called on a batch without
+            labels, in eval mode, without gradients.
+        batch: A batch of any size; its samples are repeated to make up every batch size.
+        batch_sizes: Batch sizes to run.
+        rounds: How often every model is timed at each batch size.
+        warmup: Untimed calls of every model before the first round.
+        threads: Threads of the CPU kernels while it runs; unchanged when None.
+        dtype: Run copies of the models, and floating-point inputs, in this type.
+        device: Run copies of the models on this device.
+        max_seconds: Stop a batch size after the round that passes this many seconds (at least
+            three rounds are run).
+        min_sample_seconds: Quicker models are called several times for one timing.
+        seed: Of the order in each round.
+        progress: Show a bar on a terminal.
+
+    Returns:
+        Timings, paired ratios, counted multiply-adds and peak memory; prints as a table and saves
+        as JSON. Multiply-adds are counted by `torch.utils.flop_counter` in one real call on the
+        smallest batch. Memory is the allocator's on a GPU; on a CPU it is measured at the
+        operators (see `PeakMemory`), parameters included.
+    """
+    if not models:
+        raise DataError("No models to benchmark: give a mapping of names to models.")
+    if not batch_sizes or min(batch_sizes) < 1 or rounds < 1:
+        raise DataError(
+            f"batch_sizes={tuple(batch_sizes)} and rounds={rounds}: expected positive numbers."
+        )
+    models = {name: _converted(model, dtype, device) for name, model in models.items()}
+    timings: list[Timing] = []
+    with _threads(threads), _evaluating(models.values()):
+        counted = {
+            n: multiply_adds(_call(m, batch, min(batch_sizes), dtype)) for n, m in models.items()
+        }
+        for size in batch_sizes:
+            calls = {name: _call(model, batch, size, dtype) for name, model in models.items()}
+            for call in calls.values():
+                for _ in range(warmup):
+                    call()
+            memory = {name: _peak(models[name], call) for name, call in calls.items()}
+            seconds = _interleaved(
+                calls,
+                synchronize=_synchronizer(models),
+                rounds=rounds,
+                max_seconds=max_seconds,
+                min_sample=min_sample_seconds,
+                seed=seed,
+                description=f"batch {size}" if progress else None,
+            )
+            timings += [
+                Timing(
+                    name,
+                    size,
+                    tuple(seconds[name]),
+                    counted[name] * size // min(batch_sizes),
+                    memory[name][0],
+                    memory[name][1],
+                )
+                for name in models
+            ]
+        used = torch.get_num_threads()
+    first = device_of(next(iter(models.values())))
+    return BenchmarkResult(
+        tuple(timings),
+        {
+            "device": _device_name(first),
+            "dtype": str(dtype or _dtype_of(models)).removeprefix("torch."),
+            "threads": used,
+            "torch": torch.__version__.split("+")[0],
+            "memory": _how_memory(first),
+            "seed": seed,
+        },
+    )
+
+
+def _interleaved(
+    calls: Mapping[str, Call],
+    *,
+    synchronize: Call,
+    rounds: int,
+    max_seconds: float | None,
+    min_sample: float,
+    seed: int,
+    description: str | None,
+) -> dict[str, list[float]]:
+    """Return the seconds per call, by model and round."""
+    repeats = {}
+    for name, call in calls.items():
+        once = _time(call, 1, synchronize)
+        repeats[name] = max(1, round(min_sample / max(once, 1e-9)))
+    names = list(calls)
+    generator = torch.Generator().manual_seed(seed)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    start = time.perf_counter()
+    bar = progress_bar(
+        range(rounds), description=description or "", enabled=description is not None
+    )
+    for done in bar:
+        for index in torch.randperm(len(names), generator=generator).tolist():
+            name = names[index]
+            seconds[name].append(_time(calls[name], repeats[name], synchronize))
+        late = max_seconds is not None and time.perf_counter() - start > max_seconds
+        if late and done >= 2:
+            break
+    return seconds
+
+
+def _time(call: Call, repeats: int, synchronize: Call) -> float:
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
+def _peak(model: Any, call: Call) -> tuple[int, int]:
+    """Return the bytes of the weights and the peak that one call adds to them."""
+    device = device_of(model)
+    weights = _weight_bytes(model)
+    if device is not None and device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        return weights, torch.cuda.max_memory_allocated(device) - before
+    with PeakMemory() as memory:
+        call()
+    return weights, memory.peak
+
+
+def _weight_bytes(model: Any) -> int:
+    if hasattr(model, "parameter_bytes"):  # an ensemble also keeps packed copies
+        return model.parameter_bytes()["memory"]
+    if not isinstance(model, nn.Module):
+        return 0
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in (*model.parameters(), *model.buffers())
+    }
+    return sum(storages.values())
+
+
+def _call(model: Callable[..., Any], batch: Any, size: int, dtype: torch.dtype | None) -> Call:
+    args, kwargs, _ = split_batch(batch)
+    where = device_of(model)
+
+    def resize(tensor: Tensor) -> Tensor:
+        tensor = tensor[torch.arange(size, device=tensor.device) % len(tensor)]
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+    args, kwargs = (move(map_tensors(resize, part), where) for part in (args, kwargs))
+    return lambda: model(*args, **kwargs)
+
+
+def _converted(model: Any, dtype: torch.dtype | None, device: Any) -> Any:
+    if not isinstance(model, nn.Module) or (dtype is None and device is None):
+        return model
+    return copy.deepcopy(model).to(dtype=dtype, device=device)
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _evaluating(models: Any) -> Iterator[None]:
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(evaluating(model))
+        yield
+
+
+def _synchronizer(models: Mapping[str, Any]) -> Call:
+    devices = {device_of(model) for model in models.values()}
+    if any(device is not None and device.type == "cuda" for device in devices):
+        return torch.cuda.synchronize
+    return lambda: None
+
+
+def _dtype_of(models: Mapping[str, Any]) -> torch.dtype:
+    first = next(iter(models.values()))
+    parameters = first.parameters() if isinstance(first, nn.Module) else iter(())
+    return next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
+
+
+def _device_name(device: torch.device | None) -> str:
+    if device is not None and device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "cpu" if device is None else device.type
+
+
+def _how_memory(device: torch.device | None) -> str:
+    if device is not None and device.type == "cuda":
+        return "weights, and the allocator's peak above them in one call"
+    return "weights, and the peak of tensors alive in one call, measured at the operators"

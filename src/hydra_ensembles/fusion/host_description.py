@@ -1,0 +1,156 @@
+"""Describe how to rebuild a host, check the rebuilt host, and give it an ensemble's structure."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.eval_mode import evaluating
+from ..errors import FormatError
+from ..heads.head_mask import HeadMask
+from ..heads.stream_plan import Plan
+from ..hosts import HostFacts, HostModel, families
+from ..hosts.architecture import describe_host, rebuild_host
+from ..hosts.arithmetic import Arithmetic
+from ..hosts.block_calls import Form
+from ..hosts.example_inputs import examples
+from ..hosts.probes import Readout, positions_rule
+from .assembly import Assembly
+from .host_engine_blocks import distinct, host_blocks_, tie_
+from .structure import build_body_, split_classifier_
+
+
+def checked_description(ensemble: Any) -> dict[str, Any]:
+    """Describe the host; call it custom, with a warning, if it cannot be rebuilt from that."""
+    buffers = _unsaved_buffers(ensemble.host)
+    kinds = {name: plain_data(tensor.dtype) for name, tensor in buffers.items()}
+    description = {**ensemble._assembly.description, "buffers": kinds}
+    if description["library"] == "custom":
+        return description
+    try:
+        rebuilt = json.loads(json.dumps(description, default=plain_data))
+        config = {
+            "masks": [mask.tolist() for mask in ensemble.masks],
+            "plan": ensemble.plan.to_dict(),
+            "copies": ensemble.copies,
+            "family": ensemble.body.family.name,
+            "blocks_path": ensemble._view.blocks_path,
+            "readout": {
+                "tokens": ensemble.readout.tokens,
+                "folds": ensemble.readout.folds,
+                "why": "",
+                "end_of_text": ensemble.readout.positions is not None,
+            },
+            "merged": [],
+            "switches": ensemble.switches,
+            "aliases": distinct(ensemble.host.state_dict())[1],
+        }
+        twin, view = structure(rebuild_host(rebuilt), config)
+        problem = _difference(ensemble, twin, view, kinds)
+    except Exception as error:  # an unusual host: the user must pass it when loading
+        problem = f"{type(error).__name__}: {str(error)[:200].rstrip('.')}"
+    if problem is None:
+        return description
+    warnings.warn(
+        f"{description['class']} cannot be built again by name ({problem}). The folder is "
+        "complete, but loading it needs a model of the same architecture: "
+        "from_pretrained(folder, host=model).",
+        stacklevel=6,
+    )
+    return {"library": "custom", "class": description["class"], "buffers": kinds}
+
+
+@torch.no_grad()
+def _difference(
+    ensemble: Any, twin: Assembly, view: HostModel, kinds: Mapping[str, str]
+) -> str | None:
+    """Say how a rebuilt host with the same weights differs; None if it answers alike.
+
+    Settings without weights (how tokens are pooled, for example) show in an answer only.
+    """
+    state, rebuilt = ensemble.host.state_dict(), twin.model.state_dict()
+    unlike = [
+        name for name in state if name not in rebuilt or state[name].shape != rebuilt[name].shape
+    ]
+    if unlike or len(state) != len(rebuilt):
+        return f"other tensors: {', '.join(sorted({*unlike, *(rebuilt.keys() - state)})[:3])}"
+    inputs = examples(ensemble.host)[-1:]
+    if not inputs:
+        return None
+    other = type(ensemble).around(twin, view, mode="fused", switches={})
+    fill_(other.host.to(ensemble.device), state, kinds)
+    with evaluating(ensemble), evaluating(other):
+        a, b = (e.fused_logits(*inputs[0]) for e in (ensemble, other))
+    alike = a.shape == b.shape and bool(torch.allclose(a, b, atol=1e-4, rtol=1e-4))
+    return None if alike else "with the same weights its answers differ"
+
+
+def fill_(model: nn.Module, tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> None:
+    """Copy tensors into a model, each in its own precision: parts of a model may differ.
+
+    Args:
+        model: A host with the ensemble's structure.
+        tensors: Its state dict.
+        kinds: Types of the buffers that a state dict lacks, such as rotary frequencies, by name.
+    """
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.dtype != tensors[name].dtype:
+            tensor.data = tensor.data.to(tensors[name].dtype)
+    for name, buffer in _unsaved_buffers(model).items():
+        buffer.data = buffer.data.to(getattr(torch, kinds.get(name, plain_data(buffer.dtype))))
+    model.load_state_dict(tensors)
+
+
+def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the floating-point buffers that a state dict lacks, by name."""
+    saved = model.state_dict().keys()
+    return {n: b for n, b in model.named_buffers() if b.is_floating_point() and n not in saved}
+
+
+def structure(skeleton: nn.Module, config: dict[str, Any]) -> tuple[Assembly, HostModel]:
+    """Give a plain host the structure that a config describes."""
+    known = config["family"] in families
+    family = families[config["family"]] if known else None
+    readout, settings = config["readout"], config["switches"]
+    positions = positions_rule(skeleton) if readout["end_of_text"] else None
+    masks = [HeadMask(rows) for rows in config["masks"]]
+    facts = HostFacts(
+        Readout(readout["tokens"], readout["folds"], readout["why"], positions),
+        (Form.parse(settings.get("form", "")),) * len(masks[0]),
+        Arithmetic.read(settings),
+    )
+    view = HostModel(skeleton, family=family, facts=facts)
+    if masks[0].shape != view.head_counts:
+        raise FormatError(
+            f"The folder was saved for {len(masks[0])} layers of {masks[0].shape} heads but "
+            f"{view.name} has {view.head_counts}. Pass the host that it was made from."
+        )
+    plan = Plan.from_dict(config["plan"], masks)
+    description = describe_host(skeleton)
+    body: Any
+    if settings.get("engine") == "host":
+        body, moulds = host_blocks_(view, plan, settings["cuts"], folds=settings["folds"])
+        tie_(view.model, view.blocks_path, config["aliases"])
+    else:
+        body, moulds = build_body_(view, plan, config["copies"])
+    split_classifier_(view.model, config["copies"])
+    merged = tuple(config["merged"])
+    return Assembly(
+        view.model, body, plan, moulds, dict(config["copies"]), merged, description
+    ), view
+
+
+def plain_data(value: Any) -> Any:
+    """Turn types that JSON lacks into plain data."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return str(value)

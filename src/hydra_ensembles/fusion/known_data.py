@@ -1,0 +1,149 @@
+"""Teach an ensemble what it knows, and let it say why an input is new (`uncertainty.novelty`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..data.batches import move, split_batch
+from ..data.eval_mode import in_eval
+from ..data.input_hashes import input_hashes
+from ..data.memory import Halving
+from ..data.processes import in_order
+from ..data.progress import length_of, progress_bar
+from ..errors import DataError, HydraError
+from ..uncertainty.novelty import Evidence, Novelty
+from ..uncertainty.novelty_fit import NoveltyFit
+from ..uncertainty.scores import per_text
+from .call_options import tap_names
+from .inputs import prepare
+
+if TYPE_CHECKING:
+    from .fused_model import FusedModel
+
+CLASS_BLOCKS = 3
+"""The trunk's last blocks measure distances to classes, as the end of the last block does: early
+blocks know no classes."""
+
+
+def features_of(ensemble: FusedModel, batch: Any) -> tuple[Tensor, Tensor]:
+    """Run an ensemble once; return raw member logits and token summaries."""
+    args, kwargs, _ = split_batch(batch)  # not checked: an exported graph runs this code
+    run = ensemble.run(*move((args, kwargs), ensemble.device), summaries=True)
+    assert run.summaries is not None
+    return run.member_logits.float(), run.summaries
+
+
+def text_logits(logits: Tensor, batch: Any) -> Tensor:
+    """Return one row of logits per text of a batch (see `scores.per_text`)."""
+    return per_text(logits, split_batch(batch)[1].get("attention_mask"))
+
+
+def novelty_fit(ensemble: FusedModel, classes: int) -> NoveltyFit:
+    """Return statistics of nothing yet, for the taps of an ensemble."""
+    blocks = len(ensemble.body.trunk)
+    taps = tap_names(blocks, readout=ensemble.readout.has_token)
+    late = min(CLASS_BLOCKS, blocks) * (len(taps) - 1) // blocks if blocks else 0
+    return NoveltyFit(
+        taps,
+        classes=classes,
+        class_taps=late + 1,
+        hears_end=blocks > 0,
+        precision=ensemble.precision(),
+    )
+
+
+@torch.no_grad()
+def fit_novelty(
+    ensemble: FusedModel, known: Iterable[Any], *, names: Sequence[str] | None, progress: bool
+) -> Novelty:
+    """Fit novelty to known data in one pass (see `HydraEnsemble.fit_novelty_`)."""
+    names = _names_of(known) if names is None else names
+    fit: NoveltyFit | None = None
+    model = in_eval(ensemble)
+    halving = Halving("known data")
+
+    def work(number: int, batch: Any) -> dict[str, Tensor]:
+        try:
+            parts = list(halving(partial(features_of, model), batch))
+        except HydraError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"The model failed on batch {number} of the known data: {error}. Known data must "
+                "be prepared as the model expects it."
+            ) from error
+        # labels of tokens say nothing about a text
+        by_text = parts[0][1][0].ndim == 3
+        logits = torch.cat([text_logits(member, part) for part, (member, _) in parts])
+        found = {"logits": logits, "summaries": torch.cat([taps for _, (_, taps) in parts])}
+        hashes = hashes_of(ensemble, batch)
+        if hashes is not None:
+            found["hashes"] = hashes
+        given = split_batch(batch)[2] if by_text else None
+        labels = _checked(given, logits.shape[-1], number)
+        return found if labels is None else {**found, "labels": labels}
+
+    total = length_of(known)
+    results = in_order(known, work, name="known data")
+    hashes: list[Tensor | None] = []
+    for found in progress_bar(results, description="known data", enabled=progress, total=total):
+        logits = found["logits"]
+        hashes.append(found.get("hashes"))
+        if fit is None:
+            fit = novelty_fit(ensemble, logits.shape[-1])
+        fit.add_(found["summaries"], logits, found.get("labels"))
+    if fit is None:
+        raise DataError("The known data is empty: it gave no batch.")
+    novelty, kept = fit.finish(names or ()), [part.cpu() for part in hashes if part is not None]
+    return replace(novelty, hashes=torch.cat(kept)) if len(kept) == len(hashes) else novelty
+
+
+def known_inputs(ensemble: FusedModel, batch: Any) -> Tensor | None:
+    """Tell which inputs of a batch are known examples, to the bit: booleans `[example]`.
+
+    None where that cannot be told: statistics of older versions keep no hashes.
+    """
+    kept = None if ensemble.novelty is None else ensemble.novelty.hashes
+    if kept is None:
+        return None
+    hashes = hashes_of(ensemble, prepare(ensemble, batch))
+    return None if hashes is None else torch.isin(hashes, kept.cpu())
+
+
+def hashes_of(ensemble: FusedModel, batch: Any) -> Tensor | None:
+    """Return the hash of every input of a batch; None when no input is a tensor."""
+    args, kwargs, _ = split_batch(batch)
+    return input_hashes(ensemble._named(args, kwargs))
+
+
+def why_novel(ensemble: FusedModel, batch: Any, neighbours: int) -> Evidence:
+    """Return what speaks for the novelty of a batch (see `HydraEnsemble.why_novel`)."""
+    if ensemble.novelty is None:
+        raise HydraError("Novelty is not fitted: call ensemble.fit_novelty_(known) first.")
+    batch = prepare(ensemble, batch)
+    logits, summaries = features_of(in_eval(ensemble), batch)
+    return ensemble._statistics().explain(summaries, text_logits(logits, batch), neighbours)
+
+
+def _checked(labels: Tensor | None, classes: int, batch: int) -> Tensor | None:
+    if labels is None:
+        return None
+    wrong = labels.is_floating_point() or labels.ndim != 1
+    if wrong or (len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes):
+        raise DataError(
+            f"Batch {batch} of the known data has labels outside 0 to {classes - 1}. Remove the "
+            "labels; novelty does not need them."
+        )
+    return labels.long()
+
+
+def _names_of(known: Any) -> Sequence[str] | None:
+    """Take the names of examples from our own loaders."""
+    texts = getattr(known, "texts", None)
+    return texts if isinstance(texts, list) else None

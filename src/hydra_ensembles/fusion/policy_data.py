@@ -1,0 +1,143 @@
+"""Fit when a model answers and when it abstains, on labelled data (`uncertainty.policies`)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data.batches import split_batch
+from ..data.class_names import check_class_order
+from ..data.eval_mode import evaluating
+from ..data.model_runs import member_logits
+from ..data.progress import progress_bar
+from ..errors import DataError, HydraError
+from ..prediction import Prediction
+from ..uncertainty import Policy, choose_policy, predict_from_logits
+from ..uncertainty.policy import check_reachable
+from .known_data import known_inputs
+
+SHARED = 0.05
+"""Share of the labelled examples that may be known ones: some data repeats itself."""
+
+
+def fit_policy(
+    ensemble: Any,
+    labelled: Iterable[Any],
+    *,
+    risk: float | None = 0.02,
+    alarm: float | None = 0.05,
+    method: str = "conformal",
+    delta: float = 0.1,
+    progress: bool = True,
+) -> Policy:
+    """Fit when to answer, and when to abstain as unsure or as new; set `ensemble.policy`.
+
+    `predict` then returns a decision per example, and the policy is saved with the ensemble. The
+    page on policies says what is guaranteed and what is not. A risk that the labelled examples do
+    not allow raises a DataError with the smallest risk that they do; the ensemble keeps the policy
+    that it had.
+
+    Args:
+        ensemble: A `HydraEnsemble`, or any model that `evaluate` takes (without novelty, so with
+            `alarm=None`; the policy is returned and not kept).
+        labelled: A few hundred labelled examples from the distribution to be predicted, not used to
+            train the model, choose its heads or fit novelty.
+        risk: Share of answers that may be wrong; `method` decides what is guaranteed. None answers
+            everything that is not new, and needs no labels.
+        alarm: Share of in-distribution data that may be called new. None ignores novelty.
+        method: `"conformal"`: P(answered and wrong) <= risk, in expectation, from 1 / risk examples
+            on. `"selective"`: the error rate among the answered <= risk, with probability 1 -
+            delta; needs more examples. `"empirical"`: the same on the labelled data only, without a
+            guarantee.
+        delta: Probability with which the guarantee of `selective` may fail.
+        progress: Show a bar on a terminal.
+
+    Example:
+        >>> policy = fit_policy(ensemble, held_out, risk=0.02, alarm=0.05)
+        >>> ensemble.predict(batch).decision
+        ['answer', 'answer', 'new', 'unsure']
+    """
+    check_class_order(ensemble, labelled)
+    novelty = getattr(ensemble, "novelty", None)
+    if alarm is not None and novelty is None:
+        raise HydraError(
+            f"alarm={alarm} needs a model that knows its data: call ensemble.fit_novelty_(known) "
+            "first, or pass alarm=None."
+        )
+    before = getattr(ensemble, "policy", None)
+    if before is not None:
+        ensemble.policy = None  # the old policy may be about another score
+    try:
+        policy = _fit(ensemble, labelled, risk, alarm, method, delta, progress)
+    except BaseException:
+        if before is not None:
+            ensemble.policy = before
+        raise
+    if hasattr(ensemble, "policy"):
+        ensemble.policy = policy
+    return policy
+
+
+def _fit(
+    ensemble: Any,
+    labelled: Iterable[Any],
+    risk: float | None,
+    alarm: float | None,
+    method: str,
+    delta: float,
+    progress: bool,
+) -> Policy:
+    answers: list[Prediction] = []
+    errors: list[Tensor] = []
+    shared = 0
+    bar = progress_bar(labelled, description="policy", enabled=progress)
+    for number, batch in enumerate(bar):
+        labels = split_batch(batch)[2]
+        if labels is None and risk is not None:
+            raise DataError(
+                f"Batch {number} has no labels, which the risk is about. Without labels, pass "
+                "risk=None."
+            )
+        answers.append(answer_of(ensemble, batch))
+        if labels is not None:
+            errors.append(answers[-1].class_index != labels.cpu())
+        if alarm is not None and (known := known_inputs(ensemble, batch)) is not None:
+            shared += int(known.sum())
+    if not answers:
+        raise DataError("The labelled data is empty: it gave no batch.")
+    count = sum(map(len, answers))
+    if shared > SHARED * count:
+        warnings.warn(
+            f"{shared} of the {count} labelled examples of the policy are data that the ensemble "
+            "learnt as known: the alarm rate will be higher than guaranteed. Hold other examples "
+            "out for the policy.",
+            stacklevel=3,
+        )
+    scores = [answer.novelty_score for answer in answers if answer.novelty_score is not None]
+    uncertainty = torch.cat([answer.uncertainty for answer in answers])
+    wrong = torch.cat(errors) if len(errors) == len(answers) else None
+    novelty_score = torch.cat(scores) if scores else None
+    policy = choose_policy(
+        uncertainty,
+        wrong,
+        novelty_score=novelty_score,
+        risk=risk,
+        alarm=alarm,
+        method=method,
+        delta=delta,
+        score=answers[0].score,
+    )
+    check_reachable(policy, uncertainty, wrong, novelty_score)
+    return policy
+
+
+def answer_of(model: Any, batch: Any) -> Prediction:
+    """Predict a batch with any model; an ensemble uses its own score and temperatures."""
+    if hasattr(model, "policy"):
+        return model.predict(batch).cpu()
+    with evaluating(model):
+        return predict_from_logits(member_logits(model, batch).float()).cpu()

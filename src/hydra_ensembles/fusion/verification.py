@@ -1,0 +1,177 @@
+"""Check that a fused model computes what its members would, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.eval_mode import evaluating, in_eval, twin
+from ..data.model_runs import call_model
+from ..errors import VerificationError
+from ..heads.gates import gate
+from ..heads.head_mask import HeadMask
+from ..hosts import Family, HostModel, host_model, main_output
+from ..hosts.block_calls import Inputs, states_of
+
+TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-5,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+"""Largest difference that rounding explains, relative to the logits' scale if above one."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One member run by the host library: a plain host, and the heads that it keeps."""
+
+    host: HostModel
+    mask: HeadMask
+
+    def logits(self, inputs: Inputs) -> Tensor:
+        """Run the host's own code with all other heads gated off."""
+        with evaluating(self.host.model), gate(self.host, self.mask):
+            return main_output(self.host.model(*inputs[0], **inputs[1]))
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Return the tolerance for a data type."""
+    return TOLERANCES.get(dtype, 1e-5)
+
+
+def check_against(ensemble: Any, references: Iterable[Reference], inputs: Inputs) -> None:
+    """Compare a fused ensemble with its members, run by the host library's own code with gates.
+
+    Ten times the tolerance of `verify` is allowed: a deep host accumulates more rounding, and real
+    errors are far larger.
+
+    Raises:
+        VerificationError: When a member differs.
+    """
+    with torch.no_grad():
+        fused = in_eval(ensemble).fused_logits(*inputs)
+    allowed = 10 * tolerance_of(ensemble.dtype)
+    before: Reference | None = None
+    for member, reference in enumerate(references):
+        if reference != before:  # equal members are adjacent
+            expected, before = reference.logits(inputs), reference
+        if fused[:, member].shape != expected.shape:
+            raise VerificationError(
+                f"Fused, member {member} answers with shape {tuple(fused[:, member].shape)}; its "
+                f"host with {tuple(expected.shape)}."
+            )
+        difference = float((fused[:, member] - expected).abs().max())
+        bound = allowed * max(1.0, float(expected.abs().max()))
+        if not difference <= bound:  # NaN fails too
+            raise VerificationError(
+                f"Fused, member {member} differs by {difference:.3g} from the host with the same "
+                f"heads gated off (allowed {bound:.3g})."
+            )
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found: largest absolute differences of the members' logits."""
+
+    largest: float
+    by_member: tuple[float, ...]
+    tolerance: float
+
+    def __str__(self) -> str:
+        members = ", ".join(f"{d:.2g}" for d in self.by_member)
+        return (
+            f"fused == one by one: largest difference {self.largest:.2g} "
+            f"(members {members}; tolerance {self.tolerance:g})"
+        )
+
+
+@torch.no_grad()
+def verify(
+    ensemble: Any,
+    batch: Any,
+    *,
+    tolerance: float | None = None,
+    members: Sequence[nn.Module] | None = None,
+) -> Verification:
+    """Compare a fused ensemble with its members run one by one, on a batch.
+
+    Args:
+        ensemble: A `HydraEnsemble`.
+        batch: A batch in the host's form.
+        tolerance: Largest allowed absolute difference of logits, times their scale if that is above
+            one; by default what rounding explains in the ensemble's type (1e-5 in float32, 0.05 in
+            bfloat16).
+        members: Plain models to compare with; by default the members cast from the ensemble, run by
+            the host library's own code.
+
+    Raises:
+        VerificationError: With the largest difference and the first layer at which the two differ.
+    """
+    tolerance = tolerance_of(ensemble.dtype) if tolerance is None else tolerance
+    ensemble = twin(ensemble).eval()  # a twin: the caller's mode does not change
+    ensemble.mode = "fused"
+    fused = ensemble.member_logits(batch)
+    models = members or [ensemble.member(m) for m in range(ensemble.members)]
+    one_by_one = torch.stack([main_output(call_model(in_eval(m), batch)) for m in models], 1)
+    differences = (fused - one_by_one).abs().flatten(2).amax(dim=(0, 2))
+    allowed = tolerance * max(1.0, float(one_by_one.abs().max()))
+    largest = float(differences.max())
+    if not largest <= allowed:  # NaN fails too
+        member = int(differences.nan_to_num(float("inf")).argmax())
+        where = _first_parting(ensemble, models[member], member, batch, allowed)
+        raise VerificationError(
+            f"Fused and one by one differ by {largest:.3g} in member {member} (allowed "
+            f"{allowed:.3g}); they part {where}. Please report this with "
+            "str(explain(model)) and the masks."
+        )
+    return Verification(largest, tuple(float(d) for d in differences), tolerance)
+
+
+def _first_parting(ensemble: Any, model: nn.Module, member: int, batch: Any, allowed: float) -> str:
+    """Say at which layer the fused model's states first differ from the member's own."""
+    body = ensemble.body
+    fused = _fused_states(ensemble, body, batch)
+    expected = _own_states(model, body.family, batch)
+    if not fused:
+        return "in one of the host's own blocks"
+    places = [body.plan.stream_of(layer, member) for layer in range(body.plan.depth)]
+    for depth, (ours, theirs, place) in enumerate(zip(fused, expected, places, strict=False)):
+        part = ours.chunk(ours.shape[0] // theirs.shape[0])[place]
+        if part.shape[1] != theirs.shape[1]:  # readout tokens only
+            if body.readout.tokens is None:
+                continue
+            theirs = theirs[:, : part.shape[1]]
+        difference = float((part - theirs).abs().max())
+        if not difference <= allowed:
+            return f"at layer {depth} (states differ there by {difference:.3g})"
+    return "after the last layer, in the readout or the classifier"
+
+
+def _fused_states(ensemble: Any, body: Any, batch: Any) -> list[Tensor]:
+    states: list[Tensor] = []
+    with body.options(states=states):
+        ensemble.member_logits(batch)
+    return states
+
+
+def _own_states(model: nn.Module, family: Family, batch: Any) -> list[Tensor]:
+    states: list[Tensor] = []
+
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        states.append(states_of(output)[0])
+
+    handles = [
+        block.module.register_forward_hook(note)
+        for block in host_model(model, family=family).blocks
+    ]
+    try:
+        call_model(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return states

@@ -1,0 +1,165 @@
+"""Last-layer Laplace approximation, fitted by laplace-torch (Daxberger et al., 2021)."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ...registry import check_name
+from .classifier_features import Featured, collect, need_classifier
+from .laplace_variance import logit_variance
+from .task import Task, baselines, missing
+
+STRUCTURES = ("kron", "full", "diag")
+PRIORS = ("marginal-likelihood", "validation")
+BATCH = 256
+GRID = torch.logspace(-4, 6, 31)  # of lambda
+MOST_NUMBERS = 2**30  # what `full` and `diag` may form: 4 GB
+
+
+class LaplaceHead(nn.Module):
+    """A host whose last linear layer has a Gaussian posterior."""
+
+    def __init__(self, host: Featured, variance: nn.Module) -> None:
+        super().__init__()
+        self.host = host
+        self.variance = variance
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Answer with logits `[batch, class]` whose softmax is the probit approximation."""
+        logits, features = self.host(*args, **kwargs)
+        return probit(logits, self.variance(features))
+
+
+def probit(logits: Tensor, variance: Tensor) -> Tensor:
+    """Return logits whose softmax approximates the mean softmax of Gaussian logits."""
+    return logits / (1 + math.pi / 8 * variance).sqrt()
+
+
+@baselines.register("laplace")
+def laplace(
+    host: nn.Module, task: Task, *, structure: str = "kron", prior: str = "marginal-likelihood"
+) -> nn.Module:
+    """Put a Gaussian posterior on the last layer, and average its predictions in closed form.
+
+    p(w | D) = N(w_host, (GGN + lambda I)^-1); the softmax's mean by the probit approximation:
+    softmax(mean / sqrt(1 + pi / 8 * variance)) (Daxberger et al., 2021, "Laplace Redux"; Kristiadi
+    et al., 2020). No training: one pass over `train`. With far fewer examples than the host was
+    trained on, the marginal likelihood gives too wide a posterior: choose lambda by validation.
+
+    laplace-torch fits the last layer to its inputs, which is the same approximation and works for
+    any host. The factors of `kron` and the logits' variances are computed here in closed form, with
+    the library's result and without its passes and Jacobians, which do not fit a thousand classes:
+    classes^2 numbers are kept, and as many multiply-adds done per example.
+
+    Args:
+        host: A trained classifier that ends in a linear layer.
+        task: Needs `train`, the data that the host was trained on.
+        structure: Of the curvature: `kron`, or for few classes `full` or `diag`.
+        prior: How lambda is chosen: by the `marginal-likelihood` of `train`, or by the NLL of
+            `validation`.
+    """
+    for name, value, known in (("structure", structure, STRUCTURES), ("prior", prior, PRIORS)):
+        check_name(name, value, known)
+    data = task.need("train")
+    held_out = task.need("validation") if prior == "validation" else None
+    path = need_classifier(host, data, task.name)
+    featured = Featured(copy.deepcopy(host), path)
+    layer = featured.host.get_submodule(path)
+    assert isinstance(layer, nn.Linear)
+    _refuse_too_large(layer, structure)
+    _, features, labels = collect(featured, data, name="train", labels=True, progress=task.progress)
+    assert labels is not None
+    posterior = fit_posterior(layer, features, labels, structure=structure)
+    if held_out is not None:
+        logits, features, labels = collect(
+            featured, held_out, name="validation", labels=True, progress=task.progress
+        )
+        assert labels is not None
+        grid, losses = GRID.to(features), []
+        for precision in grid:
+            posterior.prior_precision = precision
+            variance = logit_variance(posterior, layer, structure=structure)(features)
+            losses.append(float(F.cross_entropy(probit(logits, variance), labels)))
+        posterior.prior_precision = grid[losses.index(min(losses))]
+    return LaplaceHead(featured, logit_variance(posterior, layer, structure=structure))
+
+
+def fit_posterior(layer: nn.Linear, features: Tensor, labels: Tensor, *, structure: str) -> Any:
+    """Return laplace-torch's posterior of a linear layer, its prior by the marginal likelihood."""
+    # Identity: the library looks for the last of several layers
+    head = nn.Sequential(nn.Identity(), copy.deepcopy(layer)).eval()
+    loader = DataLoader(TensorDataset(features, labels), batch_size=BATCH)
+    with _quiet():
+        try:
+            from laplace import Laplace
+        except ImportError as error:
+            raise missing("laplace-torch") from error
+        curvature = {}  # the library's own
+        if structure == "kron":
+            curvature = {"backend": _linear_curvature(layer.bias is not None)}
+        posterior = Laplace(
+            head,
+            "classification",
+            subset_of_weights="last_layer",
+            hessian_structure=structure,
+            **curvature,
+        )
+        with torch.enable_grad():
+            posterior.fit(loader)
+            posterior.optimize_prior_precision(
+                pred_type="glm", method="marglik", link_approx="probit"
+            )
+    return posterior
+
+
+def _linear_curvature(bias: bool) -> Any:
+    """Return the library's curvature with the Kronecker factors of a linear layer by formula.
+
+    A = mean of phi phi^T, B = sum of diag(p) - p p^T. The library back-propagates once a class.
+    """
+    from laplace.curvature import CurvlinopsGGN
+    from laplace.utils import Kron
+
+    class LinearCurvature(CurvlinopsGGN):
+        @torch.no_grad()
+        def kron(self, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, Any]:
+            logits = self.model(x)
+            p = logits.softmax(-1)
+            b = p.sum(0).diag() - p.T @ p
+            factors: list[Any] = [[b, x.T @ x / N]]
+            if bias:
+                factors.append([b])
+            return self.lossfunc(logits, y), Kron(factors)
+
+    return LinearCurvature
+
+
+def _refuse_too_large(layer: nn.Linear, structure: str) -> None:
+    """Stop before the library asks for more memory than there is."""
+    parameters = sum(parameter.numel() for parameter in layer.parameters())
+    formed = {"full": parameters, "diag": BATCH * layer.out_features}
+    if structure in formed and formed[structure] * parameters > MOST_NUMBERS:
+        raise ValueError(
+            f"structure={structure!r} forms {formed[structure]:,} x {parameters:,} numbers for "
+            f"{layer.out_features:,} classes of {layer.in_features:,} features. "
+            'Use structure="kron".'
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide two warnings of the library that say nothing about this use of it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.script.*")
+        warnings.filterwarnings("ignore", message="By default `link_approx`")
+        yield

@@ -1,0 +1,255 @@
+"""Load an exported folder and run it with ONNX Runtime: pictures, texts or arrays to answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._records import read_steady
+from ..errors import DataError, FormatError, MissingDependencyError
+from ..registry import unknown_name
+from .answers import Answer
+from .contract import Contract, read_contract
+from .images import Pictures
+from .texts import Texts
+
+
+def load(
+    folder: Any,
+    *,
+    program: str | None = None,
+    threads: int | None = None,
+    providers: Sequence[str] = ("CPUExecutionProvider",),
+) -> ExportedEnsemble:
+    """Load a folder that `ensemble.export` wrote; every file that is read is checked first.
+
+    Args:
+        folder: The exported folder.
+        program: `"onnx"`, or `"int8"` where it was exported too; by default the first there is.
+        threads: Threads of ONNX Runtime; None lets it take the machine's cores.
+        providers: ONNX Runtime's execution providers, the preferred one first.
+
+    Raises:
+        FormatError: The folder is incomplete, damaged, newer than this library, or not ours.
+    """
+    return read_steady(
+        Path(folder),
+        lambda: ExportedEnsemble(
+            read_contract(folder), program=program, threads=threads, providers=providers
+        ),
+    )
+
+
+class ExportedEnsemble:
+    """An exported ensemble: the same answers as the ensemble's own, without torch.
+
+    Any number of threads may call `predict`. Made by `load`.
+
+    Attributes:
+        contract: What goes in and what comes out.
+        program: Which program runs: `onnx` or `int8`.
+    """
+
+    def __init__(
+        self,
+        contract: Contract,
+        *,
+        program: str | None = None,
+        threads: int | None = None,
+        providers: Sequence[str] = ("CPUExecutionProvider",),
+    ) -> None:
+        self.contract = contract
+        here = [kind for kind in ("onnx", "int8") if kind in contract.programs]
+        if not here:
+            raise FormatError(
+                f"{contract.folder} holds no ONNX program, only {', '.join(contract.programs)}. "
+                'Export it with formats=["onnx"].'
+            )
+        self.program = here[0] if program is None else program
+        if self.program not in here:
+            raise unknown_name("program", self.program, here)
+        self._session = _session(contract, contract.programs[self.program], threads, providers)
+        self._check_ports()
+        self._prepare = _preparation(contract)
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Names of the classes by number, or None."""
+        return self.contract.class_names
+
+    @property
+    def task(self) -> str:
+        """What the model does, such as `image-classification`."""
+        return self.contract.task
+
+    def predict(self, inputs: Any, *, batch_size: int = 32) -> Answer:
+        """Answer for pictures, texts or arrays.
+
+        Args:
+            inputs: Pictures (PIL, paths, or pixels `[H, W, 3]` of uint8) or texts, one or a list
+                of them, by the exported preprocessing; or prepared arrays: a mapping of input names
+                to arrays, or one array for a model with one input.
+            batch_size: So many examples run at once.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: expected at least 1.")
+        parts = [self.run(arrays) for arrays in self._batches(inputs, batch_size)]
+        whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return Answer.of(whole, self.class_names)
+
+    def prepare(self, items: Sequence[Any]) -> dict[str, np.ndarray]:
+        """Turn pictures or texts into the program's inputs, by the exported preprocessing."""
+        if not items:
+            raise DataError("There is nothing to predict: give at least one example.")
+        if self._prepare is None:
+            raise DataError(
+                "This folder was exported without preprocessing: give arrays named "
+                f"{', '.join(port['name'] for port in self.contract.inputs)}, or export it again "
+                "from an ensemble that has a transform or a tokenizer."
+            )
+        made = self._prepare(items)
+        return made if isinstance(made, dict) else {self.contract.inputs[0]["name"]: made}
+
+    def run(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Run the program once on prepared arrays; return its outputs by name."""
+        checked = self._checked(arrays)
+        names = [port["name"] for port in self.contract.outputs]
+        try:
+            outputs = self._session.run(names, checked)
+        except Exception as error:  # ONNX Runtime has its own kinds of errors, all plain
+            shapes = {name: list(array.shape) for name, array in checked.items()}
+            raise DataError(
+                f"The program failed on inputs of shapes {shapes}: {str(error)[:300]}"
+            ) from error
+        return dict(zip(names, outputs, strict=True))
+
+    def _batches(self, inputs: Any, batch_size: int) -> Iterator[dict[str, Any]]:
+        if self.task == "token-classification":
+            batch_size = 2**31  # batches of texts have as many tokens as their longest: no two fit
+        if _is_raw(inputs):
+            items = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
+            for start in range(0, max(1, len(items)), batch_size):
+                yield self.prepare(items[start : start + batch_size])
+            return
+        ports = self.contract.inputs
+        if not isinstance(inputs, Mapping):
+            if len(ports) > 1:
+                raise DataError(
+                    f"This model takes {len(ports)} inputs: give a mapping of "
+                    f"{', '.join(port['name'] for port in ports)} to arrays."
+                )
+            inputs = {ports[0]["name"]: inputs}
+        checked = self._checked(inputs)
+        count = len(next(iter(checked.values())))
+        for start in range(0, count, batch_size):
+            yield {name: array[start : start + batch_size] for name, array in checked.items()}
+
+    def _checked(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Return the arrays in the program's types, or raise when they do not fit the contract."""
+        ports = {port["name"]: port for port in self.contract.inputs}
+        if arrays.keys() != ports.keys():
+            raise DataError(
+                f"Found the inputs {', '.join(map(str, arrays))}; this model takes exactly "
+                f"{', '.join(ports)}."
+            )
+        free: dict[str, int] = {}
+        limits = self.contract.data["limits"]
+        checked = {}
+        for name, port in ports.items():
+            array = _array(name, arrays[name], port["dtype"])
+            expected = port["shape"]
+            if array.ndim != len(expected):
+                raise DataError(f"{name} has shape {list(array.shape)}; expected {expected}.")
+            for size, wanted in zip(array.shape, expected, strict=True):
+                wanted = free.setdefault(wanted, size) if isinstance(wanted, str) else wanted
+                if size != wanted:
+                    raise DataError(f"{name} has shape {list(array.shape)}; expected {expected}.")
+            if not array.size:
+                raise DataError(f"There is nothing to predict: {name} is empty.")
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise DataError(f"{name} holds NaN or infinite values. Leave those examples out.")
+            checked[name] = array
+        for size, most in limits.items():
+            if free.get(size, 0) > most:
+                raise DataError(f"{free[size]} {size} are more than {most}, which the model takes.")
+        return checked
+
+    def _check_ports(self) -> None:
+        found = {port.name for port in self._session.get_inputs()}
+        made = {port.name for port in self._session.get_outputs()}
+        wanted = {port["name"] for port in self.contract.inputs}
+        if found != wanted or not {port["name"] for port in self.contract.outputs} <= made:
+            raise FormatError(
+                f"The program in {self.contract.folder} takes {sorted(found)} and gives "
+                f"{sorted(made)}, which its contract does not say. Export the ensemble again."
+            )
+
+    def __repr__(self) -> str:
+        data = self.contract.data
+        return (
+            f"ExportedEnsemble({data['host']}, {data['task']}, members={data['members']}, "
+            f"classes={data['classes']}, program={self.program!r})"
+        )
+
+
+def _session(contract: Contract, name: str, threads: int | None, providers: Sequence[str]) -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Exported ensembles need onnxruntime: pip install 'hydra-ensembles[runtime]'."
+        ) from error
+    path = contract.file(name)
+    for other in contract.data["files"]:  # weights beside a large program, read along with it
+        if other.startswith(f"{name}."):
+            contract.file(other)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=list(providers))
+    except Exception as error:  # ONNX Runtime has its own kinds of errors, all plain
+        raise FormatError(f"Cannot load {path}: {str(error)[:300]}") from error
+
+
+def _preparation(contract: Contract) -> Any:
+    settings = contract.data["preprocessing"]
+    if settings is None:
+        return None
+    if settings["kind"] == "image":
+        return Pictures.from_contract(settings)
+    try:
+        content = contract.file(settings["file"]).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise FormatError(f"Cannot read the tokenizer in {contract.folder}: {error}.") from error
+    return Texts(content, settings, [port["name"] for port in contract.inputs])
+
+
+def _is_raw(inputs: Any) -> bool:
+    """Tell whether inputs are pictures, paths or texts, one or a list of them."""
+    if isinstance(inputs, (list, tuple)):
+        return not inputs or all(_is_one(item) for item in inputs)
+    return _is_one(inputs)
+
+
+def _is_one(item: Any) -> bool:
+    pixels = isinstance(item, np.ndarray) and item.dtype == np.uint8 and item.ndim in (2, 3)
+    picture = hasattr(item, "convert") and hasattr(item, "getbands")  # PIL's
+    return pixels or picture or isinstance(item, (str, os.PathLike))
+
+
+def _array(name: str, value: Any, dtype: str) -> np.ndarray:
+    """Return a value as an array of a type, or raise when its kind is another one."""
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise DataError(f"{name} is no array: {error}.") from error
+    kinds = {"float32": "f", "int64": "iu", "int32": "iu", "bool": "b"}[dtype]
+    if array.dtype.kind not in kinds + ("iu" if dtype == "float32" else ""):
+        raise DataError(f"{name} is of type {array.dtype}; expected {dtype}.")
+    return np.ascontiguousarray(array, dtype=dtype)

@@ -1,0 +1,183 @@
+"""The layers of a HeadMap search, bottom to top: passes, harms, what is fixed below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data.progress import Progress
+from ..errors import DataError
+from ..heads.head_mask import HeadMask, HeadScores
+from ..hosts import HostModel
+from .objectives import Objective, effect
+from .search_state import SearchState
+from .trunk_cache import Outputs, Prefix
+
+
+class LayerSearch:
+    """Scores the heads of one layer after another above a cached prefix."""
+
+    def __init__(
+        self,
+        host: HostModel,
+        sets: Mapping[str, Any],
+        goals: list[Objective],
+        condition: str,
+        counts: Sequence[int],
+        layers: list[int],
+        cache_bytes: int,
+        baselines: bool,
+    ) -> None:
+        self.host, self.sets, self.goals = host, sets, goals
+        self.condition, self.counts, self.layers = condition, counts, layers
+        self.cache_bytes, self.baselines = cache_bytes, baselines
+
+    def run(self, state: SearchState, progress: bool) -> list[dict[str, Any]]:
+        """Search the layers that are not done yet."""
+        depth = len(self.host)
+        if len(state.steps) == depth:
+            return state.steps
+        labelled = [name for name in self.sets if name in ("id", "shift")]
+        prefix = Prefix(self.host, self.sets, cache_bytes=self.cache_bytes, labelled=labelled)
+        rows = [self._below(step, layer) for layer, step in enumerate(state.steps)]
+        base = self._climb(prefix, rows)
+        remaining = [layer for layer in self.layers if layer >= prefix.layer]
+        work = sum((self.host.head_counts[i] + self.baselines) * (depth - i) for i in remaining)
+        work *= prefix.batches
+        with Progress("circuit", work, enabled=progress, unit="block runs") as bar:
+            while True:
+                runs = self._pass(prefix, base, bar.update)
+                step = self._step(prefix.layer, runs)
+                state.add(step)
+                if prefix.layer == depth - 1:
+                    return state.steps
+                row = self._below(step, prefix.layer)
+                place = _known(row)
+                base = None if place is None else runs[place]
+                prefix.advance(row)
+
+    def _climb(self, prefix: Prefix, rows: Sequence[Tensor]) -> Outputs | None:
+        """Advance to where a search stopped; repeat the pass that gave its next baseline.
+
+        The pass has the same shape, so that the baseline has the same bits.
+        """
+        source = self._source(rows) if self.baselines else None
+        base = None
+        for layer, row in enumerate(rows):
+            if source is not None and source[0] == layer:
+                empty = None if self._source(rows[:layer]) is None else Outputs({}, {})
+                base = self._pass(prefix, empty, lambda _: None)[source[1]]
+            prefix.advance(row)
+        return base
+
+    def _source(self, rows: Sequence[Tensor]) -> tuple[int, int] | None:
+        """Return the layer and candidate whose pass ran the baseline above `rows`; None for none.
+
+        Passes run a layer as it is, and with one head off. If at most one head is off below the
+        next layer, its baseline is known and need not be run.
+        """
+        source: tuple[int, int] | None = None
+        for layer, row in enumerate(rows):
+            place = _known(row)
+            if place != 0:
+                source = None if place is None else (layer, place)
+            elif source is None and layer in self.layers:
+                source = (layer, 0)
+        return source
+
+    def _below(self, step: Mapping[str, Any], layer: int) -> Tensor:
+        """Return the gates of a finished layer while later ones are scored."""
+        selected = torch.tensor(step["selected"], dtype=torch.bool)
+        if self.condition == "none" or layer not in self.layers:
+            return torch.ones_like(selected)
+        return ~selected if self.condition == "knockout" else selected
+
+    def _pass(self, prefix: Prefix, base: Outputs | None, tick: Any) -> list[Any]:
+        """Run a layer as it is, unless known, and with each head off by itself."""
+        layer = prefix.layer
+        if layer not in self.layers:
+            return [base]
+        if not self.baselines:
+            base = Outputs({}, {})  # never read
+        heads = self.host.head_counts[layer]
+        full = HeadMask.full(self.host)
+        masks = [full.with_layer(layer, torch.arange(heads) != head) for head in range(heads)]
+        if base is not None:
+            outputs = prefix.logits(masks, tick=tick)
+            return [base, *(outputs.candidate(head) for head in range(heads))]
+        outputs = prefix.logits([full, *masks], tick=tick)
+        return [outputs.candidate(place) for place in range(heads + 1)]
+
+    def _step(self, layer: int, runs: Sequence[Outputs]) -> dict[str, Any]:
+        """Rank the heads of a layer by their harm."""
+        if layer not in self.layers:
+            heads = self.host.head_counts[layer]
+            return {
+                "selected": [True] * heads,
+                "effect": [0.0] * heads,
+                "standard_error": [0.0] * heads,
+                "baseline": 0.0,
+            }
+        if not self.baselines:
+            return {"selected": self._kept(layer, self._values(runs[1:])).tolist()}
+        harms, errors = self._effects(runs[0], runs[1:])
+        return {
+            "selected": self._kept(layer, harms).tolist(),
+            "effect": harms.tolist(),
+            "standard_error": errors.tolist(),
+            "baseline": sum(goal.value(runs[0]) for goal in self.goals),
+        }
+
+    def _kept(self, layer: int, harms: Tensor) -> Tensor:
+        return HeadScores([harms]).top_k([self.counts[layer]])[0]
+
+    def _values(self, changed: Sequence[Outputs]) -> Tensor:
+        """Return the objective without each head: its harm, up to a constant of the layer."""
+        tables = [
+            torch.tensor([goal.value(one) for one in changed], dtype=torch.float64)
+            for goal in self.goals
+        ]
+        for goal, table in zip(self.goals, tables, strict=True):
+            _check(goal, table)
+        return tables[0] if len(tables) == 1 else average_harm(tables)
+
+    def _effects(self, base: Outputs, changed: Sequence[Outputs]) -> tuple[Tensor, Tensor]:
+        tables, spreads = [], []
+        for goal in self.goals:
+            pairs = torch.tensor([effect(goal, c, base) for c in changed], dtype=torch.float64)
+            _check(goal, pairs[:, 0])
+            tables.append(pairs[:, 0])
+            spreads.append(pairs[:, 1])
+        if len(self.goals) == 1:
+            return tables[0], spreads[0]
+        return average_harm(tables), average_error(tables, spreads)
+
+
+def _check(goal: Objective, values: Tensor) -> None:
+    if not bool(values.isfinite().all()):
+        raise DataError(f"The objective {goal.name!r} gave {values.tolist()}: not finite.")
+
+
+def _known(row: Tensor) -> int | None:
+    """Return which run of a layer's pass has these heads on: 0 for all, 1 + h without head h."""
+    off = (~row).nonzero().flatten().tolist()
+    return None if len(off) > 1 else 1 + off[0] if off else 0
+
+
+def average_harm(tables: Sequence[Tensor]) -> Tensor:
+    """Return the mean over objectives of a layer's z-scored harms, [heads]."""
+    return torch.stack([(t - t.mean()) / _spread(t) for t in tables]).mean(0)
+
+
+def average_error(tables: Sequence[Tensor], errors: Sequence[Tensor]) -> Tensor:
+    """Return the standard error of `average_harm`, as if objectives were independent."""
+    scaled = [(e / _spread(t)) ** 2 for t, e in zip(tables, errors, strict=True)]
+    return torch.stack(scaled).sum(0).sqrt() / len(tables)
+
+
+def _spread(table: Tensor) -> Tensor:
+    spread = table.std(correction=0)
+    return spread if spread > 0 else torch.ones_like(spread)

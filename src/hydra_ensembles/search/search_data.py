@@ -1,0 +1,106 @@
+"""The data sets of a search: in-distribution data, outliers, proxies and shifts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..data.batches import images_of, with_images
+from ..data.corruptions import corrupt
+from ..data.loaders import Mapped, as_data, check_reiterable
+from ..data.proxies import ImageContext, make_proxies
+from ..data.proxies.base import spread
+from ..errors import DataError
+
+PROXY = "ood/proxy-"
+
+
+def outlier_sets(
+    id: Any, ood: Any, *, proxies: bool | Sequence[str] = False, seed: int = 0
+) -> dict[str, Any]:
+    """Return outlier data by name: given families, and proxies made from the ID data.
+
+    Args:
+        id: In-distribution data.
+        ood: Data, a dict of data by family, `"auto"` (proxies only) or None.
+        proxies: Whether to add proxies to given families too: all suitable kinds, or those named.
+    """
+    outliers: dict[str, Any] = {}
+    if isinstance(ood, str) and ood != "auto":
+        raise DataError(f'ood={ood!r}: expected data, a dict of data by family, or "auto".')
+    if isinstance(ood, Mapping) and not _is_batch(ood):
+        outliers = {f"ood/{name}": as_data(data) for name, data in ood.items()}
+    elif ood is not None and not isinstance(ood, str):
+        outliers = {"ood/given": as_data(ood)}
+    if proxies or ood == "auto":
+        kinds = list(proxies) if isinstance(proxies, (list, tuple)) else "auto"
+        proxy_sets = make_proxies(id, kinds, seed=seed)
+        outliers.update({f"{PROXY}{name}": data for name, data in proxy_sets.items()})
+    return outliers
+
+
+def _is_batch(value: Mapping[str, Any]) -> bool:
+    """Return whether a mapping is a batch (of tensors), not data by family."""
+    return all(hasattr(inner, "dtype") for inner in value.values())
+
+
+def search_sets(
+    id: Any, *, ood: Any, shift: Any, needs: Iterable[str], average: bool = False
+) -> dict[str, Any]:
+    """Return all data of a search by name."""
+    known = as_data(id)
+    sets: dict[str, Any] = {"id": known}
+    needs = set(needs)
+    if ood is None and ("ood" in needs or average):
+        ood = "auto"
+    sets.update(outlier_sets(known, ood))
+    if shift is not None:
+        sets["shift"] = as_data(shift)
+    elif "shift" in needs:
+        sets["shift"] = shifted(known)
+    return sets
+
+
+def shifted(data: Any, *, seed: int = 0) -> Any:
+    """Corrupt labelled data mildly: noise of severity 3 on images, 15 % of the tokens replaced."""
+    first = next(iter(check_reiterable(data)))
+    if images_of(first) is not None:
+        bank = images_of(spread(data, 64, seed))
+        assert bank is not None
+        context = ImageContext.of(bank.cpu(), None, None)
+
+        def noise(batch: Any, generator: torch.Generator) -> Any:
+            images = images_of(batch)
+            assert images is not None
+            pixels = corrupt(
+                context.to_pixels(images), "gaussian_noise", severity=3, generator=generator
+            )
+            return with_images(batch, context.from_pixels(pixels, images))
+
+        return _seeded(data, noise, seed)
+    if isinstance(first, Mapping) and "input_ids" in first:
+        return _seeded(data, _exchange_tokens, seed)
+    raise DataError("nll-shift needs data under a corruption here: pass shift=.")
+
+
+def _exchange_tokens(batch: Any, generator: torch.Generator) -> Any:
+    """Replace 15 % of the tokens by others of the batch, except first tokens and padding."""
+    ids = batch["input_ids"]
+    real = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    real = real & (torch.arange(ids.shape[1], device=ids.device) > 0)
+    pool = ids[real]
+    if not len(pool):
+        return batch
+    hit = (torch.rand(ids.shape, generator=generator) < 0.15).to(ids.device) & real
+    pick = torch.randint(len(pool), ids.shape, generator=generator).to(ids.device)
+    return {**batch, "input_ids": torch.where(hit, pool[pick], ids)}
+
+
+def _seeded(data: Any, function: Callable[[Any, torch.Generator], Any], seed: int) -> Mapped:
+    def start() -> Callable[[Any], Any]:
+        generator = torch.Generator().manual_seed(seed)
+        return lambda batch: function(batch, generator)
+
+    return Mapped(data, start)

@@ -1,0 +1,263 @@
+"""Cached prefixes: the hidden states that enter a layer, and the logits of any masks above it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data import processes
+from ..data.batches import check_inputs, check_labels, split_batch
+from ..data.eval_mode import evaluating
+from ..data.loaders import check_reiterable
+from ..data.processes import in_order, own_batches, own_numbers
+from ..errors import DataError
+from ..heads.head_mask import HeadMask
+from ..hosts import HostModel
+from .candidate_runs import Tick, candidate_logits
+from .candidate_streams import Call, Engine, Replacement
+from .search_state import TensorStore
+
+CACHE_BYTES = 4 * 2**30
+Rows = Sequence[Tensor]
+
+
+@dataclass
+class Outputs:
+    """Logits of candidates on several data sets.
+
+    Attributes:
+        logits: By data set, [example, candidate, class], float32 on the CPU.
+        labels: By data set that has them, [example].
+    """
+
+    logits: dict[str, Tensor]
+    labels: dict[str, Tensor]
+
+    def candidate(self, index: int) -> Outputs:
+        """Return one candidate, as an ensemble of one member."""
+        return Outputs({k: v[:, index : index + 1] for k, v in self.logits.items()}, self.labels)
+
+    def members(self, indices: Sequence[int]) -> Outputs:
+        """Return some candidates, as the members of an ensemble."""
+        return Outputs({k: v[:, list(indices)] for k, v in self.logits.items()}, self.labels)
+
+    def examples(self, rows: Mapping[str, Tensor]) -> Outputs:
+        """Return some examples of every data set that `rows` names."""
+        return Outputs(
+            {name: self.logits[name][index] for name, index in rows.items()},
+            {name: self.labels[name][index] for name, index in rows.items() if name in self.labels},
+        )
+
+
+class Prefix:
+    """Hidden states entering a layer, for every batch of some data sets, under one mask below.
+
+    Args:
+        host: The host model.
+        data: Data sets by name; each any re-iterable of batches.
+        cache_bytes: Memory for hidden states; batches beyond it are recomputed from their inputs.
+        labelled: Names of the data sets that must have labels.
+        streams: How many candidates are folded into one call.
+    """
+
+    def __init__(
+        self,
+        host: HostModel,
+        data: Mapping[str, Any],
+        *,
+        cache_bytes: int = CACHE_BYTES,
+        labelled: Sequence[str] = ("id",),
+        streams: int = 16,
+    ) -> None:
+        self.host = host
+        self.data = dict(data)
+        self.engine = Engine(host, streams=streams)
+        self.layer = 0
+        self.rows: list[Tensor] = []
+        self.cache_bytes = cache_bytes
+        self.labels: dict[str, Tensor] = {}
+        self._cache: dict[tuple[str, int], tuple[Tensor, Call]] = {}
+        self._used = 0
+        self._sizes: dict[str, list[int]] = {}
+        self._read(labelled)
+
+    def _read(self, labelled: Sequence[str]) -> None:
+        """Pass over all data once: embed it, keep what fits.
+
+        Several processes share the batches: each keeps the states of its own.
+        """
+        with evaluating(self.host.model):
+            for name, batches in self.data.items():
+                check_reiterable(batches, name=name)
+                labels, sizes = [], []
+                for found in in_order(batches, partial(self._enter, name, labelled), name=name):
+                    sizes.append(int(found["size"]))
+                    if "labels" in found:
+                        labels.append(found["labels"])
+                if not sizes:
+                    raise DataError(f"The data set {name!r} is empty: it gave no batch.")
+                self._sizes[name] = sizes
+                if labels:
+                    self.labels[name] = torch.cat(labels)
+
+    def _enter(
+        self, name: str, labelled: Sequence[str], index: int, batch: Any
+    ) -> dict[str, Tensor]:
+        """Embed one batch; return its size and its labels, where they are needed."""
+        where = f"batch {index} of the data set {name!r}"
+        check_inputs(batch, where)
+        x, call = self.engine.enter(batch)
+        found = split_batch(batch)[2]
+        if found is None and name in labelled:
+            raise DataError(
+                f"Batch {index} of the data set {name!r} has no labels: the search needs them. "
+                "Give (inputs, labels) or a mapping with 'labels'."
+            )
+        self._keep((name, index), x, call)
+        size = {"size": torch.tensor(call.batch)}
+        if found is None or name not in labelled:
+            return size
+        return {**size, "labels": check_labels(found, where)}
+
+    def _keep(self, key: tuple[str, int], x: Tensor, call: Call) -> None:
+        size = x.numel() * x.element_size() + call.bytes()
+        if key in self._cache:
+            self._cache[key] = (x, call)
+        elif self._used + size <= self.cache_bytes:
+            self._used += size
+            self._cache[key] = (x, call)
+
+    @property
+    def batches(self) -> int:
+        """Number of batches of all data sets."""
+        return sum(len(sizes) for sizes in self._sizes.values())
+
+    @property
+    def examples(self) -> dict[str, int]:
+        """Number of examples by data set."""
+        return {name: sum(sizes) for name, sizes in self._sizes.items()}
+
+    @property
+    def cached(self) -> int:
+        """Number of batches whose states are kept."""
+        return len(self._cache)
+
+    def over(
+        self, name: str, work: Callable[[int, Tensor, Call], dict[str, Tensor]]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield `work(index, states, call)` of all batches of a data set, in their order.
+
+        Several processes share the work; all of them get all results.
+        """
+        states = self._own_states(name)
+
+        def next_one(index: int, _: Any) -> dict[str, Tensor]:
+            one = next(states, None)
+            if one is None:
+                raise self._changed(name, index)
+            return work(*one)
+
+        numbers = list(range(len(self._sizes[name])))
+        return in_order(numbers, next_one, name=f"states of {name}", ahead=1)
+
+    def _own_states(self, name: str) -> Iterator[tuple[int, Tensor, Call]]:
+        """Yield the states that enter the current layer; what is not kept is recomputed."""
+        numbers = own_numbers(len(self._sizes[name]))
+        if all((name, index) in self._cache for index in numbers):
+            for index in numbers:
+                yield index, *self._cache[name, index]
+            return
+        for index, batch in own_batches(self.data[name]):
+            if (name, index) in self._cache:
+                yield index, *self._cache[name, index]
+                continue
+            x, call = self.engine.enter(batch)
+            self._check_same(name, index, batch, call)
+            for layer, row in enumerate(self.rows):
+                x = self.engine.step(layer, x, call, [(0, row)])
+            yield index, x, call
+
+    def _check_same(self, name: str, index: int, batch: Any, call: Call) -> None:
+        sizes = self._sizes[name]
+        same = index < len(sizes) and sizes[index] == call.batch
+        if same and name in self.labels:
+            start = sum(sizes[:index])
+            found = split_batch(batch)[2]
+            before = self.labels[name][start : start + call.batch]
+            same = found is not None and torch.equal(found.long().cpu(), before)
+        if not same:
+            raise self._changed(name, index)
+
+    def _changed(self, name: str, index: int) -> DataError:
+        return DataError(
+            f"The data set {name!r} gave other examples at a second reading (batch {index}). "
+            "Give it in a fixed order (shuffle=False), or raise cache_bytes so that one "
+            "reading is enough."
+        )
+
+    def advance(self, row: Tensor, *, tick: Tick | None = None) -> None:
+        """Move up one layer, with these of its heads kept [heads]."""
+        with evaluating(self.host.model):
+            for (name, index), (x, call) in list(self._cache.items()):
+                self._cache[name, index] = (
+                    self.engine.step(self.layer, x, call, [(0, row)]),
+                    call,
+                )
+                if tick is not None:
+                    tick(processes.size())
+        self.rows.append(row.clone())
+        self.layer += 1
+
+    def logits(
+        self,
+        masks: Sequence[HeadMask | Rows],
+        *,
+        replacement: Callable[[str, int, Call], Replacement] | None = None,
+        tick: Tick | None = None,
+        store: TensorStore | None = None,
+        sets: Collection[str] | None = None,
+    ) -> Outputs:
+        """Return the logits of the host under every mask; only rows from the current layer count.
+
+        Args:
+            masks: Masks, or gates by layer.
+            replacement: What replaces heads of the *current* layer that are off (default: zero).
+            tick: Called with the number of finished block runs.
+            store: Keeps the logits of every batch for a stopped search; of one list of masks only.
+            sets: Names of the data sets to run; all by default.
+        """
+        above = [[row.float() for row in mask][self.layer :] for mask in masks]
+        chosen = [name for name in self.data if sets is None or name in sets]
+        found: dict[str, list[Tensor]] = {}
+
+        def run(name: str, index: int, x: Tensor, call: Call) -> dict[str, Tensor]:
+            key = self._span(name, index)
+            known = None if store is None else store.get(key)
+            if known is None:
+                edit = None if replacement is None else replacement(name, index, call)
+                logits = candidate_logits(self.engine, self.layer, x, call, above, edit, tick)
+                known = logits.float().cpu()
+                if store is not None:
+                    store.put(key, known)
+            elif tick is not None:
+                tick(len(masks) * (len(self.host) - self.layer) * processes.size())
+            return {"logits": known}
+
+        with evaluating(self.host.model):
+            for name in chosen:
+                found[name] = [one["logits"] for one in self.over(name, partial(run, name))]
+        labels = {name: self.labels[name] for name in chosen if name in self.labels}
+        for name, values in labels.items():
+            check_labels(values, f"the data set {name!r}", classes=found[name][0].shape[-1])
+        return Outputs({name: torch.cat(parts) for name, parts in found.items()}, labels)
+
+    def _span(self, name: str, index: int) -> str:
+        """Name a batch by its data set and examples, whatever the size of batches is."""
+        sizes = self._sizes[name]
+        start = sum(sizes[:index])
+        return f"{list(self.data).index(name)}-{start}-{start + sizes[index]}"

@@ -1,0 +1,437 @@
+"""`distill`: one teacher per member, into one fused model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._records import SEAL, check_same_run, model_fingerprint, read_sealed, sealed, write_whole
+from ..costs.budget import budgeted_masks, counter_of, fit_budget
+from ..costs.formula import cost
+from ..criteria import Criterion, score_heads
+from ..data import processes
+from ..data.batches import batch_length, labels_of, take
+from ..data.class_names import check_class_order
+from ..data.eval_mode import evaluating
+from ..data.loaders import as_data, check_reiterable, count
+from ..data.memory import in_plain_words
+from ..data.model_runs import check_data, collect_logits, member_logits
+from ..data.splits import fingerprint, split
+from ..errors import DataError, HydraError, MaskError
+from ..fusion.ensemble import HydraEnsemble
+from ..fusion.fuse_members import fuse
+from ..heads.head_mask import HeadMask
+from ..hosts import HostModel, host_model
+from ..uncertainty.temperatures import find_temperature
+from .accelerator import accelerator
+from .branch_run import BranchRun
+from .loop import StepInfo
+from .sample_order import Stream, generator, keys_of
+from .settings import DISTILL, Settings
+from .teacher_answers import TeacherLogits, assign
+from .teachers import Teacher, read_teachers
+from .trunk_cache import CachedTrunk, untied
+from .views import DistillationData
+
+RUN_FILE = "distill.json"
+"""File in the run's folder that records what the run is made of."""
+
+HELD_OUT = 0.1
+KNOWN = 100
+"""Fewest validation examples to fit novelty on; with fewer, the training data is used."""
+
+
+@in_plain_words()
+@processes.holds("folder")
+def distill(
+    model: nn.Module | HostModel,
+    teachers: Any,
+    data: Any,
+    *,
+    members: int = 3,
+    max_cost: float = 1.07,
+    masks: Sequence[HeadMask] | None = None,
+    branch_layer: int | None = None,
+    criterion: str | Criterion = "magnitude",
+    at_most: float = 0.5,
+    own_mlps: bool = False,
+    ood: Any = "auto",
+    validation: Any = None,
+    settings: Settings = DISTILL,
+    epochs: int | None = None,
+    learning_rate: float | None = None,
+    seed: int = 0,
+    calibrate: bool = True,
+    novelty: bool = True,
+    folder: str | Path | None = None,
+    cache_bytes: int = 2 * 2**30,
+    save_every: int = 200,
+    progress: bool = True,
+    on_step: Callable[[StepInfo], None] | None = None,
+) -> HydraEnsemble:
+    """Distil teachers into one fused model: member m learns teacher m's own probabilities.
+
+    Members that share one loss, or learn the mean of an ensemble, agree almost everywhere. Here
+    each member has its own teacher and its own loss,
+
+        L = sum_m E_x [-sum_c q_m(c | x) log p_m(c | x)],
+
+    never only that of the mean (Tran et al., 2020, arXiv 2001.04694; arXiv 2301.11323;
+    `Settings.joint` adds a share of it). The loss runs over lightly augmented data, and over
+    variants of it whose label is destroyed, where teachers disagree most. Labels are not needed.
+
+    The teachers answer first, one after another, and their answers are saved in `folder`; then the
+    members train. A run that was stopped and is started again with the same arguments ends with
+    bit-identical weights. Under `torchrun` or `accelerate launch` the processes share each batch
+    (`Settings.parts`); call `distill` in all of them.
+
+    Args:
+        model: The host: the trunk and every member start from its weights. It is not changed.
+        teachers: One of these, or a list: a model; an ensemble (each of its members is a teacher);
+            a callable, called as the host is, that returns logits or probabilities (a resumed run
+            knows it by its place and name only); a table of
+            probabilities `[example, class]` in the data's order (a tensor, an array, a `.npy` or
+            `.safetensors` file); a path to a checkpoint of a `finetune` run of this model, or to a
+            folder of `save_pretrained`, which is opened when its turn comes. With as many teachers
+            as members, each member has one; with more, member m learns from the mean of teachers m,
+            m + M, m + 2 M, ... (one member: the mean of all); with fewer, from teacher m mod T.
+        data: Batches with or without labels, the same at each pass: a list of batches, a
+            `DataLoader` over a map-style data set or what `load_data` returns.
+        members: Number of members M. One gives a single student.
+        max_cost: Bound on counted multiply-adds relative to the plain host: it decides where
+            members branch and how many heads each keeps.
+        masks: The members' heads, instead of those that the budget and `criterion` choose.
+        branch_layer: The block at which members branch, instead of the one the budget chooses.
+        criterion: Scores the heads that members take turns to pick; all but `magnitude` and
+            `random` need labelled data.
+        at_most: Largest share of a branched block's heads that a member keeps, where the budget
+            would allow more.
+        own_mlps: Whether members also own the MLPs above the branch. They run one by one anyway, so
+            copies cost memory, not arithmetic.
+        ood: Unlabelled inputs on which to learn the teachers' answers: `"auto"` for variants of the
+            data whose label is destroyed; batches, or batches by family; or None.
+        validation: Labelled data for the temperature, and for each epoch's NLL when the best epoch
+            is kept (`Settings.keep`). By default a tenth of the data is held out if it has labels;
+            without labels nothing is calibrated.
+        settings: How to train; see `Settings`. Start from the defaults: `replace(DISTILL, ...)`.
+        epochs, learning_rate: Override the fields of `settings`.
+        seed: Determines the order, the views, dropout and what is held out.
+        calibrate: Fit a temperature on validation data.
+        novelty: Fit novelty (`fit_novelty_`), on the validation data if it has a hundred examples,
+            otherwise on the training data.
+        folder: Where answers and checkpoints go.
+        cache_bytes: Memory for outputs of a frozen trunk.
+        save_every: Steps between checkpoints.
+        progress: Show bars on a terminal.
+        on_step: Called after each step with a `StepInfo`.
+
+    Returns:
+        The ensemble in evaluation mode; `.record` says what was done.
+
+    Example:
+        >>> student = distill(model, [first, second, third], train, folder="runs/student")
+        >>> student.predict(batch).mutual_information
+    """
+    if members < 1:
+        raise ValueError(f"members={members}: expected 1 or more.")
+    settings = settings.updated(epochs, learning_rate)
+    if not settings.distill:
+        raise ValueError(
+            "distill is 0 in the settings, so no member would learn from its teacher. Start from "
+            "the defaults: replace(DISTILL, ...)."
+        )
+    host = host_model(model)
+    check_data(host.model, data)
+    check_class_order(host.model, data, seed=seed)
+    place = None if folder is None else Path(folder)
+    sources = read_teachers(teachers, host.model)
+    for name, given in {"data": data, "validation": validation, "ood": ood}.items():
+        if isinstance(given, Iterator):  # refused, by its own name
+            check_reiterable(given, name=name)
+    train, held_out = _parts(as_data(data), validation, seed)
+    if any(teacher.table is not None for teacher in sources):
+        # a table covers the data itself: no other view, no outliers
+        if validation is None and held_out is not None:
+            train, held_out = as_data(data), None
+        ood = None if isinstance(ood, str) and ood == "auto" else ood
+        if ood is not None:
+            raise DataError("A table of probabilities does not answer ood data: pass ood=None.")
+        settings = replace(settings, views=1)
+    if ood is None:
+        settings = replace(settings, outlier_weight=0.0)
+    settings.check_validation(held_out)
+    batch = _first_batch(train)
+    if settings.distill < 1:
+        check_labels(labels_of(batch), settings.distill)
+    chosen_masks = masks
+    if masks is None and members > 1:
+        chosen_masks = budgeted_masks(
+            counter_of(host, batch),
+            score_heads(host, train, criterion=criterion, progress=progress),
+            members=members,
+            max_cost=max_cost,
+            batch=batch,
+            branch_layer=branch_layer,
+            at_most=at_most,
+            untied=True,
+        )
+    start = _start(host, batch, members, max_cost, chosen_masks, branch_layer, own_mlps)
+    ratio = cost(start, batch).relative_to(cost(host.model, batch)).multiply_adds
+    if masks is None and ratio > max_cost + 1e-6:
+        raise MaskError(f"The members cost {ratio:.3f} x, more than max_cost={max_cost}.")
+    lessons = DistillationData(train, ood, settings, seed=seed)
+    if place is not None:
+        processes.on_first(lambda: _check_folder(place, lessons, sources, start, settings))
+    trained = CachedTrunk(start, cache_bytes, frozen=settings.trunk_rate == 0)
+    trunk_names = {n for n, p in trained.named_parameters() if not p.requires_grad}
+    if settings.trunk_rate:
+        trained.requires_grad_(True)
+    with evaluating(start):
+        classes = member_logits(start, batch).shape[-1]
+    with accelerator(settings.mixed_precision) as group:
+        answers = TeacherLogits(
+            sources,
+            lessons.sets.values(),
+            classes=classes,
+            folder=None if place is None else place / "answers",
+            progress=progress,
+        )
+        shares = assign(answers.teachers, members)
+        result = DistillRun(
+            model=trained,
+            stream=Stream(lessons.sets["data"].source, seed=seed, shuffle=settings.shuffle),
+            settings=settings,
+            seed=seed,
+            accelerator=group,
+            validation=held_out if settings.keep == "best" else None,
+            folder=place,
+            save_every=save_every,
+            progress=progress,
+            on_step=on_step,
+            action="distil",
+            outliers=lessons.outlier_cycle(),
+            lessons=lessons,
+            answers=answers,
+            shares=shares,
+            slow=frozenset(trunk_names),
+        ).train()
+    ensemble = trained.ensemble.eval()
+    ensemble.record = {
+        "made_by": "distill",
+        "settings": asdict(settings),
+        "seed": seed,
+        "teachers": [teacher.name for teacher in sources],
+        "shares": shares.tolist(),
+        "examples": {name: examples.count for name, examples in lessons.sets.items()},
+        "outliers": lessons.kinds,
+        "masks": [mask.tolist() for mask in ensemble.masks],
+        "cost": ratio,
+        "training": result.to_dict(),
+    }
+    if calibrate and held_out is not None:
+        logits, labels = collect_logits(ensemble, held_out, name="validation", need_labels=True)
+        assert labels is not None
+        fitted = find_temperature(logits, labels)
+        ensemble.temperature = fitted.temperature
+        ensemble.record["calibration"] = {"examples": len(labels), **asdict(fitted)}
+    if novelty:
+        enough = held_out is not None and count(held_out) >= KNOWN
+        ensemble.fit_novelty_(held_out if enough else train, progress=progress)
+    return ensemble
+
+
+def _first_batch(data: Any) -> Any:
+    """Return the first batch, after checking that a second pass over the data starts with it."""
+    first, again = next(iter(check_reiterable(data)), None), next(iter(data), None)
+    if first is None:
+        raise DataError("The data has no batches. Check the loader or the filter.")
+    if fingerprint([first]) != fingerprint([again]):
+        raise DataError(
+            "The data differs when it is read again (random augmentation or a shuffling loader?), "
+            "but the teachers' answers belong to fixed examples. Pass the data without either: "
+            "distill makes its own views."
+        )
+    return first
+
+
+def _parts(data: Any, validation: Any, seed: int) -> tuple[Any, Any]:
+    """Return training and validation data; by default a tenth of labelled data is held out."""
+    if validation is not None:
+        return data, as_data(validation)
+    first = next(iter(check_reiterable(data)), None)
+    labels = None if first is None else labels_of(first)
+    if labels is None or labels.is_floating_point():
+        return data, None
+    if not isinstance(data, (list, tuple)):
+        both = split(data, {"train": 1 - HELD_OUT, "held": HELD_OUT}, seed=seed)
+        return both["train"], both["held"]
+    kept, held_out = [], []  # split batch by batch: each keeps its own padding
+    for place, batch in enumerate(data):
+        order = torch.randperm(batch_length(batch), generator=generator("held", seed, place))
+        share = round(HELD_OUT * (place + 1) * len(order)) - round(HELD_OUT * place * len(order))
+        if 0 < share < len(order):
+            held_out.append(take(batch, order[:share].sort().values.tolist()))
+        kept.append(take(batch, order[share:].sort().values.tolist()))
+    return kept, held_out or None
+
+
+def _start(
+    host: HostModel,
+    batch: Any,
+    members: int,
+    max_cost: float,
+    masks: Sequence[HeadMask] | None,
+    branch_layer: int | None,
+    own_mlps: bool,
+) -> HydraEnsemble:
+    """Return the fused model that will be trained, its members untied."""
+    if masks is not None and len(masks) != members:
+        raise MaskError(f"{len(masks)} masks for {members} members: give one per member.")
+    if masks is None:  # a single student keeps all heads and trains the blocks three would own
+        masks = [HeadMask.full(host)]
+        if branch_layer is None:
+            option = fit_budget(host, members=3, max_cost=max_cost, batch=batch, untied=True)
+            branch_layer = option.branch_layer
+    if len(set(masks)) < members:
+        raise MaskError(
+            f"Only {len(set(masks))} of {members} members have heads of their own, and equal "
+            "members stay equal. Take fewer members, a lower branch_layer or a higher max_cost."
+        )
+    ensemble = fuse(host.model, masks, branch_layer=branch_layer)
+    if not ensemble.is_classifier:
+        raise HydraError(f"{host.name} gives no class logits: distill a classifier.")
+    return untied(ensemble, mlps=own_mlps and members > 1)
+
+
+def _check_folder(
+    folder: Path,
+    lessons: DistillationData,
+    teachers: Sequence[Teacher],
+    start: HydraEnsemble,
+    settings: Settings,
+) -> None:
+    """Write what the run is made of into its folder; raise if the folder holds another run."""
+    now = {
+        "settings": asdict(settings),
+        "seed": lessons.seed,
+        "teachers": [teacher.identify() for teacher in teachers],
+        "start": model_fingerprint(start),
+        "data": fingerprint(lessons.sets["data"].batches(0)),
+        "outliers": lessons.kinds
+        if lessons.made or "outliers" not in lessons.sets
+        else fingerprint(lessons.sets["outliers"].batches(0)),
+    }
+    path = folder / RUN_FILE
+    if path.exists():
+        advice = f"Delete {folder} to start again, or give another folder."
+        saved = read_sealed(path, "the record of a distillation", advice)
+        saved.pop(SEAL, None)
+        check_same_run(path, saved, now)
+    else:
+        write_whole(path, json.dumps(sealed(now), indent=1))
+
+
+@dataclass
+class DistillRun(BranchRun):
+    """A run in which every member has its own teacher."""
+
+    lessons: DistillationData = field(kw_only=True)
+    answers: TeacherLogits = field(kw_only=True)
+    shares: Tensor = field(kw_only=True)
+    slow: frozenset[str] = field(kw_only=True)
+
+    def _rate_of(self, name: str) -> float:
+        return self.settings.trunk_rate if name in self.slow else 1.0
+
+    def _remembered(self) -> Iterable[Any]:
+        sets = self.lessons.sets.values()
+        return chain.from_iterable(examples.numbered_views() for examples in sets)
+
+    def _data_loss(self, batch: Any) -> Tensor:
+        return self._taught("data", self.epoch, batch)
+
+    def _outlier_loss(self, batch: Any) -> Tensor:
+        assert self.outliers is not None
+        return self._taught("outliers", self.outliers.turn(self.step), batch)
+
+    def _taught(self, name: str, turn: int, batch: Any) -> Tensor:
+        """Return the members' mean loss against their teachers on a view of a batch."""
+        examples, samples = self.lessons.sets[name], batch["samples"]
+        view, temperature = turn % examples.views, self.settings.teacher_temperature
+        target = self.answers.rows(name, view, samples).to(self.accelerator.device)
+        target = (target / temperature).softmax(-1)  # [batch, teacher, class]
+        target = torch.einsum("mt,btc->bmc", self.shares.to(target), target)
+        shown = {**batch, "samples": examples.numbers(view, samples)}
+        if not self.model.knows(keys_of(shown)):
+            shown["batch"] = examples.view_of(view, batch)
+        logits = self.wrapped(shown).float()
+        return self._weighted(self._losses(name, target, logits, batch), shown).mean()
+
+    def _losses(self, name: str, target: Tensor, logits: Tensor, batch: Any) -> Tensor:
+        """Return each member's loss: its own, mixed with a `joint` share of the mean's."""
+        temperature, joint = self.settings.teacher_temperature, self.settings.joint
+        losses = self._cross_entropy(
+            name, target, (logits / temperature).log_softmax(-1), logits, batch
+        )
+        if not joint or logits.shape[1] == 1:  # one member is its own mean
+            return losses
+        mean_logits = log_mean(logits)[:, None]
+        mean = self._cross_entropy(
+            name,
+            target.mean(1, keepdim=True),
+            log_mean(logits / temperature)[:, None],
+            mean_logits,
+            batch,
+        )
+        return (1 - joint) * losses + joint * mean
+
+    def _cross_entropy(
+        self, name: str, target: Tensor, answer: Tensor, logits: Tensor, batch: Any
+    ) -> Tensor:
+        """Mix the loss of softened answers (log-probabilities) with that of the labels."""
+        losses = -(target * answer).sum(-1) * self.settings.teacher_temperature**2
+        share = self.settings.distill
+        if share == 1 or name != "data":
+            return losses
+        labels = check_labels(batch["labels"], share, logits.shape[-1])
+        labels = labels.to(logits.device).long()[:, None].expand(losses.shape)
+        hard = F.cross_entropy(
+            logits.transpose(1, 2),
+            labels,
+            reduction="none",
+            label_smoothing=self.settings.label_smoothing,
+        )
+        return share * losses + (1 - share) * hard
+
+
+def check_labels(labels: Tensor | None, share: float, classes: int | None = None) -> Tensor:
+    """Return labels that a loss can be mixed with, else raise."""
+    mixed = f"distill={share:g} makes {1 - share:.2g} of the target the label, but"
+    otherwise = "Fix the labels, or pass Settings(distill=1.0) to learn from the teachers only."
+    if labels is None:
+        raise DataError(f"{mixed} the data has no labels. {otherwise}")
+    if labels.is_floating_point() or labels.ndim != 1:
+        raise DataError(
+            f"{mixed} the labels are {labels.dtype} of shape {list(labels.shape)}; expected class "
+            f"numbers [batch]. {otherwise}"
+        )
+    if classes is not None and (labels.min() < 0 or labels.max() >= classes):
+        raise DataError(
+            f"{mixed} labels run from {labels.min()} to {labels.max()} and the model has {classes} "
+            f"classes, numbered from 0. {otherwise}"
+        )
+    return labels
+
+
+def log_mean(logits: Tensor) -> Tensor:
+    """Return the log of the members' mean probability, `[batch, class]`."""
+    return logits.log_softmax(-1).logsumexp(1) - math.log(logits.shape[1])
