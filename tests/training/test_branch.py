@@ -16,8 +16,9 @@ from hydra_ensembles import HeadMask
 from hydra_ensembles.data import as_data
 from hydra_ensembles.errors import DataError, HydraError
 from hydra_ensembles.training import BRANCH, finetune_branch
-from hydra_ensembles.training.branch_run import CachedTrunk, bootstrap_weights
+from hydra_ensembles.training.branch_run import bootstrap_weights
 from hydra_ensembles.training.sample_order import numbered
+from hydra_ensembles.training.trunk_cache import CachedTrunk
 from tests import zoo
 from tests.training.arguments import arguments
 

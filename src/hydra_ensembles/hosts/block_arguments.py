@@ -1,27 +1,25 @@
-"""What our own arithmetic makes of a block's arguments: masks, biases, rotary positions.
+"""Read a block's arguments for our own arithmetic: masks, biases, rotary positions.
 
-An argument that is not understood is a refusal, never dropped.
+An argument that we do not know is refused, never dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import UnsupportedModelError
-from .attention import ARGUMENTS, UNUSED, Grid, Rotary, read_rotary
+from .attention import ARGUMENTS, UNUSED, AttentionArguments, Grid, read_rotary
 from .block_calls import without_cache
-from .reasons import argument_in_words
+from .reasons import describe_argument
 
 MASKS = ("attention_mask", "attn_mask")
-"""What hosts call the mask that is added to (or kept in) the attention's scores."""
+"""Hosts' names for the mask of the attention scores."""
 
 BIASES = ("position_bias", "shared_rel_pos", "shared_rel_pos_bias")
-"""What hosts call a bias of each head that is added to the scores of all blocks."""
+"""Hosts' names for a bias per head that is added to the scores of all blocks."""
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -38,33 +36,16 @@ _WITHOUT_EFFECT = frozenset(
 
 
 class UnknownArgumentError(UnsupportedModelError):
-    """Raised when a block is handed an argument that our own arithmetic would have to drop."""
+    """Raised when a host passes its blocks an argument that our own arithmetic would drop."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         super().__init__(
-            f"its blocks take {argument_in_words(name)}, which our own arithmetic does not compute"
+            f"its blocks take {describe_argument(name)}, which our own arithmetic does not compute"
         )
 
 
-@dataclass(frozen=True)
-class Understood:
-    """What our own arithmetic needs of a block's arguments.
-
-    Attributes:
-        mask: Added to (or, boolean, kept in) the scores [batch or 1, 1, queries or 1, keys].
-        causal: Whether the host asks for causal attention without a mask; None: it says nothing.
-        rotary: Angles by which queries and keys are turned.
-        bias: Added to the scores of each head [batch or 1, heads, queries, keys].
-    """
-
-    mask: Tensor | None = None
-    causal: bool | None = None
-    rotary: Rotary | None = None
-    bias: Tensor | None = None
-
-
-def understand(
+def read_arguments(
     names: Sequence[str],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -73,19 +54,19 @@ def understand(
     rotary: str | None = None,
     heads: int | None = None,
     grid: Grid | None = None,
-) -> Understood:
+) -> AttentionArguments:
     """Read a block's arguments; refuse every one that our own arithmetic would have to drop.
 
     Args:
         names: The block's positional parameters after the states (see `parameter_names`).
-        args, kwargs: What the host handed over, beside the states.
+        args, kwargs: All arguments but the states.
         x: The states, for their type and length.
-        rotary: The form of the host's rotary positions (see `rotary`), where it is known.
-        heads: The number of heads that a bias must have; None: a bias is refused.
-        grid: The pictures that a table by relative position is made for, where there is one.
+        rotary: The form of the host's rotary positions (see `attention.FORMS`), if known.
+        heads: The number of heads that a bias must have; None to refuse a bias.
+        grid: The image size that a relative position table is made for, if there is one.
 
     Raises:
-        UnsupportedModelError: Naming the argument that is not understood.
+        UnsupportedModelError: Names the argument that we do not know.
     """
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     if len(args) > len(names):
@@ -93,14 +74,17 @@ def understand(
     mask, causal, angles, bias = None, None, None, None
     if grid is not None and grid.tokens != x.shape[1]:
         raise UnsupportedModelError(
-            f"there are {x.shape[1]} tokens, and the table of relative positions is for "
-            f"{grid.tokens}, which the host would interpolate"
+            f"there are {x.shape[1]} tokens, but the relative position table is for {grid.tokens}; "
+            "the host would interpolate it"
         )
     for name, value in named.items():
         value = without_cache(value)
         if value is None or name in _WITHOUT_EFFECT:
             continue
-        if name in ("resolution", "interpolate_pos_encoding") and _same_size(name, value, grid):
+        if name == "interpolate_pos_encoding" and value is False:
+            continue
+        size = None if grid is None else grid.resolution
+        if name == "resolution" and size in (None, tuple(value)):
             continue
         if rotary == UNUSED and name in ARGUMENTS:
             continue
@@ -118,20 +102,13 @@ def understand(
             causal = value
         else:
             raise UnknownArgumentError(name)
-    return Understood(mask, causal, angles, bias)
+    return AttentionArguments(mask, causal, angles, bias)
 
 
 def is_bias(name: str, value: Any) -> bool:
-    """Tell whether an argument is a bias of each head; some hosts hand it over as the mask."""
+    """Return whether an argument is a bias per head; some hosts pass it as the mask."""
     by_head = isinstance(value, Tensor) and value.dim() == 4 and value.shape[1] > 1
     return name in BIASES or (name in MASKS and by_head)
-
-
-def _same_size(name: str, value: Any, grid: Grid | None) -> bool:
-    """Tell whether pictures have the size that the host's positions are made for."""
-    if name == "interpolate_pos_encoding":
-        return value is False
-    return grid is None or grid.resolution is None or tuple(value) == grid.resolution
 
 
 def _bias(value: Any, heads: int, x: Tensor) -> Tensor | None:
@@ -144,17 +121,6 @@ def _bias(value: Any, heads: int, x: Tensor) -> Tensor | None:
     return value.to(x.dtype) if fits and len(value) in (1, len(x)) else None
 
 
-def add_bias(mask: Tensor | None, bias: Tensor, *, causal: bool) -> Tensor:
-    """Join a mask and a bias of each head: both are added to the scores."""
-    if mask is None and causal:
-        mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
-    if mask is None:
-        return bias
-    if mask.dtype == torch.bool:
-        return bias.masked_fill(~mask, float("-inf"))
-    return bias + mask
-
-
 def four_dimensional(mask: Any, x: Tensor) -> Tensor:
     """Bring an attention mask to [batch or 1, 1, queries or 1, keys].
 
@@ -163,7 +129,7 @@ def four_dimensional(mask: Any, x: Tensor) -> Tensor:
     """
     if not isinstance(mask, Tensor):
         raise UnsupportedModelError(
-            f"The host hands its blocks a {type(mask).__name__} as attention mask: expected a "
+            f"The host passes a {type(mask).__name__} as attention mask to its blocks: expected a "
             'tensor. Load it with attn_implementation="sdpa" or "eager".'
         )
     if mask.dim() == 2:
@@ -174,37 +140,3 @@ def four_dimensional(mask: Any, x: Tensor) -> Tensor:
             "[batch, 1, queries, keys], the same for all heads."
         )
     return mask.to(x.dtype) if mask.is_floating_point() else mask
-
-
-def rows_of_mask(
-    mask: Tensor | None,
-    *,
-    causal: bool,
-    keys: int,
-    queries: int,
-    positions: Tensor | None,
-    device: torch.device | None,
-) -> Tensor | None:
-    """Cut a mask to the query rows that are read: the first ones, or one position per sample.
-
-    Args:
-        mask: [batch or 1, 1, queries or 1, keys], or None.
-        causal: Causal attention, where there is no mask.
-        keys: Number of tokens.
-        queries: How many of the first rows are read, where positions is None.
-        positions: The row that each sample reads [batch], or None.
-        device: Where a mask is made, if one must be.
-    """
-    if mask is None:
-        if not causal:
-            return None
-        place = torch.arange(keys, device=device)
-        rows = place[None, :queries] if positions is None else positions[:, None]
-        return (place <= rows[:, :, None])[:, None]
-    if mask.shape[2] == 1:
-        return mask
-    if positions is None:
-        return mask[:, :, :queries]
-    batch = positions.shape[0]
-    every = torch.arange(batch, device=mask.device)
-    return mask.expand(batch, -1, -1, -1)[every, :, positions][:, :, None]

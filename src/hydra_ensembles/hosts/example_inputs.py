@@ -1,4 +1,4 @@
-"""Small inputs that a model takes, made from what it tells about itself."""
+"""Small inputs that a model takes, made from its config and its modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..data.eval_mode import in_eval
-from .block_calls import Inputs, device_of
+from ..data.model_runs import device_of
+from .block_calls import Inputs
 
 
 def examples(model: nn.Module) -> list[Inputs]:
@@ -54,7 +55,7 @@ def pad_token(model: nn.Module) -> int | None:
     return token if isinstance(token, int) and token >= 0 else None
 
 
-def _texts(config: Any, device: torch.device) -> list[Inputs]:
+def _texts(config: Any, device: torch.device | None) -> list[Inputs]:
     special: set[int | None] = set()
     for name in ("pad", "eos", "bos"):
         token = getattr(config, f"{name}_token_id", None)
@@ -79,9 +80,9 @@ def _texts(config: Any, device: torch.device) -> list[Inputs]:
 
 
 def _sounds_and_videos(
-    model: Any, main: str, device: torch.device, dtype: torch.dtype
+    model: Any, main: str, device: torch.device | None, dtype: torch.dtype
 ) -> list[dict[str, Tensor]]:
-    """Make inputs of the shapes that speech and video models tell in their configs."""
+    """Make inputs of the shapes in the configs of speech and video models."""
     config = model.config
     shape: tuple[int, ...] | None = None
     bands = getattr(config, "num_mel_bins", None)
@@ -152,7 +153,7 @@ def example_batch(model: nn.Module, *, tokens: int = 128) -> tuple[Any, str]:
 
 
 def image_size(model: nn.Module) -> tuple[int, int, int] | None:
-    """Return channels, height and width of the images that a model takes, when it tells."""
+    """Return channels, height and width of the images that a model takes, if known."""
     for module in model.modules():
         size = getattr(module, "img_size", None)  # timm's patch embedding
         if size is not None and module is not model:

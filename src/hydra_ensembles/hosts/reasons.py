@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_SIZE = "the height and width of the picture"
+_SIZE = "the height and width of the image"
 _ROTARY = "rotary positions"
 _RELATIVE = "relative positions"
 _ARGUMENTS = {
@@ -22,14 +22,14 @@ _ARGUMENTS = {
     "rel_pos": _RELATIVE,
     "relative_position_embeddings": _RELATIVE,
     "alibi": "a bias by distance",
-    "resolution": "pictures of another size",
+    "resolution": "images of another size",
     "interpolate_pos_encoding": "positions to interpolate",
     "input_dimensions": _SIZE,
     "feat_size": _SIZE,
     "size": _SIZE,
     "height": _SIZE,
     "H": _SIZE,
-    "q_global": "queries made from the whole picture",
+    "q_global": "queries made from the whole image",
     "encoder_hidden_states": "the states of an encoder",
     "layout_inputs": "states of the page's layout",
     "is_index_masked": "windows of near tokens",
@@ -49,16 +49,16 @@ _PARTS = (
 
 
 def knows_argument(name: str) -> bool:
-    """Tell whether there are words for an argument of a block."""
+    """Return whether there are words for an argument of a block."""
     return name in _ARGUMENTS
 
 
-def argument_in_words(name: str) -> str:
+def describe_argument(name: str) -> str:
     """Say what an argument of a block means to a user."""
     return f"{_ARGUMENTS[name]} ({name!r})" if name in _ARGUMENTS else f"{name!r}"
 
 
-def parts_in_words(names: Sequence[str], *, of_attention: bool) -> str:
+def describe_parameters(names: Sequence[str], *, of_attention: bool) -> str:
     """Say what parameters are for, where their names tell, and which modules hold them.
 
     Args:
@@ -67,11 +67,11 @@ def parts_in_words(names: Sequence[str], *, of_attention: bool) -> str:
     """
     meanings = [m for pattern, m in _PARTS for name in names if re.search(pattern, name)]
     meanings = [m for m in meanings if of_attention or "norm" not in m]
-    where = modules_in_words(names)
+    where = describe_modules(names)
     return f"{meanings[0] if meanings else 'other parts'} ({where})"
 
 
-def modules_in_words(names: Sequence[str], most: int = 3) -> str:
+def describe_modules(names: Sequence[str], most: int = 3) -> str:
     """Name the modules of some parameters, a few of them."""
     paths = [name.removesuffix(".weight").removesuffix(".bias") for name in names]
     paths = list(dict.fromkeys(paths))
