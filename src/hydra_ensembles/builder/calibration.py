@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..data.answers import flat_tokens
+from ..data.batches import split_batch
 from ..data.eval_mode import in_eval
 from ..data.loaders import Batches
 from ..data.memory import Halving
-from ..data.model_runs import collect_logits, split_batch
+from ..data.model_runs import collect_logits
 from ..data.processes import in_order
 from ..data.progress import progress_bar
 from ..errors import DataError

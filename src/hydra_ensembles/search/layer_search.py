@@ -96,7 +96,7 @@ class LayerSearch:
         return ~selected if self.condition == "knockout" else selected
 
     def _pass(self, prefix: Prefix, base: Outputs | None, tick: Any) -> list[Any]:
-        """Run a layer as it is, unless known, and with each head off by itself."""
+        """Run a layer as it is, unless that is known, and with each single head off."""
         layer = prefix.layer
         if layer not in self.layers:
             return [base]
