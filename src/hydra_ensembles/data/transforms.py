@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..runtime.images import converted, picture_array, resampling
+from ..runtime.images import ImageReader, converted, resampling
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -79,16 +79,15 @@ class ImageTransform:
     def __call__(self, picture: Any) -> Tensor:
         """Turn a PIL image into a tensor `[C, H, W]`."""
         size = (self.size, self.size) if isinstance(self.size, int) else self.size
-        array = picture_array(
-            picture,
-            size=size,
-            crop=self.crop,
-            interpolation=self.interpolation,
-            mean=self.mean,
-            std=self.std,
+        reader = ImageReader(
+            size,
+            self.crop,
+            self.interpolation,
+            self.mean,
+            self.std,
             exif_orientation=self.exif_orientation,
         )
-        return torch.from_numpy(array)
+        return torch.from_numpy(reader.array(picture))
 
 
 @dataclass(frozen=True)

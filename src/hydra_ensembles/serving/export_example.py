@@ -29,7 +29,7 @@ class Example:
 
     Attributes:
         tensors: Inputs by name, `[rows, ...]`, at least `ROWS` rows (repeated when there are less).
-        by_name: Whether the host takes them by name, not by place.
+        by_name: Whether the host takes them by name, not by position.
         real: Whether they were given, not made up.
         host: Name of the host's class.
     """
@@ -69,30 +69,24 @@ def example_of(ensemble: HydraEnsemble, given: Any) -> Example:
 
     Args:
         ensemble: What is exported.
-        given: A batch of the host, pictures or texts; or None.
+        given: A batch of the host, images or texts; or None.
     """
-    if given is None:
-        return _made_up(ensemble)
-    args, kwargs, _ = split_batch(prepare(ensemble, given) if is_raw(given) else given)
-    return _example(ensemble, args, kwargs, real=True)
-
-
-def _made_up(ensemble: HydraEnsemble) -> Example:
-    if ensemble.tokenizer is not None and not isinstance(ensemble.host, PromptClassifier):
-        texts = ["a joy to watch", "no", "the longest of these few made-up sentences, by far"]
-        args, kwargs, _ = split_batch(prepare(ensemble, texts))
-        return _example(ensemble, args, kwargs, real=False)
-    found = examples(ensemble.host)
-    if not found:
+    host, real = type(ensemble.host).__name__, given is not None
+    if (
+        not real
+        and ensemble.tokenizer is not None
+        and not isinstance(ensemble.host, PromptClassifier)
+    ):
+        given = ["a joy to watch", "no", "the longest of these three made-up sentences"]
+    if given is not None:
+        args, kwargs, _ = split_batch(prepare(ensemble, given) if is_raw(given) else given)
+    elif made := examples(ensemble.host):
+        args, kwargs = made[-1]
+    else:
         raise DataError(
-            f"It is not known what {type(ensemble.host).__name__} takes. Give "
-            "export(..., example=batch), a batch of real inputs."
+            f"The inputs of {host} are not known. Give export(..., example=batch), a batch of real "
+            "inputs."
         )
-    args, kwargs = found[-1]
-    return _example(ensemble, args, kwargs, real=False)
-
-
-def _example(ensemble: HydraEnsemble, args: Any, kwargs: dict[str, Any], *, real: bool) -> Example:
     values = named(ensemble, args, kwargs)
     wrong = [n for n, v in values.items() if not isinstance(v, Tensor) or not v.ndim]
     if wrong or not values:
@@ -103,14 +97,13 @@ def _example(ensemble: HydraEnsemble, args: Any, kwargs: dict[str, Any], *, real
     rows = {len(value) for value in values.values()}
     if len(rows) > 1 or rows == {0}:
         raise DataError(f"The inputs of the example have {sorted(rows)} rows; expected one size.")
-    by_name = not args
     index = torch.arange(max(ROWS, rows.pop()))
     tensors = {
         name: value.detach().cpu()[index % len(value)].contiguous()
         for name, value in values.items()
     }
     tensors = {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
-    return Example(tensors, by_name, real, type(ensemble.host).__name__)
+    return Example(tensors, not args, real, host)
 
 
 def named(ensemble: HydraEnsemble, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +111,7 @@ def named(ensemble: HydraEnsemble, args: Any, kwargs: dict[str, Any]) -> dict[st
     names = list(inspect.signature(type(ensemble.host).forward).parameters)[1:]
     values = {**dict(zip(names, args, strict=False)), **kwargs}
     values = {name: value for name, value in values.items() if value is not None}
-    if len(values) == 1 and args:  # timm and open_clip call images by place, as x or image
+    if len(values) == 1 and args:  # timm and open_clip take images as x or image
         (value,) = values.values()
         if isinstance(value, Tensor) and value.ndim == 4:
             return {"pixel_values": value}

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ GIVEN = "given"
 DECISIONS = ("answer", "unsure", "new")
 """Decisions by their number."""
 ANSWER, UNSURE, NEW = range(3)
+REASONS = ("", "too unsure", "too new", "too unsure and too new")
+"""Why an example is not answered, by its code (`Policy.codes`)."""
 STARTS = (0, 2, 6, 14, 30)
 """Errors that pass the first test of each sequence of `selective`."""
 FOLDS = 5
@@ -123,31 +125,41 @@ class Policy:
         """Whether no threshold could keep the risk, so that everything abstains."""
         return self.threshold == -math.inf
 
-    def decide(self, uncertainty: Tensor, novelty_score: Tensor | None = None) -> Tensor:
-        """Return the decisions, int64 `[example]`: 0 answer, 1 unsure, 2 new.
+    def codes(self, uncertainty: Tensor, novelty_score: Tensor | None = None) -> Tensor:
+        """Return 0 to answer, 1 unsure, 2 new, 3 unsure and new: int64, shaped like `uncertainty`.
 
-        What is both unsure and new is new. NaN abstains.
+        NaN abstains.
 
         Args:
-            uncertainty: `[example]`, by the policy's `score`.
+            uncertainty: `[example]`, or `[example, token]`, by the policy's `score`.
             novelty_score: `[example]`, the unbounded one; needed when there is an alarm.
         """
-        decision = (~(uncertainty <= self.threshold)).long() * UNSURE
+        unsure = (~(uncertainty <= self.threshold)).long()
         if self.alarm is None:
-            return decision
+            return unsure
         if novelty_score is None:
             raise DataError(
                 f"The policy has an alarm rate of {self.alarm} but there is no novelty: call "
                 "ensemble.fit_novelty_(known), or fit the policy with alarm=None."
             )
-        return decision.masked_fill(~(novelty_score <= self.novelty_threshold), NEW)
+        new = (~(novelty_score <= self.novelty_threshold)).long()
+        return unsure + NEW * new.reshape(-1, *[1] * (uncertainty.ndim - 1))
+
+    def decide(self, uncertainty: Tensor, novelty_score: Tensor | None = None) -> Tensor:
+        """Return the decisions: 0 answer, 1 unsure, 2 new. What is both unsure and new is new."""
+        return self.codes(uncertainty, novelty_score).clamp_max(NEW)
 
     def reasons(self, uncertainty: Tensor, novelty_score: Tensor | None = None) -> list[str]:
         """Say why each example is not answered: "too unsure", "too new", both, or nothing."""
-        unsure = ~(uncertainty <= self.threshold)
-        new = self.decide(uncertainty, novelty_score) == NEW
-        pairs = zip(unsure.tolist(), new.tolist(), strict=True)
-        return [" and ".join(["too unsure"] * u + ["too new"] * n) for u, n in pairs]
+        return [REASONS[code] for code in self.codes(uncertainty, novelty_score).tolist()]
+
+    def finite(self) -> Policy:
+        """Return the policy with thresholds that JSON and an exported program can hold."""
+        largest = float(torch.finfo(torch.float32).max)
+        unsure, new = (
+            min(max(limit, -largest), largest) for limit in (self.threshold, self.novelty_threshold)
+        )
+        return replace(self, threshold=unsure, novelty_threshold=new)
 
     def promises(self) -> dict[str, str]:
         """Return what is promised about each decision, in words."""
