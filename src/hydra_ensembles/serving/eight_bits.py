@@ -9,7 +9,7 @@ novelty and thresholds are refitted to its features.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from ..fusion.known_data import novelty_fit, per_text
 from ..uncertainty import Policy, Prediction
 from ..uncertainty.policy import GIVEN
 from .export_example import TEXT_INPUTS, Example, named
-from .graph import AnsweringGraph, FeaturesGraph, prediction_of, trace, write_onnx
+from .graph import FeaturesGraph, prediction_of, trace, write_onnx
 
 
 class EightBits:
@@ -47,58 +47,52 @@ class EightBits:
         self, ready: HydraEnsemble, inputs: Example, limits: dict[str, int], path: Path
     ) -> None:
         self.ready, self.inputs, self.limits, self.path = ready, inputs, limits, path
-        self.session: Any = None
-        self._batches = 0
+        self.novelty, self.batches = ready.novelty, 0
 
-    @property
-    def novelty(self) -> Any:
-        """The novelty that `predict` uses."""
-        return self.ready.novelty
-
-    def fit_novelty_(self, known: Iterable[Any]) -> None:
-        """Fit novelty to the features of the 8-bit program."""
-        fit = None
-        for batch in known:
-            labels = None if is_raw(batch) else split_batch(batch)[2]
-            logits, summaries = self.features(batch)
-            fit = fit or novelty_fit(self.ready, logits.shape[-1])
-            fit.add_(summaries, logits, labels if labels is None or labels.ndim == 1 else None)
-        if fit is None:
-            raise DataError("The known data is empty: it gave no batch.")
-        self.ready.novelty = fit.finish()
-
-    def fitted_policy(self, policy: Policy, held_out: Iterable[Any] | None) -> Policy:
-        """Return the ensemble's policy with thresholds for the 8-bit program.
-
-        The uncertainty threshold of a policy that was set by hand stays as it is.
-        """
-        if policy.method != GIVEN:
-            assert held_out is not None
-            chosen = {"risk": policy.risk, "alarm": policy.alarm, "method": policy.method}
-            delta = 0.1 if policy.delta is None else policy.delta
-            return fit_policy(self, held_out, **chosen, delta=delta, progress=False)  # type: ignore[arg-type]
-        if policy.alarm is None:
-            return policy
-        return replace(policy, novelty_threshold=self.novelty.threshold(policy.alarm))
-
-    def write(self, policy: Policy | None) -> None:
-        """Write the 8-bit program that answers by a policy; without one, that of the features."""
-        import onnxruntime
-
+    def write(self, graph: nn.Module, outputs: list[str]) -> None:
+        """Write a graph as a program with 8-bit weights."""
         full = self.path.with_name("full.onnx")
-        graph: nn.Module
-        if policy is None:
-            graph, outputs = FeaturesGraph(self.ready, self.inputs.names), ["logits", "summaries"]
-        else:
-            graph = AnsweringGraph(self.ready, self.inputs.names, policy)
-            outputs = graph.output_names
         try:
             write_onnx(trace(graph.eval(), self.inputs, self.limits), self.inputs, outputs, full)
             quantize(full, self.path)
         finally:
             full.unlink(missing_ok=True)
+
+    def fit_(self, known: Any, policy: Policy | None, held_out: Any) -> Policy | None:
+        """Refit novelty to known data and a policy to held-out data; return the policy.
+
+        The uncertainty threshold of a policy that was set by hand stays as it is.
+        """
+        import onnxruntime
+
+        self.write(FeaturesGraph(self.ready, self.inputs.names), ["logits", "summaries"])
         self.session = onnxruntime.InferenceSession(
             self.path.read_bytes(), providers=["CPUExecutionProvider"]
+        )
+        fit = None
+        for batch in known if self.novelty is not None else ():
+            labels = None if is_raw(batch) else split_batch(batch)[2]
+            logits, summaries = self.features(batch)
+            fit = fit or novelty_fit(self.ready, logits.shape[-1])
+            fit.add_(summaries, logits, labels if labels is None or labels.ndim == 1 else None)
+        if self.novelty is not None:
+            if fit is None:
+                raise DataError("The known data is empty: it gave no batch.")
+            self.novelty = self.ready.novelty = fit.finish()
+        if policy is None or policy.method == GIVEN:
+            if policy is not None and policy.alarm is not None and self.novelty is not None:
+                newest = self.novelty.threshold(policy.alarm)
+                policy = replace(policy, novelty_threshold=newest)
+            return policy
+        self.batches = 0
+        return fit_policy(
+            self,
+            held_out,
+            risk=policy.risk,
+            alarm=policy.alarm,
+            method=policy.method,
+            delta=0.1 if policy.delta is None else policy.delta,
+            progress=False,
         )
 
     def features(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -108,19 +102,15 @@ class EightBits:
         values = named(self.ready, args, kwargs)
         if set(values) != set(self.inputs.tensors):
             raise DataError(
-                f"Batch {self._batches} has the inputs {', '.join(values)}; the example has "
+                f"Batch {self.batches} has the inputs {', '.join(values)}; the example has "
                 f"{', '.join(self.inputs.tensors)}. Prepare both alike."
             )
         batch = {n: v.detach().cpu().to(self.inputs.tensors[n].dtype) for n, v in values.items()}
-        rows = len(next(iter(batch.values())))
-        parts = [_row(batch, row) for row in range(rows)] if self._batches % 2 else [batch]
-        self._batches += 1
-        logits, summaries = [], []
-        for part in parts:
-            found = self.session.run(None, {name: t.numpy() for name, t in part.items()})
-            logits.append(per_text(torch.from_numpy(found[0]), part))
-            summaries.append(torch.from_numpy(found[1]))
-        return torch.cat(logits), torch.cat(summaries)
+        parts = list(_rows(batch)) if self.batches % 2 else [batch]
+        self.batches += 1
+        outputs = [self.session.run(None, {n: t.numpy() for n, t in p.items()}) for p in parts]
+        logits = [per_text(torch.from_numpy(o[0]), p) for o, p in zip(outputs, parts, strict=True)]
+        return torch.cat(logits), torch.cat([torch.from_numpy(o[1]) for o in outputs])
 
     def predict(self, batch: Any) -> Prediction:
         """Predict a batch by the ensemble's score and temperatures, and the novelty fitted here."""
@@ -132,15 +122,16 @@ class EightBits:
         return replace(answer, novelty=novelty, novelty_score=score)
 
 
-def _row(batch: dict[str, Tensor], row: int) -> dict[str, Tensor]:
-    """Return a row as a batch, without the padding that longer texts beside it need."""
-    single = {name: tensor[row : row + 1] for name, tensor in batch.items()}
+def _rows(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield each row as a batch, without the padding that longer texts beside it need."""
     mask = batch.get("attention_mask")
-    tokens = [] if mask is None else mask[row].nonzero().flatten().tolist()
-    if tokens:
-        span = slice(tokens[0], tokens[-1] + 1)
-        single |= {name: t[:, span] for name, t in single.items() if name in TEXT_INPUTS}
-    return single
+    for row in range(len(next(iter(batch.values())))):
+        single = {name: tensor[row : row + 1] for name, tensor in batch.items()}
+        tokens = [] if mask is None else mask[row].nonzero().flatten().tolist()
+        if tokens:
+            span = slice(tokens[0], tokens[-1] + 1)
+            single |= {name: t[:, span] for name, t in single.items() if name in TEXT_INPUTS}
+        yield single
 
 
 def quantize(source: Path, target: Path) -> None:

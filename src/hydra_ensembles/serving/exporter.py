@@ -144,7 +144,7 @@ def export(
         ) from error
     ensemble = in_float32(ensemble)
     inputs = example_of(ensemble, example)
-    policies = {"onnx": exported_policy(ensemble, alarm)}
+    policies = {"onnx": exported_policy(ensemble.policy, ensemble, alarm)}
     ready = frozen(ensemble, inputs.batch(inputs.rows(3)))
     limits = {"tokens": most_tokens(ensemble)} if inputs.has_tokens else {}
     target = Path(folder)
@@ -159,20 +159,15 @@ def export(
             write_onnx(program, inputs, graph.output_names, staging / FILES["onnx"])
             if int8:
                 small = EightBits(ready, inputs, limits, staging / FILES["int8"])
+                policy = ensemble.policy
                 if known is not None or held_out is not None:
-                    small.write(None)
-                if ready.novelty is not None:
-                    small.fit_novelty_(known)
-                if ensemble.policy is not None:
-                    ready.policy = small.fitted_policy(ensemble.policy, held_out)
-                policies["int8"] = exported_policy(ready, alarm)
-                ready.policy = None
-                small.write(policies["int8"][0])
-            programs = {kind: FILES[kind] for kind in policies}
+                    policy = small.fit_(known, policy, held_out)
+                policies["int8"] = exported_policy(policy, ready, alarm)
+                small_graph = AnsweringGraph(ready, inputs.names, policies["int8"][0])
+                small.write(small_graph, small_graph.output_names)
             contract = _contract(ensemble, inputs, graph.output_names, limits, policies, staging)
             _write_contract(contract, staging)
-            policy = policies["onnx"][0]
-            differences = compare(ensemble, inputs, policy, staging, tolerance)
+            differences = compare(ensemble, inputs, policies["onnx"][0], staging, tolerance)
             contract["agreement"] = {
                 "batches": list(BATCHES),
                 "real_inputs": inputs.real,
@@ -183,7 +178,7 @@ def export(
             _put_in_place(staging, target)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-    return Export(target, programs, differences)
+    return Export(target, contract["programs"], differences)
 
 
 def _contract(

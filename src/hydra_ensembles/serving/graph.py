@@ -73,8 +73,6 @@ class FeaturesGraph(nn.Module):
         names: Names of the inputs, in order; empty when the host takes them by position.
     """
 
-    output_names = ("member_logits", "summaries")
-
     def __init__(self, ensemble: HydraEnsemble, names: Sequence[str]) -> None:
         super().__init__()
         self.ensemble = ensemble
@@ -134,22 +132,23 @@ class NoveltyGraph(nn.Module):
         return novelty.float(), score.float()
 
 
-def exported_policy(ensemble: HydraEnsemble, alarm: float | None) -> tuple[Policy, str]:
-    """Return the policy that an ensemble is exported with, and what it says in words.
+def exported_policy(
+    policy: Policy | None, ensemble: HydraEnsemble, alarm: float | None
+) -> tuple[Policy, str]:
+    """Return a policy with finite thresholds, and what it says in words.
 
-    That is its own policy; without one, an alarm for inputs more novel than all but `alarm` of the
-    known data; without novelty, everything is answered.
+    Without a policy, that is an alarm for inputs more novel than all but `alarm` of the known data;
+    without novelty, everything is answered.
     """
-    if ensemble.policy is not None:
-        return ensemble.policy.finite(), str(ensemble.policy)
+    if policy is not None:
+        return policy.finite(), str(policy)
     if alarm is None or ensemble.novelty is None:
         return Policy().finite(), "always answer: there is no policy"
     if not 0 < alarm < 1:
         raise ValueError(f"alarm={alarm}: expected a number between 0 and 1, such as 0.05.")
     newest = ensemble.novelty.single().threshold(alarm)
-    policy = Policy(novelty_threshold=newest, alarm=alarm, score=ensemble.score)
     words = f"new when novelty is above {1 - alarm:.4g}, as is {alarm:.3g} of the known data"
-    return policy.finite(), words
+    return Policy(novelty_threshold=newest, alarm=alarm, score=ensemble.score).finite(), words
 
 
 def in_float32(ensemble: HydraEnsemble) -> HydraEnsemble:

@@ -79,15 +79,15 @@ def test_without_a_policy_novelty_decides() -> None:
     ensemble = image_ensemble()
     ensemble.policy = None
     answer = ensemble.predict(images(64, seed=401))
-    policy, words = exported_policy(ensemble, 0.1)
+    policy, words = exported_policy(None, ensemble, 0.1)
     decision = policy.codes(answer.uncertainty, answer.novelty_score)
     assert torch.equal(decision, (answer.novelty > 0.9).long() * 2)
     assert decision.sum() > 0
     assert "0.1 of the known data" in words
-    everything, _ = exported_policy(ensemble, None)
+    everything, _ = exported_policy(None, ensemble, None)
     assert not everything.codes(answer.uncertainty, answer.novelty_score).any()
     with pytest.raises(ValueError, match="between 0 and 1"):
-        exported_policy(ensemble, 5)
+        exported_policy(None, ensemble, 5)
 
 
 def test_the_ensemble_stays_as_it_was(exported: Any) -> None:
@@ -296,6 +296,6 @@ def test_8_bits_that_decide_differently_are_warned_of(exported: Any, monkeypatch
     ensemble, folder = exported
     inputs = example_of(ensemble, images(17, 99))
     monkeypatch.setattr(agreement, "DIFFERENT", -1.0)
-    policy, _ = exported_policy(ensemble, None)
+    policy, _ = exported_policy(ensemble.policy, ensemble, None)
     with pytest.warns(UserWarning, match="decides differently"):
         agreement.compare(ensemble, inputs, policy, folder, 1e-4)

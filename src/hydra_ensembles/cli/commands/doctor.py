@@ -18,7 +18,7 @@ def command(
     ],
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Finish a stopped save; delete what a rerun writes again."),
+        typer.Option("--repair", help="Finish a stopped save; delete leftovers."),
     ] = False,
     json: options.Json = False,
 ) -> None:
