@@ -113,7 +113,7 @@ def fuzz(target: str, place: Path, runs: int, seed: int) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["hydra_ensembles"]):
-        from hydra_ensembles._records import SEAL, json_digest
+        from hydra_ensembles._records import SEAL, sealed
         from hydra_ensembles.errors import FormatError
         from hydra_ensembles.fusion import folder_reader as loading
         from hydra_ensembles.fusion import folder_schema as folder_format
@@ -136,7 +136,7 @@ def fuzz(target: str, place: Path, runs: int, seed: int) -> None:
     name, read = readers[target]
     digest = {
         "config": (folder_format.DIGEST, folder_format.digest_of),
-        "contract": (SEAL, json_digest),
+        "contract": (SEAL, lambda data: sealed(data)[SEAL]),
     }.get(target)
     counts = {"refused": 0, "read": 0}
 

@@ -47,8 +47,8 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ensemble.fit_novelty_(data.validation, progress=False)
     hydra.fit_policy(ensemble, data.test, risk=0.5, alarm=0.05, progress=False)
     ensemble.save_pretrained(root / "ensemble")
-    pictures = next(iter(data.test.subset(range(ROWS), batch_size=ROWS)))["pixel_values"]
-    images = [{"bytes": png(image), "path": None} for image in pictures]
+    pixels = next(iter(data.test.subset(range(ROWS), batch_size=ROWS)))["pixel_values"]
+    images = [{"bytes": png(image), "path": None} for image in pixels]
     images[7] = {"bytes": b"not an image", "path": None}
     (root / "rows").mkdir()
     for name, start, end in (("a", 0, 33), ("b", 33, ROWS)):
@@ -86,8 +86,8 @@ def test_every_row_is_answered_once_as_predict_answers_it(shelf: Path, answered:
     assert [row["id"] for row in rows] == [f"x{i}" for i in range(ROWS)]
     assert "image" not in rows[0]  # images are not copied
     ensemble = hydra.HydraEnsemble.from_pretrained(shelf / "ensemble")
-    picture = parquet.read_table(shelf / "rows" / "b.parquet")["image"][2].as_py()["bytes"]
-    answer = ensemble.predict(Image.open(io.BytesIO(picture)))
+    content = parquet.read_table(shelf / "rows" / "b.parquet")["image"][2].as_py()["bytes"]
+    answer = ensemble.predict(Image.open(io.BytesIO(content)))
     row = rows[35]
     assert row["predicted_label"] == str(int(answer.label))
     for name in ("uncertainty", "mutual_information", "novelty"):
@@ -152,8 +152,8 @@ def test_the_command_line_answers_parquet_files(
 def test_datasets_map_answers_rows(shelf: Path) -> None:
     datasets = pytest.importorskip("datasets")
     ensemble = hydra.HydraEnsemble.from_pretrained(shelf / "ensemble")
-    pictures = parquet.read_table(shelf / "rows" / "a.parquet")["image"].to_pylist()[8:20]
-    images = [Image.open(io.BytesIO(picture["bytes"])) for picture in pictures]
+    encoded = parquet.read_table(shelf / "rows" / "a.parquet")["image"].to_pylist()[8:20]
+    images = [Image.open(io.BytesIO(content["bytes"])) for content in encoded]
     table = datasets.Dataset.from_dict({"image": images, "label": list(range(12))})
     told = table.map(ensemble.as_map_function(probabilities=True), batched=True, batch_size=5)
     answer = ensemble.predict(images)

@@ -7,7 +7,6 @@ not intent: whoever can write the folder can write a new contract too.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._records import SEAL, inside, json_digest, sha256_of_file
+from .._records import SEAL, inside, read_sealed, sha256_of_file
 from ..errors import FormatError
 
 FORMAT = "hydra-ensembles-export"
@@ -119,13 +118,11 @@ def read_contract(folder: Any) -> Contract:
         )
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"{path.stat().st_size} bytes are too many for a contract")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is damaged ({error}). Export the ensemble again.") from None
+            raise FormatError(f"{path} has {path.stat().st_size} bytes, too many for a contract.")
+        data = read_sealed(path, "a contract", "Export the ensemble again.")
     except OSError as error:
         raise FormatError(f"Cannot read {path}: {error}.") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+    if data.get("format") != FORMAT:
         raise FormatError(f"{path} is not the contract of an exported ensemble.")
     found, (major, minor) = data.get("format_version"), FORMAT_VERSION
     if not (isinstance(found, list) and len(found) == 2 and all(type(n) is int for n in found)):
@@ -138,11 +135,6 @@ def read_contract(folder: Any) -> Contract:
         )
     if problem := problem_of(data):
         raise FormatError(f"{path}: {problem}. Export the ensemble again.")
-    if json_digest(data) != data[SEAL]:
-        raise FormatError(
-            f"{path} was changed by hand: its content does not have the SHA-256 that it names. "
-            "Export the ensemble again."
-        )
     return Contract(folder, data)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..data.batches import split_batch
 from ..errors import DataError
@@ -25,7 +25,7 @@ from ..fusion.known_data import novelty_fit, per_text
 from ..uncertainty import Policy, Prediction
 from ..uncertainty.policy import GIVEN
 from .export_example import TEXT_INPUTS, Example, named
-from .graph import FeaturesGraph, prediction_of, trace, write_onnx
+from .graph import AnsweringGraph, FeaturesGraph, prediction_of, write_onnx
 
 
 class EightBits:
@@ -37,23 +37,21 @@ class EightBits:
     Args:
         ready: What `frozen` returned; its novelty is replaced by that of the 8-bit program.
         inputs: What it is traced with.
-        limits: The largest sizes, by name.
         path: Where the program goes.
     """
 
     policy: Policy | None = None
+    session: Any
 
-    def __init__(
-        self, ready: HydraEnsemble, inputs: Example, limits: dict[str, int], path: Path
-    ) -> None:
-        self.ready, self.inputs, self.limits, self.path = ready, inputs, limits, path
+    def __init__(self, ready: HydraEnsemble, inputs: Example, path: Path) -> None:
+        self.ready, self.inputs, self.path = ready, inputs, path
         self.novelty, self.batches = ready.novelty, 0
 
-    def write(self, graph: nn.Module, outputs: list[str]) -> None:
+    def write(self, graph: AnsweringGraph | FeaturesGraph) -> None:
         """Write a graph as a program with 8-bit weights."""
         full = self.path.with_name("full.onnx")
         try:
-            write_onnx(trace(graph.eval(), self.inputs, self.limits), self.inputs, outputs, full)
+            write_onnx(graph, self.inputs, full)
             quantize(full, self.path)
         finally:
             full.unlink(missing_ok=True)
@@ -65,12 +63,12 @@ class EightBits:
         """
         import onnxruntime
 
-        self.write(FeaturesGraph(self.ready, self.inputs.names), ["logits", "summaries"])
+        self.write(FeaturesGraph(self.ready, self.inputs.names))
         self.session = onnxruntime.InferenceSession(
             self.path.read_bytes(), providers=["CPUExecutionProvider"]
         )
         fit = None
-        for batch in known if self.novelty is not None else ():
+        for batch in () if known is None else known:
             labels = None if is_raw(batch) else split_batch(batch)[2]
             logits, summaries = self.features(batch)
             fit = fit or novelty_fit(self.ready, logits.shape[-1])
@@ -79,12 +77,11 @@ class EightBits:
             if fit is None:
                 raise DataError("The known data is empty: it gave no batch.")
             self.novelty = self.ready.novelty = fit.finish()
-        if policy is None or policy.method == GIVEN:
-            if policy is not None and policy.alarm is not None and self.novelty is not None:
-                newest = self.novelty.threshold(policy.alarm)
-                policy = replace(policy, novelty_threshold=newest)
+        if policy is None or (policy.method == GIVEN and policy.alarm is None):
             return policy
-        self.batches = 0
+        if policy.method == GIVEN:
+            assert self.novelty is not None and policy.alarm is not None
+            return replace(policy, novelty_threshold=self.novelty.threshold(policy.alarm))
         return fit_policy(
             self,
             held_out,
@@ -137,9 +134,8 @@ def _rows(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 def quantize(source: Path, target: Path) -> None:
     """Write a program with 8-bit weights in its linear layers and embeddings, by ONNX Runtime.
 
-    Weights become signed 8-bit integers with one scale per column; activations are quantised while
-    the program runs. Only weights of two axes are quantised: the statistics of novelty have three,
-    and their distances compare features in thousandths.
+    Only weights of two axes are quantised. The statistics of novelty have three: their distances
+    compare features in thousandths.
     """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic

@@ -32,22 +32,19 @@ class Example:
         by_name: Whether the host takes them by name, not by position.
         real: Whether they were given, not made up.
         host: Name of the host's class.
+        most_tokens: The most tokens that a text may have; None where there are no tokens.
     """
 
     tensors: dict[str, Tensor]
     by_name: bool
     real: bool
-    host: str = ""
+    host: str
+    most_tokens: int | None
 
     @property
     def names(self) -> list[str]:
         """Names of the inputs when the host takes them by name, else none."""
         return list(self.tensors) if self.by_name else []
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether the number of tokens is free."""
-        return "input_ids" in self.tensors
 
     def rows(self, count: int, *, start: int = 0) -> dict[str, Tensor]:
         """Return some rows of every input."""
@@ -60,7 +57,7 @@ class Example:
     def dims(self, name: str) -> list[str | int]:
         """Return the shape of an input, with names for what is free."""
         shape = list(self.tensors[name].shape)
-        free = ["batch", "tokens"] if name in TEXT_INPUTS and self.has_tokens else ["batch"]
+        free = ["batch", "tokens"] if name in TEXT_INPUTS and self.most_tokens else ["batch"]
         return [*free, *shape[len(free) :]]
 
 
@@ -77,7 +74,7 @@ def example_of(ensemble: HydraEnsemble, given: Any) -> Example:
         and ensemble.tokenizer is not None
         and not isinstance(ensemble.host, PromptClassifier)
     ):
-        given = ["a joy to watch", "no", "the longest of these three made-up sentences"]
+        given = ["a joy to watch", "no", "the longest made-up sentence, by far"]
     if given is not None:
         args, kwargs, _ = split_batch(prepare(ensemble, given) if is_raw(given) else given)
     elif made := examples(ensemble.host):
@@ -103,7 +100,14 @@ def example_of(ensemble: HydraEnsemble, given: Any) -> Example:
         for name, value in values.items()
     }
     tensors = {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
-    return Example(tensors, not args, real, host)
+    limit = None
+    if "input_ids" in tensors:
+        config = ensemble.config
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        is_prompt = isinstance(ensemble.host, PromptClassifier)
+        limit = ensemble.host.max_length if is_prompt else token_limit(config, ensemble.tokenizer)
+        limit = limit or 4096
+    return Example(tensors, not args, real, host, limit)
 
 
 def named(ensemble: HydraEnsemble, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -116,13 +120,3 @@ def named(ensemble: HydraEnsemble, args: Any, kwargs: dict[str, Any]) -> dict[st
         if isinstance(value, Tensor) and value.ndim == 4:
             return {"pixel_values": value}
     return values
-
-
-def most_tokens(ensemble: HydraEnsemble) -> int:
-    """Return how many tokens a text may have."""
-    host: Any = ensemble.host
-    if isinstance(host, PromptClassifier):
-        return host.max_length
-    config = ensemble.config
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return token_limit(config, ensemble.tokenizer) or 4096

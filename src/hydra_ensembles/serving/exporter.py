@@ -34,13 +34,12 @@ from ..uncertainty.policy import GIVEN
 from .agreement import BATCHES, compare
 from .checksums import write_sums
 from .eight_bits import EightBits
-from .export_example import Example, example_of, most_tokens
+from .export_example import Example, example_of
 from .graph import (
     AnsweringGraph,
     exported_policy,
     frozen,
     in_float32,
-    trace,
     write_onnx,
 )
 from .preparation import image_preparation, text_preparation
@@ -146,7 +145,6 @@ def export(
     inputs = example_of(ensemble, example)
     policies = {"onnx": exported_policy(ensemble.policy, ensemble, alarm)}
     ready = frozen(ensemble, inputs.batch(inputs.rows(3)))
-    limits = {"tokens": most_tokens(ensemble)} if inputs.has_tokens else {}
     target = Path(folder)
     with holding(target), writing(target):
         for killed in target.glob(f"{STAGING}*"):
@@ -154,18 +152,16 @@ def export(
         staging = target / f"{STAGING}{own_suffix()}"
         try:
             staging.mkdir()
-            graph = AnsweringGraph(ready, inputs.names, policies["onnx"][0]).eval()
-            program = trace(graph, inputs, limits)
-            write_onnx(program, inputs, graph.output_names, staging / FILES["onnx"])
+            graph = AnsweringGraph(ready, inputs.names, policies["onnx"][0])
+            write_onnx(graph, inputs, staging / FILES["onnx"])
             if int8:
-                small = EightBits(ready, inputs, limits, staging / FILES["int8"])
+                small = EightBits(ready, inputs, staging / FILES["int8"])
                 policy = ensemble.policy
                 if known is not None or held_out is not None:
                     policy = small.fit_(known, policy, held_out)
                 policies["int8"] = exported_policy(policy, ready, alarm)
-                small_graph = AnsweringGraph(ready, inputs.names, policies["int8"][0])
-                small.write(small_graph, small_graph.output_names)
-            contract = _contract(ensemble, inputs, graph.output_names, limits, policies, staging)
+                small.write(AnsweringGraph(ready, inputs.names, policies["int8"][0]))
+            contract = _contract(ensemble, inputs, graph.output_names, policies, staging)
             _write_contract(contract, staging)
             differences = compare(ensemble, inputs, policies["onnx"][0], staging, tolerance)
             contract["agreement"] = {
@@ -185,7 +181,6 @@ def _contract(
     ensemble: HydraEnsemble,
     inputs: Example,
     outputs: list[str],
-    limits: dict[str, int],
     policies: Mapping[str, tuple[Policy, str]],
     staging: Path,
 ) -> dict[str, Any]:
@@ -194,8 +189,8 @@ def _contract(
     _, members, *tokens, classes = answer.member_logits.shape
     free: list[str | int] = ["tokens"] if tokens else []
     is_image = "pixel_values" in inputs.tensors
-    if inputs.has_tokens:
-        preparation = text_preparation(ensemble, list(inputs.tensors), staging)
+    if inputs.most_tokens:
+        preparation = text_preparation(ensemble, inputs, staging)
         task = "token-classification" if tokens else "text-classification"
     else:
         task = "image-classification" if is_image else "classification"
@@ -262,7 +257,7 @@ def _contract(
         "member_temperatures": ensemble.member_temperatures,
         "novelty": None if ensemble.novelty is None else {"examples": ensemble.novelty.examples},
         "policies": {kind: policy_record(*found) for kind, found in policies.items()},
-        "limits": limits,
+        "limits": {"tokens": inputs.most_tokens} if inputs.most_tokens else {},
         "preprocessing": preparation,
         "programs": {kind: FILES[kind] for kind in policies},
         "agreement": {},

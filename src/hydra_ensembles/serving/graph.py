@@ -40,14 +40,8 @@ class AnsweringGraph(nn.Module):
         self.ensemble = ensemble
         self._names = tuple(names)
         self._policy = policy
-        self.novelty: nn.Module | None = None
-        if ensemble.novelty is not None:
-            self.novelty = NoveltyGraph(ensemble.novelty.single())
-
-    @property
-    def output_names(self) -> list[str]:
-        """Names of what `forward` returns."""
-        return [n for n in OUTPUTS if self.novelty is not None or not n.startswith("novelty")]
+        self.novelty = None if ensemble.novelty is None else NoveltyGraph(ensemble.novelty.single())
+        self.output_names = [n for n in OUTPUTS if self.novelty or not n.startswith("novelty")]
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of the contract, in its order."""
@@ -75,7 +69,7 @@ class FeaturesGraph(nn.Module):
 
     def __init__(self, ensemble: HydraEnsemble, names: Sequence[str]) -> None:
         super().__init__()
-        self.ensemble = ensemble
+        self.ensemble, self.output_names = ensemble, ["member_logits", "summaries"]
         self._names = tuple(names)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,60 +184,51 @@ def frozen(ensemble: HydraEnsemble, inputs: Mapping[str, Any]) -> HydraEnsemble:
     return ready
 
 
-def trace(graph: nn.Module, inputs: Example, limits: dict[str, int]) -> Any:
-    """Trace a graph for any size of batch and any number of tokens."""
+def write_onnx(graph: AnsweringGraph | FeaturesGraph, inputs: Example, path: Path) -> None:
+    """Trace a graph for any size of batch and any number of tokens; write it as ONNX."""
+    import onnx_ir as ir
+
     sizes = {"batch": torch.export.Dim("batch", min=1, max=2**20)}
-    if limits:
-        sizes["tokens"] = torch.export.Dim("tokens", min=1, max=limits["tokens"])
+    if inputs.most_tokens:
+        sizes["tokens"] = torch.export.Dim("tokens", min=1, max=inputs.most_tokens)
     shapes = tuple(
         {axis: sizes[dim] for axis, dim in enumerate(inputs.dims(name)) if isinstance(dim, str)}
         for name in inputs.tensors
     )
     rows = inputs.rows(3)
     # torch takes a size of 1 as fixed, and one of 3 as the size of the batch
-    if inputs.has_tokens and rows["input_ids"].shape[1] in (1, 3):
+    if inputs.most_tokens and rows["input_ids"].shape[1] in (1, 3):
         rows = {n: torch.cat([t, t[:, -1:]], 1) if t.ndim == 2 else t for n, t in rows.items()}
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=DeprecationWarning)
-            warnings.filterwarnings("ignore", category=FutureWarning)
-            return torch.export.export(
-                graph, tuple(rows.values()), dynamic_shapes=(shapes,), strict=False
-            )
-    except HydraError:
-        raise
-    except Exception as error:  # torch.export and the host raise many kinds of errors
-        reason = " ".join(str(error).split())[:300]
-        fixed = "specialized it to be a constant" in reason
-        hint = " Its forward may call len(tensor): write tensor.shape[0]." if fixed else ""
-        raise UnsupportedModelError(
-            f"{inputs.host} cannot be exported for any size of batch: "
-            f"{type(error).__name__}: {reason}.{hint}"
-        ) from error
-
-
-def write_onnx(program: Any, inputs: Example, outputs: list[str], path: Path) -> None:
-    """Write a traced graph as an ONNX program, by torch's exporter."""
-    import onnx_ir as ir
-
-    with warnings.catch_warnings(), torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.onnx.*")
-        made = torch.onnx.export(
-            program,
+        try:
+            traced = torch.export.export(
+                graph.eval(), tuple(rows.values()), dynamic_shapes=(shapes,), strict=False
+            )
+        except HydraError:
+            raise
+        except Exception as error:  # torch.export and the host raise many kinds of errors
+            reason = " ".join(str(error).split())[:300]
+            fixed = "specialized it to be a constant" in reason
+            hint = " Its forward may call len(tensor): write tensor.shape[0]." if fixed else ""
+            raise UnsupportedModelError(
+                f"{inputs.host} cannot be exported for any size of batch: "
+                f"{type(error).__name__}: {reason}.{hint}"
+            ) from error
+        made: Any = torch.onnx.export(
+            traced,
             dynamo=True,
             input_names=list(inputs.tensors),
-            output_names=outputs,
+            output_names=graph.output_names,
             verbose=False,
         )
-    assert made is not None
-    graph: Any = made.model.graph
     names: dict[str, str] = {}  # torch's symbols for free sizes, by our names
-    for value in graph.inputs:
+    for value in made.model.graph.inputs:
         for symbol, size in zip(value.shape, inputs.dims(value.name), strict=True):
             if isinstance(size, str):
                 names[str(symbol)] = size
-    for value in (*graph.inputs, *graph.outputs):
+    for value in (*made.model.graph.inputs, *made.model.graph.outputs):
         value.shape = ir.Shape([names.get(str(size), size) for size in value.shape])
     made.save(str(path))

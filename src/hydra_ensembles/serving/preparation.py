@@ -22,7 +22,7 @@ from ..fusion.inputs import prepare
 from ..hosts.prompt_classifier import PromptClassifier
 from ..runtime.images import ImageReader
 from ..runtime.texts import PARTS, Texts
-from .export_example import most_tokens
+from .export_example import Example
 
 TOKENIZER = "tokenizer.json"
 TRIALS = ("a joy to watch", "", "Ünïcode – 汉字 🙂 and\ttabs\n", "word " * 5000)
@@ -104,7 +104,7 @@ def _image_difference(made: ImageTransform, transform: Any) -> str | None:
 
 
 def text_preparation(
-    ensemble: HydraEnsemble, inputs: Sequence[str], folder: Path
+    ensemble: HydraEnsemble, inputs: Example, folder: Path
 ) -> dict[str, Any] | None:
     """Write a tokenizer's files into a folder; return its settings, or None when it has none.
 
@@ -115,15 +115,15 @@ def text_preparation(
         return None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         problem: str | None = "it has no tokenizer.json"
-    elif not set(inputs) <= set(PARTS):
-        problem = f"it does not make {', '.join(sorted(set(inputs) - set(PARTS)))}"
+    elif unknown := inputs.tensors.keys() - PARTS.keys():
+        problem = f"it does not make {', '.join(sorted(unknown))}"
     else:
         tokenizer.save_pretrained(str(folder))
         prompt = host if isinstance(host, PromptClassifier) else None
         settings = {
             "kind": "text",
             "file": TOKENIZER,
-            "max_length": most_tokens(ensemble),
+            "max_length": inputs.most_tokens,
             "pad_id": int(tokenizer.pad_token_id or 0),
             "pad_token": str(tokenizer.pad_token or ""),
             "padding_side": "right" if prompt else tokenizer.padding_side,
@@ -132,7 +132,7 @@ def text_preparation(
         }
         theirs = prompt.encode(list(TRIALS)) if prompt else prepare(ensemble, list(TRIALS))
         content = (folder / TOKENIZER).read_text(encoding="utf-8")
-        problem = _text_difference(content, settings, inputs, theirs)
+        problem = _text_difference(content, settings, list(inputs.tensors), theirs)
         if problem is None:
             return settings
     warnings.warn(

@@ -115,17 +115,17 @@ def test_8_bits_are_smaller_and_near(exported: Any) -> None:
 def test_images_are_prepared_inside(exported: Any, tmp_path: Path) -> None:
     ensemble, folder = exported
     pixels = np.random.default_rng(0).integers(0, 256, (3, 40, 30, 3), dtype=np.uint8)
-    pictures = [Image.fromarray(p) for p in pixels]
+    photos = [Image.fromarray(p) for p in pixels]
     model = runtime.load(folder)
-    answer = ensemble.predict(pictures)
-    assert_answers(model.predict(pictures).arrays(), answer)
+    answer = ensemble.predict(photos)
+    assert_answers(model.predict(photos).arrays(), answer)
     assert_answers(model.predict(list(pixels), batch_size=2).arrays(), answer)
-    for number, picture in enumerate(pictures):
-        picture.save(tmp_path / f"{number}.png")
+    for number, photo in enumerate(photos):
+        photo.save(tmp_path / f"{number}.png")
     found = model.predict([tmp_path / f"{n}.png" for n in range(3)])
     assert_answers(found.arrays(), answer)
     assert found.names == [ensemble.id2label[int(label)] for label in answer.label]
-    assert_answers(model.predict(pictures[0]).arrays(), answer[0])
+    assert_answers(model.predict(photos[0]).arrays(), answer[0])
 
 
 def test_the_contract_says_what_was_exported(exported: Any) -> None:

@@ -142,13 +142,13 @@ def test_a_contract_changed_by_hand_is_refused(copied: Copy) -> None:
     folder = copied()
     path = folder / "contract.json"
     path.write_text(path.read_text().replace('"ant"', '"cow"'))
-    with pytest.raises(FormatError, match="changed by hand"):
+    with pytest.raises(FormatError, match="SHA-256"):
         runtime.load(folder)
     path.write_text('{"format": NaN}')
     with pytest.raises(FormatError, match="not the contract"):
         runtime.load(folder)
     path.write_text('{"format": ')
-    with pytest.raises(FormatError, match="damaged"):
+    with pytest.raises(FormatError, match="not a contract"):
         runtime.load(folder)
 
 
