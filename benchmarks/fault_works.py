@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hydra_ensembles.errors import HydraError
 from hydra_ensembles.evaluation import Results
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 from hydra_ensembles.methods import Select
-from hydra_ensembles.training import distill, finetune
+from hydra_ensembles.training import DISTILL, distill, finetune
 
 SHAPE = TinyViTConfig(layers=2, heads=4, width=24, mlp_width=24, classes=3)
 
@@ -84,8 +85,8 @@ def run_distill(folder: Path) -> str:
         validation=data(),
         members=2,
         max_cost=1.9,
+        settings=replace(DISTILL, views=2),
         epochs=3,
-        views=2,
         folder=folder / "state",
         save_every=1,
         progress=False,

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .hosts import explain as explain
     from .hosts import register_family as register_family
     from .integrations.pipelines import pipeline as pipeline
+    from .prediction import Prediction as Prediction
     from .refit import fold as fold
     from .report.page import write_report as write_report
     from .research.cost_frontier import frontier as frontier
@@ -47,14 +48,11 @@ if TYPE_CHECKING:
     from .research.shift_gap import pruning_shift_gap as pruning_shift_gap
     from .search.headmap import find_circuit as find_circuit
     from .serving.exporter import export as export
-    from .training import average_weights as average_weights
     from .training import distill as distill
     from .training import finetune as finetune
-    from .training import finetune_branch as finetune_branch
     from .training import make_teachers as make_teachers
     from .uncertainty import Drift as Drift
     from .uncertainty import Policy as Policy
-    from .uncertainty import Prediction as Prediction
 
 _NAMES = {
     "Cost": "costs",
@@ -65,11 +63,10 @@ _NAMES = {
     "HydraEnsemble": "fusion",
     "HydraError": "errors",
     "Policy": "uncertainty",
-    "Prediction": "uncertainty",
+    "Prediction": "prediction",
     "PromptClassifier": "hosts",
     "Results": "evaluation",
     "ZeroShotClassifier": "hosts",
-    "average_weights": "training",
     "benchmark": "evaluation.latency",
     "build": "builder",
     "compare": "evaluation",
@@ -81,7 +78,6 @@ _NAMES = {
     "export": "serving.exporter",
     "find_circuit": "search.headmap",
     "finetune": "training",
-    "finetune_branch": "training",
     "fit_policy": "fusion",
     "fold": "refit",
     "frontier": "research.cost_frontier",

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,13 +200,14 @@ def trains(folder: Path) -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         dropping = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Dropout(0.5), nn.Linear(16, 3))
-    (tuned,) = hydra.finetune(dropping, listed(), settings=settings, progress=False, keep="last")
+    settings = replace(settings, keep="last")
+    (tuned,) = hydra.finetune(dropping, listed(), settings=settings, progress=False)
     found["dropout"] = _described(tuned.model, tuned.history)
     branch = finetune_branch(
         ensemble(),
         listed(),
         settings=Settings(epochs=1, learning_rate=1e-3, parts=3, bootstrap=True, distill=0.5),
-        outliers=[torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(5))],
+        ood=[torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(5))],
         progress=False,
     )
     found["branch"] = _described(branch.model, branch.history)

@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from .._records import inside, read_steady, sha256_of_file
 from ..errors import FormatError, HydraError, MissingDependencyError
 from ..hosts import HostModel
-from ..hosts.architecture import check_sizes, rebuild_host
+from ..hosts.architecture import check_sizes, library_versions, rebuild_host
 from ..hosts.example_inputs import examples
 from ..uncertainty.novelty import Novelty, from_tensors
 from .assembly import Assembly
+from .call_options import tap_names
 from .folder_schema import CONFIG, NOVELTY, WEIGHTS, read_config
-from .folder_writer import versions
 from .host_description import fill_, structure
-from .known_data import has_readout_token, precision_of
-from .token_summaries import tap_names
 
 Header = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and type of every tensor in a file, by name."""
@@ -82,7 +80,7 @@ def _read(folder: Path, host: nn.Module | None) -> tuple[Assembly, HostModel, di
         raise FormatError(
             f"Cannot build the host that {folder / CONFIG} describes ({type(error).__name__}: "
             f"{str(error)[:200]}). It was saved with {config['libraries']}; installed are "
-            f"{versions()}. Save or download the folder again, or pass host=."
+            f"{library_versions()}. Save or download the folder again, or pass host=."
         ) from error
     _load_weights(assembly.model, folder / WEIGHTS, config)
     assembly.model.eval()
@@ -229,8 +227,8 @@ def _check_fit(
         detail = ", ".join(sorted([*missing, *extra, *wrong])[:4])
         raise FormatError(
             f"{folder / WEIGHTS} does not fit the host built from {CONFIG} ({detail} …). It was "
-            f"saved with {config['libraries']}; installed are {versions()}. Install those, or pass "
-            "host=."
+            f"saved with {config['libraries']}; installed are {library_versions()}. Install those, "
+            "or pass host=."
         )
 
 
@@ -275,7 +273,7 @@ def _check_novelty(ensemble: Any, name: Any) -> None:
     novelty = ensemble.novelty
     if novelty is None:
         return
-    taps = tap_names(len(ensemble.body.trunk), readout=has_readout_token(ensemble.readout))
+    taps = tap_names(len(ensemble.body.trunk), readout=ensemble.readout.has_token)
     try:
         width = novelty.distance.mean.shape[-1]
         classes = 2 if novelty.classes is None else len(novelty.classes.counts)
@@ -300,7 +298,7 @@ def check_answers(ensemble: Any, name: Any) -> None:
     if not inputs or ensemble.dtype == torch.float16:  # half is for other devices than this one
         return
     args, kwargs = inputs[0]
-    ensemble.warned_precisions.add(precision_of(ensemble))  # nobody said yet how it will be run
+    ensemble._warned_precisions.add(ensemble.precision())  # nobody said yet how it will be run
     try:
         if ensemble.is_classifier:  # novelty and the score too
             classes = ensemble.predict(kwargs or args[0]).probabilities.shape[-1]
@@ -311,7 +309,7 @@ def check_answers(ensemble: Any, name: Any) -> None:
             f"{name} loads but cannot run ({type(error).__name__}: {str(error)[:200]}): its "
             f"{CONFIG} does not describe the model that was saved. Save or download it again."
         ) from error
-    ensemble.warned_precisions.clear()
+    ensemble._warned_precisions.clear()
     names = ensemble.id2label
     if ensemble.is_classifier and names is not None and len(names) != classes:
         raise FormatError(

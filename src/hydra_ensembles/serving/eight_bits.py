@@ -21,8 +21,9 @@ from ..data.batches import split_batch
 from ..errors import DataError
 from ..fusion import HydraEnsemble, fit_policy
 from ..fusion.inputs import is_raw, prepare
-from ..fusion.known_data import novelty_fit, per_text
-from ..uncertainty import Policy, Prediction
+from ..fusion.known_data import novelty_fit, text_logits
+from ..prediction import Prediction
+from ..uncertainty import Policy
 from ..uncertainty.policy import GIVEN
 from .export_example import TEXT_INPUTS, Example, named
 from .graph import AnsweringGraph, FeaturesGraph, prediction_of, write_onnx
@@ -106,7 +107,9 @@ class EightBits:
         parts = list(_rows(batch)) if self.batches % 2 else [batch]
         self.batches += 1
         outputs = [self.session.run(None, {n: t.numpy() for n, t in p.items()}) for p in parts]
-        logits = [per_text(torch.from_numpy(o[0]), p) for o, p in zip(outputs, parts, strict=True)]
+        logits = [
+            text_logits(torch.from_numpy(o[0]), p) for o, p in zip(outputs, parts, strict=True)
+        ]
         return torch.cat(logits), torch.cat([torch.from_numpy(o[1]) for o in outputs])
 
     def predict(self, batch: Any) -> Prediction:

@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from .._records import (
 )
 from ..errors import DataError, FormatError, MissingDependencyError, UnsupportedModelError
 from ..fusion import HydraEnsemble
+from ..hosts.architecture import library_versions
 from ..runtime.contract import CONTRACT, FORMAT, FORMAT_VERSION, OUTPUTS, problem_of, read_contract
 from ..uncertainty import Policy
 from ..uncertainty.policy import GIVEN
@@ -211,12 +211,6 @@ def _contract(
     }
     names = ensemble.id2label
     class_names = [names[i] for i in range(classes)] if names and len(names) == classes else None
-    libraries = {}
-    for name in ("hydra-ensembles", "torch", "onnx", "onnxscript", "onnxruntime", "transformers"):
-        try:
-            libraries[name] = version(name)
-        except PackageNotFoundError:
-            continue
     largest = Policy().finite().threshold
 
     def policy_record(policy: Policy, words: str) -> dict[str, Any]:
@@ -233,7 +227,7 @@ def _contract(
     return {
         "format": FORMAT,
         "format_version": list(FORMAT_VERSION),
-        "libraries": libraries,
+        "libraries": library_versions("onnx", "onnxscript", "onnxruntime"),
         "task": task,
         "host": type(ensemble.host).__name__,
         "members": members,

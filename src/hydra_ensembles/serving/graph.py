@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from ..data.eval_mode import twin
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..fusion import FusedBlock, HydraEnsemble
-from ..fusion.known_data import logits_and_summaries, per_text
+from ..fusion.known_data import features_of, text_logits
+from ..prediction import Prediction
 from ..runtime.contract import OUTPUTS
-from ..uncertainty import Policy, Prediction, predict_from_logits
+from ..uncertainty import Policy, predict_from_logits
 from ..uncertainty.novelty import Novelty, from_tensors
 from .export_example import Example
 
@@ -49,10 +50,10 @@ class AnsweringGraph(nn.Module):
         if self.novelty is None:
             logits, summaries = self.ensemble.member_logits(batch).float(), None
         else:
-            logits, summaries = logits_and_summaries(self.ensemble, batch)
+            logits, summaries = features_of(self.ensemble, batch)
         answer = prediction_of(self.ensemble, logits)
         if self.novelty is not None:
-            novelty, score = self.novelty(summaries, per_text(logits, batch))
+            novelty, score = self.novelty(summaries, text_logits(logits, batch))
             answer = replace(answer, novelty=novelty, novelty_score=score)
         outputs = outputs_of(answer, self._policy)
         # clone: ONNX names outputs by tensor, so one tensor cannot be two outputs
@@ -75,7 +76,7 @@ class FeaturesGraph(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits `[batch, member, class]` and summaries `[batch, tap, width]`."""
         batch: Any = dict(zip(self._names, inputs, strict=True)) if self._names else inputs
-        logits, summaries = logits_and_summaries(self.ensemble, batch)
+        logits, summaries = features_of(self.ensemble, batch)
         return logits.contiguous().clone(), summaries.contiguous().clone()
 
 
@@ -93,7 +94,7 @@ def prediction_of(ensemble: HydraEnsemble, logits: Tensor) -> Prediction:
 def outputs_of(answer: Prediction, policy: Policy) -> dict[str, Tensor]:
     """Return a prediction and its decision as the outputs of the contract."""
     outputs = {
-        "class": answer.label,
+        "class": answer.class_index,
         "probabilities": answer.probabilities.float(),
         "uncertainty": answer.uncertainty.float(),
         "mutual_information": answer.mutual_information.float(),
@@ -102,7 +103,7 @@ def outputs_of(answer: Prediction, policy: Policy) -> dict[str, Tensor]:
     score = answer.novelty_score
     if answer.novelty is not None and score is not None:
         outputs |= {"novelty": answer.novelty.float(), "novelty_score": score.float()}
-    outputs["decision"] = policy.codes(outputs["uncertainty"], outputs.get("novelty_score"))
+    outputs["decision"] = policy.decide(outputs["uncertainty"], outputs.get("novelty_score"))
     return outputs
 
 

@@ -50,15 +50,11 @@ def untied(ensemble: HydraEnsemble, *, mlps: bool = False) -> HydraEnsemble:
     return result
 
 
-def still(ensemble: HydraEnsemble) -> HydraEnsemble:
-    """Return a frozen copy in eval mode, for prediction."""
-    result = copy.deepcopy(ensemble).eval().requires_grad_(False)
-    result.mode = "fused"
-    return result
-
-
 class _Reached(Exception):
     """Carries the trunk's output out of the host, whose later blocks need not run."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.states = states
 
 
 class CachedTrunk(nn.Module):
@@ -85,7 +81,7 @@ class CachedTrunk(nn.Module):
             return self.ensemble.member_logits(batch)
         if not self.frozen:  # its output changes, and gradients flow through it
             return self.ensemble.member_logits(batch["batch"])
-        with self.ensemble.body.told(trunk_states=self.trunk_states(batch)):
+        with self.ensemble.body.options(trunk_states=self.trunk_states(batch)):
             return self.ensemble.member_logits(batch["batch"])
 
     def knows(self, keys: Iterable[Any]) -> bool:
@@ -138,8 +134,8 @@ class CachedTrunk(nn.Module):
 
         model = in_eval(self.ensemble)
         try:
-            with torch.no_grad(), model.body.told(at_branch=stop):
+            with torch.no_grad(), model.body.options(at_branch=stop):
                 model.member_logits(batch)
         except _Reached as reached:
-            return reached.args[0]
+            return reached.states
         raise HydraError("The host ran without its blocks. Please report this.")

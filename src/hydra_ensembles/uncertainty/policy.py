@@ -40,17 +40,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DataError, FormatError
+from ..errors import DataError, FormatError, HydraError
+from ..prediction import ANSWER, BOTH, DECISIONS, NEW, UNSURE, Prediction
 from ..registry import check_name
 
 METHODS = ("conformal", "selective", "empirical")
 GIVEN = "given"
 """The method of thresholds that were chosen by hand."""
-DECISIONS = ("answer", "unsure", "new")
-"""Decisions by their number."""
-ANSWER, UNSURE, NEW = range(3)
-REASONS = ("", "too unsure", "too new", "too unsure and too new")
-"""Why an example is not answered, by its code (`Policy.codes`)."""
 STARTS = (0, 2, 6, 14, 30)
 """Errors that pass the first test of each sequence of `selective`."""
 FOLDS = 5
@@ -80,13 +76,13 @@ class Rates:
     def of(cls, decision: Tensor, errors: Tensor | None = None) -> Rates:
         """Count decisions `[example]`, and errors `[example]` where they are known."""
         count = len(decision)
-        shares = (torch.bincount(decision, minlength=3).double() / max(count, 1)).tolist()
+        shares = (torch.bincount(decision, minlength=4).double() / max(count, 1)).tolist()
         wrong = among = None
         if errors is not None:
             answered = decision == ANSWER
             wrong = float((answered & errors.bool()).double().mean()) if count else 0.0
             among = float(errors[answered].double().mean()) if bool(answered.any()) else None
-        return cls(count, shares[ANSWER], shares[UNSURE], shares[NEW], wrong, among)
+        return cls(count, shares[ANSWER], shares[UNSURE], shares[NEW] + shares[BOTH], wrong, among)
 
 
 @dataclass(frozen=True)
@@ -125,16 +121,16 @@ class Policy:
         """Whether no threshold could keep the risk, so that everything abstains."""
         return self.threshold == -math.inf
 
-    def codes(self, uncertainty: Tensor, novelty_score: Tensor | None = None) -> Tensor:
-        """Return 0 to answer, 1 unsure, 2 new, 3 unsure and new: int64, shaped like `uncertainty`.
+    def decide(self, uncertainty: Tensor, novelty_score: Tensor | None = None) -> Tensor:
+        """Return the decisions as codes, int64 `[example]`: 0 answer, 1 unsure, 2 new, 3 both.
 
-        NaN abstains.
+        This is the only place that decides. What is both unsure and new is new. NaN abstains.
 
         Args:
             uncertainty: `[example]`, or `[example, token]`, by the policy's `score`.
             novelty_score: `[example]`, the unbounded one; needed when there is an alarm.
         """
-        unsure = (~(uncertainty <= self.threshold)).long()
+        unsure = (~(uncertainty <= self.threshold)).long() * UNSURE
         if self.alarm is None:
             return unsure
         if novelty_score is None:
@@ -142,16 +138,8 @@ class Policy:
                 f"The policy has an alarm rate of {self.alarm} but there is no novelty: call "
                 "ensemble.fit_novelty_(known), or fit the policy with alarm=None."
             )
-        new = (~(novelty_score <= self.novelty_threshold)).long()
-        return unsure + NEW * new.reshape(-1, *[1] * (uncertainty.ndim - 1))
-
-    def decide(self, uncertainty: Tensor, novelty_score: Tensor | None = None) -> Tensor:
-        """Return the decisions: 0 answer, 1 unsure, 2 new. What is both unsure and new is new."""
-        return self.codes(uncertainty, novelty_score).clamp_max(NEW)
-
-    def reasons(self, uncertainty: Tensor, novelty_score: Tensor | None = None) -> list[str]:
-        """Say why each example is not answered: "too unsure", "too new", both, or nothing."""
-        return [REASONS[code] for code in self.codes(uncertainty, novelty_score).tolist()]
+        new = (~(novelty_score <= self.novelty_threshold)).long() * NEW
+        return unsure + new.reshape(-1, *[1] * (uncertainty.ndim - 1))
 
     def finite(self) -> Policy:
         """Return the policy with thresholds that JSON and an exported program can hold."""
@@ -160,6 +148,15 @@ class Policy:
             min(max(limit, -largest), largest) for limit in (self.threshold, self.novelty_threshold)
         )
         return replace(self, threshold=unsure, novelty_threshold=new)
+
+    def apply(self, answer: Prediction) -> Prediction:
+        """Return an answer with the policy's decisions."""
+        if answer.score != self.score:
+            raise HydraError(
+                f"The policy reads the score {self.score!r}, but the answer reports "
+                f"{answer.score!r}. Fit the policy again with fit_policy()."
+            )
+        return replace(answer, code=self.decide(answer.uncertainty, answer.novelty_score))
 
     def promises(self) -> dict[str, str]:
         """Return what is promised about each decision, in words."""
@@ -205,7 +202,7 @@ class Policy:
             return f"{rule} (thresholds set by hand)"
         lines = [f"{rule} ({self.method}, {self.examples} examples)"]
         promised = self.promises()
-        for name in DECISIONS:
+        for name in promised:
             if name == "new" and self.alarm is None:
                 continue
             lines.append(f"  {name:<7} {self._measured(name):<30} {promised[name]}")
@@ -359,7 +356,7 @@ def _problem(
     # folds hold fewer examples, and may be too small to answer anything
     rates = policy.measured if policy.measured.answer else Rates.of(decision, wrong)
     share = 0.0 if rates.wrong_if_answered is None else rates.wrong_if_answered
-    always = float(wrong[decision != NEW].double().mean())
+    always = float(wrong[decision < NEW].double().mean())
     noise = (always * (1 - always) / (rates.answer * len(decision))) ** 0.5
     if share < 1 and share <= always + noise:
         return None
