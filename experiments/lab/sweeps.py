@@ -28,8 +28,7 @@ def run_sweep(table: Mapping[str, Any], args: argparse.Namespace) -> None:
     sweeps = {}
     for name, options in table["tasks"].items():
         task = open_task(name, args.data, args.hosts)
-        work = Path(args.cache) / "pruning" / f"{name}.json"
-        work.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(args.cache) / "pruning" / name
         sweeps[options["title"]] = sweep_task(table, task, options, work)
     write_points(table["name"], sweeps, args.out)
 
@@ -52,7 +51,7 @@ def sweep_task(
             name: list(sample(families[name], options["ood_examples"])) for name in options["ood"]
         },
         held_out=list(sample(task.held_out, options["held_out"], seed=0)),
-        resume=work,
+        folder=work,
     )
 
 

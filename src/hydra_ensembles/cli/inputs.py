@@ -38,13 +38,19 @@ class Reading:
         return load_model(place, device=self.device, dtype=self.dtype, class_names=self.class_names)
 
     def load(
-        self, model: str, data: str, ood: Sequence[str] | None = None
+        self, model: str, data: str, ood: Sequence[str] | None = None, *, fused: bool = False
     ) -> tuple[Loaded, Any, dict[str, Any]]:
-        """Load a model, its labelled data and its outliers; missing data is refused first."""
+        """Load a model, its labelled data and its outliers.
+
+        Missing data is refused before the model is loaded, an ensemble (unless `fused`) before the
+        data is.
+        """
         from .models import check_sources
 
         check_sources(data, ood)
         loaded = self.load_model(model)
+        if not fused:
+            loaded.host  # noqa: B018  (raises for an ensemble)
         return loaded, self.load_known(loaded, data), self.load_outliers(loaded, ood)
 
     def load_known(self, loaded: Loaded, data: str) -> Any:

@@ -1,4 +1,4 @@
-"""Printing: tables and lines for people on a terminal, JSON for machines on standard output.
+"""Printing and writing: tables and lines for people, JSON for machines; `--help` needs no more.
 
 Click as typer has it: a dependency of its own in older versions, a part of it in newer ones.
 """
@@ -6,28 +6,23 @@ Click as typer has it: a dependency of its own in older versions, a part of it i
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .._records import holding, write_whole
 from .errors import Stop
 
 if TYPE_CHECKING:
     from ..evaluation import Results
     from ..fusion import HydraEnsemble
     from .models import Loaded
-
-dumps = partial(json.dumps, indent=2)
 
 
 def click_module(name: str) -> Any:
@@ -139,9 +134,16 @@ def waiting(text: str) -> Iterator[None]:
             typer.echo("\r\x1b[K", err=True, nl=False)
 
 
+def dumps(value: Any) -> str:
+    """Return plain data as indented JSON."""
+    import json
+
+    return json.dumps(value, indent=2, default=str)
+
+
 def print_json(value: Any) -> None:
     """Print plain data as JSON."""
-    typer.echo(dumps(value, default=str))
+    typer.echo(dumps(value))
 
 
 def show(text: object, record: Any, *, json: bool) -> None:
@@ -227,6 +229,8 @@ def results_table(
 
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically, with its folder; only the first process writes."""
+    from .._records import write_whole
+
     if not is_first():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -240,6 +244,8 @@ def write_config(folder: Path, *, begin: bool = False) -> dict[str, Any]:
     are those of the options that made them. The command holds the folder from here to its end.
     """
     import yaml
+
+    from .._records import holding
 
     context = click_module("globals").get_current_context()
     if is_first():

@@ -87,7 +87,7 @@ def command(
     scaled: dict[str, bool] = {}
     for given in models:
         name, place = named(given)
-        loaded, known, outliers = reading.load(place, data, ood)
+        loaded, known, outliers = reading.load(place, data, ood, fused=True)
         say(f"Evaluating {name} on {sizes(known, outliers)}", json=json)
         tested = loaded.model
         own_score = tested.score if isinstance(tested, HydraEnsemble) else "msp"

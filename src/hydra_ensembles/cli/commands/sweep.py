@@ -48,7 +48,7 @@ def command(
         scope=scope,
         seed=reading.seed,
         ood=outliers or None,
-        resume=output / "state.json",
+        folder=output / "state",
         progress=not json,
     )
     text = found.to_json(output / "sweep.json")
