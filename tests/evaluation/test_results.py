@@ -74,8 +74,8 @@ def test_saved_and_loaded_with_examples(strong, weak, tmp_path):
     ("text", "message"),
     [
         ("{", "not JSON"),
-        ("[]", "no record of results"),
-        ('{"format": "other"}', "no record of results"),
+        ("[]", "Not a record"),
+        ('{"format": "other"}', "Not a record"),
         ('{"format": "hydra-ensembles/results", "version": 99}', "newer than 1"),
         ('{"format": "hydra-ensembles/results", "version": 1}', "damaged"),
         ('{"format": "hydra-ensembles/results", "name": "x", "figures": {"a": "b"}}', "damaged"),

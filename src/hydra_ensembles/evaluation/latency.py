@@ -44,6 +44,10 @@ def benchmark(
 ) -> BenchmarkResult:
     """Time models against each other, interleaved, and count what they do.
 
+    Example:
+        >>> result = benchmark({"single": model, "hydra": ensemble}, batch)
+        >>> result.ratio("hydra", 1)
+
     Args:
         models: Models by name; ratios are to the first one. Each is called on a batch without
             labels, in eval mode, without gradients.

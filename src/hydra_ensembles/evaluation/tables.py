@@ -76,6 +76,9 @@ def compare_table(
 ) -> str:
     """Return several results side by side as one table.
 
+    Example:
+        >>> print(compare_table([single, hydra], keys=["cls/*", "ood/*/AUROC"]))
+
     Args:
         results: one for each model.
         keys: figures to show, by name or pattern (`ood/*/AUROC`, `post/**`), or `"all"`; headlines

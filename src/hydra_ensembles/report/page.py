@@ -46,6 +46,9 @@ def write_report(
 ) -> Path:
     """Write the report of one or several models evaluated on the same data.
 
+    Example:
+        >>> write_report("report.html", [evaluate(ensemble, test), evaluate(model, test)])
+
     Args:
         path: The HTML file; written beside and renamed.
         results: One per model, the main one first. Curves need their examples; without them the

@@ -130,6 +130,10 @@ def frontier(
 ) -> Frontier:
     """Measure the curve of cost against a validation objective, and mark the budget's choice.
 
+    Example:
+        >>> curve = frontier(model, score_heads(model, data), validation, batch)
+        >>> curve.chosen, plot_frontier(curve)
+
     Args:
         model: The host model.
         choose: How to choose an option's heads: scores (see `masks_for`), or a function.

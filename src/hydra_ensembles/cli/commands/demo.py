@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,7 +42,7 @@ def command(
 
     torch.set_num_threads(1)  # the model is too small to gain from more, and busy machines lose
     resolved = write_config(output)
-    asked = {"epochs": epochs, "members": members, "max_cost": max_cost}
+    asked: dict[str, Any] = {"epochs": epochs, "members": members, "max_cost": max_cost}
     if seeds is not None:
         steps.run_seeds(steps.numbers(seeds), output, quiet=json, **asked)
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -147,34 +147,26 @@ def load_backend(
     if (folder / "contract.json").is_file():
         if alarm is not None or device is not None or dtype != "float32":
             raise Stop(
-                f"{folder} is an exported ensemble, whose rule and type are fixed: leave --alarm, "
-                "--device and --dtype out, or export it again.",
+                f"{folder} is an exported ensemble, whose policy and type are fixed: leave out "
+                "--alarm, --device and --dtype, or export it again.",
                 2,
             )
-        return _by_onnx(folder, threads, class_names)
-    if threads is not None:
-        import torch
+        from ...runtime import load  # without torch
+        from ...serving.exported_backend import ExportedBackend
+        from ..class_names import read_names
 
-        torch.set_num_threads(threads)
-    return _by_torch(folder, alarm, class_names=class_names, device=device, dtype=dtype)
+        with waiting(f"Loading {folder}"):
+            exported = load(folder, threads=threads)
+            return ExportedBackend(exported, class_names=read_names(class_names))
+    import torch
 
-
-def _by_onnx(folder: Path, threads: int | None, class_names: str | None) -> Backend:
-    from ...runtime import load
-    from ...serving.exported_backend import ExportedBackend
-    from ..class_names import read_names
-
-    names = read_names(class_names)
-    with waiting(f"Loading {folder}"):
-        return ExportedBackend(load(folder, threads=threads), class_names=names)
-
-
-def _by_torch(folder: Path, alarm: float | None, **how: Any) -> Backend:
     from ...fusion.ensemble import HydraEnsemble
     from ...serving.torch_backend import TorchBackend
     from ..models import load_model
 
-    loaded = load_model(str(folder), **how)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    loaded = load_model(str(folder), class_names=class_names, device=device, dtype=dtype)
     ensemble = loaded.model
     if not isinstance(ensemble, HydraEnsemble):
         raise Stop(

@@ -71,8 +71,8 @@ def command(
     asked = "with labels" if files.labels is not None else "without labels"
     say(f"{files.count} {_kind(files)} {asked}" + (f". {note}" if note else ""), json=json)
     if output is None:
-        names = _title(model), Path(data).expanduser().resolve().name
-        slugs = [re.sub(r"[^A-Za-z0-9._]+", "-", name)[-40:].strip("-.") for name in names]
+        both = _title(model), Path(data).expanduser().resolve().name
+        slugs = [re.sub(r"[^A-Za-z0-9._]+", "-", name)[-40:].strip("-.") for name in both]
         output = Path("-".join(["hydra-try", *slugs]))
     say(f"Writing to {output}", json=json)
     write_config(output, begin=True)

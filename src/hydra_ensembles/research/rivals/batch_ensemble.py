@@ -41,9 +41,9 @@ def batch_ensemble(
     """Give every member rank-one factors of the host's weights, and fine-tune all together.
 
     W_m = W * (s_m r_m^T), y_m = ((x * r_m) W^T) * s_m + b_m, for every linear layer of the blocks
-    and the classifier (Wen et al., 2020, "BatchEnsemble"). W and b_m start from the host, the
-    factors from N(1, spread): the published spread of 0.5 is for training from scratch and would
-    undo what the host has learned. With unit factors it *is* the host.
+    and the classifier (Wen et al., 2020, "BatchEnsemble", arXiv 2002.06715). W and b_m start from
+    the host, the factors from N(1, spread): the published spread of 0.5 is for training from
+    scratch and would undo what the host has learned. With unit factors it *is* the host.
 
     Args:
         host: A trained classifier.

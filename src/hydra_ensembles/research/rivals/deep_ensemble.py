@@ -17,8 +17,8 @@ def deep_ensemble(host: nn.Module, task: Task, *, fresh_head: bool = True) -> nn
     """Fine-tune the host once for each member: p(y|x) = mean_m softmax(z_m(x)).
 
     Lakshminarayanan et al., 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep
-    Ensembles". Members start from one pretrained backbone, as people do who cannot pretrain M
-    times; they differ by the order of the data and by a new last layer each.
+    Ensembles", arXiv 1612.01474. Members start from one pretrained backbone, as people do who
+    cannot pretrain M times; they differ by the order of the data and by a new last layer each.
 
     Args:
         host: A trained classifier.

@@ -52,9 +52,10 @@ def laplace(
     """Put a Gaussian posterior on the last layer, and average its predictions in closed form.
 
     p(w | D) = N(w_host, (GGN + lambda I)^-1); the softmax's mean by the probit approximation:
-    softmax(mean / sqrt(1 + pi / 8 * variance)) (Daxberger et al., 2021, "Laplace Redux"; Kristiadi
-    et al., 2020). No training: one pass over `train`. With far fewer examples than the host was
-    trained on, the marginal likelihood gives too wide a posterior: choose lambda by validation.
+    softmax(mean / sqrt(1 + pi / 8 * variance)) (Daxberger et al., 2021, "Laplace Redux", arXiv
+    2106.14806; Kristiadi et al., 2020). No training: one pass over `train`. With far fewer examples
+    than the host was trained on, the marginal likelihood gives too wide a posterior: choose lambda
+    by validation.
 
     laplace-torch fits the last layer to its inputs, which is the same approximation and works for
     any host. The factors of `kron` and the logits' variances are computed here in closed form, with

@@ -46,9 +46,10 @@ class MCDropout(Folded):
 def mc_dropout(host: nn.Module, task: Task, *, rate: float | None = None) -> nn.Module:
     """Predict with dropout on, once for each member: p(y|x) = mean_m softmax(z(x; dropout_m)).
 
-    Gal & Ghahramani, 2016, "Dropout as a Bayesian Approximation". Nothing is trained. A host that
-    has dropout modules keeps their places; one without (many pretrained vision transformers) gets
-    dropout of 0.1 on the outputs of attention and MLP, which its training has not seen.
+    Gal & Ghahramani, 2016, "Dropout as a Bayesian Approximation", arXiv 1506.02142. Nothing is
+    trained. A host that has dropout modules keeps their places; one without (many pretrained vision
+    transformers) gets dropout of 0.1 on the outputs of attention and MLP, which its training has
+    not seen.
 
     Args:
         host: A trained classifier.

@@ -44,7 +44,7 @@ def outlier_exposure(
     """Train a small head on frozen features to tell validation data from outliers.
 
     u(x) = MLP(features(x)), by binary cross-entropy with both kinds weighted equally. After
-    Hendrycks et al., 2019, "Deep Anomaly Detection with Outlier Exposure": the fair rival of a
+    Hendrycks et al., 2019, "Outlier Exposure", arXiv 1812.04606: the fair rival of a
     method that sees outliers when it chooses heads, since it is given the very same ones.
     Predictions stay the host's. Read the uncertainty with the score `energy`.
 

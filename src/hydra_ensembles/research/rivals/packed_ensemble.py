@@ -34,7 +34,7 @@ def packed_ensemble(host: nn.Module, task: Task) -> nn.Module:
     """Split the host's width among members that never mix, and train them together.
 
     y = concat_m(x_m W_m^T): every linear of the blocks, every norm and the classifier become M
-    groups (Laurent et al., 2023, "Packed-Ensembles for Efficient Uncertainty Estimation").
+    groups (Laurent et al., 2023, "Packed-Ensembles", arXiv 2210.09184).
 
     **It cannot start from pretrained weights**: dense matrices have no such groups, so blocks,
     norms and classifier are initialised and trained from scratch on `train`; only the embedding is

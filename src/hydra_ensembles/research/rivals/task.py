@@ -96,6 +96,9 @@ def make_baseline(
     `evaluate` takes it. Its attribute `score`, where it has one, names the score that carries its
     uncertainty: `evaluate(rival, ..., score=getattr(rival, "score", "msp"))`.
 
+    Example:
+        >>> rival = make_baseline("deep-ensemble", model, train=train, members=3)
+
     Args:
         name: Of a rival in `baselines`.
         host: A trained classifier.
