@@ -29,9 +29,9 @@ from fuzz_folders import (
 
 import hydra_ensembles as hydra
 from hydra_ensembles import runtime
-from hydra_ensembles._records import sha256_of_file
+from hydra_ensembles._records import sealed, sha256_of_file
 from hydra_ensembles.errors import HydraError
-from hydra_ensembles.runtime.contract import CONTRACT, DIGEST, signed
+from hydra_ensembles.runtime.contract import CONTRACT, DIGEST
 
 PROGRAM = "model.onnx"
 READ = (CONTRACT, PROGRAM, "tokenizer.json")
@@ -47,7 +47,7 @@ def sign_files(folder: Path) -> None:
         name: {"sha256": sha256_of_file(folder / name), "bytes": (folder / name).stat().st_size}
         for name in contract["files"]
     }
-    (folder / CONTRACT).write_text(json.dumps(signed(contract)))
+    (folder / CONTRACT).write_text(json.dumps(sealed(contract, DIGEST)))
 
 
 def change_contract(folder: Path, draw: random.Random, *, sign: bool, remove: bool = False) -> bool:
@@ -63,11 +63,7 @@ def change_contract(folder: Path, draw: random.Random, *, sign: bool, remove: bo
         del holder[last]
     else:
         holder[last] = copy.deepcopy(draw.choice(VALUES))
-    try:
-        text = json.dumps(signed(contract) if sign else contract)
-    except ValueError:  # signed() has no NaN: somebody could write it by hand
-        text = json.dumps(contract)
-    (folder / CONTRACT).write_text(text)
+    (folder / CONTRACT).write_text(json.dumps(sealed(contract, DIGEST) if sign else contract))
     return sign
 
 
@@ -150,7 +146,7 @@ def lead_out(folder: Path, draw: random.Random) -> bool:
         name = draw.choice(["../outside/model.onnx", str(outside / PROGRAM), "a/../../outside/x"])
         contract["files"][name] = contract["files"][PROGRAM]
         contract["programs"]["onnx"] = name
-        (folder / CONTRACT).write_text(json.dumps(signed(contract)))
+        (folder / CONTRACT).write_text(json.dumps(sealed(contract, DIGEST)))
         return False
     lead_away(path, outside, way, draw, devices=["/dev/zero", "/dev/urandom"])
     return False

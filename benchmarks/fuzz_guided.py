@@ -133,10 +133,7 @@ def fuzz(target: str, place: Path, runs: int, seed: int) -> None:
         "contract": ("contract.json", lambda: contract.read_contract(folder)),
     }
     name, read = readers[target]
-    digest = {
-        "config": (folder_format.DIGEST, folder_format.digest_of),
-        "contract": (contract.DIGEST, contract.digest_of),
-    }.get(target)
+    digest = {"config": folder_format.DIGEST, "contract": contract.DIGEST}.get(target)
     counts = {"refused": 0, "read": 0}
 
     def one(data: bytes) -> None:
@@ -170,6 +167,8 @@ def mutated(data: bytes, most: int, number: int, digest: Any, *, binary: bool) -
 
     import atheris
 
+    from hydra_ensembles._records import sealed
+
     draw = random.Random(number)
     body = data[8:] if binary else data
     try:
@@ -182,7 +181,7 @@ def mutated(data: bytes, most: int, number: int, digest: Any, *, binary: bool) -
         change(content, draw, atheris)
     if digest is not None and draw.random() < 0.95:
         with contextlib.suppress(ValueError, TypeError, RecursionError):
-            content[digest[0]] = digest[1](content)
+            content = sealed(content, digest)
     text = json.dumps(content).encode()
     if binary:
         text = len(text).to_bytes(8, "little") + text

@@ -13,6 +13,7 @@ from PIL import Image
 
 import hydra_ensembles as hydra
 from hydra_ensembles import runtime
+from hydra_ensembles._records import sealed
 from hydra_ensembles.cli.main import main
 from hydra_ensembles.data import ImageTransform, image_folder, image_transform
 from hydra_ensembles.errors import DataError, FormatError
@@ -64,11 +65,11 @@ class Shelf:
         transform = config["image_transform"]
         assert transform.pop("exif_orientation") is True
         config["image_transform"] = None if "processor" in transform else transform
-        path.write_text(json.dumps(folder_format.signed(config)))
+        path.write_text(json.dumps(sealed(config, folder_format.DIGEST)))
         path = self.exported / "contract.json"
         data = json.loads(path.read_text())
         assert data["preprocessing"].pop("exif_orientation") is True
-        path.write_text(json.dumps(contract.signed(data)))
+        path.write_text(json.dumps(sealed(data, contract.DIGEST)))
 
 
 def ours() -> ImageTransform:
@@ -332,7 +333,7 @@ def test_the_orientation_is_recorded(shelf: Shelf, tmp_path: Path) -> None:
 def test_a_wrong_record_is_refused(shelf: Shelf, recorded: Any, tmp_path: Path) -> None:
     config = json.loads((shelf.saved / "config.json").read_text())
     with pytest.raises(FormatError, match="image_transform"):
-        folder_format.check_fields({**config, "image_transform": recorded}, "here")
+        folder_format.check_config({**config, "image_transform": recorded}, "here")
     data = json.loads((shelf.exported / "contract.json").read_text())
     preparation = {**data["preprocessing"], "exif_orientation": "yes"}
     assert "preprocessing" in str(contract.problem_of({**data, "preprocessing": preparation}))

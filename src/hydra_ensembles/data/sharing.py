@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from .._records import tensor_bytes
+from .._tensors import tensor_bytes
 from ..errors import DataError, HydraError
 from . import processes
 from .batches import Batches, Chained

@@ -7,7 +7,6 @@ damage, not intent: whoever can write the folder can write a new contract too.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -15,15 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._records import inside, sha256_of, sha256_of_file
+from .._records import check_seal, check_version, inside, read_json, sha256_of_file
 from ..errors import FormatError
 
 FORMAT = "hydra-ensembles-export"
 FORMAT_VERSION = (1, 1)
 CONTRACT = "contract.json"
 DIGEST = "contract_sha256"
-MOST_BYTES = 64 * 2**20
-"""A larger contract is not read: real ones have some kilobytes."""
+ADVICE = "Export the ensemble again."
 
 TASKS = ("image-classification", "text-classification", "token-classification", "classification")
 PROGRAMS = ("onnx", "int8", "torch")
@@ -112,18 +110,6 @@ class Contract:
         return path
 
 
-def digest_of(data: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a contract's content, whatever its spacing; its own left out."""
-    rest = {key: value for key, value in data.items() if key != DIGEST}
-    return sha256_of(json.dumps(rest, sort_keys=True, ensure_ascii=True).encode())
-
-
-def signed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a contract as it is read back from JSON, with its digest."""
-    plain = json.loads(json.dumps(data, allow_nan=False))
-    return {**plain, DIGEST: digest_of(plain)}
-
-
 def read_contract(folder: Any) -> Contract:
     """Read and check the contract of an exported folder; its other files are not opened.
 
@@ -137,22 +123,14 @@ def read_contract(folder: Any) -> Contract:
             f"No {CONTRACT} in {folder}: expected a folder written by ensemble.export() or "
             "`hydra-ensembles export`."
         )
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"{path.stat().st_size} bytes are too many for a contract")
-        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is damaged ({error}). Export the ensemble again.") from None
-    except OSError as error:
-        raise FormatError(f"Cannot read {path}: {error}.") from error
+    data = read_json(path, "the contract of an exported ensemble", ADVICE)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise FormatError(f"{path} is not the contract of an exported ensemble.")
-    _check_version(data.get("format_version"), path)
+    check_version(data.get("format_version"), FORMAT_VERSION, path)
     problem = problem_of(data)
-    if problem is None and digest_of(data) != data[DIGEST]:
-        problem = "its content does not have the digest that it names: it was changed by hand"
     if problem:
-        raise FormatError(f"{path}: {problem}. Export the ensemble again.")
+        raise FormatError(f"{path}: {problem}. {ADVICE}")
+    check_seal(data, path, ADVICE, DIGEST)
     return Contract(folder, data)
 
 
@@ -181,21 +159,6 @@ def problem_of(data: Mapping[str, Any]) -> str | None:
     if preparation and preparation["kind"] == "text" and preparation["file"] not in data["files"]:
         return "its tokenizer is not among its files"
     return None
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number that JSON has")
-
-
-def _check_version(found: Any, path: Path) -> None:
-    good = isinstance(found, list) and len(found) == 2 and all(type(n) is int for n in found)
-    if not good:
-        raise FormatError(f"{path} has the format version {found!r:.60}; expected two numbers.")
-    if found[0] > FORMAT_VERSION[0]:
-        raise FormatError(
-            f"{path} has format {found[0]}.{found[1]}, newer than {FORMAT_VERSION[0]}."
-            f"{FORMAT_VERSION[1]} which this library reads. Upgrade hydra-ensembles."
-        )
 
 
 def _is_name(value: Any) -> bool:

@@ -22,6 +22,7 @@ from .._records import (
     holding,
     names_to_disk,
     own_suffix,
+    sealed,
     sha256_of_file,
     use_new_file_mode,
     write_whole,
@@ -30,7 +31,7 @@ from .._records import (
 from ..errors import DataError, FormatError, MissingDependencyError, UnsupportedModelError
 from ..fusion import HydraEnsemble
 from ..registry import check_name
-from ..runtime.contract import CONTRACT, FORMAT, FORMAT_VERSION, OUTPUTS, problem_of, signed
+from ..runtime.contract import CONTRACT, DIGEST, FORMAT, FORMAT_VERSION, OUTPUTS, problem_of
 from .agreement import BATCHES, compare
 from .checksums import SIGNATURE, write_sums
 from .eight_bits import EightBits
@@ -286,11 +287,11 @@ def _answer_shape(ensemble: HydraEnsemble, inputs: Example) -> list[int]:
 def _write_contract(contract: dict[str, Any], beside: Path) -> None:
     paths = [p for p in sorted(beside.iterdir()) if p.is_file() and p.name != CONTRACT]
     files = {p.name: {"sha256": sha256_of_file(p), "bytes": p.stat().st_size} for p in paths}
-    whole = signed({**contract, "files": files})
+    whole = sealed({**contract, "files": files}, DIGEST)
     problem = problem_of(whole)
     if problem:
         raise FormatError(f"This ensemble cannot be exported: {problem}.")
-    write_whole(beside / CONTRACT, json.dumps(whole, indent=1) + "\n")
+    write_whole(beside / CONTRACT, json.dumps(whole, indent=1, allow_nan=False) + "\n")
 
 
 def _put_in_place(beside: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ from .._records import check_seal, inside, read_sealed
 from ..errors import FormatError, HydraError, MissingDependencyError
 from ..fusion import HydraEnsemble
 from ..fusion.folder_reader import check_file, read_header
-from ..fusion.folder_schema import CARD, CONFIG, FORMAT, NOVELTY, WEIGHTS, read_config
+from ..fusion.folder_schema import CARD, CONFIG, FORMAT, NOVELTY, WEIGHTS, Config, read_config
 from ..runtime.contract import CONTRACT, read_contract
 from ..search.search_state import read_state, read_stored
 from ..training.checkpoint import FILE_NAME, read_checkpoint
@@ -73,11 +73,11 @@ def _check_ensemble(folder: Path, checkup: Checkup, _: Any) -> set[str]:
             "or run the command that made it: finished steps are used."
         )
         return looked_at
-    major, minor = config["format_version"]
-    host, members = config["host"]["class"], len(config["masks"])
+    major, minor = config.format_version
+    host, members = config.host["class"], len(config.masks)
     add(CONFIG, SOUND, f"format {major}.{minor}, {members} members of {host}")
     bad = []
-    for name, digest in {WEIGHTS: config["sha256"], **config["files"]}.items():
+    for name, digest in {WEIGHTS: config.sha256, **config.files}.items():
         try:
             check_file(folder, name, digest)
             add(name, SOUND, "SHA-256 as saved")
@@ -97,20 +97,20 @@ def _check_ensemble(folder: Path, checkup: Checkup, _: Any) -> set[str]:
     except MissingDependencyError as error:
         checkup.advice.append(f"Its files are whole, but it was not loaded: {error}")
     except HydraError as error:
-        if config["host"]["library"] == "custom":
+        if config.host["library"] == "custom":
             checkup.advice.append("Its files are whole. It was not loaded: its host is your own.")
         else:
             add(CONFIG, DAMAGED, str(error))
     return looked_at
 
 
-def _advise_on_ensemble(checkup: Checkup, config: dict[str, Any], bad: list[str]) -> None:
+def _advise_on_ensemble(checkup: Checkup, config: Config, bad: list[str]) -> None:
     if WEIGHTS in bad:
         trained = " unless its members were trained"
         checkup.advice.append(
             f"{CONFIG} is whole: masks, temperatures and the record are there. With the host that "
             f"it was made from, fuse(host, masks) makes the ensemble again{trained}"
-            + (", replay(host, record) the whole of it." if config.get("record") else ".")
+            + (", replay(host, record) the whole of it." if config.record else ".")
         )
     else:
         checkup.advice.append(

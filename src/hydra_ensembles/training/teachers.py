@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .._records import model_fingerprint, sha256_of
+from .._records import sha256_of
+from .._tensors import model_fingerprint
 from ..costs.budget import fit_budget
 from ..data import processes
 from ..data.eval_mode import evaluating

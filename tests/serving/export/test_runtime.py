@@ -14,9 +14,10 @@ import pytest
 from PIL import Image
 
 from hydra_ensembles import runtime
+from hydra_ensembles._records import sealed
 from hydra_ensembles.data import ImageTransform
 from hydra_ensembles.errors import DataError, FormatError, UnknownNameError
-from hydra_ensembles.runtime.contract import signed
+from hydra_ensembles.runtime.contract import DIGEST
 
 Copy = Callable[[], Path]
 
@@ -24,7 +25,7 @@ Copy = Callable[[], Path]
 def change(folder: Path, **fields: Any) -> None:
     """Rewrite a contract with other fields, its digest renewed: what an attacker can do."""
     path = folder / "contract.json"
-    path.write_text(json.dumps(signed({**json.loads(path.read_text()), **fields})))
+    path.write_text(json.dumps(sealed({**json.loads(path.read_text()), **fields}, DIGEST)))
 
 
 def test_it_runs_without_torch(exported: Any) -> None:
@@ -138,7 +139,7 @@ def test_a_contract_changed_by_hand_is_refused(copied: Copy) -> None:
     folder = copied()
     path = folder / "contract.json"
     path.write_text(path.read_text().replace('"ant"', '"cow"'))
-    with pytest.raises(FormatError, match="changed by hand"):
+    with pytest.raises(FormatError, match="changed after"):
         runtime.load(folder)
     path.write_text('{"format": NaN}')
     with pytest.raises(FormatError, match="damaged"):
