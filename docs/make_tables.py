@@ -1,15 +1,19 @@
-"""Fill the tables of README.md from result files: `python docs/make_tables.py [--check]`.
+"""Fill the tables of README.md and docs/results.md: `python docs/make_tables.py [--check]`.
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`. `cost` comes from
-benchmarks/results, `results` from the records that `experiments/novelty.py` writes to docs/results.
+benchmarks/results, `results` from the records that `experiments/novelty.py` writes to docs/results,
+`records` from all records there and experiments/results/parts.csv.
 """
 
 from __future__ import annotations
 
+import csv
+import hashlib
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +44,69 @@ COLUMNS = {
     ),
     "Deep Ensemble, energy": ("Deep Ensemble, energy",),
     "single + novelty": ("single + novelty",),
+    "student + novelty": ("single student + novelty",),
     "Hydra + novelty": ("novelty",),
 }
 """Columns of the results and the rows that fill them: the first that a record has."""
+
+
+RECORDS = {
+    **{f"{page}.csv": page for page in ("text", "paper-sst2", "paper-cola", "cifar10", "imagenet")},
+    **{f"{page}.csv": page for page in ("digits", "members", "ways", "pruning")},
+    **{f"{page}.json": page for page in ("teachers", "folding", "hies", "llama")},
+    "choosing-digits.json": "choosing",
+    **{f"novelty-{task}.json": "novelty" for task in (*TASKS, "cifar8")},
+    "uncertainty-heads.json": "claims",
+    "zero-shot-reach.json": "claims",
+}
+"""Records and the pages that show them."""
+
+
+def records_table(root: Path = ROOT) -> str:
+    """Return what made each page: its records, their commits and hashes, minutes of processors."""
+    with (root / "experiments" / "results" / "parts.csv").open(encoding="utf-8") as file:
+        minutes = {row["part"]: float(row["processor_minutes"]) for row in csv.DictReader(file)}
+    rows = []
+    for name, page in RECORDS.items():
+        path = root / "docs" / "results" / name
+        if not path.exists():
+            continue
+        text, stem = path.read_text(encoding="utf-8"), path.stem
+        parts = [f"table-{stem}", stem, f"{stem}-*"]
+        if page == "novelty":
+            parts += [stem.replace("novelty", kind) + "-*" for kind in ("host", "features")]
+        took = [value for part, value in minutes.items() if any(fnmatch(part, p) for p in parts)]
+        rows.append(
+            [
+                f"[{page}]({'' if page == 'claims' else 'results/'}{page}.md)",
+                f"[{name}](results/{name})",
+                ", ".join(sorted(set(_commits(text, path.suffix)))),
+                hashlib.sha256(text.encode()).hexdigest()[:16],
+                f"{sum(took):.1f}" if took else "–",
+            ]
+        )
+    said = (
+        "Minutes are of one core, hosts and features included, as the last run of each part of "
+        "`bash experiments/reproduce.sh` took them; a dash: made before parts were timed. A plus: "
+        "the code had changes that were committed later. The hash is the beginning of the record's "
+        "SHA-256. Minutes, sizes and hashes of hosts, logits and features, part by part: "
+        "`experiments/results/parts.csv`."
+    )
+    return grid(["page", "record", "commit", "SHA-256", "minutes"], rows, said)
+
+
+def _commits(text: str, suffix: str) -> Iterator[str]:
+    """Find the commits that a record names."""
+    if suffix == ".csv":
+        yield from (row["commit"] for row in csv.DictReader(text.splitlines()))
+        return
+    todo = [json.loads(text)]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            if isinstance(part.get("commit"), str):
+                yield part["commit"]
+            todo += part.values()
 
 
 def cost_table(root: Path = ROOT) -> str:
@@ -84,8 +148,8 @@ def results_table(root: Path = ROOT) -> str:
         "of known data; no outlier was seen. Bold: the best of a row and all that a paired "
         "bootstrap does not tell from it. KNN and Mahalanobis++ have the statistics of the "
         "training set (ImageNet: of the known data); *all layers* adds up -log p over the taps of "
-        "novelty. [Families, more rivals, where a rival wins](docs/results/novelty.md): "
-        "`bash experiments/reproduce.sh`."
+        "novelty; a *student* is one model distilled from three. [Families, more rivals, where a "
+        "rival wins](docs/results/novelty.md): `bash experiments/reproduce.sh`."
     )
     return grid(["outliers", *COLUMNS], rows, said)
 
@@ -119,25 +183,33 @@ def fill(text: str, tables: Mapping[str, str]) -> str:
         pattern = rf"(<!-- table:{re.escape(name)} -->\n).*?(\n<!-- /table:{re.escape(name)} -->)"
         text, count = re.subn(pattern, lambda m, b=body: m[1] + b + m[2], text, flags=re.S)
         if count != 1:
-            raise ValueError(f"README.md has {count} places for the table {name!r}; expected one.")
+            raise ValueError(f"There are {count} places for the table {name!r}; expected one.")
     return text
 
 
-def tables(root: Path = ROOT) -> dict[str, str]:
-    """Return the tables by name."""
-    return {"cost": cost_table(root), "results": results_table(root)}
+def tables(root: Path = ROOT) -> dict[str, dict[str, str]]:
+    """Return the tables by file and name."""
+    return {
+        "README.md": {"cost": cost_table(root), "results": results_table(root)},
+        "docs/results.md": {"records": records_table(root)},
+    }
 
 
 def main() -> int:
     """Fill the tables, or with `--check` say whether they are up to date."""
-    readme = ROOT / "README.md"
-    before = readme.read_text(encoding="utf-8")
-    after = fill(before, tables())
-    if "--check" in sys.argv[1:]:
-        sys.stdout.write("up to date\n" if after == before else "README.md is out of date\n")
-        return int(after != before)
-    readme.write_text(after, encoding="utf-8")
-    return 0
+    stale = []
+    for name, bodies in tables().items():
+        path = ROOT / name
+        before = path.read_text(encoding="utf-8")
+        after = fill(before, bodies)
+        if after != before:
+            stale.append(name)
+            if "--check" not in sys.argv[1:]:
+                path.write_text(after, encoding="utf-8")
+    if "--check" not in sys.argv[1:]:
+        return 0
+    sys.stdout.write(f"out of date: {', '.join(stale)}\n" if stale else "up to date\n")
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

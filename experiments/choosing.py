@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lab import plainly
 from lab.page import grid
-from lab.records import PAGES
+from lab.records import PAGES, this_commit
 from lab.tasks import Task, open_task
 from torch import Tensor
 
@@ -175,7 +176,8 @@ def run(args: argparse.Namespace) -> None:
         }
 
     record = {
-        "command": f"python experiments/choosing.py {args.task} --hosts HOSTS "
+        "commit": this_commit(),
+        "command": f"python experiments/choosing.py {args.task} "
         f"--seeds {' '.join(map(str, args.seeds))} --draws {args.draws} --masks {args.masks} "
         f"--rounds {args.rounds}",
         "hosts": args.seeds,
@@ -249,7 +251,8 @@ def write_page(folder: Path) -> None:
             f"Processor time of a `build`: {took} (the search: {search['masks']} masks, "
             f"{search['rounds']} round{'s' * (search['rounds'] != 1)}).",
             "",
-            f"`{record['command']}` · [{path.name}]({path.name})",
+            f"`{record['command']}` · [{path.name}]({path.name}) · made at commit "
+            f"{record['commit']}",
             "",
         ]
     said = folder.parent.parent / "experiments" / "tables" / "choosing.md"
@@ -278,4 +281,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    plainly(main)

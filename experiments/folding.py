@@ -16,9 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lab import plainly
 from lab.answers import Answers, ask, evaluate_answers
 from lab.page import grid
-from lab.records import PAGES
+from lab.records import PAGES, this_commit
 from lab.tasks import Task, open_task
 
 import hydra_ensembles as hydra
@@ -118,11 +119,11 @@ def page(record: dict[str, Any]) -> str:
         "Three fine-tunings of one model against what [`fold`](../concepts/folding.md) makes of "
         "them: the mean of their weights as the trunk, and a last linear layer per member, fitted "
         "by ridge regression to training inputs without labels. "
-        "`python experiments/folding.py TASK ...` makes this page. There is one trio of hosts per "
-        "task, so intervals are over test examples only, not over hosts. Accuracy, ECE and AUROC "
-        "are in percent. Outlier columns are AUROC by MSP and by mutual information; a single "
-        "model has no mutual information, and below 50 outliers look surer than test data. NLL is "
-        "raw and at one temperature, which is fitted on held-out data.",
+        "`python experiments/folding.py clinc150 sst2 cola` makes this page. There is one trio of "
+        "hosts per task, so intervals are over test examples only, not over hosts. Accuracy, ECE "
+        "and AUROC are in percent. Outlier columns are AUROC by MSP and by mutual information; a "
+        "single model has no mutual information, and below 50 outliers look surer than test data. "
+        "NLL is raw and at one temperature, which is fitted on held-out data.",
     ]
     for name, task in record.items():
         figures = task["figures"]
@@ -163,7 +164,8 @@ def told(task: dict[str, Any]) -> str:
     return (
         f"Folded on {task['examples']:,} inputs in {task['seconds of one core']:.0f} s of one core "
         f"(running the hosts included). Chosen ridges: {chosen}. Held-out error of the members' "
-        f"states, relative to their variance: {errors}; with the hosts' own layers {own}."
+        f"states, relative to their variance: {errors}; with the hosts' own layers {own}. Made at "
+        f"commit {task['commit']}."
     )
 
 
@@ -198,10 +200,11 @@ def main() -> None:
     for name in [] if given.page else given.tasks:
         found = measured(open_task(name, given.data, given.hosts))
         record = json.loads(path.read_text()) if path.exists() else {}
-        write_whole(path, json.dumps({**record, name: found}, indent=1) + "\n")
+        record[name] = {"commit": this_commit(), **found}
+        write_whole(path, json.dumps(record, indent=1) + "\n")
         print(f"{name}: done", flush=True)
     write_whole(given.folder / "folding.md", page(json.loads(path.read_text())))
 
 
 if __name__ == "__main__":
-    main()
+    plainly(main)

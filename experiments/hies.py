@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lab import plainly
 from lab.page import grid
+from lab.records import this_commit
 from lab.tasks import open_task
 from torch import Tensor
 
@@ -127,6 +129,7 @@ def measure(args: argparse.Namespace) -> None:
             for c, told in (("his", "HIS"), ("hies", "HIES"))
         ]
         record[title] = {
+            "commit": this_commit(),
             "examples": len(labels),
             "unpruned": {"accuracy": base.baseline["cls/Acc"]},
             "alphas": base.score_names[AUTO.label],
@@ -192,7 +195,7 @@ def page(record: dict[str, Any]) -> str:
         parts.append(
             f"## {title}\n\n{task['examples']} test sentences; unpruned: accuracy "
             f"{100 * whole['accuracy']:.1f}, Matthews correlation {100 * whole['Matthews']:.1f}. "
-            f"Alpha chosen: {', '.join(task['alphas'])}."
+            f"Alpha chosen: {', '.join(task['alphas'])}. Made at commit {task['commit']}."
         )
         for name in FIGURES:
             head = [name, *(f"{float(r):.0%}" for r in RATIOS)]
@@ -221,4 +224,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    plainly(main)

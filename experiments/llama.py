@@ -25,6 +25,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lab import plainly
+from lab.records import this_commit
+from lab.sets import data_root, need
 from torch import Tensor
 
 import hydra_ensembles as hydra
@@ -88,10 +91,11 @@ def load_gemma(work: Path) -> tuple[Any, Any]:
 
 def texts(data: Path) -> dict[str, list[str]]:
     """Return news items and encyclopedia paragraphs, each source in a fixed shuffled order."""
-    with (data / "text/ood/ag_news_test.csv").open(newline="", encoding="utf-8") as file:
+    with need(data / "text/ood/ag_news_test.csv").open(newline="", encoding="utf-8") as file:
         news = [f"{row[1]}. {row[2]}".replace("\\", " ") for row in csv.reader(file)]
-    lines = (data / "text/xquad_en/paragraphs.jsonl").read_text(encoding="utf-8").splitlines()
-    found = {"AG News": news, "XQuAD": [json.loads(line)["context"] for line in lines]}
+    paragraphs = need(data / "text/xquad_en/paragraphs.jsonl").read_text(encoding="utf-8")
+    contexts = [json.loads(line)["context"] for line in paragraphs.splitlines()]
+    found = {"AG News": news, "XQuAD": contexts}
     for source in found.values():
         random.Random(0).shuffle(source)
     return found
@@ -109,7 +113,7 @@ def windows(tokenizer: Any, items: list[str], size: int) -> Iterator[list[int]]:
 
 def arc_questions(data: Path, tokenizer: Any, count: int) -> list[tuple[list[int], list, int]]:
     """Return (prompt ids, ids of the choices, number of the right one) of ARC-Easy questions."""
-    rows = json.loads((data / "text/arc/ARC-Easy-test.json").read_text())
+    rows = json.loads(need(data / "text/arc/ARC-Easy-test.json").read_text())
     random.Random(1).shuffle(rows)
     found = []
     for row in rows:
@@ -199,7 +203,7 @@ def measure(args: argparse.Namespace) -> None:
     record = {"sizes": SIZES, "rows": {}, **record}
 
     def keep(row: dict[str, Any], **figures: Any) -> None:
-        row.update(figures)
+        row.update(figures, commit=this_commit())
         write_whole(args.out, json.dumps(record) + "\n")
 
     if "gemma" not in record:
@@ -249,8 +253,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the page only")
     args = parser.parse_args()
     if not args.page:
-        if args.data is None:
-            parser.error("--data (or HYDRA_DATA) is needed: the folder of texts")
+        args.data = data_root(args.data)
         measure(args)
     from llama_page import write_page
 
@@ -258,4 +261,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    plainly(main)

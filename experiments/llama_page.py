@@ -41,6 +41,12 @@ def interval(values: Tensor) -> tuple[float, float]:
     return low, high
 
 
+def made_at(record: dict[str, Any]) -> str:
+    """Name the commits whose code measured the record."""
+    parts = [record["gemma"], record["unpruned"], *record["rows"].values()]
+    return f"Made at commit {', '.join(dict.fromkeys(part['commit'] for part in parts))}."
+
+
 def page(record: dict[str, Any]) -> str:
     """Return the page."""
     sizes, whole, right = record["sizes"], record["unpruned"], torch.tensor(record["right"])
@@ -93,7 +99,7 @@ def page(record: dict[str, Any]) -> str:
         [
             "# HIES on a real Llama: SmolLM2-135M",
             "",
-            "`python experiments/llama.py --data DATA --work WORK`, which resumes.",
+            f"`python experiments/llama.py`, which resumes. {made_at(record)}",
             "",
             "SmolLM2-135M-Instruct (30 layers x 9 heads in 3 key-value groups; 4-bit weights, "
             f"de-quantised) is scored on {sizes['calibration']} texts of {sizes['tokens']} tokens "

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lab import plainly
 from lab.known import BRANCHED, read_features
 from lab.known_table import Set, fit_novelty, joined, rows_of, summaries
 from torch import Tensor
@@ -214,13 +215,11 @@ def main() -> None:
     """Measure tasks, write the record and the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tasks", nargs="*", help=", ".join(SIZES))
-    parser.add_argument("--cache", type=Path, default=os.environ.get("HYDRA_CACHE"))
+    parser.add_argument("--cache", type=Path, default=os.environ.get("HYDRA_CACHE", "work/answers"))
     parser.add_argument("--page", action="store_true", help="only write the tables")
     args = parser.parse_args()
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if not args.page:
-        if args.cache is None:
-            parser.error("give --cache (or HYDRA_CACHE)")
         for task in args.tasks or SIZES:
             record[task] = measure(task, Path(args.cache))
             record = {name: record[name] for name in SIZES if name in record}
@@ -229,4 +228,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    plainly(main)

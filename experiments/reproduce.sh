@@ -40,11 +40,15 @@ done
 part host-cifar8-0 data "hosts cifar8/seed0" "$python experiments/run.py finetune cifar8 --seeds 0"
 features() {
   local folder="novelty/$1"
-  [ "$2" = 0 ] || folder="novelty/$1-seed$2"
+  case "$2" in
+    0) ;;
+    student) folder="novelty/$1-student" ;;
+    *) folder="novelty/$1-seed$2" ;;
+  esac
   part "features-$1-$2" "$3" "cache $folder" \
     "$python experiments/novelty.py features $1 --seeds $2"
 }
-for seed in 0 1 2; do
+for seed in 0 1 2 student; do
   features digits $seed -
   for task in sst2 clinc150 cifar10; do features $task $seed data; done
 done
@@ -66,6 +70,12 @@ for file in experiments/tables/*.yaml; do
 done
 part choosing - - "$python experiments/choosing.py digits --hosts $HYDRA_HOSTS"
 part teachers - - "$python experiments/teachers.py --hosts $HYDRA_HOSTS --cache $HYDRA_CACHE"
+part hies data "cache hies" "$python experiments/hies.py"
+for task in sst2 clinc150 cola; do
+  part "folding-$task" data - "$python experiments/folding.py $task"
+done
+part uncertainty-heads data - "$python experiments/uncertainty_heads.py"
+part zero-shot-reach data - "$python experiments/zero_shot_reach.py"
 part llama data - "$python experiments/llama.py --data ${HYDRA_DATA:-DATA} --work $work/llama"
 
 if [ "${1:-}" = --list ]; then

@@ -19,6 +19,7 @@ from typing import Any
 
 import lab.paper_form  # noqa: F401  (registers its method)
 import yaml
+from lab import plainly
 from lab.answers import Store, evaluate_answers
 from lab.methods import answer, draws_of, prepare_masks
 from lab.page import write_page
@@ -113,4 +114,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    plainly(main)

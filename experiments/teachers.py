@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lab import plainly
 from lab.page import grid
-from lab.records import PAGES
+from lab.records import PAGES, this_commit
 from lab.tasks import Task, open_task
 
 import hydra_ensembles as hydra
@@ -147,7 +148,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 f"{how} distilled", lambda how=how: distilled(task, how, args.draws, work[how])
             )
     return {
-        "command": "python experiments/teachers.py --hosts HOSTS",
+        "command": "python experiments/teachers.py",
+        "commit": this_commit(),
         "draws of the distillation": args.draws,
         "epochs of each teacher": EPOCHS,
         "host": kept("single", lambda: judged(task, task.host(0), "host")),
@@ -201,7 +203,8 @@ def write_page(record: dict[str, Any], said: str, folder: Path) -> None:
         "",
         said.strip(),
         "",
-        f"`{record['command']}` · [teachers.json](teachers.json)",
+        f"`{record['command']}` · [teachers.json](teachers.json) · made at commit "
+        f"{record['commit']}",
         "",
     ]
     write_whole(folder / "teachers.md", "\n".join(lines))
@@ -226,4 +229,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    plainly(main)

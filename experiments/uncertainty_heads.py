@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lab import plainly
 from lab.records import this_commit
 from lab.tasks import open_task
 from torch import Tensor
@@ -139,4 +140,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    plainly(main)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lab import plainly
 from lab.answers import Store, Stored, ask
 from lab.methods import distilled, draws_of
 from lab.records import PAGES
@@ -127,4 +128,4 @@ def _write(path: Path, lines: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    plainly(main)

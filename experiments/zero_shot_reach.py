@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from lab import sets
+from lab import plainly, sets
 from lab.records import this_commit
 from lab.tasks import deit_tiny
 from lab.zeroshot import class_names, name_states
@@ -114,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    plainly(main)

@@ -82,8 +82,8 @@ def test_tables_are_filled_from_files(tmp_path: Path) -> None:
     (folder / "novelty-sst2.json").write_text(json.dumps(record))
     table = make.results_table(tmp_path)
     missing = "– | " * 5
-    assert f"| SST-2, MiniLM: near | **95.2** | {missing}90.0 | **95.0** |" in table
-    assert f"| SST-2, MiniLM: far | 80.0 | {missing}**97.9** | **98.0** |" in table
+    assert f"| SST-2, MiniLM: near | **95.2** | {missing}90.0 | – | **95.0** |" in table
+    assert f"| SST-2, MiniLM: far | 80.0 | {missing}**97.9** | – | **98.0** |" in table
     assert "2 draws" in table
     text = "a\n<!-- table:x -->\nold\n<!-- /table:x -->\nb"
     assert make.fill(text, {"x": "new"}) == text.replace("old", "new")
@@ -91,10 +91,26 @@ def test_tables_are_filled_from_files(tmp_path: Path) -> None:
         make.fill("nothing here", {"x": "new"})
 
 
-def test_the_readme_is_up_to_date() -> None:
+def test_tables_are_up_to_date() -> None:
     make = load("docs/make_tables.py")
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert make.fill(text, make.tables()) == text, "run python docs/make_tables.py"
+    for name, bodies in make.tables().items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert make.fill(text, bodies) == text, "run python docs/make_tables.py"
+
+
+def test_every_record_is_hashed_and_every_page_is_linked() -> None:
+    folder = ROOT / "docs" / "results"
+    said = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    beside = ("-differences", "-examples", "-validation", "cost")  # of the same runs; of benchmarks
+    records = {file.name for file in folder.iterdir() if file.suffix in (".csv", ".json")}
+    records = {name for name in records if not any(part in name for part in beside)}
+    assert records == set(load("docs/make_tables.py").RECORDS)
+    for page in folder.glob("*.md"):
+        assert f"](results/{page.name})" in said, page.name
+    for text in (
+        page.read_text(encoding="utf-8") for page in (*folder.glob("*.md"), ROOT / "docs/claims.md")
+    ):
+        assert "†" not in text and "not run yet" not in text
 
 
 def test_the_example_of_a_family_runs_as_written(

@@ -4,14 +4,16 @@ Every data set becomes one file `CACHE/novelty/<task>/<set>.safetensors`: `reado
 readout token and the mean over unpadded tokens after every block, `[example, block, width]`),
 `logits` and `features` (what the classifier reads) of the single model, `members` (logits of three
 members fused above the shared trunk), `end` (the mean of their readout tokens after the last
-block), and `labels`. All detectors read these files, so that they see the same features. One pass
-per set; a stopped run goes on with the sets that are missing.
+block), and `labels`. All detectors read these files, so that they see the same features. Files in
+`<task>-student` have the taps and logits of a single student of the hosts. One pass per set; a
+stopped run goes on with the sets that are missing.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,30 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hydra_ensembles import HeadMask, fuse
+from hydra_ensembles import HeadMask, HydraEnsemble, fuse
 from hydra_ensembles.data.model_runs import split_batch
 from hydra_ensembles.errors import DataError
+from hydra_ensembles.fusion.known_data import logits_and_summaries
 from hydra_ensembles.fusion.token_summaries import Collector, collecting
 from hydra_ensembles.hosts import host_model, main_output
 
+from .answers import Store
 from .known_sets import MAKERS
+from .methods import distilled
 from .tasks import open_task
 
 BRANCHED = {"imagenet": 2, "cifar10": 2, "cifar8": 2, "sst2": 1, "clinc150": 1, "digits": 2}
 """Blocks, from the last, in which the three members differ."""
 SEEDS = {task: (0,) if task in ("imagenet", "cifar8") else (0, 1, 2) for task in BRANCHED}
 """Hosts of a task; three are a Deep Ensemble."""
+STUDENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "digits": ("digits", {}),
+    "sst2": ("text", {"part": "train"}),
+    "clinc150": ("clinc150", {}),
+    "cifar10": ("cifar10", {"part": "further"}),
+}
+"""The table whose row `student` says how a task's student is trained, and what differs here: it
+learns from no example that may be known data."""
 
 
 def classifier_of(model: nn.Module) -> nn.Linear:
@@ -99,8 +112,18 @@ def extract(model: nn.Module, batches: Iterable[Any], branched: int) -> dict[str
     return {**found, "weight": linear.weight.detach(), "bias": linear.bias.detach()}
 
 
-def folder_of(cache: Path, task: str, seed: int = 0) -> Path:
-    """Return where a task's files lie."""
+@torch.no_grad()
+def extract_student(model: HydraEnsemble, batches: Iterable[Any]) -> dict[str, Tensor]:
+    """Run a single student over data; keep what its novelty hears."""
+    said = [logits_and_summaries(model, batch) for batch in batches]
+    logits, taps = (torch.cat(parts) for parts in zip(*said, strict=True))
+    return {"logits": logits, "taps": taps}
+
+
+def folder_of(cache: Path, task: str, seed: int | None = 0) -> Path:
+    """Return where a task's files lie, by the seed of the host; None is the student."""
+    if seed is None:
+        return cache / "novelty" / f"{task}-student"
     return cache / "novelty" / (task if seed == 0 else f"{task}-seed{seed}")
 
 
@@ -110,27 +133,37 @@ def keep_features(
     data: Path | None,
     hosts: Path | None,
     cache: Path,
-    seed: int = 0,
+    seed: int | None = 0,
+    student: Mapping[str, Any] | None = None,
     only: Sequence[str] = (),
 ) -> None:
-    """Extract the sets of a task that are missing; of the hosts 1 and 2 what an ensemble needs."""
+    """Extract the sets of a task that are missing.
+
+    Of the hosts 1 and 2, and of the student (`seed` None; `student` is its row), only what the
+    comparison with them needs.
+    """
     task = open_task(name, data, hosts)
-    model = task.host(seed)
+    if student is None:
+        assert seed is not None
+        run = partial(extract, task.host(seed), branched=BRANCHED[name])
+    else:
+        row = {**student, **STUDENTS[name][1], "name": "student for novelty"}
+        run = partial(extract_student, distilled(Store(cache, task), row, 0))
     folder = folder_of(cache, name, seed)
     folder.mkdir(parents=True, exist_ok=True)
     for key, make in MAKERS[name](task).items():
         path = folder / f"{key}.safetensors"
-        unused = seed and key.startswith(("train", "mild-", "shift-"))
+        unused = seed != 0 and key.startswith(("train", "mild-", "shift-"))
         if path.exists() or unused or (only and key not in only):
             continue
-        found = extract(model, make(), BRANCHED[name])
+        found = run(batches=make())
         beside = path.with_suffix(f".{os.getpid()}.partial")
         save_file({part: tensor.contiguous() for part, tensor in found.items()}, beside)
         os.replace(beside, path)
         print(f"{name} {key}: {len(found['logits'])} examples", flush=True)
 
 
-def read_features(cache: Path, task: str, *, seed: int = 0) -> dict[str, dict[str, Tensor]]:
+def read_features(cache: Path, task: str, *, seed: int | None = 0) -> dict[str, dict[str, Tensor]]:
     """Read all sets of a task."""
     files = sorted(folder_of(cache, task, seed).glob("*.safetensors"))
     if not files:

@@ -27,8 +27,10 @@ PROSE = """# Novelty against other detectors
 on the same known data, which no host was trained on. No detector sees an outlier.
 
 - **Hydra** is three members that part in the last two blocks (text: the last), above the single
-  model's trunk. **single + novelty** is the same host as one full member. **Deep Ensemble** is
-  three hosts, by their own scores, and by novelty on the mean of their features.
+  model's trunk. **single + novelty** is the same host as one full member. **single student** is one
+  model distilled from three hosts, trained as the row `student` of the task's table, but never on
+  known data (SST-2: on texts that its teachers were trained on). **Deep Ensemble** is three hosts,
+  by their own scores, and by novelty on the mean of their features.
 - **Rivals** read the single model. `multi-layer` rows measure at all taps that *single + novelty*
   hears and add up -log p, without weights. `trained statistics` rows are fitted to the host's
   training data, as published. KNN's k is one of 1, 2, 5, 10, 20, 50, by classes that are left out
@@ -154,23 +156,30 @@ def losses(record: dict[str, Any]) -> str:
 
 
 def single_line(record: dict[str, Any]) -> str:
-    """Say how one full member with novelty compares with three."""
-    apart = record["single less Hydra"]
-    parts = [
-        f"{kind} {apart[kind][0]:+.1f} [{apart[kind][1]:+.1f}, {apart[kind][2]:+.1f}]"
-        for kind in ("near", "far")
-        if kind in apart
-    ]
-    return f"single + novelty less Hydra + novelty: {', '.join(parts)}."
+    """Say how one full member with novelty, of the host or of a student, compares with three."""
+    said = []
+    for who in ("single", "student"):
+        apart = record.get(f"{who} less Hydra", {})
+        parts = [
+            f"{kind} {apart[kind][0]:+.1f} [{apart[kind][1]:+.1f}, {apart[kind][2]:+.1f}]"
+            for kind in ("near", "far")
+            if kind in apart
+        ]
+        if parts:
+            name = "single student" if who == "student" else who
+            said.append(f"{name} + novelty less Hydra + novelty: {', '.join(parts)}.")
+    return " ".join(said)
 
 
 def facts(record: dict[str, Any]) -> str:
     """Say what a table was made of."""
     draws = len(record["detectors"][str(record["usual"])])
     counts = sorted(set(record["neighbours"]))
+    student = record.get("student accuracy")
+    learnt = "" if student is None else f" (single student {student:.1f})"
     return (
-        f"Accuracy {record['accuracy']:.1f} %. {record['usual']} known examples, {draws} draws. "
-        f"KNN's k: {', '.join(map(str, counts))}. Commit {record['commit']}."
+        f"Accuracy {record['accuracy']:.1f} %{learnt}. {record['usual']} known examples, {draws} "
+        f"draws. KNN's k: {', '.join(map(str, counts))}. Commit {record['commit']}."
     )
 
 

@@ -6,7 +6,6 @@ A record holds what its run computed and nothing else: a row without figures is 
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from hydra_ensembles.uncertainty import Novelty, NoveltyFit
 from .detectors import Score, Set, logit_score, of_training, rivals, single_taps
 from .differences import Resamples, Scored, difference, told_above
 from .known import BRANCHED, read_features
+from .records import this_commit
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -69,6 +69,7 @@ ENSEMBLE_SCORES = ("msp", "entropy", "mutual-information", "energy")
 ENSEMBLE_SEEDS = (0, 1, 2)
 ROWS = (
     *("novelty", "novelty, no labels", "single + novelty", "single + novelty, no labels"),
+    *("single student + novelty",),
     *("Deep Ensemble + novelty", *(f"Deep Ensemble, {name}" for name in ENSEMBLE_SCORES)),
     *("msp", "energy", "gen", "ash", "she", "fdbd", "nci", "vim", "knn", "knn, k = 50"),
     *("mahalanobis", "rmds", "mahalanobis++", "relative mahalanobis++", "multi-layer knn"),
@@ -148,19 +149,26 @@ class Figures:
         self._fitted: dict[tuple[int, int, bool], Novelty] = {}
 
     def _read(self, cache: Path) -> dict[str, Set]:
-        """Read the sets of host 0, and of an ensemble of three when its hosts have them all."""
+        """Read the sets of host 0, and of all three hosts and of their student where they are."""
         found = read_features(cache, self.task)
         needed = [n for n in found if n.startswith("known-") or n in ("test", *self.outliers)]
-        try:
-            every = [read_features(cache, self.task, seed=seed) for seed in ENSEMBLE_SEEDS]
-        except DataError:
-            return found
-        if any(name not in sets for sets in every for name in needed):
-            return found
+
+        def whole(seeds: Sequence[int | None]) -> list[dict[str, Set]]:
+            try:
+                every = [read_features(cache, self.task, seed=seed) for seed in seeds]
+            except DataError:
+                return []
+            return every if all(name in sets for sets in every for name in needed) else []
+
+        hosts, students = whole(ENSEMBLE_SEEDS), whole([None])
         for name in needed:
-            taps = torch.stack([single_taps(sets[name]) for sets in every])
-            found[name]["ensemble taps"] = taps.mean(0)
-            found[name]["ensemble logits"] = torch.stack([s[name]["logits"] for s in every], 1)
+            if hosts:
+                taps = torch.stack([single_taps(sets[name]) for sets in hosts])
+                found[name]["ensemble taps"] = taps.mean(0)
+                found[name]["ensemble logits"] = torch.stack([s[name]["logits"] for s in hosts], 1)
+            for student in students:
+                found[name]["student taps"] = student[name]["taps"]
+                found[name]["student logits"] = student[name]["logits"]
         return found
 
     def order(self, seed: int) -> Tensor:
@@ -206,6 +214,10 @@ class Figures:
             **rivals(known),
             **({} if self.trained is None else self.trained(known)),
         }
+        if "student taps" in known:
+            found["single student + novelty"] = novelty_of(
+                known, lambda d: d["student taps"], lambda d: d["student logits"], labels=True
+            )
         if "ensemble taps" in known:
             found["Deep Ensemble + novelty"] = novelty_of(
                 known, lambda d: d["ensemble taps"], lambda d: d["ensemble logits"], labels=True
@@ -235,7 +247,7 @@ class Figures:
         }
 
     def compared(self, draws: Sequence[dict[str, Scored]], count: int) -> dict[str, Any]:
-        """Return which rows are told above which, by column, and single against Hydra."""
+        """Return which rows are told above which, by column, and one model against Hydra."""
         rows = [row for row in ROWS if all(row in draw for draw in draws)]
         tested = [self.order(s)[count:] for s in range(len(draws))] if self.redrawn else None
         everything = len(self.pool["labels"]) if self.redrawn else len(self.test["labels"])
@@ -253,14 +265,20 @@ class Figures:
         columns |= {kind: values(self.families[kind], 0) for kind in kinds}
         if "far" in kinds:
             columns["FPR95 far"] = -values(self.families["far"], 1)
-        single, hydra = rows.index("single + novelty"), rows.index("novelty")
+        hydra = rows.index("novelty")
+        alone = {"single less Hydra": "single + novelty"}
+        alone["student less Hydra"] = "single student + novelty"
         return {
             "rows": rows,
             "above": {column: told_above(some) for column, some in columns.items()},
-            "single less Hydra": {
-                column: difference(some[single], some[hydra])
-                for column, some in columns.items()
-                if column != "FPR95 far"
+            **{
+                key: {
+                    column: difference(some[rows.index(row)], some[hydra])
+                    for column, some in columns.items()
+                    if column != "FPR95 far"
+                }
+                for key, row in alone.items()
+                if row in rows
             },
         }
 
@@ -336,18 +354,6 @@ class Figures:
         }
 
 
-def commit() -> str:
-    """Return the commit of the code that runs, and whether it has changes."""
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    name = git("rev-parse", "--short=10", "HEAD")
-    changed = git("status", "--porcelain", "--", "src", "experiments", ":!experiments/results")
-    return f"{name or 'unknown'}{' with changes' if changed else ''}"
-
-
 def write_table(cache: Path, task: str, draws: int | None = None) -> None:
     """Write `docs/results/novelty-TASK.json`, all of it from stored features."""
     figures = Figures(cache, task)
@@ -368,13 +374,16 @@ def write_table(cache: Path, task: str, draws: int | None = None) -> None:
         known, _ = figures.draw(usual, seed)
         return choose_neighbours(known["features"], known["labels"])
 
-    right = figures.test["logits"].argmax(-1) == figures.test["labels"]
+    def accuracy(logits: Tensor) -> float:
+        right = logits.argmax(-1) == figures.test["labels"]
+        return round(100 * float(right.double().mean()), 2)
+
     record: dict[str, Any] = {
         "task": task,
         "command": f"python experiments/novelty.py table {task}",
-        "commit": commit(),
+        "commit": this_commit(),
         "families": figures.families,
-        "accuracy": round(100 * float(right.double().mean()), 2),
+        "accuracy": accuracy(figures.test["logits"]),
         "usual": usual,
         "neighbours": [neighbours(seed) for seed in seeds],
         "detectors": {
@@ -401,6 +410,8 @@ def write_table(cache: Path, task: str, draws: int | None = None) -> None:
         "caught": [figures.caught(usual, seed) for seed in seeds],
         "contaminated": [figures.contaminated(usual, seed) for seed in seeds],
     }
+    if "student logits" in figures.test:
+        record["student accuracy"] = accuracy(figures.test["student logits"][:, 0])
     if task == "imagenet":
         record["left out"] = [figures.left_out(seed) for seed in seeds]
     RESULTS.mkdir(parents=True, exist_ok=True)

@@ -155,7 +155,10 @@ def _links(table: Mapping[str, Any], folder: Path) -> str:
             if (folder / file).exists():
                 found.append(f"[{file}]({file})")
     if table.get("kind") == "sweep":
-        return "all figures: " + ", ".join(found)
-    commits = [c for name in names for c in Records.read(name, folder).commits]
+        from .sweeps import commits_of
+
+        commits = commits_of(table["name"], folder)
+    else:
+        commits = [c for name in names for c in Records.read(name, folder).commits]
     made = f" · made at commit {', '.join(dict.fromkeys(commits))}" if commits else ""
     return "all figures: " + ", ".join(found) + made

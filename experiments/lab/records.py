@@ -151,7 +151,8 @@ def this_commit() -> str:
         done = subprocess.run(["git", *words], cwd=place, capture_output=True, text=True)
         return done.stdout.strip()
 
-    changed = git("status", "--porcelain", "--", ":/src", ":/experiments")
+    watched = (":/src", ":/experiments", ":(top,exclude)experiments/results")
+    changed = git("status", "--porcelain", "--", *watched)
     return (git("rev-parse", "--short=7", "HEAD") or "unknown") + ("+" if changed else "")
 
 

@@ -16,6 +16,7 @@ from hydra_ensembles.data.splits import sample
 from hydra_ensembles.research.pruning_sweep_results import PruneSweep
 
 from .page import grid
+from .records import this_commit
 from .tasks import Task, open_task
 
 FIGURES = ("cls/Acc", "stability", "cls/NLL", "cal/ECE", "ood/mean/AUROC")
@@ -59,10 +60,11 @@ def write_points(name: str, sweeps: Mapping[str, PruneSweep], folder: Path) -> N
     """Write one line per model, criterion, ratio and draw; the unpruned model first."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["model", "criterion", "ratio", "draw", *FIGURES])
+    writer.writerow(["model", "criterion", "ratio", "draw", "commit", *FIGURES])
+    commit = this_commit()
 
     def line(head: list[Any], figures: Mapping[str, float]) -> None:
-        writer.writerow([*head, *(f"{figures[key]:.4f}" for key in FIGURES)])
+        writer.writerow([*head, commit, *(f"{figures[key]:.4f}" for key in FIGURES)])
 
     for title, sweep in sweeps.items():
         line([title, "unpruned", 0, 0], sweep.baseline)
@@ -80,6 +82,12 @@ def read_points(name: str, folder: Path) -> dict[tuple[str, str, float], list[di
         key = (line["model"], line["criterion"], float(line["ratio"]))
         found.setdefault(key, []).append({figure: float(line[figure]) for figure in FIGURES})
     return found
+
+
+def commits_of(name: str, folder: Path) -> list[str]:
+    """Return the commits whose code made the points."""
+    lines = csv.DictReader(io.StringIO((folder / f"{name}.csv").read_text(encoding="utf-8")))
+    return list(dict.fromkeys(line["commit"] for line in lines))
 
 
 def _mean(points: list[dict[str, float]], figure: str) -> float:

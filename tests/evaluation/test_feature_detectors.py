@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from hydra_ensembles.errors import DataError, UnknownNameError
-from hydra_ensembles.evaluation import evaluate_features
-from hydra_ensembles.research.feature_detectors import choose_neighbours
+from hydra_ensembles.evaluation.metrics import ood_figures
+from hydra_ensembles.research.feature_detectors import choose_neighbours, evaluate_features
 
 pytest.importorskip("pytorch_ood")
 
@@ -49,11 +49,39 @@ def test_mahalanobis_by_its_formula():
         gap = z.double()[:, None] - means
         return torch.einsum("ncd,de,nce->nc", gap, precision, gap).amin(1)
 
-    from hydra_ensembles.evaluation.metrics import ood_figures
-
     inside, outside = (distance(torch.cat([a for a, _ in d])) for d in (TEST, FAR["same"]))
     expected = ood_figures(inside, outside)["AUROC"]
     assert results["ood/same/AUROC"] == pytest.approx(expected, abs=1e-3)
+
+
+def after_a_layer_norm(size: int, *, seed: int, aside: float = 0.0):
+    """Draw features that add up to 0: one direction has no variance."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(size) % 3
+    x = torch.randn(size, 24, generator=generator) + 2 * nn.functional.one_hot(labels, 24)
+    x[:, -1] = 0.5 * x[:, -1] + aside
+    return nn.functional.layer_norm(x, (24,)), labels
+
+
+def test_a_direction_without_variance_does_no_harm():
+    train, test = after_a_layer_norm(600, seed=0), after_a_layer_norm(300, seed=1)
+    new = after_a_layer_norm(300, seed=2, aside=2.0)
+    results = evaluate_features(
+        nn.Identity(), [test], train=[train], ood={"new": [new]}, methods=["mahalanobis"]
+    )
+    x, y = train[0].double(), train[1]
+    means = torch.stack([x[y == c].mean(0) for c in range(3)])
+    apart = x - means[y]
+    precision = torch.linalg.pinv(apart.T @ apart, rtol=1e-9)
+
+    def distance(z):
+        gap = z.double()[:, None] - means
+        return torch.einsum("ncd,de,nce->nc", gap, precision, gap).amin(1)
+
+    expected = ood_figures(distance(test[0]), distance(new[0]))["AUROC"]
+    assert expected > 0.8
+    assert results["ood/new/AUROC"] == pytest.approx(expected, abs=1e-3)
+    assert torch.get_default_dtype() is torch.float32
 
 
 def test_labels_need_not_be_contiguous():

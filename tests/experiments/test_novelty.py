@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from lab import known_page, known_table
-from lab.detectors import gaussian
+from lab import known, known_page, known_table
+from lab.detectors import gaussian, single_taps
 from lab.differences import Resamples, resampled_figures, told_above
 from lab.known_table import FAMILIES, ROWS, write_table
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from hydra_ensembles import HeadMask, fuse
 from hydra_ensembles.evaluation.metrics import ood_figures
+from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 
 pytest.importorskip("pytorch_ood")
 ROOT = Path(__file__).parents[2]
@@ -79,7 +81,7 @@ def test_a_record_has_the_rows_that_it_should(record: dict) -> None:
     draws = record["detectors"]["90"]
     rows = set(draws[0])
     missing = {row for row in ROWS if row not in rows}
-    assert missing == {row for row in ROWS if row.startswith("Deep Ensemble")}
+    assert missing == {row for row in ROWS if row.startswith(("Deep Ensemble", "single student"))}
     assert rows <= set(ROWS)
     assert all(k in (1, 2, 5, 10, 20, 50) for k in record["neighbours"])
     for row in ("novelty", "single + novelty", "multi-layer knn", "knn, trained statistics"):
@@ -91,7 +93,8 @@ def test_a_record_has_the_rows_that_it_should(record: dict) -> None:
 def test_missing_figures_are_shown_as_missing(record: dict) -> None:
     table = known_page.detector_table(record)
     lines = {line.split("|")[1].strip(): line for line in table.splitlines()}
-    assert lines["Deep Ensemble, energy"].count("| – ") == 9
+    for row in ("Deep Ensemble, energy", "single student + novelty"):
+        assert lines[row].count("| – ") == 9
     assert "–" not in lines["Hydra + novelty"]
     assert "[scribbles]" in table and "**near**" in table
 
@@ -111,7 +114,7 @@ def test_the_page_is_what_its_command_writes(
 ) -> None:
     for file in known_page.RESULTS.glob("novelty-*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-        assert "changes" not in json.loads(file.read_text(encoding="utf-8"))["commit"]
+        assert json.loads(file.read_text(encoding="utf-8"))["commit"].isalnum()  # no changes
     page = (known_page.RESULTS / "novelty.md").read_text(encoding="utf-8")
     monkeypatch.setattr(known_page, "RESULTS", tmp_path)
     known_page.write_page()
@@ -123,6 +126,36 @@ def test_three_hosts_are_a_deep_ensemble(tmp_path: Path) -> None:
     figures = known_table.Figures(tmp_path, "digits")
     assert figures.test["ensemble logits"].shape == (60, 3, CLASSES)
     assert {row for row in ROWS if row.startswith("Deep")} <= set(figures.rows(60, 0))
+
+
+def test_a_student_has_a_row_of_its_own(tmp_path: Path) -> None:
+    store_task(tmp_path)
+    folder = known.folder_of(tmp_path, "digits", None)
+    folder.mkdir()
+    for file in (tmp_path / "novelty" / "digits").glob("*.safetensors"):
+        data = load_file(file)  # a student that equals its host
+        kept = {"taps": single_taps(data), "logits": data["logits"][:, None].contiguous()}
+        save_file(kept, folder / file.name)
+    figures = known_table.Figures(tmp_path, "digits")
+    scored = figures.scored(figures.rows(60, 0), figures.test)
+    alone, student = (scored[f"single{who} + novelty"] for who in ("", " student"))
+    assert all(torch.equal(alone[name], student[name]) for name in alone)
+    compared = figures.compared([scored], 60)
+    assert compared["student less Hydra"] == compared["single less Hydra"]
+
+
+def test_a_student_is_extracted_as_its_novelty_hears_it() -> None:
+    model = TinyViT(TinyViTConfig(image_size=8, patch_size=4, width=16, layers=3, heads=2), seed=0)
+    student = fuse(model, [HeadMask.full(model)], branch_layer=2).eval()
+    draw = torch.Generator().manual_seed(0)
+    pixels = torch.randn(40, 1, 8, 8, generator=draw)
+    labels = torch.arange(40) % 10
+    found = known.extract_student(student, [(pixels[:20], labels[:20]), (pixels[20:], labels[20:])])
+    student.fit_novelty_([(pixels, labels)], progress=False)
+    fitted = known_table.fit_statistics(found["taps"], found["logits"], labels)
+    said = student.predict(pixels)
+    expected = fitted(found["taps"], found["logits"])[1]
+    torch.testing.assert_close(said.novelty_score.double(), expected.double(), rtol=1e-4, atol=1e-4)
 
 
 def test_resampled_figures_are_those_of_the_resampled_examples() -> None:
@@ -190,7 +223,9 @@ def test_the_driver_says_what_is_missing(tmp_path: Path) -> None:
     assert found.returncode == 1 and "set HYDRA_DATA" in found.stderr
     assert run_driver("nothing", **place).returncode == 2
     listed = run_driver("--list").stdout.split()
-    assert {"host-cola-2", "novelty-page", "table-digits", "llama"} <= set(listed)
+    assert {"host-cola-2", "features-sst2-student", "novelty-page", "table-digits", "llama"} <= set(
+        listed
+    )
 
 
 def test_gaussian_rivals_survive_a_direction_without_variance() -> None:

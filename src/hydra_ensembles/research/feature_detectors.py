@@ -118,7 +118,10 @@ def collect_features(
     device: Any = None,
     progress: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return all features `[example, width]` in float32 and labels (None without), on the CPU."""
+    """Return all features `[example, width]` in float64 and labels (None without), on the CPU.
+
+    After a LayerNorm one direction has no variance, which float32 cannot invert.
+    """
     found, labels = [], []
     with evaluating(features):
         for index, batch in enumerate(progress_bar(data, description=name, enabled=progress)):
@@ -129,7 +132,7 @@ def collect_features(
                     f"Features of batch {index} of the data set {name!r} are {shape}; expected a "
                     "finite tensor [batch, width]. Pool tokens inside the feature function."
                 )
-            found.append(part.detach().float().cpu())
+            found.append(part.detach().double().cpu())
             labels.append(split_batch(batch)[2])
     if not found:
         raise DataError(f"The data set {name!r} is empty: it gave no examples.")
@@ -175,7 +178,13 @@ def evaluate_features(
     columns = {key: collect(batches, key)[0] for key, batches in sets.items()}
     figures: dict[str, float] = {}
     for method in methods:
-        detector = detectors[method](fitted, classes).fit_features(fitted, classes)
+        detector = detectors[method](fitted, classes)
+        usual = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)  # pytorch-ood makes its means and covariances in it
+        try:
+            detector.fit_features(fitted, classes)
+        finally:
+            torch.set_default_dtype(usual)
         far = {key: detector.predict_features(part).double() for key, part in columns.items()}
         parts = {key: ood_figures(far["id"], far[key], name=key) for key in far if key != "id"}
         parts["ood/mean"] = {
