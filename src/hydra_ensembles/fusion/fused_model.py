@@ -22,7 +22,7 @@ from ..registry import check_name
 from .assembly import Assembly
 from .host_engine import HostedBody, body_of
 from .host_interface import Citizen
-from .member import cast_full, cast_member
+from .member import unpruned_model, member_model
 
 Mode = Literal["fused", "loop"]
 Self = TypeVar("Self", bound="FusedModel")
@@ -173,7 +173,7 @@ class FusedModel(Citizen):
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def _cast_member(self, index: int) -> nn.Module:
-        return cast_member(self.host, self.body, self._assembly.moulds, self._view, index)
+        return member_model(self.host, self.body, self._assembly.block_templates, self._view, index)
 
     def _members(self) -> list[nn.Module]:
         if self.training and torch.is_grad_enabled():
@@ -190,7 +190,7 @@ class FusedModel(Citizen):
 
     def unpruned_host(self) -> nn.Module:
         """Return the host with all its heads, without storage, for counting."""
-        return cast_full(self.host, self.body, self._assembly.moulds, self._view)
+        return unpruned_model(self.host, self.body, self._assembly.block_templates, self._view)
 
     def parameter_bytes(self) -> dict[str, int]:
         """Return the bytes of the parameters and of the packed copies kept for speed."""
