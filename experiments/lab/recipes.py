@@ -28,7 +28,8 @@ import yaml
 from torch import Tensor, nn
 
 from hydra_ensembles._records import write_whole
-from hydra_ensembles.data.model_runs import call_model, split_batch
+from hydra_ensembles.data.batches import split_batch
+from hydra_ensembles.data.model_runs import call_model
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.hosts import main_output
 from hydra_ensembles.training import Settings
@@ -174,14 +175,10 @@ def train_host(
             stream=Stream(data, seed=seed),
             settings=settings,
             seed=seed,
-            member=0,
             is_trained=lambda name, _: trained.search(name) is not None,
-            loss=None,
-            validation=None,
             folder=folder,
             save_every=40,
             progress=False,
-            on_step=None,
             accelerator=group,
         )
         run.head_share = recipe["head_rate"] / recipe["learning_rate"]

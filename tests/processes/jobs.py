@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 import hydra_ensembles as hydra
 from hydra_ensembles._tensors import model_fingerprint
 from hydra_ensembles.data import ImageTransform, processes
-from hydra_ensembles.data.batches import Batches, as_data
+from hydra_ensembles.data.loaders import Batches, as_data
 from hydra_ensembles.errors import HydraError
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 from hydra_ensembles.research.head_roles import head_map
@@ -46,7 +47,7 @@ def host() -> nn.Module:
 
 
 def pictures(count: int = 83, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """As many pictures as no number of processes divides."""
+    """A number of images that no number of processes divides."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
     x = torch.randn(count, 1, 8, 8, generator=generator)
@@ -60,7 +61,7 @@ def listed(size: int = 7) -> list[tuple[Tensor, Tensor]]:
 
 
 class Stream(IterableDataset):
-    """Batches without a length; each pass starts anew."""
+    """Batches without a length; every pass reads all of them."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(listed())
@@ -76,7 +77,7 @@ def ensemble() -> hydra.HydraEnsemble:
 
 
 def every_kind_of_data() -> dict[str, Any]:
-    """The same pictures as everything that data can be."""
+    """The same images as everything that data can be."""
     dataset = TensorDataset(*pictures())
     streamed = datasets.IterableDataset.from_generator(_rows).with_format("torch")
     return {
@@ -147,12 +148,11 @@ def _error(case: Callable[[], Any]) -> str:
 
 
 def builds(folder: Path) -> dict[str, Any]:
-    """Members, cost, temperatures and novelty of three methods; one resumes what it has done."""
+    """Members, cost, temperatures and novelty of two methods; one resumes what it has done."""
     data = as_data(pictures(120), batch_size=7)
     odd = {"odd": as_data(torch.rand(40, 1, 8, 8, generator=torch.Generator().manual_seed(5)))}
     found = {}
-    for method in ("select", hydra.Search(masks=40, rounds=1), "circuit"):
-        name = method if isinstance(method, str) else method.name
+    for method in ("select", "circuit"):
         built = hydra.build(
             host(),
             data,
@@ -160,10 +160,10 @@ def builds(folder: Path) -> dict[str, Any]:
             method=method,
             members=2,
             max_cost=1.5,
-            folder=folder / f"build-{name}",
+            folder=folder / f"build-{method}",
             progress=False,
         )
-        found[name] = {"record": built.record, "novelty": str(built.novelty)}
+        found[method] = {"record": built.record, "novelty": str(built.novelty)}
     mean = head_map(host(), id=data, edit="mean", progress=False)
     found["head map"] = {name: table.tolist() for name, table in mean.effects.items()}
     return found
@@ -200,13 +200,14 @@ def trains(folder: Path) -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         dropping = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Dropout(0.5), nn.Linear(16, 3))
-    (tuned,) = hydra.finetune(dropping, listed(), settings=settings, progress=False, keep="last")
+    settings = replace(settings, keep="last")
+    (tuned,) = hydra.finetune(dropping, listed(), settings=settings, progress=False)
     found["dropout"] = _described(tuned.model, tuned.history)
     branch = finetune_branch(
         ensemble(),
         listed(),
         settings=Settings(epochs=1, learning_rate=1e-3, parts=3, bootstrap=True, distill=0.5),
-        outliers=[torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(5))],
+        ood=[torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(5))],
         progress=False,
     )
     found["branch"] = _described(branch.model, branch.history)
@@ -259,7 +260,7 @@ def commands(folder: Path) -> dict[str, Any]:
 
 
 def _shelf(root: Path) -> None:
-    """Save the host, and pictures by class."""
+    """Save the host, and images by class."""
     model = hydra.fuse(host(), [hydra.HeadMask.full(host())])
     model.id2label = ["a", "b", "c"]
     model.transform = ImageTransform(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from .attacks import adversarial
-from .batches import Batch, Batches, Data, as_data, batch_length, check_reiterable, count
+from .batches import Batch, batch_length
 from .class_names import check_class_order
 from .corruptions import COMMON, corrupt, corrupt_texts, corrupted, corruptions, text_corruptions
 from .digits_data import Demo, digits
-from .hub import hub_dataset
 from .image_data import image_folder
+from .loaders import Batches, Data, as_data, check_reiterable, count
 from .proxies import make_proxies, proxies
 from .sources import load_data
 from .splits import fingerprint, sample, split
@@ -34,7 +34,6 @@ __all__ = [
     "count",
     "digits",
     "fingerprint",
-    "hub_dataset",
     "image_folder",
     "image_transform",
     "load_data",

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..data.batches import check_inputs, move, split_batch
 from ..data.eval_mode import in_eval
-from ..data.model_runs import check_inputs, move, split_batch
 from ..errors import UnsupportedModelError
 from ..evaluation.results import Results
 from ..heads.stream_plan import Plan

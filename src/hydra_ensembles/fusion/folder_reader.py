@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from .._records import inside, read_json, read_steady, sha256_of_file
 from ..errors import FormatError, HydraError, MissingDependencyError
 from ..hosts import HostModel
-from ..hosts.architecture import check_sizes, rebuild_host
+from ..hosts.architecture import check_sizes, library_versions, rebuild_host
 from ..hosts.example_inputs import examples
 from ..uncertainty import Policy
 from ..uncertainty.novelty import Novelty, from_tensors
 from .assembly import Assembly
 from .folder_schema import ADVICE, CONFIG, NOVELTY, WEIGHTS, Config, read_config
-from .folder_writer import versions
 from .host_description import fill_, structured
 from .inputs import Preparation
 from .known_data import has_readout_token, precision_of
@@ -110,7 +109,7 @@ def _read(
         raise FormatError(
             f"Cannot build the host that {folder / CONFIG} describes ({type(error).__name__}: "
             f"{str(error)[:200]}). It was saved with {config.libraries}; installed are "
-            f"{versions()}. Save or download the folder again, or pass host=."
+            f"{library_versions()}. Save or download the folder again, or pass host=."
         ) from error
     tensors = _load_tensors(folder / WEIGHTS)
     tensors |= {alias: tensors[name] for alias, name in config.aliases.items()}
@@ -259,7 +258,7 @@ def _check_fit(
         raise FormatError(
             f"{folder / WEIGHTS} does not fit the host built from {CONFIG} "
             f"({', '.join(sorted(wrong)[:4])} …). It was saved with {config.libraries}; installed "
-            f"are {versions()}. Install those, or pass host=."
+            f"are {library_versions()}. Install those, or pass host=."
         )
 
 

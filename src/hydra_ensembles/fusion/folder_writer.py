@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import warnings
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ from .._records import (
 )
 from ..data.transforms import ImageTransform, ProcessorTransform
 from ..errors import FormatError
+from ..hosts.architecture import library_versions
 from .folder_schema import (
     CARD,
     CONFIG,
@@ -211,7 +211,7 @@ def _content(ensemble: HydraEnsemble, aliases: dict[str, str]) -> dict[str, Any]
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        "libraries": versions(),
+        "libraries": library_versions(),
         "host": checked_description(ensemble, structure),
         **msgspec.to_builtins(structure),
         "mode": ensemble.mode,
@@ -225,14 +225,3 @@ def _content(ensemble: HydraEnsemble, aliases: dict[str, str]) -> dict[str, Any]
         "novelty": None if ensemble.novelty is None else ensemble.novelty.facts(),
         "record": ensemble.record,
     }
-
-
-def versions() -> dict[str, str]:
-    """Return the installed versions of the libraries that a saved ensemble depends on."""
-    result = {}
-    for name in ("hydra-ensembles", "torch", "transformers", "timm", "open_clip_torch"):
-        try:
-            result[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return result

@@ -13,8 +13,8 @@ from ..data.eval_mode import in_eval, twin
 from ..errors import HydraError, UnsupportedModelError
 from ..heads.head_mask import HeadMask
 from ..heads.stream_plan import Plan
-from ..hosts import HostModel, main_output
-from ..hosts.block_calls import Form
+from ..hosts import main_output
+from ..hosts.block_calls import Form, HostView
 from ..hosts.example_inputs import examples
 from ..hosts.model_output import gives_classes
 from ..hosts.transformers_families import introduce_to_pipelines
@@ -22,7 +22,7 @@ from ..registry import check_name
 from .assembly import Assembly
 from .host_engine import HostedBody, body_of
 from .host_interface import Citizen
-from .member import unpruned_model, member_model
+from .member import member_model, unpruned_model
 
 Mode = Literal["fused", "loop"]
 Self = TypeVar("Self", bound="FusedModel")
@@ -44,7 +44,7 @@ class FusedModel(Citizen):
         switches: The options of `fuse` (plain data, saved along).
     """
 
-    def __init__(self, assembly: Assembly, host: HostModel, *, mode: Mode = "fused") -> None:
+    def __init__(self, assembly: Assembly, host: HostView, *, mode: Mode = "fused") -> None:
         super().__init__()
         check_name("mode", mode, ("fused", "loop"))
         self.host = assembly.model
@@ -61,18 +61,14 @@ class FusedModel(Citizen):
     def around(
         cls: type[Self],
         assembly: Assembly,
-        host: HostModel,
+        host: HostView,
         *,
         mode: Mode,
         switches: Mapping[str, Any],
     ) -> Self:
         """Make a model from an assembly."""
-        view = HostModel.__new__(HostModel)
-        view.__dict__.update(host.__dict__)
-        view.model = assembly.model
-        view.blocks = []  # the body holds them now
-        view.__dict__["readout"] = assembly.body.readout
-        view.__dict__["forms"] = [getattr(assembly.body, "form", Form())]
+        forms = [getattr(assembly.body, "form", Form())]
+        view = HostView(assembly.model, host.family, host.blocks_path, forms)
         ensemble = cls(assembly, view, mode=mode)
         ensemble.switches = dict(switches)
         ensemble.train(assembly.model.training)

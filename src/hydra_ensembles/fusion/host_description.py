@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..data.eval_mode import evaluating
 from ..errors import FormatError
-from ..hosts import HostModel, families, host_model
+from ..hosts import HostFacts, HostModel, families
 from ..hosts.architecture import describe_host, rebuild_host
 from ..hosts.arithmetic import Arithmetic
 from ..hosts.block_calls import Form
@@ -101,20 +101,22 @@ def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def structured(skeleton: nn.Module, structure: Structure) -> tuple[Assembly, HostModel]:
     """Give a plain host the structure of a saved ensemble; its weights are filled in later."""
-    known = structure.family in families
-    view = host_model(skeleton, family=families[structure.family] if known else None)
-    readout, plan = structure.readout, structure.stream_plan()
+    readout, switches, plan = structure.readout, structure.switches, structure.stream_plan()
     positions = positions_rule(skeleton) if readout.end_of_text else None
-    view.__dict__["readout"] = Readout(readout.tokens, readout.folds, readout.why, positions)
+    facts = HostFacts(
+        Readout(readout.tokens, readout.folds, readout.why, positions),
+        (Form.parse(switches.get("form", "")),) * len(plan.masks[0]),
+        Arithmetic.read(switches),
+    )
+    known = structure.family in families
+    family = families[structure.family] if known else None
+    view = HostModel(skeleton, family=family, facts=facts)
     if plan.masks[0].shape != view.head_counts:
         raise FormatError(
             f"The folder was saved for {len(plan.masks[0])} layers of {plan.masks[0].shape} heads "
             f"but {view.name} has {view.head_counts}. Pass the host that it was made from."
         )
     description = describe_host(skeleton)
-    switches = structure.switches
-    view.arithmetic = Arithmetic.read(switches)
-    view.__dict__["forms"] = [Form.parse(switches.get("form", ""))] * len(view)
     body: Body | HostedBody
     if switches.get("engine") == "host":
         body, templates = host_blocks_(view, plan, switches["cuts"], folds=switches["folds"])

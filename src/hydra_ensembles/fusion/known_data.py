@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.batches import move, split_batch
 from ..data.eval_mode import in_eval
 from ..data.input_hashes import input_hashes
 from ..data.memory import Halving
-from ..data.model_runs import length_of, move, progress_bar, split_batch
-from ..data.sharing import in_order
+from ..data.processes import in_order
+from ..data.progress import length_of, progress_bar
 from ..errors import DataError, HydraError
 from ..uncertainty.novelty import Evidence, Novelty
 from ..uncertainty.novelty_fit import NoveltyFit
@@ -140,7 +141,7 @@ def fit_novelty(
         by_text = parts[0][1][0].ndim == 3
         logits = torch.cat([per_text(said, part) for part, (said, _) in parts])
         found = {"logits": logits, "summaries": torch.cat([some for _, (_, some) in parts])}
-        hashes = _hashes(ensemble, batch)
+        hashes = hashes_of(ensemble, batch)
         if hashes is not None:
             found["hashes"] = hashes
         given = split_batch(batch)[2] if by_text else None
@@ -170,11 +171,12 @@ def known_inputs(ensemble: Any, batch: Any) -> Tensor | None:
     kept = None if ensemble.novelty is None else ensemble.novelty.hashes
     if kept is None:
         return None
-    hashes = _hashes(ensemble, prepare(ensemble, batch) if is_raw(batch) else batch)
+    hashes = hashes_of(ensemble, prepare(ensemble, batch) if is_raw(batch) else batch)
     return None if hashes is None else torch.isin(hashes, kept.cpu())
 
 
-def _hashes(ensemble: Any, batch: Any) -> Tensor | None:
+def hashes_of(ensemble: Any, batch: Any) -> Tensor | None:
+    """Return the hash of every input of a batch; None when no input is a tensor."""
     args, kwargs, _ = split_batch(batch)
     return input_hashes(ensemble._named(args, kwargs))
 

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.batches import split_batch
 from ..data.class_names import check_class_order
-from ..data.model_runs import evaluating, member_logits, progress_bar, split_batch
+from ..data.eval_mode import evaluating
+from ..data.model_runs import member_logits
+from ..data.progress import progress_bar
 from ..errors import DataError, HydraError
 from ..uncertainty import Policy, Prediction, choose_policy, predict_from_logits
 from ..uncertainty.policy import check_reachable

@@ -106,7 +106,7 @@ def verify(
         tolerance: Largest allowed absolute difference of logits, times their scale if that is above
             one; by default what rounding explains in the ensemble's type (1e-5 in float32, 0.05 in
             bfloat16).
-        members: Plain models to compare with; by default the members of the ensemble, run by the host
+        members: Plain models to compare with; by default the ensemble's members, run by the host
             library's own code.
 
     Raises:

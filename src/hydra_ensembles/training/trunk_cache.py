@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..data.batches import take
 from ..data.eval_mode import in_eval
-from ..data.sharing import in_order
+from ..data.processes import in_order
 from ..errors import HydraError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.structure import split_classifier_
@@ -50,15 +50,11 @@ def untied(ensemble: HydraEnsemble, *, mlps: bool = False) -> HydraEnsemble:
     return result
 
 
-def still(ensemble: HydraEnsemble) -> HydraEnsemble:
-    """Return a frozen copy in eval mode, for prediction."""
-    result = copy.deepcopy(ensemble).eval().requires_grad_(False)
-    result.mode = "fused"
-    return result
-
-
 class _Reached(Exception):
     """Carries the trunk's output out of the host, whose later blocks need not run."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.states = states
 
 
 class CachedTrunk(nn.Module):
@@ -141,5 +137,5 @@ class CachedTrunk(nn.Module):
             with torch.no_grad(), model.body.told(at_branch=stop):
                 model.member_logits(batch)
         except _Reached as reached:
-            return reached.args[0]
+            return reached.states
         raise HydraError("The host ran without its blocks. Please report this.")
