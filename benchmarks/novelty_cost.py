@@ -21,8 +21,8 @@ import torch
 
 from hydra_ensembles import HydraEnsemble, fuse
 from hydra_ensembles._records import write_whole
-from hydra_ensembles.fusion.known_data import logits_and_summaries
-from hydra_ensembles.fusion.token_summaries import tap_names
+from hydra_ensembles.fusion.call_options import tap_names
+from hydra_ensembles.fusion.known_data import features_of
 from hydra_ensembles.uncertainty import NoveltyFit
 
 RESULTS = Path(__file__).parent / "results"
@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def fitted(ensemble: HydraEnsemble, batch: Any, known: int = 1000) -> Any:
     """Fit statistics of the right shapes to random summaries: speed does not depend on them."""
-    logits, summaries = logits_and_summaries(ensemble, batch)
+    logits, summaries = features_of(ensemble, batch)
     draw = torch.Generator().manual_seed(0)
     fit = NoveltyFit(tap_names(len(ensemble.body.trunk), readout=True))
     rows = torch.randn(known, *summaries.shape[1:], generator=draw)

@@ -71,7 +71,7 @@ def main(epochs: int = 20, folder: Path | None = None) -> dict[str, hydra.Result
     # 6. when to answer: P(answered and wrong) <= 5 %, P(a digit is called new) <= 5 %
     labelled, coming = (data.test.subset(range(part, data.test.count, 2)) for part in (0, 1))
     print(hydra.fit_policy(ensemble, labelled, risk=0.05, alarm=0.05, progress=False))
-    print(ensemble.predict(next(iter(coming))).decisions)
+    print(ensemble.predict(next(iter(coming))).decision)
     return results
 
 

@@ -68,5 +68,5 @@ def test_its_code_runs(tmp_path: Path) -> None:
     answer = names["answer"]
     for field in re.findall(r" \.(\w+)", code[0]):
         assert getattr(answer, field) is not None, field
-    assert len(answer.label) == 20 and set(answer.novelty.shape) == {20}
+    assert len(answer.class_index) == 20 and set(answer.novelty.shape) == {20}
     assert names["student"].members == 3 and names["results"]["ood/textures/novelty/AUROC"] >= 0

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from hydra_ensembles import HeadMask, HydraEnsemble, fuse
 from hydra_ensembles.data.batches import split_batch
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.fusion.known_data import logits_and_summaries
-from hydra_ensembles.fusion.token_summaries import Collector, collecting
+from hydra_ensembles.fusion.known_data import features_of
 from hydra_ensembles.hosts import host_model, main_output
 
 from .answers import Store
@@ -88,19 +87,15 @@ def extract(model: nn.Module, batches: Iterable[Any], branched: int) -> dict[str
         weight = torch.ones(states[0].shape[:2]) if mask is None else mask.float()
         weight = (weight / weight.sum(1, keepdim=True))[..., None]
         # the members' trunk is the single model's: it runs once
-        collector = Collector(streams=len(ensemble.plan.ends))
-        with (
-            ensemble.body.told(trunk_states=states[-branched - 1]),
-            collecting(ensemble.body, collector),
-        ):
-            members = ensemble.member_logits(batch)
+        with ensemble.body.options(trunk_states=states[-branched - 1]):
+            run = ensemble.run(args, kwargs, summaries=True)
         row = {
             "readout": torch.stack([state[:, 0] for state in states], 1),
             "mean": torch.stack([(state * weight).sum(1) for state in states], 1),
-            "end": collector.summaries()[:, -1],
+            "end": run.summaries[:, -1],
             "logits": logits,
             "features": read[-1] if read[-1].ndim == 2 else read[-1][:, 0],
-            "members": members,
+            "members": run.member_logits,
         }
         if labels is not None:
             row["labels"] = labels.long()
@@ -115,7 +110,7 @@ def extract(model: nn.Module, batches: Iterable[Any], branched: int) -> dict[str
 @torch.no_grad()
 def extract_student(model: HydraEnsemble, batches: Iterable[Any]) -> dict[str, Tensor]:
     """Run a single student over data; keep what its novelty hears."""
-    said = [logits_and_summaries(model, batch) for batch in batches]
+    said = [features_of(model, batch) for batch in batches]
     logits, taps = (torch.cat(parts) for parts in zip(*said, strict=True))
     return {"logits": logits, "taps": taps}
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .hosts import explain as explain
     from .hosts import register_family as register_family
     from .integrations.pipelines import pipeline as pipeline
+    from .prediction import Prediction as Prediction
     from .refit import fold as fold
     from .report.page import write_report as write_report
     from .research.cost_frontier import frontier as frontier
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from .training import make_teachers as make_teachers
     from .uncertainty import Drift as Drift
     from .uncertainty import Policy as Policy
-    from .uncertainty import Prediction as Prediction
 
 _NAMES = {
     "Cost": "costs",
@@ -63,7 +63,7 @@ _NAMES = {
     "HydraEnsemble": "fusion",
     "HydraError": "errors",
     "Policy": "uncertainty",
-    "Prediction": "uncertainty",
+    "Prediction": "prediction",
     "PromptClassifier": "hosts",
     "Results": "evaluation",
     "ZeroShotClassifier": "hosts",

@@ -66,7 +66,7 @@ def test_the_policy_is_fitted_on_what_nothing_has_seen(trial: Trial) -> None:
     fresh = torch.cat([trial.ensemble.predict(b).novelty_score for b in data()])  # type: ignore[misc]
     rank = fresh[trial.decide].sort().values
     assert trial.policy.novelty_threshold == pytest.approx(float(rank[38]), rel=1e-4)
-    assert trial.answer.decisions is not None and set(trial.answer.decisions) <= {
+    assert trial.answer.decision is not None and set(trial.answer.decision) <= {
         "answer",
         "unsure",
         "new",

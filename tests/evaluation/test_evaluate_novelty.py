@@ -75,15 +75,15 @@ def test_a_policys_decisions_are_counted(ensemble: HydraEnsemble) -> None:
             ensemble, data(0), ood={"flat": flat}, temperature=2.0, bootstrap=20, progress=False
         )
         answers = [ensemble.predict(batch) for batch in data(0)]
-        decision = torch.cat([answer.decision for answer in answers])  # type: ignore[misc]
-        wrong = torch.cat([answer.label for answer in answers]) != torch.arange(4).repeat(5)
+        decision = torch.cat([answer.code for answer in answers])  # type: ignore[misc]
+        wrong = torch.cat([answer.class_index for answer in answers]) != torch.arange(4).repeat(5)
         assert found["policy/New"] == float((decision == 2).double().mean())
         assert found["policy/Answered"] == float((decision == 0).double().mean()) > 0
         assert found["policy/WrongOfAll"] == float(((decision == 0) & wrong).double().mean())
         assert found["policy/WrongOfAnswered"] == pytest.approx(
             found["policy/WrongOfAll"] / found["policy/Answered"]
         )
-        outside = torch.cat([ensemble.predict(b).decision for b in flat])  # type: ignore[misc]
+        outside = torch.cat([ensemble.predict(b).code for b in flat])  # type: ignore[misc]
         assert found["ood/flat/policy/Answered"] == float((outside == 0).double().mean())
         assert "policy/New" in found.intervals and "policy/New" in str(found)
         assert not any(key.startswith("post/policy") for key in found)

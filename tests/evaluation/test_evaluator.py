@@ -20,8 +20,8 @@ from hydra_ensembles.evaluation.metrics import (
     once,
     selective_figures,
 )
+from hydra_ensembles.prediction import Prediction
 from hydra_ensembles.uncertainty import (
-    Prediction,
     disagreement,
     energy,
     fit_temperature,

@@ -330,7 +330,7 @@ def test_a_file_for_transformers_that_was_not_saved(name: str, folder: Path) -> 
 def test_a_policy_is_whole(tmp_path: Path) -> None:
     ensemble = hydra.fuse(zoo.host("vit"), EARLY)
     images = zoo.batch("vit", 16)
-    labelled = [(images, ensemble.predict(images).label)]
+    labelled = [(images, ensemble.predict(images).class_index)]
     hydra.fit_policy(ensemble, labelled, risk=0.5, alarm=None, progress=False)
     ensemble.save_pretrained(tmp_path)
     assert HydraEnsemble.from_pretrained(tmp_path).policy == ensemble.policy

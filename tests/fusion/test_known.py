@@ -15,9 +15,9 @@ from hydra_ensembles import HeadMask, HydraEnsemble, fuse
 from hydra_ensembles._records import sealed
 from hydra_ensembles.data.batches import join, take
 from hydra_ensembles.errors import DataError, FormatError, HydraError
+from hydra_ensembles.fusion.call_options import SummaryCollector, tap_names
 from hydra_ensembles.fusion.folder_schema import DIGEST
-from hydra_ensembles.fusion.known_data import has_readout_token, logits_and_summaries
-from hydra_ensembles.fusion.token_summaries import Collector, tap_names
+from hydra_ensembles.fusion.known_data import features_of
 from hydra_ensembles.hosts import host_model
 from hydra_ensembles.hosts.block_calls import states_of
 from hydra_ensembles.uncertainty.novelty_fit import NoveltyFit
@@ -69,7 +69,7 @@ def test_every_classifier_learns_what_it_knows(name: str) -> None:
 
 def test_taps_are_the_hidden_states_of_the_host() -> None:
     batch = zoo.batch("bert")
-    _, summaries = logits_and_summaries(ensemble_of("bert"), batch)
+    _, summaries = features_of(ensemble_of("bert"), batch)
     with torch.no_grad():
         states = zoo.host("bert")(**batch, output_hidden_states=True).hidden_states
     weight = batch["attention_mask"].float()
@@ -93,8 +93,8 @@ def test_the_last_tap_is_the_mean_of_the_members_ends(name: str, engine: str) ->
         with torch.no_grad():
             host(**batch) if isinstance(batch, dict) else host(batch)
     state = torch.stack(ends).mean(0)
-    expected = state[:, 0] if has_readout_token(ensemble.readout) else state.mean(1)
-    _, summaries = logits_and_summaries(ensemble, batch)
+    expected = state[:, 0] if ensemble.readout.has_token else state.mean(1)
+    _, summaries = features_of(ensemble, batch)
     torch.testing.assert_close(summaries[:, -1], expected, atol=1e-5, rtol=1e-5)
 
 
@@ -102,7 +102,7 @@ def test_statistics_that_do_not_hear_the_last_block_still_work(tmp_path: Path) -
     ensemble = ensemble_of("vit")
     old = NoveltyFit(tap_names(zoo.LAYERS - 1, readout=True)[:-1])
     for batch in known("vit"):
-        logits, summaries = logits_and_summaries(ensemble, batch)
+        logits, summaries = features_of(ensemble, batch)
         old.add_(summaries[:, :-1].detach(), logits.detach())
     ensemble.novelty = old.finish()
     expected = ensemble.predict(zoo.batch("vit")).novelty_score
@@ -153,7 +153,7 @@ def test_the_trunk_runs_once() -> None:
 def test_no_hidden_states_are_kept() -> None:
     hidden = torch.randn(2, 50, 8)
     for positions in (None, torch.tensor([3, 4])):
-        collector = Collector(positions=positions)
+        collector = SummaryCollector(positions=positions)
         collector.take(0, hidden)
         kept = collector._rows[0]
         assert len(kept) == 2  # two summaries of two examples, and nothing else
@@ -289,7 +289,7 @@ def test_refusals_say_what_to_do() -> None:
     with pytest.raises(DataError, match="empty"):
         ensemble.fit_novelty_([], progress=False)
     labels = torch.tensor([0, 1, 77, 2])
-    with pytest.raises(DataError, match="Leave them out"):
+    with pytest.raises(DataError, match="Remove the labels"):
         ensemble.fit_novelty_([(zoo.batch("vit"), labels)], progress=False)
     with pytest.raises(DataError, match="batch 0 of the known data"):
         ensemble.fit_novelty_([torch.zeros(2, 3, 5, 5)], progress=False)

@@ -37,8 +37,8 @@ def test_decisions_are_the_policys_and_survive_saving(
     ensemble: HydraEnsemble, method: str, tmp_path: Path
 ) -> None:
     data = batches(0, 6)
-    assert ensemble.predict(data[0]).decision is None
-    assert ensemble.predict(data[0]).abstain is None and ensemble.predict(data[0]).decisions is None
+    assert ensemble.predict(data[0]).code is None
+    assert ensemble.predict(data[0]).abstain is None and ensemble.predict(data[0]).decision is None
     policy = hydra.fit_policy(ensemble, data, risk=0.95, alarm=0.2, method=method)
     assert ensemble.policy is policy and policy.score == "entropy" and policy.examples == 48
     ensemble.save_pretrained(tmp_path)
@@ -48,13 +48,13 @@ def test_decisions_are_the_policys_and_survive_saving(
     for batch in (data[0], strange):
         answer, again = ensemble.predict(batch), loaded.predict(batch)
         expected = policy.decide(answer.uncertainty, answer.novelty_score)
-        assert answer.decision is not None and answer.decision.dtype == torch.int64
-        assert torch.equal(answer.decision, expected) and torch.equal(again.decision, expected)
+        assert answer.code is not None and answer.code.dtype == torch.int64
+        assert torch.equal(answer.code, expected) and torch.equal(again.code, expected)
         assert answer.abstain.tolist() == [number != 0 for number in expected.tolist()]
-        assert answer.decisions == [["answer", "unsure", "new"][n] for n in expected.tolist()]
-        assert answer[2:4].decisions == answer.decisions[2:4]
-        assert f"  {answer.decisions[0]}\n" in repr(answer)
-    assert "new" in answer.decisions
+        assert answer.decision == [["answer", "unsure", "new", "new"][n] for n in expected.tolist()]
+        assert answer[2:4].decision == answer.decision[2:4]
+        assert f"  {answer.decision[0]}\n" in repr(answer)
+    assert "new" in answer.decision
 
 
 def test_a_policy_out_of_date_is_dropped_or_refused(ensemble: HydraEnsemble) -> None:
@@ -63,7 +63,7 @@ def test_a_policy_out_of_date_is_dropped_or_refused(ensemble: HydraEnsemble) -> 
     ensemble.temperature = None  # as it was
     assert ensemble.policy is policy
     ensemble.score = "msp"
-    with pytest.raises(HydraError, match=r"about the score 'entropy'.*fit_policy"):
+    with pytest.raises(HydraError, match="entropy"):
         ensemble.predict(data[0])
     assert hydra.fit_policy(ensemble, data, risk=0.9).score == "msp"
     for change in (

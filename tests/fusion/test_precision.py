@@ -14,8 +14,8 @@ from torch import Tensor
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask, HydraEnsemble
 from hydra_ensembles._records import sealed
+from hydra_ensembles.fusion.call_options import SummaryCollector
 from hydra_ensembles.fusion.folder_schema import DIGEST
-from hydra_ensembles.fusion.token_summaries import Collector
 from tests import zoo
 
 LATE = [
@@ -146,7 +146,7 @@ def test_distances_and_summaries_are_computed_in_float32_under_autocast() -> Non
     logits = torch.randn(4, 2, 5, generator=torch.Generator().manual_seed(4))
 
     def heard(hidden: Tensor) -> Tensor:
-        collector = Collector(readout=True)
+        collector = SummaryCollector(readout=True)
         for block in range(2):
             collector.take(block, hidden)
         collector.leave(hidden)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from hydra_ensembles.errors import DataError, FormatError, UnknownNameError
+from hydra_ensembles.prediction import DECISIONS, WHY
 from hydra_ensembles.uncertainty import Policy, Rates, choose_policy
 from hydra_ensembles.uncertainty.policy import check_reachable, start_sizes
 
@@ -204,10 +205,10 @@ def test_nan_abstains_new_wins_and_reasons_are_said() -> None:
     uncertainty = torch.tensor([0.2, 0.21, math.nan, 0.1, 0.1, 0.9])
     novelty = torch.tensor([3.0, 1.0, 1.0, 3.01, math.nan, 9.0])
     decision = policy.decide(uncertainty, novelty)
-    assert decision.dtype == torch.int64 and decision.tolist() == [0, 1, 1, 2, 2, 2]
-    words = policy.reasons(uncertainty, novelty)
-    assert words[:2] == ["", "too unsure"] and words[3] == "too new"
-    assert words[5] == "too unsure and too new"
+    assert decision.dtype == torch.int64 and decision.tolist() == [0, 1, 1, 2, 2, 3]
+    assert [DECISIONS[code] for code in decision[3:].tolist()] == ["new", "new", "new"]
+    assert [WHY[code] for code in decision.tolist()][:2] == [None, "too unsure"]
+    assert (WHY[2], WHY[3]) == ("too new", "too unsure and too new")
     with pytest.raises(DataError, match="no novelty"):
         policy.decide(uncertainty)
 

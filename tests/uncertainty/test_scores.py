@@ -126,7 +126,7 @@ def test_prediction_holds_together():
     torch.testing.assert_close(answer.probabilities, u.mean_probability(z / 1.5))
     torch.testing.assert_close(answer.uncertainty, u.entropy(z / 1.5))
     torch.testing.assert_close(answer.logits.softmax(-1), answer.probabilities)
-    assert answer.label.tolist() == answer.probabilities.argmax(-1).tolist()
+    assert answer.class_index.tolist() == answer.probabilities.argmax(-1).tolist()
     # what it holds is enough to make it again
     again = u.predict_from_logits(answer.member_logits, score=answer.score)
     torch.testing.assert_close(again.uncertainty, answer.uncertainty)
@@ -142,7 +142,7 @@ def test_prediction_is_indexed_like_a_batch():
     answer = u.predict_from_logits(logits())
     assert len(answer) == 6
     assert answer[2].member_logits.shape == (1, 3, 5)
-    assert answer[-1].label.tolist() == answer.label[-1:].tolist()
+    assert answer[-1].class_index.tolist() == answer.class_index[-1:].tolist()
     assert answer[1:3].uncertainty.tolist() == answer.uncertainty[1:3].tolist()
     assert len(answer[answer.uncertainty > 2]) == 0
     assert sum(len(one) for one in answer) == 6
@@ -153,7 +153,7 @@ def test_prediction_is_indexed_like_a_batch():
 
 def test_prediction_prints_well():
     text = repr(u.predict_from_logits(logits(batch=20), score="energy"))
-    assert text.startswith("Prediction of 3 members on 20 examples, 5 classes")
+    assert text.startswith("Prediction of 3 members on 20 inputs, 5 classes")
     assert "energy" in text
     assert "12 more" in text
     assert repr(u.predict_from_logits(logits(batch=0)))

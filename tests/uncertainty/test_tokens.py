@@ -40,7 +40,7 @@ def test_prediction_answers_for_every_token(logits: torch.Tensor) -> None:
     ours = predict_from_logits(logits, temperature=1.3, member_temperatures=temperatures)
     theirs = predict_from_logits(flat(logits), temperature=1.3, member_temperatures=temperatures)
     assert ours.probabilities.shape == (2, 4, 5)
-    assert ours.uncertainty.shape == ours.label.shape == (2, 4)
+    assert ours.uncertainty.shape == ours.class_index.shape == (2, 4)
     torch.testing.assert_close(ours.probabilities.flatten(0, 1), theirs.probabilities)
     torch.testing.assert_close(ours.uncertainty.flatten(), theirs.uncertainty)
     assert "4 tokens" in repr(ours)
@@ -96,7 +96,7 @@ def test_a_fused_tagger_answers_and_is_evaluated_by_token() -> None:
     assert ensemble.member_logits(batch).shape == (4, 3, 7, 5)
     answer = ensemble.predict(batch)
     assert answer.uncertainty.shape == (4, 7)
-    labels = answer.label.masked_fill(batch["attention_mask"] == 0, -100)
+    labels = answer.class_index.masked_fill(batch["attention_mask"] == 0, -100)
     output = ensemble(**batch, labels=labels)
     real = labels != -100
     expected = torch.nn.functional.nll_loss(output.logits[real], labels[real])

@@ -28,7 +28,7 @@ from ..data.progress import progress_bar
 from ..errors import DataError
 from ..evaluation.metrics import expected_calibration_error, negative_log_likelihood, ood_figures
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.known_data import hashes_of, logits_and_summaries, novelty_fit, per_text
+from ..fusion.known_data import features_of, hashes_of, novelty_fit, text_logits
 from ..uncertainty import find_temperature, mean_probability, scale_logits, score_logits
 from ..uncertainty.novelty_fit import NoveltyFit
 from .data_parts import Parts
@@ -316,7 +316,7 @@ def run_ensemble(
 
     def work(index: int, batch: Any) -> dict[str, Tensor]:
         columns: dict[str, list[Tensor]] = {}
-        for part, (said, summaries) in halving(partial(logits_and_summaries, model), batch):
+        for part, (said, summaries) in halving(partial(features_of, model), batch):
             _, inputs, given = split_batch(part)
             logits, labels = flat_tokens(model, inputs.get("attention_mask"), said.cpu(), given)
             if not bool(logits.amax(-1).isfinite().all()):
@@ -328,7 +328,7 @@ def run_ensemble(
                 "logits": logits,
                 "labels": None if labels is None else labels.cpu().long(),
                 "summaries": summaries.float().cpu(),
-                "mean_logits": per_text(said, part).cpu(),
+                "mean_logits": text_logits(said, part).cpu(),
                 "classes": given if said.ndim == 3 else None,
                 "hashes": hashes_of(ensemble, part),
             }

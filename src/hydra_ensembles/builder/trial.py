@@ -38,9 +38,9 @@ from ..evaluation.figures import columns_of
 from ..evaluation.results import Results
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.known_data import novelty_fit
-from ..fusion.policy_data import decided
 from ..hosts.example_inputs import pad_token
-from ..uncertainty import Policy, Prediction, choose_policy, predict_from_logits
+from ..prediction import Prediction
+from ..uncertainty import Policy, choose_policy, predict_from_logits
 from ..uncertainty.novelty import Novelty
 from ..uncertainty.policy import check_reachable
 from .build_run import build
@@ -177,7 +177,7 @@ def try_model(
     batch = next(iter(source))
     return Trial(
         ensemble=ensemble,
-        answer=decided(answer, policy),
+        answer=policy.apply(answer),
         labels=labels,
         neighbours=neighbours,
         held_out=held_out,
@@ -272,7 +272,7 @@ def _policy(
         member_temperatures=ensemble.member_temperatures,
     )
     score = ensemble.novelty(summaries[decide], logits[decide])[1]
-    errors = None if labels is None else answer.label != labels[decide]
+    errors = None if labels is None else answer.class_index != labels[decide]
     asked = None if errors is None else risk
     settings: dict[str, Any] = {"novelty_score": score, "alarm": alarm, "method": method}
     policy = choose_policy(answer.uncertainty, errors, risk=asked, **settings)

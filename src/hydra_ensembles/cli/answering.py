@@ -14,7 +14,8 @@ from ..data.records import Record, batches
 from ..errors import DataError
 
 if TYPE_CHECKING:
-    from ..uncertainty import Policy, Prediction
+    from ..prediction import Prediction
+    from ..uncertainty import Policy
     from .models import Loaded
 
 

@@ -14,7 +14,7 @@ from ..errors import DataError
 from .output import is_first, life, waiting
 
 if TYPE_CHECKING:
-    from ..uncertainty import Prediction
+    from ..prediction import Prediction
 
 
 def read_names(given: str | None) -> list[str] | None:

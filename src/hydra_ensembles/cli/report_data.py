@@ -9,8 +9,8 @@ from ..errors import HydraError
 
 if TYPE_CHECKING:
     from ..evaluation import Results
+    from ..prediction import Prediction
     from ..report.examples import Example
-    from ..uncertainty import Prediction
     from .models import Loaded
 
 EACH = 6
@@ -117,7 +117,7 @@ def describe(
         found.append(
             Example(
                 group=group,
-                predicted=loaded.class_name(int(answer.label[place])),
+                predicted=loaded.class_name(int(answer.class_index[place])),
                 confidence=float(answer.confidence[place]),
                 uncertainty=float(answer.uncertainty[place]),
                 label="" if labels is None else loaded.class_name(int(labels[place])),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..uncertainty import Prediction
+from ..prediction import Prediction
 
 IGNORED = -100
 """Label of a token that does not count."""
@@ -22,14 +22,14 @@ class Answers(NamedTuple):
         logits: The members' logits, `[batch, member, class]`.
         labels: `[batch]`, or None.
         novelty, novelty_score: As in `Prediction`, `[batch]`; None when novelty is not fitted.
-        decision: As in `Prediction`, `[batch]`; None without a policy.
+        code: As in `Prediction`, `[batch]`; None without a policy.
     """
 
     logits: Tensor
     labels: Tensor | None
     novelty: Tensor | None = None
     novelty_score: Tensor | None = None
-    decision: Tensor | None = None
+    code: Tensor | None = None
 
 
 def flat_tokens(
@@ -66,7 +66,7 @@ def answers_from(output: Any, logits: Tensor, labels: Tensor | None) -> Answers:
     # novelty and decisions are of texts; where the examples are tokens, they do not apply
     extra = {
         name: value.cpu()
-        for name in ("novelty", "novelty_score", "decision")
+        for name in ("novelty", "novelty_score", "code")
         if (value := getattr(output, name)) is not None and len(value) == len(logits)
     }
     return Answers(logits, labels, **extra)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DataError, HydraError
-from ..uncertainty import Prediction, as_member_logits
+from ..prediction import Prediction
+from ..uncertainty import as_member_logits
 from .answers import Answers, answers_from, flat_tokens, join_answers
 from .batches import check_inputs, check_labels, describe, move, split_batch
 from .eval_mode import evaluating

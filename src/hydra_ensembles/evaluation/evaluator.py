@@ -97,7 +97,7 @@ def evaluate(
                 cooled = scale_logits(answers.logits.double(), temperature=degrees)
                 # MCM reads cosines: what divides the logits divides their scale
                 by = None if scale is None else scale / degrees
-                after = answers._replace(logits=cooled, decision=None)  # it is about the logits
+                after = answers._replace(logits=cooled, code=None)  # it is about the logits
                 scaled.append(columns_of(after, scores=names, logit_scale=by))
         examples[key] = _concatenate(parts)
         if scaled:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..data.answers import Answers
+from ..prediction import ANSWER, NEW, UNSURE
 from ..uncertainty import (
     disagreement,
     mean_probability,
@@ -20,7 +21,6 @@ from ..uncertainty import (
     pairwise_kl,
     score_logits,
 )
-from ..uncertainty.policy import ANSWER, NEW, UNSURE
 from .metrics import (
     BINS,
     AdaptiveError,
@@ -101,8 +101,8 @@ def columns_of(
         columns[f"score:{NOVELTY}"] = answers.novelty_score.double()
     if answers.novelty is not None:
         columns["alarm"] = answers.novelty > 1 - ALARM
-    if answers.decision is not None:
-        columns["decision"] = answers.decision
+    if answers.code is not None:
+        columns["decision"] = answers.code
     if labels is None:
         return columns
     confidence, predicted = mean_probability(logits).max(-1)
@@ -294,7 +294,7 @@ def _decisions(columns: Columns) -> Columns:
     found = {
         "policy/Answered": decision == ANSWER,
         "policy/Unsure": decision == UNSURE,
-        "policy/New": decision == NEW,
+        "policy/New": decision >= NEW,
     }
     if "correct" in columns:
         found["policy/WrongOfAll"] = (decision == ANSWER) & ~columns["correct"]

@@ -1,17 +1,14 @@
 """The body of a fused model: the only entry of the host's list of blocks; it runs all blocks.
 
-Arguments by layer: what the host passes to each of its blocks, kept for the body.
-
 A host that chooses masks or angles layer by layer calls as many blocks as before. All but the last
-are places, which record their arguments and pass the states on; the last is the body.
+are placeholders, which record their arguments and pass the states on; the last is the body.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +21,7 @@ from ..hosts.block_arguments import read_arguments
 from ..hosts.block_calls import Form, full_length, states_of, take_call, without_cache
 from ..hosts.families import Family
 from ..hosts.probes import Readout
+from .call_options import options_of, set_options
 from .fused_block import Context, FusedBlock
 from .streams import select_streams, streams_of
 
@@ -31,28 +29,28 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a block, without the states."""
 
 # A context variable, not an attribute: other threads run the same module at the same time.
-_handed: ContextVar[tuple[Given, ...]] = ContextVar("hydra_handed", default=())
+_arguments: ContextVar[tuple[Given, ...]] = ContextVar("hydra_arguments", default=())
 
 
-class Place(nn.Module):
-    """Takes the place of a block below the last."""
+class PlaceholderBlock(nn.Module):
+    """Stands for a block below the last and records its arguments."""
 
     def __init__(self, layer: int, form: Form, settings: Mapping[str, Any]) -> None:
         super().__init__()
         self.layer, self.form = layer, form
-        show_(self, settings)
+        copy_settings_(self, settings)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Record the arguments; pass the states on."""
         call = take_call(args, kwargs)
-        _handed.set((*_handed.get()[: self.layer], (call.args, call.kwargs)))
+        _arguments.set((*_arguments.get()[: self.layer], (call.args, call.kwargs)))
         return self.form.fill(call.hidden)
 
 
-def take_handed() -> tuple[Given, ...]:
+def pop_arguments() -> tuple[Given, ...]:
     """Return what the places recorded in this pass, from the first block on."""
-    handed = _handed.get()
-    _handed.set(())  # keep nothing longer than the pass
+    handed = _arguments.get()
+    _arguments.set(())  # keep nothing longer than the pass
     return handed
 
 
@@ -65,37 +63,11 @@ def plain_settings(block: nn.Module) -> dict[str, Any]:
     }
 
 
-def show_(module: nn.Module, settings: Mapping[str, Any]) -> None:
+def copy_settings_(module: nn.Module, settings: Mapping[str, Any]) -> None:
     """Give a module the settings of the block that it replaces, in place."""
     for name, value in settings.items():
         if not hasattr(module, name):
             setattr(module, name, value)
-
-
-@dataclass(frozen=True)
-class Call:
-    """What one call of a body gets in addition to the host's arguments (see `Body.told`).
-
-    Attributes:
-        positions: Position of each sample's readout [batch], where it depends on the sample.
-        trunk_states: The trunk's output, if known: the trunk is then not run.
-        answer: Returned at once, if given: nothing is run.
-        streams: Collects the members' streams at full length; the host gets only the first.
-        states: Collects the output of every block.
-        at_branch: Called with the trunk's output; may raise to stop there.
-    """
-
-    body: nn.Module
-    positions: Tensor | None = None
-    trunk_states: Tensor | None = None
-    answer: Tensor | None = None
-    streams: list[Tensor] | None = None
-    states: list[Tensor] | None = None
-    at_branch: Callable[[Tensor], None] | None = None
-
-
-# A context variable, not an attribute: other threads run the same module at the same time.
-_call: ContextVar[Call | None] = ContextVar("hydra_body_call", default=None)
 
 
 class Body(nn.Module):
@@ -129,6 +101,7 @@ class Body(nn.Module):
         self.causal = causal
         self.names = tuple(names)  # names of the blocks' positional arguments
         self.arithmetic = arithmetic
+        self._rotary = [arithmetic.rotary_of(layer) for layer in range(plan.depth)]
         self.heads = heads  # heads in the bias that the host passes, if any
         self.grid = grid  # of relative position tables, if any
         self.form = form or Form()  # in which the host expects a block's output
@@ -138,44 +111,26 @@ class Body(nn.Module):
         """Whether one pass of the host reads out all streams."""
         return self.readout.folds
 
-    @contextmanager
-    def told(
-        self,
-        *,
-        positions: Tensor | None = None,
-        trunk_states: Tensor | None = None,
-        answer: Tensor | None = None,
-        streams: list[Tensor] | None = None,
-        states: list[Tensor] | None = None,
-        at_branch: Callable[[Tensor], None] | None = None,
-    ) -> Iterator[None]:
-        """Give the calls inside what the host cannot pass on (see `Call`)."""
-        now = self._told()
-        call = replace(
-            now,
-            positions=now.positions if positions is None else positions,
-            trunk_states=now.trunk_states if trunk_states is None else trunk_states,
-            answer=answer,
-            streams=streams,
-            states=now.states if states is None else states,
-            at_branch=at_branch,
-        )
-        token = _call.set(call)
-        try:
-            yield
-        finally:
-            _call.reset(token)
+    def options(self, **changes: Any) -> AbstractContextManager[None]:
+        """Set options of the calls inside (see `CallOptions`)."""
+        return set_options(self, **changes)
 
-    def _told(self) -> Call:
-        call = _call.get()
-        return Call(self) if call is None or call.body is not self else call
+    def each_stream(self, run: Callable[[], Any], positions: Tensor | None) -> list[Any]:
+        """Call the host once per stream: all blocks run in the first call, none in the others."""
+        streams: list[Tensor] = []
+        with self.options(positions=positions, streams=streams):
+            outputs = [run()]
+        for stream in streams[1:]:
+            with self.options(answer=stream):
+                outputs.append(run())
+        return outputs
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run all blocks; return the output in the form of the host's blocks."""
         return self.form.fill(self._run(hidden_states, args, kwargs))
 
     def _run(self, hidden_states: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-        call = self._told()
+        call = options_of(self)
         if call.answer is not None:
             return call.answer
         args = tuple(
@@ -184,20 +139,24 @@ class Body(nn.Module):
         kwargs = {name: without_cache(value) for name, value in kwargs.items()}
         given: list[Given] = [(args, kwargs)] * self.plan.depth
         if self.arithmetic.by_layer:
-            given = [*take_handed(), (args, kwargs)]
+            given = [*pop_arguments(), (args, kwargs)]
         x = hidden_states if call.trunk_states is None else call.trunk_states
+        summaries = call.summaries
+        if summaries is not None and not self.trunk:
+            summaries.enter(x)
         for layer, block in enumerate(self.trunk if call.trunk_states is None else ()):
             x = states_of(block(x, *given[layer][0], **given[layer][1]))[0]
             if call.states is not None:
                 call.states.append(x)
+            if summaries is not None:
+                summaries.take(layer, x)
         if call.at_branch is not None:
             call.at_branch(x)
         tokens = x  # all tokens of one stream
         context, form = None, None
         for layer, block in enumerate(self.branch, start=len(self.trunk)):
-            same = form == self.arithmetic.rotary_of(layer) and not self.arithmetic.by_layer
-            if context is None or not same:
-                form = self.arithmetic.rotary_of(layer)
+            if context is None or form != self._rotary[layer] or self.arithmetic.by_layer:
+                form = self._rotary[layer]
                 context = self._context(given[layer], tokens, form, call.positions)
             x = block(x, context)
             if call.states is not None:
@@ -205,11 +164,15 @@ class Body(nn.Module):
         inputs = self.plan.layers[-1].streams if self.plan.layers else 1
         if self.plan.ends != tuple(range(inputs)):
             x = select_streams(x, self.plan.ends, inputs)
-        if call.streams is None:
-            return x
-        streams = streams_of(x, len(self.plan.ends))
-        call.streams.extend(full_length(s, call.positions, hidden_states.shape[1]) for s in streams)
-        return call.streams[0]
+        if call.streams is not None:
+            length = hidden_states.shape[1]
+            for stream in streams_of(x, len(self.plan.ends)):
+                call.streams.append(full_length(stream, call.positions, length))
+        leaving = [x] if call.streams is None else call.streams
+        if summaries is not None:
+            for states in leaving:
+                summaries.leave(states)
+        return leaving[0]
 
     def _context(
         self, given: Given, x: Tensor, rotary: str | None, positions: Tensor | None

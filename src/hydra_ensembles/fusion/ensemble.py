@@ -3,44 +3,28 @@
 from __future__ import annotations
 
 import types
-import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from ..data.batches import check_inputs, move, split_batch
-from ..data.eval_mode import in_eval
-from ..errors import UnsupportedModelError
 from ..evaluation.results import Results
 from ..heads.stream_plan import Plan
 from ..hosts import HostModel, host_model
-from ..hosts.model_output import predicts_next_token
 from ..hosts.probes import modules_after_blocks
 from ..registry import public_function
 from ..uncertainty import (
     Evidence,
-    Novelty,
-    Policy,
-    Prediction,
-    checked_temperature,
-    log_mean_probability,
-    predict_from_logits,
-    scale_logits,
 )
 from .assembly import Assembly
 from .folder_reader import load
 from .folder_writer import save
 from .fused_block import FusedBlock
 from .fused_model import FusedModel, Mode
-from .host_interface import push, with_embedding, with_logits, with_signature_of
-from .inputs import is_raw, prepare
-from .known_data import fit_novelty, logits_and_summaries, per_text, statistics_of, why_novel
-from .policy_data import decided
+from .host_interface import push, with_signature_of
+from .known_data import fit_novelty, why_novel
 from .row_function import RowAnswers, predict_proba
 from .summary import remember_results, summarize, summarize_html
 
@@ -73,117 +57,11 @@ class HydraEnsemble(FusedModel):
 
     def __init__(self, assembly: Assembly, host: HostModel, *, mode: Mode = "fused") -> None:
         super().__init__(assembly, host, mode=mode)
-        self.temperature = None
-        self.member_temperatures = None
-        self.score = "msp"
-        self.policy: Policy | None = None
-        self.novelty: Novelty | None = None
-        self.warned_precisions: set[str] = set()  # see `known.statistics_of`
         self.record: dict[str, Any] = {}
         shown = with_signature_of(HydraEnsemble.forward, type(self.host))
         self.forward = types.MethodType(shown, self)  # type: ignore[method-assign]
 
-    # --- calibration -----------------------------------------------------------------------------
-
-    @property
-    def temperature(self) -> float | None:
-        """Divides all members' logits; None when not calibrated."""
-        return self._temperature
-
-    @temperature.setter
-    def temperature(self, value: float | None) -> None:
-        checked = None if value is None else checked_temperature(value)
-        if checked != getattr(self, "_temperature", None):
-            self._drop_policy("the temperatures")
-        self._temperature = checked
-
-    @property
-    def member_temperatures(self) -> list[float] | None:
-        """Divide each member's logits; None when not calibrated."""
-        return self._member_temperatures
-
-    @member_temperatures.setter
-    def member_temperatures(self, values: Sequence[float] | None) -> None:
-        checked = None if values is None else [checked_temperature(value) for value in values]
-        if checked is not None and len(checked) != self.members:
-            raise ValueError(
-                f"{len(checked)} member temperatures for {self.members} members: give one each."
-            )
-        if checked != getattr(self, "_member_temperatures", None):
-            self._drop_policy("the temperatures")
-        self._member_temperatures = checked
-
-    def _drop_policy(self, what: str) -> None:
-        """Drop the policy: its thresholds belong to the old uncertainty or novelty."""
-        if getattr(self, "policy", None) is not None:
-            self.policy = None
-            warnings.warn(
-                f"A policy was fitted before {what} changed: it is dropped. Fit it again with "
-                "fit_policy().",
-                stacklevel=3,
-            )
-
-    # --- forward ---------------------------------------------------------------------------------
-
-    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        """Run all members; take the host's inputs, return the host's kind of output.
-
-        `logits` = log mean_m softmax(member logits); with `labels`, `loss` is their negative
-        log-likelihood under the mean probability, of a causal language model that of the next
-        token, as its host has it.
-        """
-        member_logits, output = self._run(args, kwargs)
-        if not self.is_classifier:
-            if labels is not None:
-                raise UnsupportedModelError(f"{type(self.host).__name__} has no classes to label.")
-            return with_embedding(output, member_logits.mean(1))
-        logits = log_mean_probability(self._scaled(member_logits))
-        loss = None
-        if labels is not None:  # a token classifier's [batch, token, class]; -100 does not count
-            rated, labels = logits, labels.to(logits.device)
-            if predicts_next_token(self.host):
-                rated, labels = logits[:, :-1], labels[:, 1:]
-            loss = F.nll_loss(rated.flatten(0, -2), labels.flatten())
-        return with_logits(output, logits, loss, kwargs.get("return_dict"))
-
-    def member_logits(self, batch: Any) -> Tensor:
-        """Return the members' raw logits [batch, member, class] (an encoder's: embeddings)."""
-        args, kwargs, _ = split_batch(batch)
-        device = self.device
-        return self._run(move(args, device), move(kwargs, device))[0]
-
-    @torch.no_grad()
-    def predict(self, batch: Any) -> Prediction:
-        """Predict a batch: probabilities, label, uncertainty and the members' logits.
-
-        Args:
-            batch: What the host takes; or pictures (PIL), paths of pictures or texts, one or a list
-                of them, which the ensemble's `transform` or `tokenizer` prepares.
-        """
-        batch = prepare(self, batch) if is_raw(batch) else batch
-        check_inputs(batch)
-        model, summaries = in_eval(self), None
-        if self.novelty is None:
-            member_logits = model.member_logits(batch).float()
-        else:
-            member_logits, summaries = logits_and_summaries(model, batch)
-        if not model.is_classifier:
-            raise UnsupportedModelError(
-                f"{type(self.host).__name__} gives embeddings, not classes. Load it with a "
-                "classifier, wrap a dual encoder in ZeroShotClassifier, or call member_logits() "
-                "for the members' embeddings."
-            )
-        answer = predict_from_logits(
-            member_logits,
-            score=self.score,
-            temperature=self.temperature,
-            member_temperatures=self.member_temperatures,
-            logit_scale=getattr(self.host, "logit_scale", None),
-        )
-        if self.novelty is not None and summaries is not None:
-            novelty, score = statistics_of(self)(summaries, per_text(member_logits, batch))
-            answer = replace(answer, novelty=novelty, novelty_score=score)
-        return answer if self.policy is None else decided(answer, self.policy)
+    # --- many inputs ---------------------------------------------------------------------------
 
     def predict_proba(self, data: Any, *, batch_size: int = 32) -> np.ndarray[Any, Any]:
         """Return the probabilities of all examples, `[example, class]`, as scikit-learn does.
@@ -249,15 +127,6 @@ class HydraEnsemble(FusedModel):
         """Explain each example's novelty by blocks and by its nearest known examples."""
         return why_novel(self, batch, neighbours)
 
-    def _scaled(self, member_logits: Tensor) -> Tensor:
-        if self.temperature is None and self.member_temperatures is None:
-            return member_logits
-        return scale_logits(
-            member_logits,
-            temperature=self.temperature,
-            member_temperatures=self.member_temperatures,
-        )
-
     # --- members ---------------------------------------------------------------------------------
 
     def member(self, index: int) -> nn.Module:
@@ -277,7 +146,7 @@ class HydraEnsemble(FusedModel):
         """
         body = self.body
         for block in body.branch:
-            block.untie_(mlps=mlps)
+            block.untie_(mlps=mlps)  # type: ignore[operator]
         layers = tuple(block.plan for block in body.branch)
         body.plan = Plan(**{**body.plan.__dict__, "layers": layers})
         for block in body.branch:

@@ -21,11 +21,10 @@ from ..hosts.example_inputs import examples
 from ..uncertainty import Policy
 from ..uncertainty.novelty import Novelty, from_tensors
 from .assembly import Assembly
+from .call_options import tap_names
 from .folder_schema import ADVICE, CONFIG, NOVELTY, WEIGHTS, Config, read_config
 from .host_description import fill_, structured
 from .inputs import Preparation
-from .known_data import has_readout_token, precision_of
-from .token_summaries import tap_names
 
 if TYPE_CHECKING:
     from .ensemble import HydraEnsemble
@@ -268,7 +267,7 @@ def _check_novelty(ensemble: HydraEnsemble, folder: Path) -> None:
     novelty = ensemble.novelty
     if novelty is None:
         return
-    taps = tap_names(len(ensemble.body.trunk), readout=has_readout_token(ensemble.readout))
+    taps = tap_names(len(ensemble.body.trunk), readout=ensemble.readout.has_token)
     try:
         width = novelty.distance.mean.shape[-1]
         classes = 2 if novelty.classes is None else len(novelty.classes.counts)
@@ -291,7 +290,7 @@ def _check_answers(ensemble: HydraEnsemble, folder: Path) -> None:
     if not inputs or ensemble.dtype == torch.float16:  # half is for other devices than this one
         return
     args, kwargs = inputs[0]
-    ensemble.warned_precisions.add(precision_of(ensemble))  # the user has not run it yet
+    ensemble._warned_precisions.add(ensemble.precision())  # the user has not run it yet
     try:
         if ensemble.is_classifier:  # novelty and the score too
             classes = ensemble.predict(kwargs or args[0]).probabilities.shape[-1]
@@ -302,7 +301,7 @@ def _check_answers(ensemble: HydraEnsemble, folder: Path) -> None:
             f"{folder} loads but cannot run ({type(error).__name__}: {str(error)[:200]}): its "
             f"{CONFIG} does not describe the model that was saved. {ADVICE}"
         ) from error
-    ensemble.warned_precisions.clear()
+    ensemble._warned_precisions.clear()
     names = ensemble.id2label
     if ensemble.is_classifier and names is not None and len(names) != classes:
         raise FormatError(

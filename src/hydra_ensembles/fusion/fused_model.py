@@ -1,14 +1,18 @@
-"""A host whose blocks are fused: M members in one forward pass, or one by one for reference."""
+"""A host whose blocks are fused: M members in one forward pass, and what they predict."""
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..data.batches import move, read_batch, split_batch
 from ..data.eval_mode import in_eval, twin
 from ..errors import HydraError, UnsupportedModelError
 from ..heads.head_mask import HeadMask
@@ -16,12 +20,26 @@ from ..heads.stream_plan import Plan
 from ..hosts import main_output
 from ..hosts.block_calls import Form, HostView
 from ..hosts.example_inputs import examples
-from ..hosts.model_output import gives_classes
+from ..hosts.model_output import gives_classes, predicts_next_token
+from ..hosts.probes import Readout
 from ..hosts.transformers_families import introduce_to_pipelines
+from ..prediction import Prediction
 from ..registry import check_name
+from ..uncertainty import (
+    Novelty,
+    Policy,
+    checked_temperature,
+    log_mean_probability,
+    predict_from_logits,
+    scale_logits,
+)
+from ..uncertainty.scores import per_text
 from .assembly import Assembly
-from .host_engine import HostedBody, body_of
-from .host_interface import Citizen
+from .body import Body
+from .call_options import SummaryCollector
+from .host_engine import HostedBlock, HostedBody
+from .host_interface import HostInterface, with_embedding, with_logits
+from .inputs import prepare
 from .member import member_model, unpruned_model
 
 Mode = Literal["fused", "loop"]
@@ -33,11 +51,25 @@ _REFUSED = {
 }
 
 
-class FusedModel(Citizen):
-    """Runs the members of an assembly; `HydraEnsemble` makes predictions of their logits.
+class Run(NamedTuple):
+    """What one run of all members gives.
 
     Attributes:
-        host: The host model with the fused body in place of its blocks.
+        member_logits: Raw, `[batch, member, class]` (of an encoder: embeddings).
+        output: The host's own output.
+        summaries: Token summaries of novelty `[batch, tap, width]`, if they were asked for.
+    """
+
+    member_logits: Tensor
+    output: Any
+    summaries: Tensor | None = None
+
+
+class FusedModel(HostInterface):
+    """Runs the members of an assembly and predicts; `HydraEnsemble` adds fitting and saving.
+
+    Attributes:
+        host: The host model with the fused body instead of its blocks.
         mode: `"fused"`, or `"loop"` to run members one by one.
         merged: Names of the parts that were averaged over members.
         copies: Number of copies per part that differs between streams.
@@ -52,6 +84,12 @@ class FusedModel(Citizen):
         self.merged = assembly.merged
         self.copies = dict(assembly.copies)
         self.switches: dict[str, Any] = {}
+        self.score = "msp"
+        self.policy: Policy | None = None
+        self.novelty: Novelty | None = None
+        self.temperature = None
+        self.member_temperatures = None
+        self._warned_precisions: set[str] = set()
         self._assembly = assembly
         self._view = host
         self._cast: tuple[tuple[Any, ...], list[nn.Module]] | None = None
@@ -73,12 +111,16 @@ class FusedModel(Citizen):
         ensemble.switches = dict(switches)
         ensemble.train(assembly.model.training)
         introduce_to_pipelines(assembly.model, cls)
+        ensemble.remember_class_names()
         return ensemble
 
     @property
-    def body(self) -> Any:
-        """The fused blocks."""
-        return body_of(self.host.get_submodule(self._view.blocks_path))
+    def body(self) -> Body | HostedBody:
+        """The fused blocks, run by our own arithmetic or by the host's code."""
+        modules = list(self.host.get_submodule(self._view.blocks_path).children())
+        if isinstance(modules[-1], Body):
+            return modules[-1]
+        return HostedBody([block for block in modules if isinstance(block, HostedBlock)])
 
     @property
     def engine(self) -> str:
@@ -101,29 +143,74 @@ class FusedModel(Citizen):
         return self.plan.members
 
     @property
-    def readout(self) -> Any:
+    def readout(self) -> Readout:
         """Which tokens the classifier reads."""
         return self.body.readout
+
+    @property
+    def temperature(self) -> float | None:
+        """Divides all members' logits; None when not calibrated."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float | None) -> None:
+        checked = None if value is None else checked_temperature(value)
+        if checked != getattr(self, "_temperature", None):
+            self._drop_policy("the temperatures")
+        self._temperature = checked
+
+    @property
+    def member_temperatures(self) -> list[float] | None:
+        """Divide each member's logits; None when not calibrated."""
+        return self._member_temperatures
+
+    @member_temperatures.setter
+    def member_temperatures(self, values: Sequence[float] | None) -> None:
+        checked = None if values is None else [checked_temperature(value) for value in values]
+        if checked is not None and len(checked) != self.members:
+            raise ValueError(
+                f"{len(checked)} member temperatures for {self.members} members: give one each."
+            )
+        if checked != getattr(self, "_member_temperatures", None):
+            self._drop_policy("the temperatures")
+        self._member_temperatures = checked
+
+    def _drop_policy(self, what: str) -> None:
+        """Drop the policy: its thresholds belong to the old uncertainty or novelty."""
+        if getattr(self, "policy", None) is not None:
+            self.policy = None
+            warnings.warn(
+                f"A policy was fitted before {what} changed: it is dropped. Fit it again with "
+                "fit_policy().",
+                stacklevel=3,
+            )
 
     @property
     def is_classifier(self) -> bool:
         """Whether the host returns class logits (not embeddings), judged by its output."""
         if self._gives_classes is None:
             for args, kwargs in examples(self.host)[-1:]:
-                answering = in_eval(self)
+                model = in_eval(self)
                 with torch.no_grad():
-                    answering._run(args, kwargs)
-                self._gives_classes = answering._gives_classes
+                    model.run(args, kwargs)
+                self._gives_classes = model._gives_classes
         return self._gives_classes is not False
 
-    def fused_logits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """Return the members' raw logits, run fused whatever the mode is."""
-        fused = twin(self)  # keeps the caller's mode
-        fused.mode = "fused"
-        return fused._run(args, kwargs)[0]
+    def run(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        summaries: bool = False,
+        mode: Mode | None = None,
+    ) -> Run:
+        """Run all members on inputs that are on the model's device.
 
-    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """Return the members' logits [batch, member, class] and the host's own output."""
+        Args:
+            args, kwargs: The host's inputs.
+            summaries: Whether to take the token summaries that novelty reads.
+            mode: `"fused"` or `"loop"`; by default the model's own.
+        """
         for name, why in _REFUSED.items():
             if kwargs.get(name):
                 raise UnsupportedModelError(
@@ -132,37 +219,159 @@ class FusedModel(Citizen):
                 )
         dropped = _REFUSED.keys() - {"use_cache"} | {"return_dict"}  # no cache is made where False
         kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
-        if self.mode == "loop":
+        if (mode or self.mode) == "loop":
             outputs = [member(*args, **kwargs) for member in self._members()]
-            self._gives_classes = gives_classes(self.host, outputs[0])
-            return torch.stack([main_output(o) for o in outputs], 1), outputs[0]
-        if self.body.folds:
-            output = self.host(*args, **kwargs)
-            folded = main_output(output)
-        else:
-            folded, output = self._replay(args, kwargs)
-        self._gives_classes = gives_classes(self.host, output)
-        streams = folded.unflatten(0, (len(self.plan.ends), -1))
-        if self.plan.streams != tuple(range(len(streams))):
-            index = torch.tensor(self.plan.streams, device=streams.device)
-            streams = streams.index_select(0, index)
-        return streams.transpose(0, 1), output
+            logits = torch.stack([main_output(output) for output in outputs], 1)
+            taken = self.run(args, kwargs, summaries=True, mode="fused")[2] if summaries else None
+            return self._judged(Run(logits, outputs[0], taken))
+        body = self.body
+        plan, readout = body.plan, body.readout
+        collector = positions = None
+        # one positional input is the images or the ids: no mask to look for by its name
+        named = kwargs if len(args) < 2 and readout.positions is None else self._named(args, kwargs)
+        if readout.positions is not None and (summaries or not body.folds):
+            positions = readout.positions(named)
+        if summaries:
+            collector = SummaryCollector(
+                named.get("attention_mask"),
+                readout=readout.tokens is not None or readout.positions is not None,
+                positions=positions,
+                streams=len(plan.ends) if body.folds else 1,
+            )
+        with body.options(summaries=collector):
+            if body.folds:
+                outputs = [self.host(*args, **kwargs)]
+            else:
+                outputs = body.each_stream(lambda: self.host(*args, **kwargs), positions)
+        folded = [main_output(output) for output in outputs]
+        streams = torch.cat(folded).unflatten(0, (len(plan.ends), -1))
+        if plan.streams != tuple(range(len(streams))):
+            streams = streams.index_select(0, torch.tensor(plan.streams, device=streams.device))
+        logits = streams.transpose(0, 1)
+        return self._judged(
+            Run(logits, outputs[0], None if collector is None else collector.summaries())
+        )
 
-    def _replay(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """Read out stream by stream, for a host that reads its inputs again after the blocks."""
-        body, positions = self.body, None
-        if isinstance(body, HostedBody):
-            outputs = body.each(lambda: self.host(*args, **kwargs))
-            return torch.cat([main_output(o) for o in outputs]), outputs[0]
-        if self.readout.positions is not None:
-            positions = self.readout.positions(self._named(args, kwargs))
-        streams: list[Tensor] = []
-        with body.told(positions=positions, streams=streams):
-            outputs = [self.host(*args, **kwargs)]
-        for stream in streams[1:]:
-            with body.told(answer=stream):
-                outputs.append(self.host(*args, **kwargs))
-        return torch.cat([main_output(o) for o in outputs]), outputs[0]
+    def _judged(self, run: Run) -> Run:
+        if self._gives_classes is None:
+            self._gives_classes = gives_classes(self.host, run.output)
+        return run
+
+    def fused_logits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """Return the members' raw logits, run fused whatever the mode is."""
+        return self.run(args, kwargs, mode="fused").member_logits
+
+    def member_logits(self, batch: Any) -> Tensor:
+        """Return the members' raw logits `[batch, member, class]` (an encoder's: embeddings)."""
+        args, kwargs, _ = split_batch(batch)
+        device = self.device
+        return self.run(move(args, device), move(kwargs, device)).member_logits
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        """Run all members; take the host's inputs, return the host's kind of output.
+
+        `logits` = log mean_m softmax(member logits); with `labels`, `loss` is their negative
+        log-likelihood under the mean probability, of a causal language model that of the next
+        token, as its host has it.
+        """
+        member_logits, output, _ = self.run(args, kwargs)
+        if not self.is_classifier:
+            if labels is not None:
+                raise UnsupportedModelError(f"{type(self.host).__name__} has no classes to label.")
+            return with_embedding(output, member_logits.mean(1))
+        logits = log_mean_probability(self._scaled(member_logits))
+        loss = None
+        if labels is not None:  # a token classifier's [batch, token, class]; -100 does not count
+            rated, labels = logits, labels.to(logits.device)
+            if predicts_next_token(self.host):
+                rated, labels = logits[:, :-1], labels[:, 1:]
+            loss = F.nll_loss(rated.flatten(0, -2), labels.flatten())
+        return with_logits(output, logits, loss, kwargs.get("return_dict"))
+
+    @torch.no_grad()
+    def predict(self, batch: Any) -> Prediction:
+        """Predict a batch: classes, probabilities, uncertainty, and the members' logits.
+
+        Novelty is in the answer once `fit_novelty_` has been called, decisions once `fit_policy`
+        has. Always in eval mode; the modules' flags stay, so any number of threads may call it.
+
+        Args:
+            batch: What the host takes; or images (PIL), paths of images or texts, one or a list of
+                them, which the ensemble's `transform` or `tokenizer` prepares.
+
+        Example:
+            >>> answer = ensemble.predict(["a joy to watch", "no plot at all"])
+            >>> answer.labels, answer.novelty > 0.95
+            (['positive', 'negative'], tensor([False, False]))
+        """
+        args, kwargs, _ = read_batch(prepare(self, batch), next(self.parameters()).device)
+        model = in_eval(self)
+        logits, _, summaries = model.run(args, kwargs, summaries=self.novelty is not None)
+        logits = logits.float()
+        if model._gives_classes is False:
+            raise UnsupportedModelError(
+                f"{type(self.host).__name__} gives embeddings, not classes. Load it with a "
+                "classifier, wrap a dual encoder in ZeroShotClassifier, or call member_logits() "
+                "for the members' embeddings."
+            )
+        answer = predict_from_logits(
+            logits,
+            score=self.score,
+            temperature=self.temperature,
+            member_temperatures=self.member_temperatures,
+            logit_scale=getattr(self.host, "logit_scale", None),
+            class_names=self._class_names,
+        )
+        if summaries is not None:
+            raw = self.temperature is None and self.member_temperatures is None and logits.ndim == 3
+            novelty, score = self._statistics()(
+                summaries,
+                per_text(logits, kwargs.get("attention_mask")),
+                answer.probabilities if raw else None,
+            )
+            answer = replace(answer, novelty=novelty, novelty_score=score)
+        return answer if self.policy is None else self.policy.apply(answer)
+
+    def precision(self) -> str:
+        """Name the precision in which features are computed here and now."""
+        first = next(self.parameters())
+        dtype, kind = first.dtype, first.device.type
+        wide = dtype == torch.float64  # statistics have no more digits than float32
+        names = ["float32" if wide else str(dtype).removeprefix("torch.")]
+        if torch.is_autocast_enabled(kind):
+            names.append(str(torch.get_autocast_dtype(kind)).removeprefix("torch."))
+        return " under autocast to ".join(names)
+
+    def _statistics(self) -> Novelty:
+        """Return the statistics of known data on the model's device.
+
+        In another precision than that of the fit the features differ. That is warned of, once per
+        precision, and not refused: the members' answers are still good.
+        """
+        assert self.novelty is not None
+        self.novelty = self.novelty.to(
+            next(self.parameters()).device
+        )  # moved once, not at every call
+        now = self.precision()
+        if now != self.novelty.precision and now not in self._warned_precisions:
+            self._warned_precisions.add(now)
+            warnings.warn(
+                f"Novelty was fitted in {self.novelty.precision} but is computed in {now}: the "
+                "features differ, and so may the rate of false alarms. Call fit_novelty_(known) "
+                "again in this precision (and fit_policy(), if there is a policy), or predict in "
+                "the fitted one.",
+                stacklevel=4,
+            )
+        return self.novelty
+
+    def _scaled(self, member_logits: Tensor) -> Tensor:
+        if self.temperature is None and self.member_temperatures is None:
+            return member_logits
+        return scale_logits(
+            member_logits,
+            temperature=self.temperature,
+            member_temperatures=self.member_temperatures,
+        )
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         names = [n for n in inspect.signature(self.host.forward).parameters if n != "self"]
@@ -191,5 +400,5 @@ class FusedModel(Citizen):
     def parameter_bytes(self) -> dict[str, int]:
         """Return the bytes of the parameters and of the packed copies kept for speed."""
         stored = sum(p.numel() * p.element_size() for p in self.parameters())
-        packed = sum(block.packed_bytes() for block in self.body.branch)
+        packed = sum(b.packed_bytes() for b in self.body.branch)  # type: ignore[operator]
         return {"parameters": stored, "packed": packed, "memory": stored + packed}

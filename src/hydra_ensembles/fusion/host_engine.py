@@ -8,10 +8,9 @@ other code allows it; otherwise the host runs once per stream, and shared blocks
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ from torch import Tensor, nn
 
 from ..heads.stream_plan import LayerPlan, Plan
 from ..hosts.block import Block
-from ..hosts.block_calls import Form, states_of, take_call
+from ..hosts.block_calls import BlockCall, Form, states_of, take_call
 from ..hosts.families import Family
 from ..hosts.probes import Readout
+from .call_options import CallOptions, options_of, set_options
 from .streams import select_streams, streams_of
 
 
@@ -40,30 +40,6 @@ class Hosting:
     readout: Readout
     family: Family
     folds: bool
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What one pass of the host gets in addition to its inputs (see `HostedBody.told`).
-
-    Attributes:
-        end: The classifier's stream to run; None for all, folded.
-        memory: Outputs of blocks by (layer, stream): states, or None where the input can be passed.
-        trunk_states: The trunk's output, if known.
-        states: Collects the output of every block.
-        at_branch: Called with the trunk's output.
-    """
-
-    hosting: Hosting
-    end: int | None = None
-    memory: dict[tuple[int, int], tuple[Tensor | None, Form]] = field(default_factory=dict)
-    trunk_states: Tensor | None = None
-    states: list[Tensor] | None = None
-    at_branch: Callable[[Tensor], None] | None = None
-
-
-# A context variable, not an attribute: other threads run the same module at the same time.
-_pass: ContextVar[Pass | None] = ContextVar("hydra_hosted_pass", default=None)
 
 
 class HostedBlock(nn.Module):
@@ -87,7 +63,7 @@ class HostedBlock(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the streams of this pass, each through the host's own block."""
-        options = self._told()
+        options = options_of(self.hosting)
         call = take_call(args, kwargs)
         plan, layer = self.hosting.plan, self.plan.layer
         x = call.hidden
@@ -96,36 +72,45 @@ class HostedBlock(nn.Module):
             return self.form.fill(options.trunk_states if layer == plan.trunk - 1 else x)
         if layer == plan.trunk and options.at_branch is not None:
             options.at_branch(x)
-        if options.end is not None:
-            return self._run_one(call, options)
-        inputs = streams_of(x, self.plan.inputs)
+        states, form = self._run(call) if options.end is None else self._run_one(call, options)
+        if options.summaries is not None:
+            if layer == plan.trunk == 0:
+                options.summaries.enter(x)
+            if layer < plan.trunk:
+                options.summaries.take(layer, states)
+            if layer == plan.depth - 1:
+                options.summaries.leave(states)
+        return form.fill(states)
+
+    def _run(self, call: BlockCall) -> tuple[Tensor, Form]:
+        """Run all streams, folded into the batch."""
+        plan, collected = self.hosting.plan, options_of(self.hosting).states
+        inputs = streams_of(call.hidden, self.plan.inputs)
         outputs = [
             states_of(call.call(block, inputs[parent]))
             for block, parent in zip(self.streams, self.plan.parents, strict=True)
         ]
         form = self._seen(outputs[0][1])
         states = torch.cat([states for states, _ in outputs]) if len(outputs) > 1 else outputs[0][0]
-        if options.states is not None:
-            options.states.append(states)
-        if layer == plan.depth - 1 and plan.ends != tuple(range(len(outputs))):
+        if collected is not None:
+            collected.append(states)
+        if self.plan.layer == plan.depth - 1 and plan.ends != tuple(range(len(outputs))):
             states = select_streams(states, plan.ends, len(outputs))
-        return form.fill(states)
+        return states, form
 
-    def _run_one(self, call: Any, options: Pass) -> Any:
-        """Run the stream that leads to the pass's end; cache it for the other ends."""
+    def _run_one(self, call: BlockCall, options: CallOptions) -> tuple[Tensor, Form]:
+        """Run the stream that leads to the call's end; keep it for the other ends."""
         plan, layer = self.hosting.plan, self.plan.layer
         assert options.end is not None
         stream = plan.stream_at(layer, plan.ends[options.end])
-        known = options.memory.get((layer, stream))
-        if known is None:
-            states, form = states_of(call.call(self.streams[stream]))
-            self._seen(form)
-            # of the trunk, only the last output is read again
-            kept = None if layer < plan.trunk - 1 else states
-            options.memory[layer, stream] = (kept, form)
-            return form.fill(states)
-        remembered, form = known
-        return form.fill(call.hidden if remembered is None else remembered)
+        if (layer, stream) in options.memory:
+            remembered, form = options.memory[layer, stream]
+            return (call.hidden if remembered is None else remembered), form
+        states, form = states_of(call.call(self.streams[stream]))
+        self._seen(form)
+        # of the trunk, only the last output is read again
+        options.memory[layer, stream] = (None if layer < plan.trunk - 1 else states, form)
+        return states, form
 
     def _seen(self, form: Form) -> Form:
         if self.form is None and not torch.compiler.is_compiling():
@@ -134,12 +119,6 @@ class HostedBlock(nn.Module):
 
     def _can_skip(self) -> bool:
         return self.form is not None and not self.form.hands_on
-
-    def _told(self) -> Pass:
-        options = _pass.get()
-        if options is None or options.hosting is not self.hosting:
-            return Pass(self.hosting)
-        return options
 
     def untie_(self, *, mlps: bool = False) -> None:
         """Give every stream its own attention and norms; with `mlps`, all other parts too."""
@@ -215,39 +194,16 @@ class HostedBody:
         """The blocks above the trunk."""
         return self.layers[self.plan.trunk :]
 
-    @contextmanager
-    def told(
-        self,
-        *,
-        end: int | None = None,
-        memory: dict[tuple[int, int], tuple[Tensor | None, Form]] | None = None,
-        trunk_states: Tensor | None = None,
-        states: list[Tensor] | None = None,
-        at_branch: Callable[[Tensor], None] | None = None,
-    ) -> Iterator[None]:
-        """Give the passes inside what the host cannot pass on (see `Pass`)."""
-        now = _pass.get()
-        now = Pass(self.hosting) if now is None or now.hosting is not self.hosting else now
-        options = replace(
-            now,
-            end=end,
-            memory=now.memory if memory is None else memory,
-            trunk_states=now.trunk_states if trunk_states is None else trunk_states,
-            states=now.states if states is None else states,
-            at_branch=now.at_branch if at_branch is None else at_branch,
-        )
-        token = _pass.set(options)
-        try:
-            yield
-        finally:
-            _pass.reset(token)
+    def options(self, **changes: Any) -> AbstractContextManager[None]:
+        """Set options of the calls inside (see `CallOptions`)."""
+        return set_options(self.hosting, **changes)
 
-    def each(self, run: Callable[[], Any]) -> list[Any]:
-        """Run the host once per stream of the classifier; shared blocks run only once."""
+    def each_stream(self, run: Callable[[], Any], positions: Tensor | None = None) -> list[Any]:
+        """Call the host once per stream of the classifier; shared blocks run only once."""
         memory: dict[tuple[int, int], tuple[Tensor | None, Form]] = {}
         outputs = []
         for end in range(len(self.plan.ends)):
-            with self.told(end=end, memory=memory):
+            with self.options(end=end, memory=memory):
                 outputs.append(run())
         return outputs
 
@@ -256,9 +212,3 @@ class HostedBody:
         block = self.layers[layer].streams[stream]
         memo = {id(t): t for t in (*block.parameters(), *block.buffers())}
         return copy.deepcopy(block, memo)
-
-
-def body_of(blocks: nn.Module) -> Any:
-    """Return the body in a host's list of blocks."""
-    modules = list(blocks.children())
-    return HostedBody(modules) if isinstance(modules[0], HostedBlock) else modules[-1]  # type: ignore[arg-type]

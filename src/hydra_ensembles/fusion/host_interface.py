@@ -10,7 +10,7 @@ import inspect
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from ..errors import HydraError, UnsupportedModelError
 from ..hosts.model_output import NEXT_TOKENS, is_language_model, predicts_next_token
 from .folder_writer import save
 from .inputs import Preparation
+
+if TYPE_CHECKING:
+    from .ensemble import HydraEnsemble
 
 
 @dataclass
@@ -71,7 +74,7 @@ def with_embedding(output: Any, embedding: Tensor) -> Any:
 
 # Upload an ensemble to the hub: the folder of `save_pretrained`, in one commit.
 def push(
-    ensemble: Any,
+    ensemble: HydraEnsemble,
     repo: str,
     *,
     private: bool | None,
@@ -103,7 +106,7 @@ def push(
     return str(commit.commit_url)
 
 
-class Citizen(nn.Module):
+class HostInterface(nn.Module):
     """A model that trainers and pipelines accept as one of its host's library.
 
     Attributes:
@@ -115,6 +118,7 @@ class Citizen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._names: dict[int, str] | None = None
+        self._class_names: tuple[str, ...] | None = None  # of answers
         self._preparation = Preparation()
 
     @property
@@ -181,6 +185,12 @@ class Citizen(nn.Module):
                 self.config.id2label = dict(names)
                 self.config.label2id = {name: number for number, name in names.items()}
         self._names = names
+        self.remember_class_names()
+
+    def remember_class_names(self) -> None:
+        """Keep the class names that answers carry, in their order."""
+        names = self.id2label
+        self._class_names = None if names is None else tuple(names[i] for i in sorted(names))
 
     @property
     def transform(self) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from ..data.transforms import PROCESSOR_FILE, ImageTransform, ProcessorTransform
 from ..errors import DataError, FormatError, MissingDependencyError
 from ..hosts.prompt_classifier import PromptClassifier, PromptTokenizer
 from ..runtime.images import open_image
+
+if TYPE_CHECKING:
+    from .host_interface import HostInterface
 
 
 class Preparation:
@@ -97,7 +100,7 @@ class Preparation:
         return made
 
 
-def remember_inputs(ensemble: Any, data: Any) -> None:
+def remember_inputs(ensemble: HostInterface, data: Any) -> None:
     """Store the transform, tokenizer and class names of the data that built an ensemble."""
     transform, tokenizer = getattr(data, "transform", None), getattr(data, "tokenizer", None)
     tokenizer = getattr(tokenizer, "plain", tokenizer)  # without the prompt, which the host adds
@@ -125,9 +128,14 @@ def _is_picture(item: Any) -> bool:
     return hasattr(item, "convert") and hasattr(item, "getbands")  # PIL's, without importing it
 
 
-def prepare(ensemble: Any, raw: Any) -> Any:
-    """Make a batch from pictures, paths or texts with the ensemble's transform or tokenizer."""
-    items = list(raw) if isinstance(raw, (list, tuple)) else [raw]
+def prepare(ensemble: HostInterface, batch: Any) -> Any:
+    """Make a batch of images, paths or texts with the ensemble's transform or tokenizer.
+
+    Anything else is a batch already and is returned as it is.
+    """
+    if not is_raw(batch):
+        return batch
+    items = list(batch) if isinstance(batch, (list, tuple)) else [batch]
     tokenize = prompted(ensemble.host, ensemble.tokenizer)
     if tokenize is not None:
         _check_texts(ensemble, items)
@@ -148,13 +156,13 @@ def prepare(ensemble: Any, raw: Any) -> Any:
     return image_batch(images, None, image_key(ensemble))
 
 
-def image_key(ensemble: Any) -> str | None:
+def image_key(ensemble: HostInterface) -> str | None:
     """Return the host's keyword for images, or None when they are positional."""
     name = ensemble.main_input_name
     return name if name == "pixel_values" else None
 
 
-def _check_texts(ensemble: Any, items: list[Any]) -> None:
+def _check_texts(ensemble: HostInterface, items: list[Any]) -> None:
     for item in items:
         if not isinstance(item, str):
             raise DataError(

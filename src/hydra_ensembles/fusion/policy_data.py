@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from ..data.eval_mode import evaluating
 from ..data.model_runs import member_logits
 from ..data.progress import progress_bar
 from ..errors import DataError, HydraError
-from ..uncertainty import Policy, Prediction, choose_policy, predict_from_logits
+from ..prediction import Prediction
+from ..uncertainty import Policy, choose_policy, predict_from_logits
 from ..uncertainty.policy import check_reachable
 from .known_data import known_inputs
 
@@ -58,7 +58,7 @@ def fit_policy(
 
     Example:
         >>> policy = fit_policy(ensemble, held_out, risk=0.02, alarm=0.05)
-        >>> ensemble.predict(batch).decisions
+        >>> ensemble.predict(batch).decision
         ['answer', 'answer', 'new', 'unsure']
     """
     check_class_order(ensemble, labelled)
@@ -104,7 +104,7 @@ def _fit(
             )
         answers.append(answer_of(ensemble, batch))
         if labels is not None:
-            errors.append(answers[-1].label != labels.cpu())
+            errors.append(answers[-1].class_index != labels.cpu())
         if alarm is not None and (known := known_inputs(ensemble, batch)) is not None:
             shared += int(known.sum())
     if not answers:
@@ -141,14 +141,3 @@ def answer_of(model: Any, batch: Any) -> Prediction:
         return model.predict(batch).cpu()
     with evaluating(model):
         return predict_from_logits(member_logits(model, batch).float()).cpu()
-
-
-def decided(answer: Prediction, policy: Policy) -> Prediction:
-    """Return the prediction with the policy's decisions."""
-    if answer.score != policy.score:
-        raise HydraError(
-            f"The policy is about the score {policy.score!r}, but the answer reports "
-            f"{answer.score!r}: fit it again with fit_policy()."
-        )
-    decision = policy.decide(answer.uncertainty, answer.novelty_score)
-    return replace(answer, decision=decision)

@@ -17,7 +17,7 @@ from ..hosts import Block, HostModel
 from ..hosts.block_calls import parameter_names
 from ..hosts.head_removal import Cut, whole_groups
 from ..hosts.head_weights import HeadWeights
-from .body import Body, Place, plain_settings, show_
+from .body import Body, PlaceholderBlock, copy_settings_, plain_settings
 from .fused_block import FusedBlock
 from .head_bank import HeadBank
 from .streams import OutputBias, PerStream
@@ -62,7 +62,7 @@ def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tupl
     places = []
     if host.arithmetic.by_layer:
         places = [
-            Place(layer, form, plain_settings(block.module))
+            PlaceholderBlock(layer, form, plain_settings(block.module))
             for layer, (block, form) in enumerate(zip(host.blocks[:-1], host.forms, strict=False))
         ]
     body = Body(
@@ -79,7 +79,7 @@ def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tupl
         form=host.forms[-1],
     )
     if places:
-        show_(body, plain_settings(last.module))
+        copy_settings_(body, plain_settings(last.module))
     host.replace_blocks_([*places, body])
     return body, block_templates
 

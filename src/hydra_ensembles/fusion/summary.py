@@ -199,7 +199,7 @@ def _head(ensemble: Any) -> str:
 
 
 def _usage(ensemble: Any, name: str) -> str:
-    says = "# .label .probabilities .uncertainty .novelty .member_logits"
+    says = "# .labels .probabilities .uncertainty .novelty .member_logits"
     if ensemble.novelty is None:
         says = says.replace(" .novelty", "")
     return f"""## Use

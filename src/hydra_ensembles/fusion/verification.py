@@ -154,7 +154,7 @@ def _first_parting(ensemble: Any, model: nn.Module, member: int, batch: Any, all
 
 def _fused_states(ensemble: Any, body: Any, batch: Any) -> list[Tensor]:
     states: list[Tensor] = []
-    with body.told(states=states):
+    with body.options(states=states):
         ensemble.member_logits(batch)
     return states
 

@@ -47,6 +47,11 @@ class Readout:
     why: str
     positions: Callable[[dict[str, Any]], Tensor] | None = None
 
+    @property
+    def has_token(self) -> bool:
+        """Whether the classifier reads a token of its own, not the mean of all."""
+        return self.tokens is not None or self.positions is not None
+
     def __str__(self) -> str:
         if self.positions is not None:
             last = getattr(self.positions, "func", None) is _last_positions

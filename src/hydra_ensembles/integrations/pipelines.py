@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..errors import DataError, MissingDependencyError, UnsupportedModelError
 from ..fusion.ensemble import HydraEnsemble
+from ..prediction import Prediction
 from ..registry import check_name
 from ..runtime.images import check_size, open_image
-from ..uncertainty import Prediction
 
 DECISIONS = ("answer", "unsure", "new")
 TASKS = ("image-classification", "text-classification", "token-classification")

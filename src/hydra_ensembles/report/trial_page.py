@@ -16,7 +16,6 @@ import torch
 from ..evaluation.intervals import Comparison, compare
 from ..evaluation.tables import shown
 from ..uncertainty import Policy
-from ..uncertainty.policy import DECISIONS
 from . import sections
 from .examples import Example
 from .page import write_page
@@ -133,7 +132,7 @@ def policy(found: Policy, note: str, kind: str = "files") -> Section:
     """Set promised and measured rates side by side."""
     promised, rates = found.promises(), found.measured
     rows: list[dict[str, Any]] = []
-    for name in DECISIONS:
+    for name in promised:
         measured = "–" if rates is None else f"{100 * getattr(rates, name):.1f} %"
         rows.append(
             {"name": name, "words": WORDS[name], "promised": promised[name], "measured": measured}

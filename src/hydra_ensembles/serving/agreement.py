@@ -62,7 +62,7 @@ def _expected(ensemble: HydraEnsemble, inputs: Example, rule: Rule, size: int) -
     answer = ensemble.predict(inputs.batch(inputs.rows(size))).cpu()
     outputs = outputs_of(answer)
     decision = rule(outputs["uncertainty"], outputs.get("novelty_score"))
-    outputs["decision"] = decision if answer.decision is None else answer.decision
+    outputs["decision"] = decision if answer.code is None else answer.code
     outputs["abstain"] = outputs["decision"] != 0
     return {name: tensor.numpy() for name, tensor in outputs.items()}
 

@@ -21,7 +21,7 @@ from ..data.batches import split_batch
 from ..errors import DataError
 from ..fusion import HydraEnsemble
 from ..fusion.inputs import is_raw, prepare
-from ..fusion.known_data import novelty_fit, per_text
+from ..fusion.known_data import novelty_fit, text_logits
 from ..uncertainty import Policy, choose_policy, predict_from_logits
 from ..uncertainty.novelty import Novelty
 from ..uncertainty.policy import GIVEN, check_reachable
@@ -129,7 +129,9 @@ class EightBits:
             # activations are rounded by a scale that a batch shares: know both kinds of batches
             parts = one_by_one(tensors) if number % 2 else [tensors]
             made = [session.run(None, {k: t.numpy() for k, t in p.items()}) for p in parts]
-            said = [per_text(torch.from_numpy(m[0]), p) for m, p in zip(made, parts, strict=True)]
+            said = [
+                text_logits(torch.from_numpy(m[0]), p) for m, p in zip(made, parts, strict=True)
+            ]
             summaries = torch.cat([torch.from_numpy(m[1]) for m in made])
             yield torch.cat(said), summaries, labels if made[0][0].ndim == 3 else None
             empty = False
@@ -164,7 +166,7 @@ class EightBits:
                 )
             uncertainty.append(answer.uncertainty)
             if labels is not None:
-                errors.append(answer.label != labels.cpu())
+                errors.append(answer.class_index != labels.cpu())
             if self.ready.novelty is not None:
                 scores.append(self.ready.novelty(summaries, logits)[1])
         wrong = torch.cat(errors) if len(errors) == len(uncertainty) else None

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from ..data.eval_mode import twin
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..fusion import FusedBlock, HydraEnsemble
-from ..fusion.known_data import logits_and_summaries
+from ..fusion.known_data import features_of
+from ..prediction import Prediction
 from ..runtime.contract import OUTPUTS
-from ..uncertainty import Prediction, predict_from_logits
+from ..uncertainty import predict_from_logits
 from ..uncertainty.novelty import from_tensors
 from .export_example import Example
 from .rules import Rule
@@ -56,7 +57,7 @@ class AnsweringGraph(nn.Module):
         if self.novelty is None:
             logits, summaries = self.ensemble.member_logits(batch).float(), None
         else:
-            logits, summaries = logits_and_summaries(self.ensemble, batch)
+            logits, summaries = features_of(self.ensemble, batch)
         answer = predict_from_logits(
             logits,
             score=self.ensemble.score,
@@ -91,14 +92,14 @@ class FeaturesGraph(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits `[batch, member, class]` and summaries `[batch, tap, width]`."""
         batch: Any = dict(zip(self._names, inputs, strict=True)) if self._names else inputs
-        logits, summaries = logits_and_summaries(self.ensemble, batch)
+        logits, summaries = features_of(self.ensemble, batch)
         return logits.contiguous().clone(), summaries.contiguous().clone()
 
 
 def outputs_of(answer: Prediction) -> dict[str, Tensor]:
     """Return the outputs of a prediction by name, in the contract's types; no rule applied."""
     found = {
-        "label": answer.label,
+        "label": answer.class_index,
         "probabilities": answer.probabilities.float(),
         "uncertainty": answer.uncertainty.float(),
         "mutual_information": answer.mutual_information.float(),

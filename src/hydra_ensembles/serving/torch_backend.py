@@ -116,7 +116,7 @@ class TorchBackend:
             )
         }
         decision = self._policy.decide(prediction.uncertainty, prediction.novelty_score)
-        return Answers(label=prediction.label.numpy(), decision=decision.numpy(), **columns)
+        return Answers(label=prediction.class_index.numpy(), decision=decision.numpy(), **columns)
 
     def _batch(self, rows: Sequence[Row]) -> Any:
         if isinstance(rows[0], str):

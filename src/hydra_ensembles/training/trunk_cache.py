@@ -81,7 +81,7 @@ class CachedTrunk(nn.Module):
             return self.ensemble.member_logits(batch)
         if not self.frozen:  # its output changes, and gradients flow through it
             return self.ensemble.member_logits(batch["batch"])
-        with self.ensemble.body.told(trunk_states=self.trunk_states(batch)):
+        with self.ensemble.body.options(trunk_states=self.trunk_states(batch)):
             return self.ensemble.member_logits(batch["batch"])
 
     def knows(self, keys: Iterable[Any]) -> bool:
@@ -134,7 +134,7 @@ class CachedTrunk(nn.Module):
 
         model = in_eval(self.ensemble)
         try:
-            with torch.no_grad(), model.body.told(at_branch=stop):
+            with torch.no_grad(), model.body.options(at_branch=stop):
                 model.member_logits(batch)
         except _Reached as reached:
             return reached.states

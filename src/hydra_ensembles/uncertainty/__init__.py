@@ -7,8 +7,6 @@ from .novelty_fit import NoveltyFit as NoveltyFit
 from .policy import Policy as Policy
 from .policy import Rates as Rates
 from .policy import choose_policy as choose_policy
-from .prediction import Prediction as Prediction
-from .prediction import predict_from_logits as predict_from_logits
 from .scores import Score as Score
 from .scores import as_member_logits as as_member_logits
 from .scores import checked_temperature as checked_temperature
@@ -25,6 +23,7 @@ from .scores import member_probabilities as member_probabilities
 from .scores import msp as msp
 from .scores import mutual_information as mutual_information
 from .scores import pairwise_kl as pairwise_kl
+from .scores import predict_from_logits as predict_from_logits
 from .scores import scale_logits as scale_logits
 from .scores import score_logits as score_logits
 from .scores import scores as scores

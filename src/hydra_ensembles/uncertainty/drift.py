@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from .prediction import Prediction
+from ..prediction import Prediction
 
 PERMUTATIONS = 1999
 CHUNK = 100

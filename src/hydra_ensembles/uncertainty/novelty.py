@@ -40,7 +40,7 @@ from torch import Tensor
 
 from ..errors import FormatError
 from .distances import ClassDistance, GlobalDistance, full_precision, unit
-from .scores import gen
+from .scores import gen, gen_of
 
 TAIL = 0.1
 
@@ -246,31 +246,37 @@ class Novelty:
         """Return the score of surprises `[example, term]`: their weighted sum, `[example]`."""
         return surprise @ self.weights.to(surprise.dtype)
 
-    def surprise(self, summaries: Tensor, member_logits: Tensor) -> Tensor:
+    def surprise(
+        self, summaries: Tensor, member_logits: Tensor, probability: Tensor | None = None
+    ) -> Tensor:
         """Return -log p of every term, `[example, term]`.
 
         Args:
             summaries: Token summaries `[example, tap, width]`.
             member_logits: Raw logits `[example, member, class]`, no temperature applied.
+            probability: Their mean probability `[example, class]`, when it is known already.
         """
+        score = gen(member_logits) if probability is None else gen_of(probability)
         heard = summaries[:, : len(self.taps)]  # old statistics do not know the last block
         features = unit(heard.to(self.distance.mean.dtype))
-        return self.ranks.surprise(self._terms(features, member_logits))
+        return self.ranks.surprise(self._terms(features, score))
 
-    def _terms(self, features: Tensor, member_logits: Tensor) -> Tensor:
+    def _terms(self, features: Tensor, score: Tensor) -> Tensor:
         distance = self.distance(features)
         parts = [distance]
         if self.classes is not None:
             late = slice(self.first_class_tap, None)
             nearest = self.classes(features[:, late])
             parts.append(class_terms(nearest, distance[:, late], hears_end=self.hears_end))
-        parts.append(gen(member_logits).to(distance.dtype)[:, None])
+        parts.append(score.to(distance.dtype)[:, None])
         return torch.cat(parts, 1)
 
-    def __call__(self, summaries: Tensor, member_logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return novelty in [0, 1] and the unbounded score, both `[example]`."""
+    def __call__(
+        self, summaries: Tensor, member_logits: Tensor, probability: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return novelty in [0, 1] and the unbounded score, both `[example]` (see `surprise`)."""
         with full_precision(summaries):
-            score = self.total(self.surprise(summaries, member_logits))
+            score = self.total(self.surprise(summaries, member_logits, probability))
             return self.rank(score), score
 
     def rank(self, score: Tensor) -> Tensor:

@@ -34,21 +34,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import DataError, FormatError
+from ..errors import DataError, FormatError, HydraError
+from ..prediction import ANSWER, BOTH, DECISIONS, NEW, UNSURE, Prediction
 from ..registry import check_name
 
 METHODS = ("conformal", "selective", "empirical")
 GIVEN = "given"
 """The method of thresholds that were chosen by hand."""
-DECISIONS = ("answer", "unsure", "new")
-"""Decisions by their number."""
-ANSWER, UNSURE, NEW = range(3)
 STARTS = (0, 2, 6, 14, 30)
 """Errors that pass the first test of each sequence of `selective`."""
 FOLDS = 5
@@ -78,13 +76,13 @@ class Rates:
     def of(cls, decision: Tensor, errors: Tensor | None = None) -> Rates:
         """Count decisions `[example]`, and errors `[example]` where they are known."""
         count = len(decision)
-        shares = (torch.bincount(decision, minlength=3).double() / max(count, 1)).tolist()
+        shares = (torch.bincount(decision, minlength=4).double() / max(count, 1)).tolist()
         wrong = among = None
         if errors is not None:
             answered = decision == ANSWER
             wrong = float((answered & errors.bool()).double().mean()) if count else 0.0
             among = float(errors[answered].double().mean()) if bool(answered.any()) else None
-        return cls(count, shares[ANSWER], shares[UNSURE], shares[NEW], wrong, among)
+        return cls(count, shares[ANSWER], shares[UNSURE], shares[NEW] + shares[BOTH], wrong, among)
 
 
 @dataclass(frozen=True)
@@ -124,30 +122,32 @@ class Policy:
         return self.threshold == -math.inf
 
     def decide(self, uncertainty: Tensor, novelty_score: Tensor | None = None) -> Tensor:
-        """Return the decisions, int64 `[example]`: 0 answer, 1 unsure, 2 new.
+        """Return the decisions as codes, int64 `[example]`: 0 answer, 1 unsure, 2 new, 3 both.
 
-        What is both unsure and new is new. NaN abstains.
+        This is the only place that decides. What is both unsure and new is new. NaN abstains.
 
         Args:
             uncertainty: `[example]`, by the policy's `score`.
             novelty_score: `[example]`, the unbounded one; needed when there is an alarm.
         """
-        decision = (~(uncertainty <= self.threshold)).long() * UNSURE
+        unsure = (~(uncertainty <= self.threshold)).long() * UNSURE
         if self.alarm is None:
-            return decision
+            return unsure
         if novelty_score is None:
             raise DataError(
                 f"The policy has an alarm rate of {self.alarm} but there is no novelty: call "
                 "ensemble.fit_novelty_(known), or fit the policy with alarm=None."
             )
-        return decision.masked_fill(~(novelty_score <= self.novelty_threshold), NEW)
+        return unsure + (~(novelty_score <= self.novelty_threshold)).long() * NEW
 
-    def reasons(self, uncertainty: Tensor, novelty_score: Tensor | None = None) -> list[str]:
-        """Say why each example is not answered: "too unsure", "too new", both, or nothing."""
-        unsure = ~(uncertainty <= self.threshold)
-        new = self.decide(uncertainty, novelty_score) == NEW
-        pairs = zip(unsure.tolist(), new.tolist(), strict=True)
-        return [" and ".join(["too unsure"] * u + ["too new"] * n) for u, n in pairs]
+    def apply(self, answer: Prediction) -> Prediction:
+        """Return an answer with the policy's decisions."""
+        if answer.score != self.score:
+            raise HydraError(
+                f"The policy reads the score {self.score!r}, but the answer reports "
+                f"{answer.score!r}. Fit the policy again with fit_policy()."
+            )
+        return replace(answer, code=self.decide(answer.uncertainty, answer.novelty_score))
 
     def promises(self) -> dict[str, str]:
         """Return what is promised about each decision, in words."""
@@ -193,7 +193,7 @@ class Policy:
             return f"{rule} (thresholds set by hand)"
         lines = [f"{rule} ({self.method}, {self.examples} examples)"]
         promised = self.promises()
-        for name in DECISIONS:
+        for name in promised:
             if name == "new" and self.alarm is None:
                 continue
             lines.append(f"  {name:<7} {self._measured(name):<30} {promised[name]}")
@@ -347,7 +347,7 @@ def _problem(
     # folds hold fewer examples, and may be too small to answer anything
     rates = policy.measured if policy.measured.answer else Rates.of(decision, wrong)
     share = 0.0 if rates.wrong_if_answered is None else rates.wrong_if_answered
-    always = float(wrong[decision != NEW].double().mean())
+    always = float(wrong[decision < NEW].double().mean())
     noise = (always * (1 - always) / (rates.answer * len(decision))) ** 0.5
     if share < 1 and share <= always + noise:
         return None

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
+from ..prediction import Prediction
 from ..registry import Registry
 
 Score = Callable[[Tensor], Tensor]
@@ -121,8 +122,7 @@ def msp(member_logits: Tensor) -> Tensor:
     Summed as the probability of all other classes: 1 - p rounds every p beyond 1 - 6e-8 to one tie
     in float32, the sum keeps their order.
     """
-    probability = mean_probability(member_logits)
-    return probability.scatter(-1, probability.argmax(-1, keepdim=True), 0.0).sum(-1)
+    return _msp_of(member_probabilities(member_logits))
 
 
 @scores.register("entropy")
@@ -138,7 +138,11 @@ def gen(member_logits: Tensor) -> Tensor:
     sum over the 100 most probable classes of (p (1 - p))^0.1: it hears small probabilities that
     the entropy does not.
     """
-    probability = mean_probability(member_logits)
+    return gen_of(mean_probability(member_logits))
+
+
+def gen_of(probability: Tensor) -> Tensor:
+    """Return the generalized entropy of a probability `[batch, class]`, `[batch]` (see `gen`)."""
     largest, order = probability.topk(min(100, probability.shape[-1]), dim=-1)
     # 1 - p of the most probable class, summed as in msp: it does not round to zero
     others = probability.scatter(-1, order[..., :1], 0.0).sum(-1, keepdim=True)
@@ -167,9 +171,7 @@ def energy(member_logits: Tensor) -> Tensor:
 @scores.register("mutual-information")
 def mutual_information(member_logits: Tensor) -> Tensor:
     """Return H(mean_m p_m) - mean_m H(p_m) in nats, `[batch]`, never below 0 (Depeweg 2018)."""
-    probabilities = member_probabilities(member_logits)
-    total = entropy_of(probabilities.mean(1))
-    return (total - entropy_of(probabilities).mean(1)).clamp_min(0.0)
+    return _mutual_information_of(member_probabilities(member_logits))
 
 
 def mcm(member_logits: Tensor, *, logit_scale: float | Tensor = 1.0) -> Tensor:
@@ -207,6 +209,35 @@ def pairwise_kl(member_logits: Tensor) -> Tensor:
     return (total / max(members * (members - 1), 1)).clamp_min(0.0)
 
 
+def per_text(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """Return one row of logits per text: a token classifier's mean over the tokens of the mask."""
+    if logits.ndim == 3:
+        return logits
+    weight = torch.ones_like(logits[:, :1, :, :1])
+    if mask is not None:
+        weight = mask.to(logits)[:, None, :, None]
+    return (logits * weight).sum(2) / weight.sum(2).clamp_min(1)
+
+
+def _msp_of(probabilities: Tensor) -> Tensor:
+    mean = probabilities.mean(1)
+    return mean.scatter(-1, mean.argmax(-1, keepdim=True), 0.0).sum(-1)
+
+
+def _mutual_information_of(probabilities: Tensor) -> Tensor:
+    total = entropy_of(probabilities.mean(1))
+    return (total - entropy_of(probabilities).mean(1)).clamp_min(0.0)
+
+
+_OF_PROBABILITIES: dict[str, Score] = {
+    "msp": _msp_of,
+    "entropy": lambda probabilities: entropy_of(probabilities.mean(1)),
+    "gen": lambda probabilities: gen_of(probabilities.mean(1)),
+    "mutual-information": _mutual_information_of,
+}
+"""Scores of the members' probabilities `[batch, member, class]`: one softmax serves them all."""
+
+
 def score_logits(
     member_logits: Tensor, score: str | Score = "msp", *, logit_scale: float | Tensor | None = None
 ) -> Tensor:
@@ -221,3 +252,45 @@ def score_logits(
         return mcm(member_logits, logit_scale=logit_scale)
     function = scores[score] if isinstance(score, str) else score
     return function(as_member_logits(member_logits))
+
+
+def predict_from_logits(
+    member_logits: Tensor,
+    *,
+    score: str | Score = "msp",
+    temperature: float | Tensor | None = None,
+    member_temperatures: Sequence[float] | Tensor | None = None,
+    logit_scale: float | Tensor | None = None,
+    class_names: Sequence[str] | None = None,
+) -> Prediction:
+    """Turn member logits into the ensemble's prediction.
+
+    Args:
+        member_logits: `[batch, member, class]`, or `[batch, class]` for one model.
+        score: the uncertainty to report, a name in `scores` or a function of member logits.
+        temperature: divides every member's logits.
+        member_temperatures: one for each member, divides its logits first.
+        logit_scale: for `mcm`, what multiplies the cosines in the logits. MCM reads the cosines
+            themselves, so temperatures do not touch it.
+        class_names: names of the classes by number.
+    """
+    raw = as_member_logits(member_logits)
+    logits = scale_logits(raw, temperature=temperature, member_temperatures=member_temperatures)
+    members = logits.softmax(-1)
+    probabilities = members.mean(1)
+    if isinstance(score, str) and score in _OF_PROBABILITIES:
+        uncertainty = _OF_PROBABILITIES[score](members)
+    else:
+        uncertainty = score_logits(
+            raw if score == "mcm" else logits, score, logit_scale=logit_scale
+        )
+    return Prediction(
+        probabilities=probabilities,
+        class_index=probabilities.argmax(-1),
+        uncertainty=uncertainty,
+        mutual_information=_mutual_information_of(members),
+        disagreement=disagreement(logits),
+        member_logits=logits,
+        score=score if isinstance(score, str) else getattr(score, "__name__", "score"),
+        class_names=class_names,
+    )

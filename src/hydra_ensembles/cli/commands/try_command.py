@@ -180,7 +180,7 @@ def _examples(loaded: Loaded, files: Any, trial: Trial, names: list[str]) -> lis
         "The least sure": (unsure, _second(loaded, answer, unsure)),
     }
     if trial.labels is not None:
-        wrong = (answer.label != trial.labels).nonzero().flatten()
+        wrong = (answer.class_index != trial.labels).nonzero().flatten()
         sure = wrong[answer.uncertainty[wrong].argsort(stable=True)][:each]
         groups["Wrong, and surest of it (or labelled wrongly)"] = (sure, [""] * len(sure))
     return [
@@ -288,5 +288,5 @@ def _figures(trial: Trial, page: Path, folder: Path) -> dict[str, Any]:
         "policy": trial.policy.to_dict(),
         "novelty": answer.novelty.tolist(),
         "uncertainty": answer.uncertainty.tolist(),
-        "decisions": answer.decisions,
+        "decisions": answer.decision,
     }

@@ -1,36 +1,33 @@
-"""Listen to the blocks while they run: one or two token summaries per block of the trunk, and one
-of what leaves the last block, averaged over the members. Nothing else is kept.
+"""What one call asks of the fused blocks in addition to the host's arguments.
 
-Members that branch at the first block share no trunk: there the embeddings are listened to.
+The host's own code runs between an ensemble and its blocks and cannot pass these options on, so
+they live in a context variable: other threads run the same modules at the same time.
 
-The hooks stay on the blocks and do nothing unless a collector is set for the running call. It lives
-in a context variable, so that calls from several threads do not mix.
+Among them are the token summaries that novelty reads: one or two per block of the trunk, and one of
+the last block's output, averaged over the members. Members that branch at the first block share no
+trunk: there the embeddings are summarised.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..hosts.block_calls import states_of, take_call
+from ..hosts.block_calls import Form
 from ..uncertainty.distances import full_precision
 
-_active: ContextVar[Collector | None] = ContextVar("hydra_taps", default=None)
-_attaching = threading.Lock()
 
-
-class Collector:
+class SummaryCollector:
     """Token summaries of one call.
 
     Args:
-        mask: True or 1 where a token is no padding, `[batch, tokens]`; None when all are.
+        mask: True or 1 where a token is not padding, `[batch, tokens]`; None without padding.
         readout: Whether the classifier reads a token of its own (not the mean of all).
         positions: The readout token of each sample `[batch]`; None for token 0.
         streams: Members' streams that leave the last block at once, folded into the batch.
@@ -51,9 +48,9 @@ class Collector:
         self._ends: list[Tensor] = []
 
     def take(self, block: int, hidden: Tensor) -> None:
-        """Summarise the hidden states `[batch, tokens, width]` after a block."""
-        if block not in self._rows:  # members that run one by one share the trunk
-            self._rows[block] = list(self._summarised(hidden).unbind(1))
+        """Summarise the hidden states `[batch, tokens, width]` after a block of the trunk."""
+        if block not in self._rows:  # streams that run one by one share the trunk
+            self._rows[block] = list(self._summarised(_as_tokens(hidden)).unbind(1))
 
     def _summarised(self, hidden: Tensor) -> Tensor:
         """Return the summaries `[batch, summary, width]`, in float32 whatever the host runs in."""
@@ -83,13 +80,15 @@ class Collector:
 
     def enter(self, hidden: Tensor) -> None:
         """Summarise what enters a body without a trunk: the embeddings."""
-        self._rows.setdefault(0, [self._summarised(hidden)[:, -1]])
+        if 0 not in self._rows:
+            self._rows[0] = [self._summarised(_as_tokens(hidden))[:, -1]]
 
     def leave(self, hidden: Tensor) -> None:
         """Summarise what leaves the last block: the members' streams, folded into the batch.
 
         A host that runs once per stream comes here once per stream.
         """
+        hidden = _as_tokens(hidden)
         mean = hidden.float().unflatten(0, (self._streams, -1)).mean(0)
         if self._weights is not None and mean.shape[1] == self._weights.shape[-1]:
             self._ends.append(self._summarised(mean)[:, 0])
@@ -104,47 +103,10 @@ class Collector:
 
 
 def tap_names(blocks: int, *, readout: bool) -> tuple[str, ...]:
-    """Name the taps in the order of `Collector.summaries`, of a trunk with so many blocks."""
+    """Name the taps of a trunk with so many blocks, in the order of the summaries."""
     kinds = ("readout token", "mean token") if readout else ("mean token",)
     trunk = [f"block {block}, {kind}" for block in range(blocks) for kind in kinds]
     return (*(trunk or ["embeddings, mean token"]), "last block, mean of members")
-
-
-@contextmanager
-def collecting(body: Any, collector: Collector) -> Iterator[Collector]:
-    """Let a collector listen to a body during one call, in this thread."""
-    first, last = (body, body) if isinstance(body, nn.Module) else (body.layers[0], body.layers[-1])
-    taps = [(block, partial(_tap, number)) for number, block in enumerate(body.trunk)]
-    taps = taps or [(first, partial(_tap_entering))]
-    taps.append((last, partial(_tap_leaving)))
-    with _attaching:  # one thread adds the hooks, the others wait for it
-        for module, hook in taps:
-            known = module._forward_hooks.values()
-            if not any(isinstance(h, partial) and h.func is hook.func for h in known):
-                module.register_forward_hook(hook, with_kwargs=True)
-    token = _active.set(collector)
-    try:
-        yield collector
-    finally:
-        _active.reset(token)
-
-
-def _tap(block: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    collector = _listening()
-    if collector is not None:
-        collector.take(block, _as_tokens(states_of(output)[0]))
-
-
-def _tap_entering(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    collector = _listening()
-    if collector is not None:
-        collector.enter(_as_tokens(take_call(args, kwargs).hidden))
-
-
-def _tap_leaving(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    collector = _listening()
-    if collector is not None:
-        collector.leave(_as_tokens(states_of(output)[0]))
 
 
 def _as_tokens(hidden: Tensor) -> Tensor:
@@ -152,6 +114,50 @@ def _as_tokens(hidden: Tensor) -> Tensor:
     return hidden.flatten(1, -2) if hidden.dim() > 3 else hidden
 
 
-def _listening() -> Collector | None:
-    # a compiled graph has no listeners; an exported one, which runs this code once, has
-    return None if torch.compiler.is_dynamo_compiling() else _active.get()
+@dataclass(frozen=True)
+class CallOptions:
+    """Options of one call.
+
+    Attributes:
+        owner: Whose options they are; any other body ignores them.
+        positions: Position of each sample's readout `[batch]`, where it depends on the sample.
+        trunk_states: The trunk's output, if known: the trunk is then not run.
+        answer: Returned at once, if given: nothing is run.
+        streams: Collects the members' streams at full length; the host gets only the first.
+        states: Collects the output of every block.
+        at_branch: Called with the trunk's output; may raise to stop there.
+        summaries: Takes the token summaries that novelty reads.
+        end: Host engine: the classifier's stream to run; None for all, folded.
+        memory: Host engine: outputs of blocks by (layer, stream): states, or None where the input
+            can be passed on.
+    """
+
+    owner: object
+    positions: Tensor | None = None
+    trunk_states: Tensor | None = None
+    answer: Tensor | None = None
+    streams: list[Tensor] | None = None
+    states: list[Tensor] | None = None
+    at_branch: Callable[[Tensor], None] | None = None
+    summaries: SummaryCollector | None = None
+    end: int | None = None
+    memory: dict[tuple[int, int], tuple[Tensor | None, Form]] = field(default_factory=dict)
+
+
+_current: ContextVar[CallOptions | None] = ContextVar("hydra_call_options", default=None)
+
+
+def options_of(owner: object) -> CallOptions:
+    """Return the options of the running call."""
+    options = _current.get()
+    return CallOptions(owner) if options is None or options.owner is not owner else options
+
+
+@contextmanager
+def set_options(owner: object, **changes: Any) -> Iterator[None]:
+    """Change options for the calls inside; those of an enclosing call stay as they are."""
+    token = _current.set(replace(options_of(owner), **changes))
+    try:
+        yield
+    finally:
+        _current.reset(token)

@@ -1,0 +1,264 @@
+"""The answer: one record for every way to get one, and the only place that names its fields.
+
+Columns are torch tensors (`HydraEnsemble.predict`) or numpy arrays (`hydra_ensembles.runtime`).
+Importing this module does not import torch. The command line, the service, Parquet, map functions,
+data frames and pipelines format what `rows` returns and add nothing of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from ._html import table
+
+DECISIONS = ("answer", "unsure", "new", "new")
+"""Decisions by their code; 3 is both unsure and new, which is decided as new."""
+WHY = (None, "too unsure", "too new", "too unsure and too new")
+"""Why an input is not answered, by the same code."""
+ANSWER, UNSURE, NEW, BOTH = range(4)
+
+FIELDS = {
+    "label": "name of the predicted class; its number as text when the classes have no names",
+    "class": "number of the predicted class",
+    "confidence": "probability of the predicted class",
+    "uncertainty": "the ensemble's score, higher when less sure",
+    "mutual_information": "what the members disagree about, in nats",
+    "disagreement": "share of member pairs that predict different classes",
+    "novelty": "share of the known data that is less novel; null when novelty is not fitted",
+    "novelty_score": "the unbounded score that novelty ranks; null when novelty is not fitted",
+    "decision": '"answer", "unsure" or "new"; null without a policy',
+    "why": "why the input is not answered; null when it is, and without a policy",
+}
+"""The fields of a row, in order, and what they mean."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Prediction:
+    """An ensemble's answer to a batch, and how sure it is.
+
+    A token classifier answers for every token: `[batch, token]` instead of `[batch]`, and member
+    logits `[batch, member, token, class]`. Padding is answered too and has no meaning.
+
+    Attributes:
+        probabilities: Mean of the members' softmax, `[batch, class]`.
+        class_index: The most probable class, the lower one on a tie, int64 `[batch]`.
+        uncertainty: The score named by `score`, higher when less sure, `[batch]`.
+        mutual_information: H(mean p) - mean H(p) in nats, `[batch]`.
+        disagreement: Share of member pairs with different classes, `[batch]`.
+        member_logits: The logits behind `probabilities`, temperatures applied,
+            `[batch, member, class]`.
+        score: Name of the score behind `uncertainty`.
+        novelty: Share of known data that is less novel, in [0, 1], `[batch]`: above 0.95 for 5 % of
+            data like the known data. None before `fit_novelty_`.
+        novelty_score: The unbounded score that `novelty` ranks, `[batch]`; None before
+            `fit_novelty_`.
+        code: The decision as a number, int64 `[batch]`: 0 answer, 1 unsure, 2 new, 3 unsure and
+            new; None without a policy.
+        class_names: Names of the classes by number, or None.
+
+    Example:
+        >>> answer = ensemble.predict(batch)
+        >>> answer.labels, answer.decision
+        (['cat', 'dog'], ['answer', 'new'])
+        >>> answer.rows()[0]["confidence"]
+        0.98
+    """
+
+    probabilities: Any
+    class_index: Any
+    uncertainty: Any
+    mutual_information: Any
+    disagreement: Any
+    member_logits: Any
+    score: str = "msp"
+    novelty: Any = None
+    novelty_score: Any = None
+    code: Any = None
+    class_names: Sequence[str] | None = None
+
+    @property
+    def confidence(self) -> Any:
+        """Probability of the predicted class, `[batch]`."""
+        best = self.probabilities.max(-1)
+        return best if isinstance(best, np.ndarray) else best.values
+
+    @property
+    def logits(self) -> Any:
+        """Log of the probabilities, `[batch, class]`, stable: their softmax is `probabilities`."""
+        logits = self.member_logits
+        if isinstance(logits, np.ndarray):
+            shifted = logits - logits.max(-1, keepdims=True)
+            logs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+            return np.logaddexp.reduce(logs, axis=1) - np.log(logits.shape[1])
+        return logits.log_softmax(-1).logsumexp(1) - np.log(logits.shape[1])
+
+    @property
+    def labels(self) -> list[Any]:
+        """Names of the predicted classes, `[batch]`; their numbers as text without names."""
+        names = self.class_names or ()
+        return _each(lambda i: names[i] if i < len(names) else str(i), self.class_index.tolist())
+
+    @property
+    def decision(self) -> list[Any] | None:
+        """The decisions, "answer", "unsure" or "new", `[batch]`; None without a policy."""
+        return None if self.code is None else _each(DECISIONS.__getitem__, self.code.tolist())
+
+    @property
+    def why(self) -> list[Any] | None:
+        """Why inputs are not answered, `[batch]`; None where they are, and without a policy."""
+        return None if self.code is None else _each(WHY.__getitem__, self.code.tolist())
+
+    @property
+    def abstain(self) -> Any:
+        """True where the policy does not answer, `[batch]`; None without a policy."""
+        return None if self.code is None else self.code != ANSWER
+
+    @property
+    def finite(self) -> Any:
+        """True where every number of the answer is finite, `[batch]`."""
+        finite = True
+        for name, column in self._columns().items():
+            if name not in ("class_index", "code"):
+                good = abs(column) < float("inf")  # false for NaN
+                finite = good.reshape(len(self), -1).all(1) & finite
+        return finite
+
+    def rows(self, *, probabilities: bool = False) -> list[dict[str, Any]]:
+        """Return one dictionary of plain values per input: the keys of `FIELDS`, null when absent.
+
+        Args:
+            probabilities: Whether to add the probabilities of all classes.
+        """
+        columns: dict[str, list[Any] | None] = {
+            "label": self.labels,
+            "class": _plain(self.class_index),
+        }
+        for name in list(FIELDS)[2:8]:
+            columns[name] = _plain(getattr(self, name))
+        columns |= {"decision": self.decision, "why": self.why}
+        if probabilities:
+            columns["probabilities"] = _plain(self.probabilities)
+        return [
+            {name: None if column is None else column[i] for name, column in columns.items()}
+            for i in range(len(self))
+        ]
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a data frame."""
+        import pandas
+
+        return pandas.DataFrame(self.rows(), columns=list(FIELDS))
+
+    def to_numpy(self) -> Prediction:
+        """Return the prediction with numpy columns; half precision becomes float32."""
+        return self._map(_as_numpy)
+
+    def to(self, device: Any) -> Prediction:
+        """Return the prediction on another device."""
+        return self._map(lambda column: column.to(device))
+
+    def cpu(self) -> Prediction:
+        """Return the prediction on the CPU."""
+        return self.to("cpu")
+
+    def __len__(self) -> int:
+        return len(self.class_index)
+
+    def __getitem__(self, index: Any) -> Prediction:
+        """Return the chosen inputs; a single number keeps the batch axis, with one input."""
+        if isinstance(index, int):
+            length = len(self)
+            if not -length <= index < length:
+                raise IndexError(f"Input {index} of a prediction on {length}.")
+            index = slice(index % length, index % length + 1)
+        return self._map(lambda column: column[index])
+
+    def __iter__(self) -> Iterator[Prediction]:
+        return (self[i] for i in range(len(self)))
+
+    def _columns(self) -> dict[str, Any]:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: v for name, v in values.items() if hasattr(v, "ndim")}
+
+    def _map(self, function: Callable[[Any], Any]) -> Prediction:
+        return replace(self, **{name: function(column) for name, column in self._columns().items()})
+
+    def _title(self) -> str:
+        inputs, members, *tokens, classes = self.member_logits.shape
+        of = "1 member" if members == 1 else f"{members} members"
+        on = "1 input" if inputs == 1 else f"{inputs} inputs"
+        per_token = f", for each of {tokens[0]} tokens" if tokens else ""
+        return f"Prediction of {of} on {on}, {classes} classes{per_token}"
+
+    def _shown(self, most: int) -> tuple[list[str], list[list[str]], str]:
+        """Return headings, rows and a note: what is printed of the first inputs."""
+        if self.class_index.ndim > 1 or not len(self):
+            return [], [], ""
+        rows = self[:most].rows()
+        names = [n for n in FIELDS if n not in ("class", "novelty_score", "why")]
+        names = [n for n in names if rows[0][n] is not None]
+        texts = [
+            [f"{v:.4g}" if isinstance(v, float) else str(v) for v in (row[n] for n in names)]
+            for row in rows
+        ]
+        headings = [f"uncertainty ({self.score})" if n == "uncertainty" else n for n in names]
+        note = f"... and {len(self) - most} more" if len(self) > most else ""
+        return [heading.replace("_", " ") for heading in headings], texts, note
+
+    def _repr_html_(self) -> str:
+        headings, rows, note = self._shown(20)
+        numbered = [[str(i), *row] for i, row in enumerate(rows)]
+        return table(self._title(), ["", *headings] if headings else [], numbered, note=note)
+
+    def __repr__(self) -> str:
+        headings, rows, note = self._shown(8)
+        widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+        lines = [
+            "  " + "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
+            for row in ([headings, *rows] if headings else [])
+        ]
+        return "\n".join([self._title(), *lines, *([f"  {note}"] if note else [])])
+
+
+def join(parts: Sequence[Prediction]) -> Prediction:
+    """Join the predictions of several batches, in order; a column that some lack is None."""
+    if len(parts) == 1:
+        return parts[0]
+    joined: dict[str, Any] = {}
+    for name, first in parts[0]._columns().items():
+        columns = [getattr(part, name) for part in parts]
+        if any(column is None for column in columns):
+            joined[name] = None
+        elif isinstance(first, np.ndarray):
+            joined[name] = np.concatenate(columns)
+        else:
+            import torch
+
+            joined[name] = torch.cat(columns)
+    return replace(parts[0], **joined)
+
+
+def _each(function: Callable[[int], Any], numbers: list[Any]) -> list[Any]:
+    """Apply a function to every number of nested lists."""
+    return [_each(function, n) if isinstance(n, list) else function(n) for n in numbers]
+
+
+def _plain(column: Any) -> list[Any] | None:
+    """Return a column as plain numbers: floats with the digits that float32 has, or None."""
+    if column is None:
+        return None
+    values = _as_numpy(column)
+    if values.dtype.kind == "f":
+        return _each(lambda value: float(f"{value:.7g}"), values.tolist())
+    return values.tolist()
+
+
+def _as_numpy(column: Any) -> np.ndarray[Any, Any]:
+    if isinstance(column, np.ndarray):
+        return column
+    column = column.detach().cpu()
+    return (column.float() if column.is_floating_point() else column).numpy()
