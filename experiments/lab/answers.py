@@ -22,7 +22,9 @@ from torch import Tensor
 
 from hydra_ensembles import Results, evaluate
 from hydra_ensembles._records import write_whole
-from hydra_ensembles.data.model_runs import evaluating, member_logits, split_batch
+from hydra_ensembles.data.batches import split_batch
+from hydra_ensembles.data.eval_mode import evaluating
+from hydra_ensembles.data.model_runs import member_logits
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.uncertainty import Prediction, predict_from_logits
 

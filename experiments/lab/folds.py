@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hydra_ensembles.data.batches import Batches, join
+from hydra_ensembles.data.batches import join
 from hydra_ensembles.data.digits_data import Demo, digits
+from hydra_ensembles.data.loaders import Batches
 from hydra_ensembles.data.splits import split
 
 from .tasks import Digits

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hydra_ensembles import HeadMask, HydraEnsemble, fuse
-from hydra_ensembles.data.model_runs import split_batch
+from hydra_ensembles.data.batches import split_batch
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.fusion.known_data import features_of
 from hydra_ensembles.hosts import host_model, main_output

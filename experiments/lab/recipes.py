@@ -28,7 +28,8 @@ import yaml
 from torch import Tensor, nn
 
 from hydra_ensembles._records import write_whole
-from hydra_ensembles.data.model_runs import call_model, split_batch
+from hydra_ensembles.data.batches import split_batch
+from hydra_ensembles.data.model_runs import call_model
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.hosts import main_output
 from hydra_ensembles.training import Settings

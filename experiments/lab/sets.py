@@ -34,8 +34,7 @@ from torch import Tensor
 
 from hydra_ensembles.data import Batches, ImageTransform, text_data
 from hydra_ensembles.data.image_data import image_batch
-from hydra_ensembles.data.table_files import read_table
-from hydra_ensembles.data.text_files import TextBatches
+from hydra_ensembles.data.text_files import TextBatches, read_table
 from hydra_ensembles.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from hydra_ensembles.errors import DataError
 

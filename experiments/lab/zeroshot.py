@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hydra_ensembles import ZeroShotClassifier
-from hydra_ensembles.data.model_runs import evaluating
+from hydra_ensembles.data.eval_mode import evaluating
 
 from . import sets
 from .sets import ImageSet

@@ -9,7 +9,8 @@ import torch
 
 from hydra_ensembles.builder.trial import Trial, try_model, with_labels
 from hydra_ensembles.data import digits
-from hydra_ensembles.data.batches import Batches, labels_of, take
+from hydra_ensembles.data.batches import labels_of, take
+from hydra_ensembles.data.loaders import Batches
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 from hydra_ensembles.report.trial_page import at_a_glance, verdict

@@ -57,7 +57,7 @@ BAD = {
     b'{"text": "good"': "expected a JSON object",
     b"\xff\xfe good film": "not UTF-8",
     NESTED: "expected a JSON object",
-    b'{"text": "good", "n": NaN}': "NaN is no number",
+    b'{"text": "good", "n": NaN}': "NaN is not a number",
     b'{"text": "good", "n": 1e999}': "cannot be given back",
     b"g" * (MOST_BYTES + 5): f"longer than {MOST_BYTES} bytes",
     b'{"text": "good", "n": ' + b"9" * 5000 + b"}": "expected a JSON object",

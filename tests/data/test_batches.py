@@ -9,19 +9,21 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_ensembles.data.batches import (
-    Batches,
-    Mapped,
-    as_data,
     batch_length,
-    check_reiterable,
-    count,
     images_of,
-    indexable,
     join,
     labels_of,
     take,
     with_images,
     without_labels,
+)
+from hydra_ensembles.data.loaders import (
+    Batches,
+    Mapped,
+    as_data,
+    check_reiterable,
+    count,
+    indexable,
 )
 from hydra_ensembles.data.splits import fingerprint, sample, split
 from hydra_ensembles.errors import DataError

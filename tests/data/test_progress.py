@@ -36,11 +36,17 @@ def test_lines_come_before_the_first_step_and_tell_the_time_left(quick, caplog):
         assert wait_for(caplog, "heads: 0 of 4 batches")  # the first step has not ended
         progress.update(2)
         progress.show("loss 0.5")
-        line = wait_for(caplog, "2 of 4 batches, 50 %, about")
-        assert line.endswith("s left, loss 0.5") or "left" in line
+        assert wait_for(caplog, "left, loss 0.5").startswith("heads: 2 of 4 batches, 50 %, 00:0")
     caplog.clear()
     time.sleep(0.05)
     assert not caplog.messages  # nothing after the end
+
+
+def test_a_stream_has_a_count_only(quick, caplog):
+    caplog.set_level(logging.INFO, "hydra_ensembles")
+    with Progress("stream", unit="rows", done=3), Progress("inner", 2):
+        assert wait_for(caplog, "stream") == "stream: 3 rows"
+        assert wait_for(caplog, "inner: 0 of 2 batches")
 
 
 def test_short_work_says_nothing(caplog):

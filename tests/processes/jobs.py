@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 import hydra_ensembles as hydra
 from hydra_ensembles._records import model_fingerprint
 from hydra_ensembles.data import ImageTransform, processes
-from hydra_ensembles.data.batches import Batches, as_data
+from hydra_ensembles.data.loaders import Batches, as_data
 from hydra_ensembles.errors import HydraError
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 from hydra_ensembles.research.head_roles import head_map
@@ -46,7 +46,7 @@ def host() -> nn.Module:
 
 
 def pictures(count: int = 83, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """As many pictures as no number of processes divides."""
+    """A number of images that no number of processes divides."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
     x = torch.randn(count, 1, 8, 8, generator=generator)
@@ -60,7 +60,7 @@ def listed(size: int = 7) -> list[tuple[Tensor, Tensor]]:
 
 
 class Stream(IterableDataset):
-    """Batches without a length; each pass starts anew."""
+    """Batches without a length; every pass reads all of them."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(listed())
@@ -76,7 +76,7 @@ def ensemble() -> hydra.HydraEnsemble:
 
 
 def every_kind_of_data() -> dict[str, Any]:
-    """The same pictures as everything that data can be."""
+    """The same images as everything that data can be."""
     dataset = TensorDataset(*pictures())
     streamed = datasets.IterableDataset.from_generator(_rows).with_format("torch")
     return {
@@ -259,7 +259,7 @@ def commands(folder: Path) -> dict[str, Any]:
 
 
 def _shelf(root: Path) -> None:
-    """Save the host, and pictures by class."""
+    """Save the host, and images by class."""
     model = hydra.fuse(host(), [hydra.HeadMask.full(host())])
     model.id2label = ["a", "b", "c"]
     model.transform = ImageTransform(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hydra_ensembles.data.model_runs import call_model, split_batch
+from hydra_ensembles.data.batches import split_batch
+from hydra_ensembles.data.model_runs import call_model
 from hydra_ensembles.heads.gates import gate
 from hydra_ensembles.heads.head_mask import HeadMask
 from hydra_ensembles.hosts import main_output

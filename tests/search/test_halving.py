@@ -26,7 +26,7 @@ def host():
 
 
 def climb(host, layers, seed=0):
-    from hydra_ensembles.data.batches import as_data, indexable
+    from hydra_ensembles.data.loaders import as_data, indexable
 
     rungs = split(indexable(as_data(pictures(60))), {"a": 0.3, "b": 0.7}, seed=seed)
     prefix = Prefix(host, {f"{k}:id": v for k, v in rungs.items()}, labelled=["a:id", "b:id"])

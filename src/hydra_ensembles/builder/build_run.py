@@ -15,9 +15,11 @@ from torch import nn
 from .._records import model_fingerprint
 from ..costs.budget import Budget
 from ..data import processes
+from ..data.batches import check_inputs
 from ..data.class_names import check_class_order
+from ..data.eval_mode import evaluating
 from ..data.memory import in_plain_words
-from ..data.model_runs import call_model, check_data, check_inputs, evaluating, member_logits_of
+from ..data.model_runs import call_model, check_data, member_logits_of
 from ..data.progress import announce
 from ..errors import DataError
 from ..fusion.ensemble import HydraEnsemble

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.batches import Chained
+from ..data.loaders import Chained
 from ..data.model_runs import collect_logits
 from ..errors import DataError, UnsupportedModelError
 from ..evaluation.metrics import expected_calibration_error, negative_log_likelihood, ood_figures

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..costs.budget import Budget
-from ..data.batches import Batches, as_data, indexable
+from ..data.loaders import Batches, as_data, indexable
 from ..data.model_runs import checked
 from ..data.progress import announce, duration
 from ..data.proxies import ProxyData

@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from ..costs.cost_record import CostRatio
 from ..costs.formula import cost
 from ..data.answers import Answers
-from ..data.batches import Batches, as_data, images_of, indexable, join, take, without_labels
+from ..data.batches import images_of, join, take, without_labels
 from ..data.class_names import check_class_order
 from ..data.eval_mode import in_eval
+from ..data.loaders import Batches, as_data, indexable
 from ..data.memory import Halving
 from ..data.model_runs import collect_logits
 from ..data.progress import Progress, progress_bar

@@ -158,12 +158,12 @@ def answered(
     while True:
         group = next(groups, None)
         told = None if group is None else [asdict(record) for record in group]
-        shared = processes.exchange_plain(told)[0]
+        shared = processes.exchange(told)[0]
         if shared is None:
             return
         start = size * processes.rank()
         mine = [Record(**plain) for plain in shared[start : start + size]]
-        said = processes.exchange_plain(list(answers(mine)) if mine else [])
+        said = processes.exchange(list(answers(mine)) if mine else [])
         if processes.is_first():
             yield [answer for part in said for answer in part]
 

@@ -90,7 +90,8 @@ class Calibrated:
         """Answer with the members' scaled logits, and how new each example is to them."""
         import torch
 
-        from ..data.model_runs import evaluating, member_logits
+        from ..data.eval_mode import evaluating
+        from ..data.model_runs import member_logits
         from ..uncertainty import predict_from_logits
 
         logits = []

@@ -141,13 +141,13 @@ def load_set(loaded: Loaded, source: str, *, outliers: bool = False, **options: 
     """
     from ..data import load_data, sample
     from ..data.class_names import class_count
-    from ..data.hub import is_saved_dataset
+    from ..data.sources import is_saved_dataset
 
     limit, seed = options.pop("limit", None), options.pop("seed", 0)
     labels = options.pop("labels", None)
     names, folder = loaded.spellings or loaded.class_names, Path(source).expanduser()
     if outliers and options.get("text_column") and folder.is_file():
-        from ..data.table_files import read_table
+        from ..data.text_files import read_table
 
         if options["text_column"] not in read_table(folder):  # it may be the labelled data's
             options["text_column"] = None

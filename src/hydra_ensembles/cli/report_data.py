@@ -87,8 +87,10 @@ def describe(
         answer: What was said about these rows.
         notes: A line for each.
     """
-    from ..data.batches import images_of, indexable, labels_of
-    from ..data.model_runs import evaluating, member_logits
+    from ..data.batches import images_of, labels_of
+    from ..data.eval_mode import evaluating
+    from ..data.loaders import indexable
+    from ..data.model_runs import member_logits
     from ..report.examples import Example, picture_address
     from ..uncertainty import predict_from_logits
 

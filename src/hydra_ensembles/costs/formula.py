@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.batches import move
-from ..data.model_runs import split_batch
+from ..data.batches import move, split_batch
 from ..errors import DataError
 from ..heads.head_mask import HeadMask
 from ..heads.stream_plan import LayerPlan, Plan, make_plan

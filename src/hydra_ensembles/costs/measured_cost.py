@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.batches import move, split_batch
 from ..data.eval_mode import in_eval
-from ..data.model_runs import move, split_batch
 from ..errors import DataError
 from ..heads.stream_plan import LayerPlan
 from ..hosts import HostModel, device_of

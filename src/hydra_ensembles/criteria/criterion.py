@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data.answers import IGNORED
+from ..data.padding import IGNORED
 from ..errors import DataError
 from ..heads.head_mask import HeadScores
 from ..hosts import HostModel

@@ -10,18 +10,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from ..data.batches import check_inputs, split_batch
 from ..data.class_names import check_class_order
+from ..data.eval_mode import evaluating
 from ..data.memory import Halving
-from ..data.model_runs import (
-    call_model,
-    check_data,
-    check_inputs,
-    evaluating,
-    length_of,
-    progress_bar,
-    split_batch,
-)
-from ..data.sharing import in_order
+from ..data.model_runs import call_model, check_data
+from ..data.processes import in_order
+from ..data.progress import length_of, progress_bar
 from ..errors import DataError, UnsupportedModelError
 from ..heads.gates import gate
 from ..heads.head_mask import HeadScores

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.batches import check_reiterable
-from ..data.model_runs import collect_logits, progress_bar
+from ..data.loaders import check_reiterable
+from ..data.model_runs import collect_logits
+from ..data.progress import progress_bar
 from ..errors import DataError, HydraError
 from ..heads.gates import gate
 from ..heads.head_mask import HeadMask, HeadScores

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from .attacks import adversarial
-from .batches import Batch, Batches, Data, as_data, batch_length, check_reiterable, count
+from .batches import Batch, batch_length
 from .class_names import check_class_order
 from .corruptions import COMMON, corrupt, corrupt_texts, corrupted, corruptions, text_corruptions
 from .digits_data import Demo, digits
-from .hub import hub_dataset
 from .image_data import image_folder
+from .loaders import Batches, Data, as_data, check_reiterable, count
 from .proxies import make_proxies, proxies
-from .sources import load_data
+from .sources import hub_dataset, load_data
 from .splits import fingerprint, sample, split
 from .text_files import text_data, text_file
 from .transforms import ImageTransform, image_transform

@@ -6,7 +6,7 @@ random state. Its classes can still be used: `adversarial(model, data, attack=to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from ..errors import DataError
 from ..registry import check_name
-from .batches import Batch, Data, Mapped, describe, images_of, labels_of, with_images
-from .corruptions import Channels, Draws, draw_seeds, per_channel
-from .model_runs import device_of, move
+from .batches import Batch, describe, images_of, labels_of, move, split_batch, with_images
+from .corruptions.base import Channels, Draws, Normalisation, draw_seeds
+from .eval_mode import evaluating
+from .loaders import Data, Mapped
+from .model_runs import device_of
 
 Attack = Callable[[Tensor, Tensor], Tensor]
 EPSILON = 8 / 255
@@ -26,27 +28,20 @@ EPSILON = 8 / 255
 class PixelModel(nn.Module):
     """Wrap a host as a function of pixels in [0, 1] to logits `[batch, class]`."""
 
-    def __init__(
-        self, model: Callable[..., Any], mean: Channels | None, std: Channels | None
-    ) -> None:
+    def __init__(self, model: Callable[..., Any], normalisation: Normalisation) -> None:
         super().__init__()
-        self.model, self.mean, self.std = model, mean, std
+        self.model, self.normalisation = model, normalisation
         self.batch: Batch = None  # the attacked batch: its keys other than the image are passed on
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return logits of pixels `[B, C, H, W]` in [0, 1]."""
-        shift = per_channel(self.mean, pixels, 0.0)
-        images = (pixels - shift) / per_channel(self.std, pixels, 1.0)
-        if isinstance(self.batch, Mapping):
-            batch = with_images(self.batch, images)
-            answer = self.model(**{k: v for k, v in batch.items() if k not in ("labels", "label")})
-        else:
-            answer = self.model(images)
-        logits = getattr(answer, "logits", answer)
+        images = self.normalisation.from_pixels(pixels)
+        args, kwargs, _ = split_batch(with_images(self.batch, images))
+        output = self.model(*args, **kwargs)
+        logits = getattr(output, "logits", output)
         if not isinstance(logits, Tensor) or logits.ndim != 2:
             raise DataError(
-                f"The model to attack answered with {describe(logits)}; expected logits [batch, "
-                "class]."
+                f"Cannot attack this model: expected logits [batch, class]; {describe(logits)}."
             )
         return logits
 
@@ -99,6 +94,8 @@ def adversarial(
     Every pass repeats the attack, with the same result: keep `list(adversarial(...))` to use it
     with several models.
 
+        attacked = adversarial(model, test, attack="pgd", epsilon=4 / 255)
+
     Args:
         model: maps images to logits or an object with `.logits`; in eval mode while attacked.
         data: labelled batches of images.
@@ -110,24 +107,18 @@ def adversarial(
         mean, std: what the images were normalised with; by default those of the data's own
             transform.
     """
-    transform = getattr(data, "transform", None)
-    wrapped = PixelModel(
-        model,
-        getattr(transform, "mean", None) if mean is None else mean,
-        getattr(transform, "std", None) if std is None else std,
-    )
-
-    def make(seeds: Tensor) -> Attack:
-        if callable(attack):
-            return attack(wrapped)
-        if attack == "fgsm":
-            return lambda images, labels: fgsm(wrapped, images, labels, epsilon=epsilon)
-        return lambda images, labels: pgd(
-            wrapped, images, labels, epsilon=epsilon, step=epsilon / 4, steps=steps, seeds=seeds
-        )
-
     if not callable(attack):
         check_name("attack", attack, ("fgsm", "pgd"))
+    normalisation = Normalisation.of(data, mean, std)
+    wrapped = PixelModel(model, normalisation)
+
+    def run(pixels: Tensor, labels: Tensor, seeds: Tensor) -> Tensor:
+        if callable(attack):
+            return attack(wrapped)(pixels, labels)
+        if attack == "fgsm":
+            return fgsm(wrapped, pixels, labels, epsilon=epsilon)
+        step = epsilon / 4
+        return pgd(wrapped, pixels, labels, epsilon=epsilon, step=step, steps=steps, seeds=seeds)
 
     def start() -> Callable[[Batch], Batch]:
         generator = torch.Generator().manual_seed(seed)
@@ -137,19 +128,16 @@ def adversarial(
             if originals is None or labels is None:
                 raise DataError(f"An attack needs images and labels; {describe(batch)}.")
             images = originals.to(device_of(model) or originals.device)
-            scale = per_channel(wrapped.std, images, 1.0)
-            shift = per_channel(wrapped.mean, images, 0.0)
-            pixels = (images * scale + shift).clamp(0, 1)
+            pixels = normalisation.to_pixels(images).clamp(0, 1)
+            seeds = draw_seeds(len(images), generator)
             wrapped.batch = move(batch, images.device)
-            modes = [(module, module.training) for module in wrapped.modules()]
-            wrapped.eval()
             try:
-                changed = make(draw_seeds(len(images), generator))(pixels, labels.to(images.device))
+                with evaluating(wrapped), torch.enable_grad():
+                    changed = run(pixels, labels.to(images.device), seeds)
             finally:
                 wrapped.batch = None
-                for module, mode in modes:
-                    module.training = mode
-            return with_images(batch, ((changed - shift) / scale).detach().to(originals.device))
+            attacked = normalisation.from_pixels(changed.detach())
+            return with_images(batch, attacked.to(originals.device))
 
         return apply
 

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .batches import Batch, Batches
+from .batches import Batch
 from .corruptions.base import smooth
 from .image_data import image_batch
+from .loaders import Batches
 from .splits import split
 
 # Letters that resemble no digit, as lines between points (x to the right, y down, in the unit box)

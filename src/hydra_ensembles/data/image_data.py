@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..runtime.images import open_image
-from .batches import Batch, Batches
-from .class_names import Names
-from .labels import encode_labels, pick_column
+from .batches import Batch
+from .class_names import Names, encode_labels, pick_column
+from .loaders import Batches
 from .progress import progress_bar
-from .table_files import read_table
+from .text_files import LABEL_COLUMNS, read_table
 from .transforms import ImageTransform, image_transform
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"})
 FILE_COLUMNS = ("file", "file_name", "filename", "path", "image")
-LABEL_COLUMNS = ("label", "labels", "class", "target", "category")
+IMAGE_COLUMNS = ("image", "img", "images", "picture", "pixel_values")
 
 
 def image_folder(
@@ -36,34 +36,36 @@ def image_folder(
     key: str | None = "pixel_values",
     skip_broken: bool = False,
 ) -> Batches:
-    """Read a folder of images as data; pictures are decoded batch by batch in every pass.
+    """Read a folder of images as data; images are decoded batch by batch in every pass.
+
+        data = image_folder("flowers/train", AutoImageProcessor.from_pretrained(name))
 
     Args:
-        folder: a folder with one subfolder per class, or with the pictures themselves.
+        folder: a folder with one subfolder per class, or with the images themselves.
         transform: what `image_transform` takes: the host's image processor, a timm model, an
             `ImageTransform`, a function; by default 224 pixels with ImageNet's normalisation.
         labels: True: the subfolders' names, if there are any; a CSV, TSV or JSONL file with one row
-            per picture (paths relative to the folder, or anywhere below it); False: no labels, as
+            per image (paths relative to the folder, or anywhere below it); False: no labels, as
             for outliers.
         file_column, label_column: columns of that file; by default the usual names.
         class_names: names in the order of the host's classes, or spellings of each; by default
             those found, sorted: that order is assumed, and checked with the first model that meets
             the data (`check_class_order`).
-        batch_size: pictures per batch.
+        batch_size: images per batch.
         key: the host's name for images (a batch is a mapping); None gives `(images, labels)`.
-        skip_broken: check every picture first and leave broken ones out with one warning; by
+        skip_broken: check every image first and leave broken ones out with one warning; by
             default the first broken one raises an error that names it.
     """
     root = Path(folder).expanduser()
     if not root.is_dir():
         kind = "is a file" if root.exists() else "does not exist"
-        raise DataError(f"The image folder {root} {kind}. Give a folder of pictures.")
+        raise DataError(f"The image folder {root} {kind}. Give a folder of images.")
     files = sorted(
         path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()
     )
     if not files:
         raise DataError(
-            f"There are no pictures in {root} or below it; expected files ending in "
+            f"There are no images in {root} or below it; expected files ending in "
             f"{', '.join(sorted(SUFFIXES))}."
         )
     values: list[Any] | None = None
@@ -73,46 +75,56 @@ def image_folder(
         stray = [path for path in files if path.parent == root]
         if stray:
             raise DataError(
-                f"{root} holds class subfolders and also {len(stray)} pictures beside them, such "
+                f"{root} holds class subfolders and also {len(stray)} images beside them, such "
                 f"as {stray[0].name}. Move those into their class, or pass labels=False."
             )
         values = [path.relative_to(root).parts[0] for path in files]
     if skip_broken:
         files, values = _unbroken(root, files, values)
-    numbers, info = None, {"class_names": None}
+    numbers: Tensor | None = None
+    info: dict[str, Any] = {"class_names": None}
     if values is not None:
         where = f"the subfolders of {root}" if isinstance(labels, bool) else str(labels)
         numbers, info = encode_labels(
             values, class_names, where=where, numbers_stay=not isinstance(labels, bool)
         )
-    prepare = image_transform(ImageTransform() if transform is None else transform)
-    return Batches(
-        _loader(files, numbers, prepare, key),
-        range(len(files)),
-        batch_size=batch_size,
-        labels=numbers,
-        info={**info, "transform": prepare, "files": files},
-    )
 
-
-def _loader(
-    files: Sequence[Path],
-    labels: Tensor | None,
-    transform: Callable[[Any], Tensor],
-    key: str | None,
-) -> Callable[[Sequence[int]], Batch]:
-    def load(rows: Sequence[int]) -> Batch:
+    def image(row: int) -> Any:
         try:
-            images = [transform(open_image(files[row])) for row in rows]
+            return open_image(files[row])
         except DataError as error:
             raise DataError(
                 f"{error} Replace or remove it, or pass skip_broken=True to leave broken images "
                 "out."
             ) from error
-        numbers = None if labels is None else labels[list(rows)]
-        return image_batch(torch.stack(images), numbers, key)
 
-    return load
+    info["files"] = files
+    return image_batches(image, len(files), numbers, info, transform, batch_size, key)
+
+
+def image_batches(
+    image: Callable[[int], Any],
+    count: int,
+    labels: Tensor | None,
+    info: Mapping[str, Any],
+    transform: Any,
+    batch_size: int,
+    key: str | None,
+) -> Batches:
+    """Make data from `count` images; `image` opens one by its number."""
+    prepare = image_transform(ImageTransform() if transform is None else transform)
+
+    def load(rows: Sequence[int]) -> Batch:
+        images = torch.stack([prepare(image(int(row))) for row in rows])
+        return image_batch(images, None if labels is None else labels[list(rows)], key)
+
+    return Batches(
+        load,
+        range(count),
+        batch_size=batch_size,
+        labels=labels,
+        info={**info, "transform": prepare},
+    )
 
 
 def image_batch(images: Tensor, labels: Tensor | None, key: str | None) -> Batch:
@@ -125,11 +137,9 @@ def image_batch(images: Tensor, labels: Tensor | None, key: str | None) -> Batch
 def _unbroken(
     root: Path, files: list[Path], values: list[Any] | None
 ) -> tuple[list[Path], list[Any] | None]:
-    """Drop broken pictures, with one warning that counts and names them."""
+    """Drop broken images, with one warning that counts and names them."""
     broken = []
-    for row, file in enumerate(
-        progress_bar(files, description="checking pictures", unit="pictures")
-    ):
+    for row, file in enumerate(progress_bar(files, description="checking images", unit="images")):
         try:
             open_image(file, draft=True)
         except DataError:
@@ -159,15 +169,15 @@ def _labelled(
     by_name: dict[str, list[Path]] = {}
     for path in files:
         by_name.setdefault(path.name, []).append(path)
-    pictures = []
+    images = []
     for number, name in enumerate(names):
         same = by_name.get(str(name), [])
         match = by_path.get(Path(str(name)).as_posix()) or (same[0] if len(same) == 1 else None)
         if match is None:
             why = f"is there {len(same)} times" if same else "is not there"
             raise DataError(
-                f"Row {number + 1} of {table} names the picture {name!r}, which {why} in {root}. "
+                f"Row {number + 1} of {table} names the image {name!r}, which {why} in {root}. "
                 "Give paths relative to that folder."
             )
-        pictures.append(match)
-    return pictures, labels
+        images.append(match)
+    return images, labels

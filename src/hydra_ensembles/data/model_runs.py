@@ -1,8 +1,7 @@
 """Run any classifier over any data: batches in, member logits `[batch, member, class]` out.
 
-A *batch* is what the host takes: a mapping with an optional `labels`, `(inputs, labels)`, or the
-inputs only. *Data* is an iterable of batches. A *model* is anything that is called on a batch and
-answers with a tensor, an object or mapping with `logits`, or has `predict(batch) -> Prediction`.
+A *model* is anything that is called on a batch and returns a tensor, an object or mapping with
+`logits`, or that has `predict(batch) -> Prediction`.
 """
 
 from __future__ import annotations
@@ -18,47 +17,13 @@ from ..errors import DataError, HydraError
 from ..prediction import Prediction
 from ..uncertainty import as_member_logits
 from .answers import Answers, answers_from, flat_tokens, join_answers
-from .batches import LABEL_KEYS
-from .batches import move as move
-from .eval_mode import evaluating as evaluating
+from .batches import check_inputs, check_labels, describe, move, split_batch
+from .eval_mode import evaluating
 from .memory import Halving
-from .padding import IGNORED as IGNORED
-from .progress import length_of as length_of
-from .progress import progress_bar as progress_bar
-from .sharing import in_order
+from .processes import in_order
+from .progress import length_of, progress_bar
 
-
-def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
-    """Split a batch into positional inputs, keyword inputs and labels (None without).
-
-    Labels never reach the model: a host with labels would compute a loss that nobody needs.
-    """
-    labels: Any = None
-    if isinstance(batch, (tuple, list)):
-        if not 1 <= len(batch) <= 2:
-            raise DataError(
-                f"A batch is a {type(batch).__name__} of {len(batch)} things; expected "
-                "(inputs, labels), (inputs,) or a mapping with an optional 'labels'."
-            )
-        if len(batch) == 2:
-            labels = batch[1]
-        batch = batch[0]
-    if not isinstance(batch, Mapping):
-        return (batch,), {}, _as_labels(labels)
-    inputs = {str(key): value for key, value in batch.items() if key not in LABEL_KEYS}
-    for key in LABEL_KEYS:
-        if labels is None:
-            labels = batch.get(key)
-    return (), inputs, _as_labels(labels)
-
-
-def read_batch(
-    batch: Any, device: Any = None, *, where: str = "the batch"
-) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
-    """Split a batch, check its inputs and move them to a device, each once."""
-    check_inputs(batch, where)
-    args, kwargs, labels = split_batch(batch)
-    return move(args, device), move(kwargs, device), labels
+NO_LABELS = "Give batches as (inputs, labels) or as mappings with 'labels'."
 
 
 def check_data(model: Any, data: Any) -> None:
@@ -66,10 +31,6 @@ def check_data(model: Any, data: Any) -> None:
     check = getattr(getattr(model, "host", model), "check_data", None)
     if callable(check):
         check(data)
-
-
-def _as_labels(labels: Any) -> Tensor | None:
-    return None if labels is None else torch.as_tensor(labels)
 
 
 def device_of(model: Any) -> torch.device | None:
@@ -105,7 +66,7 @@ def member_logits_of(output: Any) -> Tensor:
             logits = output[0]
     if not isinstance(logits, Tensor):
         raise DataError(
-            f"The model answered with a {type(output).__name__}; expected a tensor [batch, class] "
+            f"The model returned a {type(output).__name__}; expected a tensor [batch, class] "
             "or [batch, member, class], or something with .logits. Is it a classifier?"
         )
     return as_member_logits(logits)
@@ -114,8 +75,10 @@ def member_logits_of(output: Any) -> Tensor:
 def member_logits(model: Any, batch: Any, *, device: Any = None) -> Tensor:
     """Return a model's member logits on a batch, `[batch, member, class]`.
 
-    `predict` is preferred when it answers with a `Prediction`: only there does an ensemble apply
-    its temperatures.
+    `predict` is preferred when it returns a `Prediction`: only there does an ensemble apply its
+    temperatures.
+
+        member_logits(ensemble, {"pixel_values": images}).softmax(-1).mean(1)
     """
     return member_logits_of(_answer(model, batch, device))
 
@@ -125,12 +88,15 @@ def _answer(model: Any, batch: Any, device: Any) -> Any:
     predict = getattr(model, "predict", None)
     if not callable(predict):
         return call_model(model, batch, device=device)
-    promised = _promised(predict)
+    try:
+        returned = inspect.signature(predict).return_annotation
+    except (TypeError, ValueError):
+        returned = inspect.Signature.empty
     args, kwargs, _ = split_batch(batch)
     inputs = move(kwargs or args[0], device_of(model) if device is None else device)
-    if promised in (Prediction, "Prediction") or not callable(model):
+    if returned in (Prediction, "Prediction") or not callable(model):
         return predict(inputs)
-    if promised is inspect.Signature.empty:  # not annotated: look at what it returns
+    if returned is inspect.Signature.empty:  # not annotated: look at what it returns
         try:
             answer = predict(inputs)
         except (TypeError, AttributeError, KeyError):  # not a predict of batches: call instead
@@ -138,42 +104,6 @@ def _answer(model: Any, batch: Any, device: Any) -> Any:
         if isinstance(answer, Prediction):
             return answer
     return call_model(model, batch, device=device)
-
-
-def _promised(function: Callable[..., Any]) -> Any:
-    try:
-        return inspect.signature(function).return_annotation
-    except (TypeError, ValueError):
-        return inspect.Signature.empty
-
-
-def check_inputs(batch: Any, where: str = "the batch") -> None:
-    """Raise when a batch holds no examples, or NaN or infinite inputs.
-
-    Attention masks and biases may be infinite; labels are not checked here.
-    """
-    args, kwargs, _ = split_batch(batch)
-    for name, value in [*(("inputs", arg) for arg in args), *kwargs.items()]:
-        if not isinstance(value, Tensor) or not value.ndim:
-            continue
-        if not value.numel():
-            raise DataError(
-                f"There is nothing to predict in {where}: {name} has shape {list(value.shape)}. "
-                "Give at least one example, and texts of at least one token."
-            )
-        if not value.is_floating_point() or "mask" in name or "bias" in name:
-            continue
-        if bool(value.detach().float().sum().isfinite()):  # then every value is finite
-            continue
-        finite = value.detach().isfinite().reshape(len(value), -1).all(1)
-        bad = (~finite).nonzero().flatten().tolist()
-        if bad:
-            kind = "NaN" if bool(value.isnan().any()) else "infinite values"
-            raise DataError(
-                f"The inputs hold {kind} for {len(bad)} of {len(value)} examples in {where} "
-                f"({name}; example {bad[0]} is the first). Mend or leave out these examples; check "
-                "how they were scaled."
-            )
 
 
 def checked(
@@ -187,46 +117,15 @@ def checked(
         classes: number of classes, to check labels against.
         labelled: raise if labels are missing or are not class numbers.
     """
+    where = f"the {name} data"
     for batch in data:
-        where = f"the {name} data"
         check_inputs(batch, where)
         if labelled:
             labels = split_batch(batch)[2]
             if labels is None:
-                raise DataError(
-                    f"There are no labels in {where}. Give batches as (inputs, labels) or as "
-                    "mappings with 'labels'."
-                )
+                raise DataError(f"There are no labels in {where}. {NO_LABELS}")
             check_labels(labels, where, classes=classes)
         yield batch
-
-
-def iterate_logits(
-    model: Any,
-    data: Iterable[Any],
-    *,
-    name: str = "data",
-    need_labels: bool = False,
-    ignore_labels: bool = False,
-    device: Any = None,
-    progress: bool = False,
-    classes: int | None = None,
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield `(member_logits [batch, member, class], labels [batch] or None)` on the CPU, checked.
-
-    See `iterate_answers` for the arguments.
-    """
-    for answers in iterate_answers(
-        model,
-        data,
-        name=name,
-        need_labels=need_labels,
-        ignore_labels=ignore_labels,
-        device=device,
-        progress=progress,
-        classes=classes,
-    ):
-        yield answers.logits, answers.labels
 
 
 def iterate_answers(
@@ -243,8 +142,8 @@ def iterate_answers(
     """Yield a model's checked answers to every batch.
 
     A batch that does not fit in memory is run in halves, with a warning. Several processes share
-    the batches; all of them get all answers, in order (`sharing`). Each token of a token classifier
-    is an example; padding and tokens with label -100 are left out.
+    the batches; all of them get all answers, in order (`in_order`). Each token of a token
+    classifier is an example; padding and tokens with label -100 are left out.
 
     Args:
         model: see `member_logits`.
@@ -257,39 +156,46 @@ def iterate_answers(
         classes: number of classes on another data set, to compare with.
     """
     check_data(model, data)
-    shape: tuple[int, int] | None = None
-    labelled: bool | None = None
-    examples = 0
-    runs_in_eval = getattr(model, "keeps_modes", False)
     halving = Halving(name)
 
     def answer(part: Any) -> Answers:
-        labels = None if ignore_labels else split_batch(part)[2]
+        _, kwargs, labels = split_batch(part)
         output = _answer(model, part, device)
         logits = member_logits_of(output).detach().cpu()
-        mask = split_batch(part)[1].get("attention_mask")
-        logits, labels = flat_tokens(model, mask, logits, labels)
+        labels = None if ignore_labels else labels
+        logits, labels = flat_tokens(model, kwargs.get("attention_mask"), logits, labels)
         return answers_from(output, logits, labels)
 
     def work(index: int, batch: Any) -> dict[str, Tensor]:
-        output = _answers_of(halving, answer, batch, _where(index, name), name)
+        where = f"batch {index} of the data set {name!r}"
+        try:
+            check_inputs(batch, where)
+            output = join_answers([answers for _, answers in halving(answer, batch)])
+        except DataError as error:
+            if where in str(error) or f"data set {name!r}" in str(error):
+                raise
+            raise DataError(f"In {where}: {error}") from error
+        except HydraError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"The model failed on {where} ({describe(batch)}): {error}. Every data set must be "
+                "prepared as the model expects it."
+            ) from error
         return {key: value for key, value in output._asdict().items() if value is not None}
 
-    with torch.no_grad() if runs_in_eval else evaluating(model):
-        for index, columns in enumerate(
-            progress_bar(
-                in_order(data, work, name=name),
-                description=name,
-                enabled=progress,
-                total=length_of(data),
-            )
-        ):
-            where = _where(index, name)
+    shape: torch.Size | None = None
+    labelled: bool | None = None
+    results = in_order(data, work, name=name)
+    bar = progress_bar(results, description=name, enabled=progress, total=length_of(data))
+    with torch.no_grad() if getattr(model, "keeps_modes", False) else evaluating(model):
+        for index, columns in enumerate(bar):
+            where = f"batch {index} of the data set {name!r}"
             answers = Answers(**{"labels": None, **columns})
             logits, labels = answers.logits, answers.labels
             _check_logits(logits, where)
             if shape is None:
-                shape = (logits.shape[1], logits.shape[2])
+                shape, labelled = logits.shape[1:], labels is not None
                 if classes is not None and shape[1] != classes:
                     raise DataError(
                         f"The model gave {shape[1]} classes on the data set {name!r} but {classes} "
@@ -301,49 +207,21 @@ def iterate_answers(
                     f"classes, but {shape[0]} x {shape[1]} before."
                 )
             if labels is None and need_labels:
-                raise DataError(
-                    f"There are no labels in {where}. Give batches as (inputs, labels) or as "
-                    "mappings with 'labels'."
-                )
-            if labelled is None:
-                labelled = labels is not None
-            elif labelled != (labels is not None):
+                raise DataError(f"There are no labels in {where}. {NO_LABELS}")
+            if labelled != (labels is not None):
                 raise DataError(
                     f"Some batches of the data set {name!r} have labels, some have none."
                 )
-            examples += len(logits)
             if labels is not None:
-                labels = _check_labels(labels, logits, where)
+                if labels.ndim == 1 and len(labels) != len(logits):
+                    raise DataError(f"{len(labels)} labels for {len(logits)} examples in {where}.")
+                labels = check_labels(labels, where, classes=logits.shape[-1])
             yield answers._replace(labels=labels)
-    if not examples:
+    if shape is None:
         raise DataError(
             f"The data set {name!r} is empty: it gave no examples. If it is a generator, it may "
             "have been used up before: pass a DataLoader or a list."
         )
-
-
-def _where(index: int, name: str) -> str:
-    return f"batch {index} of the data set {name!r}"
-
-
-def _answers_of(
-    halving: Halving, answer: Callable[[Any], Answers], batch: Any, where: str, name: str
-) -> Answers:
-    """Run a model on one batch, in halves if need be; errors name the batch."""
-    try:
-        check_inputs(batch, where)
-        return join_answers([answers for _, answers in halving(answer, batch)])
-    except DataError as error:
-        if where in str(error) or f"data set {name!r}" in str(error):
-            raise
-        raise DataError(f"In {where}: {error}") from error
-    except HydraError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"The model failed on {where}, with inputs {_shapes(batch)}: {error}. "
-            "Every data set must be prepared as the model expects it."
-        ) from error
 
 
 def collect_logits(
@@ -357,27 +235,20 @@ def collect_logits(
 ) -> tuple[Tensor, Tensor | None]:
     """Return all member logits `[example, member, class]` and labels `[example]`, on the CPU.
 
-    See `iterate_logits` for the arguments. Labels are None when the data has none; memory grows
-    with examples x members x classes.
+    Labels are None when the data has none. Memory grows with examples x members x classes.
+
+        logits, labels = collect_logits(model, loader, need_labels=True)
+
+    Args:
+        model, data, name, need_labels, device, progress: see `iterate_answers`.
     """
-    pairs = list(
-        iterate_logits(
+    answers = list(
+        iterate_answers(
             model, data, name=name, need_labels=need_labels, device=device, progress=progress
         )
     )
-    labels = [label for _, label in pairs if label is not None]
-    return torch.cat([logits for logits, _ in pairs]), torch.cat(labels) if labels else None
-
-
-def _shapes(batch: Any) -> str:
-    """Describe the inputs of a batch and their shapes, for errors."""
-    args, kwargs, _ = split_batch(batch)
-    inputs = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
-    shown = [
-        f"{key} {list(value.shape)}" if hasattr(value, "shape") else f"{key} {type(value).__name__}"
-        for key, value in inputs.items()
-    ]
-    return "(" + ", ".join(shown) + ")"
+    labels = [part.labels for part in answers if part.labels is not None]
+    return torch.cat([part.logits for part in answers]), torch.cat(labels) if labels else None
 
 
 def _check_logits(logits: Tensor, where: str) -> None:
@@ -389,38 +260,3 @@ def _check_logits(logits: Tensor, where: str) -> None:
             f"The model's logits hold {kind} for {int(bad.any(1).sum())} of {len(logits)} examples "
             f"in {where}. Check the inputs (scale, missing values) and the model's precision."
         )
-
-
-def _check_labels(labels: Tensor, logits: Tensor, where: str) -> Tensor:
-    if labels.ndim == 1 and len(labels) != len(logits):
-        raise DataError(f"{len(labels)} labels for {len(logits)} examples in {where}.")
-    return check_labels(labels, where, classes=logits.shape[-1])
-
-
-def _by_token(labels: Tensor) -> bool:
-    """Tell labels of tokens from several yes or no labels of one example."""
-    if labels.ndim != 2 or labels.is_floating_point():
-        return False
-    return bool(((labels == IGNORED) | (labels > 1)).any())
-
-
-def check_labels(labels: Tensor, where: str, *, classes: int | None = None) -> Tensor:
-    """Return labels as whole numbers on the CPU; raise when they are not classes of the model."""
-    labels = labels.detach().cpu()
-    if _by_token(labels):
-        raise DataError(
-            f"Labels of shape {list(labels.shape)} in {where} are one for each token, and members "
-            "are searched by one label for each example. For token classification choose heads by "
-            "score_heads(model, data).top_k(0.5), one mask for each member, and fuse() them."
-        )
-    if labels.is_floating_point() or labels.ndim != 1:
-        raise DataError(
-            f"Labels of shape {list(labels.shape)} and type {labels.dtype} in {where}; expected "
-            "one whole class number per example. Multi-label and regression are refused."
-        )
-    labels = labels.long()
-    outside = labels[labels < 0] if classes is None else labels[(labels < 0) | (labels >= classes)]
-    if len(outside):
-        known = "" if classes is None else f": the model has {classes} classes, 0 to {classes - 1}"
-        raise DataError(f"Label {int(outside[0])} in {where} is out of range{known}.")
-    return labels

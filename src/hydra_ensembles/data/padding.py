@@ -92,5 +92,6 @@ def _seen_padding(key: str, batches: Sequence[Mapping[str, Any]]) -> float | Non
     for batch in batches:
         masked = batch["attention_mask"] == 0
         if batch[key].shape == masked.shape and bool(masked.any()):
-            return batch[key][masked][0].item()
+            value: float = batch[key][masked][0].item()
+            return value
     return None

@@ -9,14 +9,13 @@ that is done by then says nothing.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..errors import DataError
+from .memory import telling_lost_workers
 from .processes import seems_first
 
 logger = logging.getLogger("hydra_ensembles")
@@ -41,7 +40,7 @@ def shows_bars() -> bool:
 
 def announce(text: str, *, enabled: bool = True) -> None:
     """Report one line about the current work, where progress is reported."""
-    if not _is_on(enabled):
+    if not enabled or _quiet or not seems_first():
         return
     if shows_bars():
         from tqdm.auto import tqdm
@@ -50,8 +49,7 @@ def announce(text: str, *, enabled: bool = True) -> None:
     elif logger.hasHandlers():
         logger.info("%s", text)
     else:
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def duration(seconds: float) -> str:
@@ -62,8 +60,19 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
+class _Lines:
+    """What tqdm writes to where nobody watches: each of its updates is announced as a line."""
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            announce(text.strip())
+
+    def flush(self) -> None:
+        pass
+
+
 class Progress:
-    """Counts steps and reports them.
+    """Counts steps and reports them: `heads: 3 of 12 batches, 25 %, 00:40 left, loss 0.5`.
 
     Args:
         description: Name of the work.
@@ -82,70 +91,53 @@ class Progress:
         unit: str = "batches",
         done: int = 0,
     ) -> None:
-        self.description, self.total, self.unit = description, total, unit
-        self.done = self.before = done
-        self.figures = ""
-        self._start = time.monotonic()
-        self._bar: Any = None
-        self._ended = threading.Event()
-        self.enabled = _is_on(enabled)
-        if not self.enabled:
-            return
-        if shows_bars():
-            from tqdm.auto import tqdm
+        from tqdm.auto import tqdm
 
-            self._bar = tqdm(
-                desc=description, total=total, initial=done, leave=False, unit=unit, disable=False
-            )
-        else:
+        enabled = enabled and not _quiet and seems_first()
+        lines: dict[str, Any] = {}
+        if not shows_bars():
+            share = " of {total_fmt} {unit}, {percentage:.0f} %, {remaining} left" if total else ""
+            form = "{desc}: {n_fmt}" + (share or " {unit}") + "{postfix}"
+            # the thread below decides when to write; tqdm counts and formats
+            lines = {"file": _Lines(), "bar_format": form, "position": 0}
+            lines |= {"delay": FIRST, "mininterval": math.inf}
+        self._bar = tqdm(
+            desc=description,
+            total=total,
+            initial=done,
+            unit=unit,
+            leave=False,
+            disable=not enabled,
+            **lines,
+        )
+        self._ended = threading.Event()
+        if enabled and lines:
             threading.Thread(target=self._report, daemon=True, name="progress").start()
+
+    def _report(self) -> None:
+        wait = FIRST
+        while not self._ended.wait(wait):
+            self._bar.refresh()
+            wait = EVERY
 
     def update(self, steps: int = 1) -> None:
         """Count finished steps."""
-        self.done += steps
-        if self._bar is not None:
-            self._bar.update(steps)
+        self._bar.update(steps)
 
     def show(self, figures: str) -> None:
         """Show figures next to the count, such as the loss."""
-        self.figures = figures
-        if self._bar is not None:
-            self._bar.set_postfix_str(figures, refresh=False)
+        self._bar.set_postfix_str(figures, refresh=False)
 
     def close(self) -> None:
         """End the report."""
         self._ended.set()
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __str__(self) -> str:
-        """Describe the state in a line: `heads: 3 of 12 batches, 25 %, about 40 s left`."""
-        count = (
-            f"{self.done} {self.unit}"
-            if self.total is None
-            else (f"{self.done} of {self.total} {self.unit}")
-        )
-        parts = [f"{self.description}: {count}"]
-        if self.total:
-            parts.append(f"{100 * self.done // self.total} %")
-        new, passed = self.done - self.before, time.monotonic() - self._start
-        if self.total and new and self.done < self.total:
-            parts.append(f"about {duration(passed / new * (self.total - self.done))} left")
-        if self.figures:
-            parts.append(self.figures)
-        return ", ".join(parts)
-
-    def _report(self) -> None:
-        wait = FIRST
-        while not self._ended.wait(wait):
-            announce(str(self))
-            wait = EVERY
 
 
 def length_of(data: Iterable[Any]) -> int | None:
@@ -170,47 +162,3 @@ def progress_bar(
         for item in telling_lost_workers(data, description):
             yield item
             progress.update()
-
-
-def telling_lost_workers(data: Iterable[Any], name: str) -> Iterator[Any]:
-    """Iterate over data; raise a clear error when a process that loads it dies."""
-    source = iter(data)
-    while True:
-        try:
-            item = next(source)
-        except StopIteration:
-            return
-        except (RuntimeError, OSError, EOFError) as error:
-            if not is_lost_worker(error):
-                raise
-            raise lost_worker(error, name) from error
-        yield item
-
-
-def is_lost_worker(error: BaseException) -> bool:
-    """Return whether a process of a `DataLoader` died; torch has no error class for it."""
-    if isinstance(error, RuntimeError):
-        return "DataLoader worker" in str(error)
-    # It may die after it announced a batch: then fetching the batch's memory from it fails.
-    return isinstance(error, (OSError, EOFError)) and _was_fetching(error)
-
-
-def _was_fetching(error: BaseException) -> bool:
-    """Return whether an error occurred while memory was fetched from another process."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(
-        frame.f_globals.get("__name__") == "multiprocessing.resource_sharer" for frame, _ in frames
-    )
-
-
-def lost_worker(error: BaseException, name: str) -> DataError:
-    """Return the error for a data-loading process that died."""
-    return DataError(
-        f"A process that loads the {name} died ({' '.join(str(error).split())[:200]}). Finished "
-        "steps are kept; start again. If it dies again, it may lack memory: use fewer workers "
-        "(num_workers=0 has none) or smaller batches."
-    )
-
-
-def _is_on(enabled: bool) -> bool:
-    return enabled and not _quiet and seems_first()

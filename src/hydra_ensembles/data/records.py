@@ -1,4 +1,4 @@
-"""Read what `predict` is given, record by record; what is wrong with one stays with it."""
+"""Read what `predict` is given, record by record; an error in one does not touch the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from ..errors import DataError
 
 MOST_BYTES = 2**20
-"""A longer line is refused: no host reads a text of a million letters."""
+"""Longer lines are refused: no host reads a text of a million letters."""
 
 ANSWERED = frozenset(
     (
@@ -33,7 +33,7 @@ class Record:
     """One input.
 
     Attributes:
-        value: A text, or the path of a picture; None when there is none.
+        value: A text, or the path of an image; None when there is none.
         echo: What comes back in the answer: the file, the line, the input's own fields.
         error: What is wrong with it, or None.
         skipped: Why it needs no answer, or None.
@@ -50,7 +50,7 @@ def read_records(files: Iterable[str], *, text: bool, column: str | None) -> Ite
 
     Args:
         files: As the command line has them.
-        text: Whether the model reads texts, not pictures.
+        text: Whether the model reads texts, not images.
         column: The name of the texts in tables and JSON objects; by default the usual ones.
     """
     for file in files:
@@ -59,10 +59,10 @@ def read_records(files: Iterable[str], *, text: bool, column: str | None) -> Ite
         elif text:
             yield from _of_text_file(Path(file), column)
         else:
-            yield from _of_pictures(file)
+            yield from _of_images(file)
 
 
-def _of_pictures(file: str) -> Iterator[Record]:
+def _of_images(file: str) -> Iterator[Record]:
     """Yield a file, or the files of a folder; those that are not images are skipped."""
     from .image_data import SUFFIXES
 
@@ -82,7 +82,7 @@ def _of_pictures(file: str) -> Iterator[Record]:
 
 def _of_text_file(path: Path, column: str | None) -> Iterator[Record]:
     """Yield the texts of a file; one that cannot be read is one record with an error."""
-    from .table_files import read_rows
+    from .text_files import read_rows
 
     place, keys, suffix = {"file": str(path)}, _keys(True, column), path.suffix.lower()
     try:
@@ -113,7 +113,7 @@ def records_of_lines(
 
     Args:
         lines: Bytes; each line is decoded separately.
-        text: Whether the model reads texts, not pictures.
+        text: Whether the model reads texts, not images.
         column: The key of the texts in JSON objects.
         objects: Whether every line is a JSON object; by default those that start with a brace.
         place: What every answer says of where its line comes from.
@@ -157,7 +157,7 @@ def _keys(text: bool, column: str | None) -> Sequence[str]:
 
 
 def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _record(

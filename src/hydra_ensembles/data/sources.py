@@ -7,13 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError
-from . import table_files as tables
-from .batches import Batches
-from .class_names import Names
-from .hub import hub_dataset, is_saved_dataset
-from .image_data import image_folder
-from .text_files import text_file
+from ..errors import DataError, MissingDependencyError
+from ..runtime.images import open_image
+from .class_names import Names, encode_labels, pick_column
+from .image_data import IMAGE_COLUMNS, image_batches, image_folder
+from .loaders import Batches
+from .text_files import LABEL_COLUMNS, SUFFIXES, read_texts, text_file
 
 
 def load_data(
@@ -35,6 +34,10 @@ def load_data(
 ) -> Batches:
     """Load data; what `source` is decides how it is read.
 
+        photos = load_data("photos", transform=processor)
+        reviews = load_data("reviews.csv", tokenizer=tokenizer)
+        sst2 = load_data("glue:sst2", split="validation", tokenizer=tokenizer)
+
     Args:
         source: a folder of images; a `.csv`, `.tsv`, `.jsonl`, `.json` or `.txt` file of texts; a
             folder written by `datasets.save_to_disk`; or the name of a dataset on the Hugging Face
@@ -46,7 +49,8 @@ def load_data(
             `hub_dataset`.
     """
     path = Path(source).expanduser()
-    if path.is_dir() and not is_saved_dataset(path):
+    saved = is_saved_dataset(path)
+    if path.is_dir() and not saved:
         return image_folder(
             path,
             transform,
@@ -57,12 +61,11 @@ def load_data(
             key=key,
             skip_broken=skip_broken,
         )
-    if path.is_file() or path.suffix.lower() in tables.SUFFIXES:
-        if tokenizer is None and path.is_file():
-            raise DataError(f"{path} is a text file, which needs the host's tokenizer=....")
+    is_table = path.is_file() or path.suffix.lower() in SUFFIXES
+    if is_table and tokenizer is not None:
         return text_file(
             path,
-            tokenizer or _unused,
+            tokenizer,
             text_column=text_column,
             pair_column=pair_column,
             label_column=label_column,
@@ -71,14 +74,17 @@ def load_data(
             max_length=max_length,
             batch_size=batch_size,
         )
+    if path.is_file():
+        raise DataError(f"{path} is a text file, which needs the host's tokenizer=....")
     name, _, config = str(source).partition(":")
-    if not path.is_dir() and (name.startswith((".", os.sep, "~")) or name.count("/") > 1):
+    local = is_table or name.startswith((".", os.sep, "~")) or name.count("/") > 1
+    if local and not saved:
         raise DataError(
             f"{path} does not exist. Give a folder of images, a text file or a dataset."
         )
     return hub_dataset(
-        path if path.is_dir() else name,
-        config=None if path.is_dir() else config or None,
+        path if saved else name,
+        config=None if saved else config or None,
         split=split,
         tokenizer=tokenizer,
         transform=transform,
@@ -94,5 +100,108 @@ def load_data(
     )
 
 
-def _unused(*texts: Any) -> Any:  # a missing file is reported before any tokenizer is called
-    raise AssertionError
+def hub_dataset(
+    name: str | Path,
+    *,
+    split: str | None = None,
+    config: str | None = None,
+    revision: str | None = None,
+    tokenizer: Callable[..., Any] | None = None,
+    transform: Any = None,
+    text_column: str | None = None,
+    pair_column: str | None = None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    labels: bool = True,
+    class_names: Names | None = None,
+    max_length: int | None = None,
+    batch_size: int = 32,
+    key: str | None = "pixel_values",
+) -> Batches:
+    """Read a Hugging Face dataset as data: texts if a tokenizer is given, otherwise images.
+
+        data = hub_dataset("glue", config="sst2", split="validation", tokenizer=tokenizer)
+
+    Args:
+        name: name on the hub, or a folder written by `save_to_disk`.
+        split: for example `test`; required if there is more than one.
+        config: the dataset's configuration, such as `sst2` of `glue`.
+        revision: a branch, tag or commit of the hub.
+        tokenizer: the host's tokenizer, for text data.
+        transform: what `image_transform` takes; see `image_folder`.
+        text_column, pair_column, image_column, label_column: by default found under their usual
+            names.
+        labels: False leaves them out, as for outliers.
+        class_names: see `image_folder`; by default those of the dataset, in its order.
+        max_length: most tokens per text; by default the tokenizer's limit.
+        batch_size: examples per batch.
+        key: the host's name for images; None gives `(images, labels)`.
+    """
+    dataset = _open(name, split, config, revision)
+    where, columns = f"The dataset {name}", dataset.column_names
+    numbers, info = None, {"class_names": None}
+    if labels:
+        usual = (*LABEL_COLUMNS, "fine_label", "coarse_label")
+        column = pick_column(label_column, columns, usual, "label", where)
+        stored = getattr(dataset.features.get(column), "names", None)
+        numbers, info = encode_labels(
+            list(dataset[column]), class_names, where=f"the dataset {name}", stored=stored
+        )
+    if tokenizer is not None:
+        return read_texts(
+            columns,
+            dataset.__getitem__,
+            tokenizer,
+            where=where,
+            text_column=text_column,
+            pair_column=pair_column,
+            labels=numbers,
+            info=info,
+            max_length=max_length,
+            batch_size=batch_size,
+        )
+    column = pick_column(image_column, columns, IMAGE_COLUMNS, "image", where)
+    images = dataset.select_columns([column])
+
+    def image(row: int) -> Any:
+        try:
+            return open_image(images[row][column])
+        except (DataError, OSError, SyntaxError) as error:
+            raise DataError(f"{where}: the image of row {row} is broken: {error}") from error
+
+    return image_batches(image, len(dataset), numbers, info, transform, batch_size, key)
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Return whether a folder was written by `save_to_disk`."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def _open(name: str | Path, split: str | None, config: str | None, revision: str | None) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Hugging Face datasets need the package datasets: pip install 'hydra-ensembles[data]'."
+        ) from error
+    folder = Path(name).expanduser()
+    try:
+        if folder.is_dir() and is_saved_dataset(folder):
+            dataset = datasets.load_from_disk(str(folder))
+        else:
+            dataset = datasets.load_dataset(str(name), config, revision=revision)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"Cannot load the dataset {name}: {' '.join(str(error).split())}. "
+            "Check its name and the network, or pass a folder that save_to_disk wrote."
+        ) from error
+    if isinstance(dataset, datasets.DatasetDict):
+        if split is None and len(dataset) == 1:
+            split = next(iter(dataset))
+        if split not in dataset:
+            problem = f"no split {split!r}" if split else "several splits"
+            raise DataError(
+                f"The dataset {name} has {problem}; pass split=... of: {', '.join(dataset)}."
+            )
+        return dataset[split]
+    return dataset

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .._records import tensor_bytes
 from ..errors import DataError
-from .batches import Batches, Data, indexable, labels_of
 from .batches import columns as columns_of
+from .batches import labels_of
+from .loaders import Batches, Data, indexable
 
 
 def split(data: Data, fractions: Mapping[str, float], *, seed: int = 0) -> dict[str, Batches]:

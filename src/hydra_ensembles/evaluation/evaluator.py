@@ -103,7 +103,7 @@ def evaluate(
         if scaled:
             examples[POST + key] = _concatenate(scaled)
 
-    assert shape is not None  # iterate_logits raises on empty data
+    assert shape is not None  # iterate_answers raises on empty data
     settings = {
         "scores": names,
         "members": shape[0],

@@ -24,7 +24,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..data.model_runs import progress_bar
+from ..data.progress import progress_bar
 from ..errors import DataError
 from .figures import AllFigures, Measured, direction
 

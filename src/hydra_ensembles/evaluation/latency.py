@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.batches import map_tensors, move
-from ..data.model_runs import device_of, evaluating, progress_bar, split_batch
+from ..data.batches import map_tensors, move, split_batch
+from ..data.eval_mode import evaluating
+from ..data.model_runs import device_of
+from ..data.progress import progress_bar
 from ..errors import DataError
 from ..hosts.operation_count import operation_counter
 from .benchmark_result import BenchmarkResult, PeakMemory, Timing

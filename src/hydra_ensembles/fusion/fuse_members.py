@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..data.batches import batch_length, take
-from ..data.model_runs import move, split_batch
+from ..data.batches import batch_length, move, split_batch, take
 from ..errors import DataError, HydraError, UnsupportedModelError, VerificationError
 from ..heads.head_mask import HeadMask
 from ..hosts import Family, HostModel, device_of, host_model

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..data.batches import move, read_batch, split_batch
 from ..data.eval_mode import in_eval, twin
-from ..data.model_runs import move, read_batch, split_batch
 from ..errors import HydraError, UnsupportedModelError
 from ..heads.head_mask import HeadMask
 from ..heads.stream_plan import Plan

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.model_runs import evaluating
+from ..data.eval_mode import evaluating
 from ..errors import FormatError
 from ..heads.head_mask import HeadMask
 from ..heads.stream_plan import Plan

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..data.batches import move, split_batch
 from ..data.eval_mode import in_eval
 from ..data.input_hashes import input_hashes
 from ..data.memory import Halving
-from ..data.model_runs import length_of, move, progress_bar, split_batch
-from ..data.sharing import in_order
+from ..data.processes import in_order
+from ..data.progress import length_of, progress_bar
 from ..errors import DataError, HydraError
 from ..uncertainty.novelty import Evidence, Novelty
 from ..uncertainty.novelty_fit import NoveltyFit

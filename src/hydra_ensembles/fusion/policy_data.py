@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.batches import split_batch
 from ..data.class_names import check_class_order
-from ..data.model_runs import evaluating, member_logits, progress_bar, split_batch
+from ..data.eval_mode import evaluating
+from ..data.model_runs import member_logits
+from ..data.progress import progress_bar
 from ..errors import DataError, HydraError
 from ..prediction import Prediction
 from ..uncertainty import Policy, choose_policy, predict_from_logits

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..data.batches import as_data
-from ..data.hub import IMAGE_COLUMNS
+from ..data.image_data import IMAGE_COLUMNS
+from ..data.loaders import as_data
 from ..data.text_files import TEXT_COLUMNS
 from ..errors import DataError, UnsupportedModelError
 from ..runtime.images import open_image

@@ -12,11 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..data.batches import as_data, check_reiterable, without_labels
+from ..data.batches import check_inputs, without_labels
 from ..data.class_names import class_count, first_spellings, model_names, shown_order
-from ..data.model_runs import check_inputs, collect_logits, progress_bar
-from ..data.progress import announce, length_of
-from ..data.sharing import in_order
+from ..data.loaders import as_data, check_reiterable
+from ..data.model_runs import collect_logits
+from ..data.processes import in_order
+from ..data.progress import announce, length_of, progress_bar
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fuse_members import fuse, refuse_other_tasks

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from .._records import check_same_run, model_fingerprint, read_record, to_record
 from ..costs.budget import Option, counter_of, fill, masks_for, option_cost
 from ..data import processes
-from ..data.batches import check_reiterable
-from ..data.model_runs import collect_logits, progress_bar
+from ..data.loaders import check_reiterable
+from ..data.model_runs import collect_logits
+from ..data.progress import progress_bar
 from ..heads.gates import gate
 from ..heads.head_mask import HeadMask, HeadScores, keep_count
 from ..hosts import HostModel

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.model_runs import call_model, evaluating, progress_bar, split_batch
+from ..data.batches import split_batch
+from ..data.eval_mode import evaluating
+from ..data.model_runs import call_model
+from ..data.progress import progress_bar
 from ..errors import DataError, MissingDependencyError
 from ..evaluation.figures import OOD
 from ..evaluation.metrics import ood_figures

@@ -16,9 +16,10 @@ from .._records import check_same_run, model_fingerprint, read_record, to_record
 from ..criteria import Criterion, as_criterion, ranked, score_heads
 from ..criteria.criterion import Loss
 from ..data import processes
-from ..data.batches import check_reiterable
 from ..data.class_names import check_class_order
-from ..data.model_runs import collect_logits, progress_bar
+from ..data.loaders import check_reiterable
+from ..data.model_runs import collect_logits
+from ..data.progress import progress_bar
 from ..data.splits import fingerprint, sample, split
 from ..errors import HydraError, UnsupportedModelError
 from ..evaluation.metrics import expected_calibration_error, negative_log_likelihood, ood_figures

@@ -22,7 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._records import to_record
 from ..criteria.criterion import Loss, sample_losses
-from ..data.model_runs import call_model, evaluating, progress_bar, split_batch
+from ..data.batches import split_batch
+from ..data.eval_mode import evaluating
+from ..data.model_runs import call_model
+from ..data.progress import progress_bar
 from ..errors import DataError, UnsupportedModelError
 from ..heads.gates import gate
 from ..heads.head_mask import HeadMask, check_fits

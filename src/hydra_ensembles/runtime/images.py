@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
@@ -226,8 +227,9 @@ def picture_array(
     return np.ascontiguousarray((scaled - centre) / spread)
 
 
+@functools.cache
 def resampling(name: str) -> Any:
-    """Return Pillow's resampling by name."""
+    """Return Pillow's resampling by name; a name is checked once, not for every image."""
     from PIL import Image
 
     check_name("interpolation", name.lower(), [kind.name.lower() for kind in Image.Resampling])

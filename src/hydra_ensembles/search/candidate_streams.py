@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.batches import columns, move
-from ..data.model_runs import split_batch
+from ..data.batches import columns, move, split_batch
 from ..errors import UnsupportedModelError
 from ..heads.gates import gate
 from ..hosts import HostModel, device_of, main_output

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..data import processes
-from ..data.model_runs import evaluating
+from ..data.eval_mode import evaluating
 from ..data.ray_cluster import import_ray, start_ray
 from ..errors import HydraError
 from .candidate_runs import Gates, climb

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from ..data.batches import Mapped, as_data, check_reiterable, images_of, with_images
+from ..data.batches import images_of, with_images
 from ..data.corruptions import corrupt
+from ..data.loaders import Mapped, as_data, check_reiterable
 from ..data.proxies import ImageContext, make_proxies
 from ..data.proxies.base import spread
 from ..errors import DataError

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..data import processes
-from ..data.batches import check_reiterable
-from ..data.model_runs import check_inputs, check_labels, evaluating, split_batch
-from ..data.sharing import in_order, own_batches, own_numbers
+from ..data.batches import check_inputs, check_labels, split_batch
+from ..data.eval_mode import evaluating
+from ..data.loaders import check_reiterable
+from ..data.processes import in_order, own_batches, own_numbers
 from ..errors import DataError
 from ..heads.head_mask import HeadMask
 from ..hosts import HostModel

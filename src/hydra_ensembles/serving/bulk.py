@@ -10,9 +10,9 @@ from typing import Any
 
 from .._records import sha256_of
 from ..data import processes
+from ..data.processes import own_numbers
 from ..data.progress import Progress
 from ..data.ray_cluster import import_ray, start_ray
-from ..data.sharing import own_numbers
 from ..errors import DataError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.row_function import RowAnswers

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.model_runs import split_batch
+from ..data.batches import split_batch
 from ..errors import DataError
 from ..fusion import HydraEnsemble
 from ..fusion.inputs import is_raw, prepare, token_limit

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..data import processes
-from ..data.model_runs import call_model, member_logits_of, split_batch
+from ..data.batches import split_batch
+from ..data.model_runs import call_model, member_logits_of
 from ..errors import DataError, HydraError, MissingDependencyError
 
 

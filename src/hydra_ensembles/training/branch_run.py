@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data import processes
-from ..data.model_runs import progress_bar
+from ..data.progress import progress_bar
 from ..fusion.ensemble import HydraEnsemble
 from .accelerator import accelerator, logits_and_labels
 from .loop import FinetunedMember, Run, StepInfo

@@ -16,9 +16,10 @@ from ..costs.budget import budgeted_masks, counter_of, fit_budget
 from ..costs.formula import cost
 from ..criteria import Criterion, score_heads
 from ..data import processes
-from ..data.batches import as_data, batch_length, check_reiterable, count, labels_of, take
+from ..data.batches import batch_length, labels_of, take
 from ..data.class_names import check_class_order
 from ..data.eval_mode import evaluating
+from ..data.loaders import as_data, check_reiterable, count
 from ..data.memory import in_plain_words
 from ..data.model_runs import check_data, collect_logits, member_logits
 from ..data.splits import fingerprint, split

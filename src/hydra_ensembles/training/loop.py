@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from .._records import check_same_run, model_fingerprint
 from ..data import processes
 from ..data.batches import batch_length, take
-from ..data.memory import is_out_of_memory
-from ..data.progress import Progress, telling_lost_workers
-from ..data.sharing import in_order, own_numbers
+from ..data.memory import is_out_of_memory, telling_lost_workers
+from ..data.processes import in_order, own_numbers
+from ..data.progress import Progress
 from ..errors import DataError, HydraError
 from .accelerator import Gradients, MemberLogits, logits_and_labels
 from .checkpoint import (
@@ -273,7 +273,7 @@ class Run:
                 gradients.take_(part)
         except Exception as error:  # sent to the other processes, so that all raise
             failure = error
-        reports = processes.exchange_plain(
+        reports = processes.exchange(
             {"losses": list(losses.items()), "error": processes.describe_error(failure)}
         )
         if failure is not None:

@@ -17,8 +17,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ..data.batches import Batches, batch_length, columns, join, take
-from ..data.model_runs import split_batch
+from ..data.batches import batch_length, columns, join, split_batch, take
+from ..data.loaders import Batches
 from ..errors import DataError
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from .._records import sha256_of, sha256_of_file, write_whole
 from ..data import processes
-from ..data.memory import Halving
-from ..data.progress import Progress, telling_lost_workers
-from ..data.sharing import in_order
+from ..data.memory import Halving, telling_lost_workers
+from ..data.processes import in_order
+from ..data.progress import Progress
 from ..errors import DataError, FormatError
 from .teachers import Answer, Teacher
 

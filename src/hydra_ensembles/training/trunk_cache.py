@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..data.batches import take
 from ..data.eval_mode import in_eval
-from ..data.sharing import in_order
+from ..data.processes import in_order
 from ..errors import HydraError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.structure import split_classifier_

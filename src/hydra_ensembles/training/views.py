@@ -15,18 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data.batches import (
-    Batches,
-    Data,
-    as_data,
-    columns,
-    describe,
-    images_of,
-    join,
-    take,
-    without_labels,
-)
+from ..data.batches import columns, describe, images_of, join, take, without_labels
 from ..data.corruptions.base import Draws
+from ..data.loaders import Batches, Data, as_data
 from ..data.proxies import Context, ImageContext, Proxy, TokenContext, apply_proxy, proxies
 from ..errors import DataError
 from .outlier_exposure import FIRST_NUMBER, Cycle

@@ -124,8 +124,8 @@ def command(
 
 def _load(reading: Reading, loaded: Loaded, data: str) -> tuple[Any, str]:
     """Load the data, without labels where there are none that the model knows; say so."""
-    from ...data.batches import indexable
     from ...data.class_names import ClassOrderError
+    from ...data.loaders import indexable
     from ...errors import DataError
 
     try:
@@ -143,7 +143,7 @@ def _load(reading: Reading, loaded: Loaded, data: str) -> tuple[Any, str]:
 
 def _has_column(data: str, name: str | None) -> bool:
     """Tell whether a file of texts has the column that was asked for, if one was."""
-    from ...data.table_files import read_table
+    from ...data.text_files import read_table
 
     path = Path(data).expanduser()
     return name is None or not path.is_file() or name in read_table(path)

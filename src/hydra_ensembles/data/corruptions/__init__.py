@@ -10,16 +10,17 @@ Frost is drawn, not photographed, so its results are not comparable with publish
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ...errors import DataError
-from ..batches import Batch, Data, Mapped, describe, images_of, with_images
-from . import blur, digital, noise, weather  # noqa: F401  (they register themselves)
-from .base import Draws, corruptions, draw_seeds
+from ..batches import Batch, describe, images_of, with_images
+from ..loaders import Data, Mapped
+from ..text_files import TextBatches
+from . import images as _images  # noqa: F401  (they register themselves)
+from .base import Channels, Draws, Normalisation, corruptions, draw_seeds
 from .text import corrupt_texts, text_corruptions
 
 COMMON = (
@@ -40,8 +41,6 @@ COMMON = (
     "jpeg_compression",
 )
 """The fifteen; `speckle_noise`, `gaussian_blur`, `spatter` and `saturate` are the extras."""
-
-Channels = float | Sequence[float] | Tensor
 
 
 def corrupt(
@@ -98,19 +97,15 @@ def corrupted(
             those of the data's own transform if it has one, else the images must lie in [0, 1].
     """
     if name in text_corruptions and name not in corruptions:
-        strings: Any = data
-        if not hasattr(strings, "with_texts"):
+        if not isinstance(data, TextBatches):
             raise DataError(
                 f"The corruption {name!r} works on raw strings, which this data does not hold. "
                 "Read the text with text_file(...), or call corrupt_texts(...) before the "
                 "tokenizer."
             )
-        texts = corrupt_texts(strings.texts, name, severity=severity, seed=seed)
-        return strings.with_texts(texts)
+        return data.with_texts(corrupt_texts(data.texts, name, severity=severity, seed=seed))
     _ = corruptions[name]  # an unknown name fails here, not in the middle of a pass
-    transform = getattr(data, "transform", None)
-    mean = getattr(transform, "mean", None) if mean is None else mean
-    std = getattr(transform, "std", None) if std is None else std
+    normalisation = Normalisation.of(data, mean, std)
 
     def start() -> Callable[[Batch], Batch]:
         generator = torch.Generator().manual_seed(seed)
@@ -119,37 +114,24 @@ def corrupted(
             images = images_of(batch)
             if images is None:
                 raise DataError(f"Expected a batch of images; {describe(batch)}.")
-            shift, scale = per_channel(mean, images, 0.0), per_channel(std, images, 1.0)
-            pixels = images * scale + shift
+            pixels = normalisation.to_pixels(images)
             changed = corrupt(pixels, name, severity=severity, generator=generator)
-            return with_images(batch, (changed - shift) / scale)
+            return with_images(batch, normalisation.from_pixels(changed))
 
         return apply
 
     return Mapped(data, start)
 
 
-def per_channel(values: Any, images: Tensor, default: float) -> Tensor:
-    """Return a mean or std as a tensor `[1, C, 1, 1]` (or one number) on the images' device."""
-    tensor = torch.as_tensor(default if values is None else values)
-    tensor = tensor.to(images.device, images.dtype).reshape(1, -1, 1, 1)
-    if tensor.shape[1] not in (1, images.shape[1]):
-        raise DataError(
-            f"mean or std has {tensor.shape[1]} channels, but the images have {images.shape[1]}."
-        )
-    return tensor
-
-
 __all__ = [
     "COMMON",
-    "Channels",
     "Draws",
+    "Normalisation",
     "corrupt",
     "corrupt_texts",
     "corrupt_with",
     "corrupted",
     "corruptions",
     "draw_seeds",
-    "per_channel",
     "text_corruptions",
 ]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...errors import DataError
 from ...registry import Registry
 
 T = TypeVar("T")
+Channels = float | Sequence[float] | Tensor
 
 
 class Draws:
@@ -21,13 +24,6 @@ class Draws:
     def __init__(self, seeds: Tensor, device: torch.device | str = "cpu") -> None:
         self.seeds, self.device = seeds, device
         self._generators = [torch.Generator().manual_seed(int(seed)) for seed in seeds.tolist()]
-
-    @classmethod
-    def of(
-        cls, count: int, generator: torch.Generator, device: torch.device | str = "cpu"
-    ) -> Draws:
-        """Draw one seed for each of `count` examples from one generator."""
-        return cls(draw_seeds(count, generator), device)
 
     def __len__(self) -> int:
         return len(self._generators)
@@ -54,6 +50,43 @@ class Draws:
     def permutations(self, count: int) -> Tensor:
         """Draw a permutation of `count` things for every example, `[batch, count]`."""
         return self.each(lambda generator, _: torch.randperm(count, generator=generator))
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """What images were normalised with: a number or one per channel; None for pixels in [0, 1]."""
+
+    mean: Channels | None
+    std: Channels | None
+
+    @classmethod
+    def of(cls, data: Any, mean: Channels | None, std: Channels | None) -> Normalisation:
+        """Return what is given, otherwise that of the data's own transform, if it has one."""
+        transform = getattr(data, "transform", None)
+        return cls(
+            getattr(transform, "mean", None) if mean is None else mean,
+            getattr(transform, "std", None) if std is None else std,
+        )
+
+    def to_pixels(self, images: Tensor) -> Tensor:
+        """Undo the normalisation of images `[B, C, H, W]`."""
+        return images * per_channel(self.std, images, 1.0) + per_channel(self.mean, images, 0.0)
+
+    def from_pixels(self, pixels: Tensor) -> Tensor:
+        """Normalise pixels `[B, C, H, W]` in [0, 1]."""
+        shift, scale = per_channel(self.mean, pixels, 0.0), per_channel(self.std, pixels, 1.0)
+        return (pixels - shift) / scale
+
+
+def per_channel(values: Any, images: Tensor, default: float) -> Tensor:
+    """Return a mean or std as a tensor `[1, C, 1, 1]` (or one number) on the images' device."""
+    tensor = torch.as_tensor(default if values is None else values)
+    tensor = tensor.to(images.device, images.dtype).reshape(1, -1, 1, 1)
+    if tensor.shape[1] not in (1, images.shape[1]):
+        raise DataError(
+            f"mean or std has {tensor.shape[1]} channels, but the images have {images.shape[1]}."
+        )
+    return tensor
 
 
 Corruption = Callable[[Tensor, int, Draws], Tensor]
@@ -101,7 +134,8 @@ def smooth(field: Tensor, sigma: float) -> Tensor:
     down = torch.fft.fftfreq(height, device=field.device)[:, None]
     across = torch.fft.rfftfreq(width, device=field.device)[None]
     gain = torch.exp(-2 * (math.pi * sigma) ** 2 * (down**2 + across**2))
-    return torch.fft.irfft2(torch.fft.rfft2(field) * gain, s=(height, width))
+    smoothed: Tensor = torch.fft.irfft2(torch.fft.rfft2(field) * gain, s=(height, width))
+    return smoothed
 
 
 def directional_blur(images: Tensor, angles: Tensor, radius: float, sigma: float) -> Tensor:
@@ -142,11 +176,3 @@ def plasma(draws: Draws, size: tuple[int, int], decay: float) -> Tensor:
     assert isinstance(total, Tensor)
     low, high = total.amin((1, 2, 3), keepdim=True), total.amax((1, 2, 3), keepdim=True)
     return (total - low) / (high - low).clamp_min(1e-6)
-
-
-def luminance(images: Tensor) -> Tensor:
-    """Return brightness `[B, 1, H, W]`: ITU-R 601 for three channels, else the mean."""
-    if images.shape[1] != 3:
-        return images.mean(1, keepdim=True)
-    weights = torch.tensor([0.299, 0.587, 0.114], device=images.device, dtype=images.dtype)
-    return (images * weights.view(1, 3, 1, 1)).sum(1, keepdim=True)

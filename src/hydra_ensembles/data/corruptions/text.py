@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -13,26 +14,21 @@ from ...registry import Registry
 from .base import draw_seeds
 
 TextCorruption = Callable[[str, float, random.Random], str]
+Edit = Callable[[list[str], int, str, random.Random], None]
 text_corruptions: Registry[TextCorruption] = Registry("text corruption")
 
 CHARACTER_RATES = (0.02, 0.05, 0.10, 0.15, 0.25)  # share of the letters
 WORD_RATES = (0.05, 0.10, 0.20, 0.35, 0.50)  # share of the words
 _KEYBOARD = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
-
-
-def _neighbours() -> dict[str, str]:
-    places = {key: (row, col) for row, keys in enumerate(_KEYBOARD) for col, key in enumerate(keys)}
-    return {
-        key: "".join(
-            other
-            for other, (r, c) in places.items()
-            if other != key and abs(r - row) <= 1 and abs(c - col + (r - row) / 2) <= 1
-        )
-        for key, (row, col) in places.items()
-    }
-
-
-_NEAR = _neighbours()
+_PLACES = {key: (row, col) for row, keys in enumerate(_KEYBOARD) for col, key in enumerate(keys)}
+_NEAR = {
+    key: "".join(
+        other
+        for other, (r, c) in _PLACES.items()
+        if other != key and abs(r - row) <= 1 and abs(c - col + (r - row) / 2) <= 1
+    )
+    for key, (row, col) in _PLACES.items()
+}
 
 
 def corrupt_texts(
@@ -57,15 +53,34 @@ def corrupt_texts(
     ]
 
 
-def _letters(
-    text: str, rate: float, rng: random.Random, edit: Callable[[list[str], int], None]
-) -> str:
-    """Call `edit(characters, position)` at a share of the letters; edits may change any element."""
-    characters = list(text)
-    for position, character in enumerate(text):
-        if character.isalpha() and rng.random() < rate:
-            edit(characters, position)
-    return "".join(characters)
+def _wrong_key(characters: list[str], position: int, text: str, rng: random.Random) -> None:
+    """Hit the key beside the right one."""
+    characters[position] = _near_key(text[position], rng)
+
+
+def _swap(characters: list[str], position: int, text: str, rng: random.Random) -> None:
+    """Swap a letter with the next one, if that is a letter."""
+    if text[position + 1 : position + 2].isalpha():
+        pair = characters[position : position + 2]
+        characters[position : position + 2] = pair[::-1]
+
+
+def _drop(characters: list[str], position: int, text: str, rng: random.Random) -> None:
+    """Leave a letter out."""
+    characters[position] = ""
+
+
+def _insert(characters: list[str], position: int, text: str, rng: random.Random) -> None:
+    """Hit a neighbouring key as well."""
+    characters[position] += _near_key(text[position], rng)
+
+
+def _mistype(characters: list[str], position: int, text: str, rng: random.Random) -> None:
+    """Mistype as people do: a wrong key, two letters swapped, one left out, one too many."""
+    edit = (_wrong_key, _swap, _drop, _insert)[rng.randrange(4)]
+    if edit is _swap and not text[position + 1 : position + 2].isalpha():
+        edit = _insert
+    edit(characters, position, text, rng)
 
 
 def _near_key(character: str, rng: random.Random) -> str:
@@ -73,65 +88,23 @@ def _near_key(character: str, rng: random.Random) -> str:
     return other.upper() if character.isupper() else other
 
 
-@text_corruptions.register("keyboard")
-def keyboard(text: str, rate: float, rng: random.Random) -> str:
-    """Hit the key beside the right one."""
-
-    def edit(characters: list[str], position: int) -> None:
-        characters[position] = _near_key(text[position], rng)
-
-    return _letters(text, rate, rng, edit)
-
-
-@text_corruptions.register("swap_letters")
-def swap_letters(text: str, rate: float, rng: random.Random) -> str:
-    """Swap a letter with the next one."""
-
-    def edit(characters: list[str], position: int) -> None:
-        if position + 1 < len(text) and text[position + 1].isalpha():
-            pair = characters[position : position + 2]
-            characters[position : position + 2] = pair[::-1]
-
-    return _letters(text, rate, rng, edit)
+def _edited(text: str, rate: float, rng: random.Random, *, edit: Edit) -> str:
+    """Edit a share of the letters; an edit may change any of the characters."""
+    characters = list(text)
+    for position, character in enumerate(text):
+        if character.isalpha() and rng.random() < rate:
+            edit(characters, position, text, rng)
+    return "".join(characters)
 
 
-@text_corruptions.register("drop_letters")
-def drop_letters(text: str, rate: float, rng: random.Random) -> str:
-    """Leave letters out."""
-
-    def edit(characters: list[str], position: int) -> None:
-        characters[position] = ""
-
-    return _letters(text, rate, rng, edit)
-
-
-@text_corruptions.register("insert_letters")
-def insert_letters(text: str, rate: float, rng: random.Random) -> str:
-    """Hit a neighbouring key as well."""
-
-    def edit(characters: list[str], position: int) -> None:
-        characters[position] += _near_key(text[position], rng)
-
-    return _letters(text, rate, rng, edit)
-
-
-@text_corruptions.register("typos")
-def typos(text: str, rate: float, rng: random.Random) -> str:
-    """Mistype as people do: a wrong key, two letters swapped, one left out, one too many."""
-
-    def edit(characters: list[str], position: int) -> None:
-        kind = rng.randrange(4)
-        if kind == 0:
-            characters[position] = _near_key(text[position], rng)
-        elif kind == 1 and position + 1 < len(text) and text[position + 1].isalpha():
-            pair = characters[position : position + 2]
-            characters[position : position + 2] = pair[::-1]
-        elif kind == 2:
-            characters[position] = ""
-        else:
-            characters[position] += _near_key(text[position], rng)
-
-    return _letters(text, rate, rng, edit)
+for _name, _edit in {
+    "keyboard": _wrong_key,
+    "swap_letters": _swap,
+    "drop_letters": _drop,
+    "insert_letters": _insert,
+    "typos": _mistype,
+}.items():
+    text_corruptions.register(_name)(partial(_edited, edit=_edit))
 
 
 @text_corruptions.register("drop_words")

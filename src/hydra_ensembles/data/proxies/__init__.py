@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,22 +16,14 @@ import torch
 from torch import Tensor
 
 from ...errors import DataError
-from ..batches import (
-    Batch,
-    Data,
-    batch_length,
-    check_reiterable,
-    describe,
-    images_of,
-    with_images,
-    without_labels,
-)
-from ..corruptions.base import Draws, draw_seeds
+from ..batches import Batch, batch_length, describe, images_of, with_images, without_labels
+from ..corruptions.base import Draws, Normalisation, draw_seeds
+from ..loaders import Data, Mapped, check_reiterable
 from ..splits import fingerprint
 from . import tokens
-from .base import Proxy, proxies, spread
-from .images import ImageContext, image_proxy
-from .tokens import TokenContext, text_proxy
+from .base import Proxy, image_proxy, proxies, spread, text_proxy
+from .images import ImageContext
+from .tokens import TokenContext
 
 IMAGE_BANK, TEXT_BANK = 64, 512
 
@@ -46,6 +38,8 @@ def make_proxies(
     tokenizer: Any = None,
 ) -> dict[str, Data]:
     """Make outliers from in-distribution data; return one data set per kind.
+
+        ensemble = hydra.build(model, data, ood=make_proxies(data, ["shuffle", "mix"]))
 
     Args:
         data: batches of images, or of token ids (`input_ids`, `attention_mask`).
@@ -81,13 +75,10 @@ def make_proxies(
                 f"The proxy {name!r} is made of {proxies[name].modality}s, but the data holds "
                 f"{modality}s. Those that fit: {fitting}."
             )
-    transform = getattr(data, "transform", None)
+    tokenizer = getattr(data, "tokenizer", None) if tokenizer is None else tokenizer
+    normalisation = Normalisation.of(data, mean, std)
     context = Context(
-        data,
-        seed=seed,
-        mean=getattr(transform, "mean", None) if mean is None else mean,
-        std=getattr(transform, "std", None) if std is None else std,
-        tokenizer=getattr(data, "tokenizer", None) if tokenizer is None else tokenizer,
+        data, seed=seed, mean=normalisation.mean, std=normalisation.std, tokenizer=tokenizer
     )
     # a seed by name, so that a kind does not depend on the other kinds
     return {
@@ -116,20 +107,21 @@ class Context:
         return TokenContext.of(spread(self.data, TEXT_BANK, self.seed), self.tokenizer)
 
 
-class ProxyData:
+class ProxyData(Mapped):
     """Data of one proxy, made batch by batch."""
 
     def __init__(self, data: Data, proxy: Proxy, context: Context, seed: int) -> None:
-        self.data, self._proxy, self._context, self._seed = data, proxy, context, seed
+        def start() -> Callable[[Batch], Batch]:
+            generator = torch.Generator().manual_seed(seed)
+            return lambda batch: apply_proxy(
+                proxy,
+                without_labels(batch),
+                draw_seeds(batch_length(batch), generator),
+                context,
+            )
 
-    def __iter__(self) -> Iterator[Batch]:
-        generator = torch.Generator().manual_seed(self._seed)
-        for batch in self.data:
-            seeds = draw_seeds(batch_length(batch), generator)
-            yield apply_proxy(self._proxy, without_labels(batch), seeds, self._context)
-
-    def __len__(self) -> int:
-        return len(self.data)  # type: ignore[arg-type]
+        super().__init__(data, start)
+        self._proxy, self._context, self._seed = proxy, context, seed
 
     def fingerprint(self) -> str:
         """Return a hash of the data, of everything else the draws read, and of the first batch.

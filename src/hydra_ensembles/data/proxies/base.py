@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from ...errors import DataError
 from ...registry import Registry
-from ..batches import Batch, Batches, Data, batch_length, join, take
+from ..batches import Batch, batch_length, join, take
 from ..corruptions.base import draw_seeds
+from ..loaders import Batches, Data
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,24 @@ class Proxy:
     """
 
     modality: str
-    make: Callable[..., Any]
+    make: Callable[..., Tensor]
 
 
 proxies: Registry[Proxy] = Registry("proxy")
+Make = TypeVar("Make", bound=Callable[..., Tensor])
+
+
+def _register(modality: str, name: str) -> Callable[[Make], Make]:
+    """Register a proxy of images or of token ids under `name`."""
+
+    def add(make: Make) -> Make:
+        proxies.register(name)(Proxy(modality, make))
+        return make
+
+    return add
+
+
+image_proxy, text_proxy = partial(_register, "image"), partial(_register, "text")
 
 
 def spread(data: Data, count: int, seed: int) -> Batch:

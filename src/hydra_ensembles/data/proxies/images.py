@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..corruptions import corrupt_with, per_channel
-from ..corruptions.base import Draws, gaussian_blur, plasma
-from .base import Proxy, proxies
+from ..corruptions import corrupt_with
+from ..corruptions.base import Draws, gaussian_blur, per_channel, plasma
+from .base import image_proxy
 
 STRONG = (
     "gaussian_noise",
@@ -62,16 +61,6 @@ class ImageContext:
         """Normalise again, with the data type and device of `like`."""
         std, mean = self.std.to(like.device), self.mean.to(like.device)
         return ((pixels.clamp(0, 1) - mean) / std).to(like.dtype)
-
-
-def image_proxy(name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Register a proxy of images under `name`."""
-
-    def add(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        proxies.register(name)(Proxy("image", make))
-        return make
-
-    return add
 
 
 @image_proxy("corrupt")

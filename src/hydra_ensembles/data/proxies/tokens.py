@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import DataError
 from ..batches import Batch, describe
-from .base import Proxy, proxies
+from .base import text_proxy
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,6 @@ class TokenContext:
             unseen[special[special < len(unseen)]] = False
             foreign = unseen.nonzero().flatten()
         return cls(special, seen, foreign if len(foreign) else seen, _continues(tokens), contents)
-
-
-def text_proxy(name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Register a proxy of token ids under `name`."""
-
-    def add(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        proxies.register(name)(Proxy("text", make))
-        return make
-
-    return add
 
 
 def apply(make: Callable[..., Tensor], batch: Batch, seeds: Tensor, context: TokenContext) -> Batch:

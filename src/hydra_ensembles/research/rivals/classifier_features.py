@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...data.model_runs import call_model, evaluating, member_logits_of, progress_bar, split_batch
+from ...data.batches import split_batch
+from ...data.eval_mode import evaluating
+from ...data.model_runs import call_model, member_logits_of
+from ...data.progress import progress_bar
 from ...errors import DataError, UnsupportedModelError
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ...data.model_runs import evaluating, member_logits
+from ...data.eval_mode import evaluating
+from ...data.model_runs import member_logits
 from ...hosts.operation_count import operation_counter
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...data.model_runs import progress_bar
+from ...data.progress import progress_bar
 
 
 class Standardize(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ...data.batches import check_reiterable
+from ...data.loaders import check_reiterable
 from ...errors import DataError, MissingDependencyError
 from ...registry import Registry
 

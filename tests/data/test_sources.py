@@ -25,7 +25,7 @@ from hydra_ensembles.data import (
     split,
     text_file,
 )
-from hydra_ensembles.data.table_files import read_table
+from hydra_ensembles.data.text_files import read_table
 from hydra_ensembles.errors import DataError, UnknownNameError
 
 SMALL = ImageTransform(size=8, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
@@ -148,7 +148,7 @@ def test_missing_and_empty_folders_say_so(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere does not exist"):
         image_folder(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no pictures"):
+    with pytest.raises(DataError, match="no images"):
         image_folder(tmp_path / "empty")
     picture(1).save(folder / "stray.png")
     with pytest.raises(DataError, match=r"stray\.png"):
