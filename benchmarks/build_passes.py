@@ -1,11 +1,10 @@
 """How many passes of the plain model over its data a default `build` costs, in processor time.
 
-    python benchmarks/build_passes.py --data DATA --sst2 HOSTS/sst2/seed0 --search 24
+    python benchmarks/build_passes.py --data DATA --sst2 HOSTS/sst2/seed0
 
 One process, one thread. A pass is the plain model over all calibration examples; the ratio of
-processor times is what counts, since both run on the same machine. `search` is the long search: it
-takes more than a hundred passes, so with `--search N` both methods are timed on the first N
-examples, beside the quick selection on all of them. Peak memory is that of the process so far.
+processor times is what counts, since both run on the same machine. Reads are how often an example
+is loaded. Peak memory is that of the process so far.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import csv
 import json
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch
 import hydra_ensembles as hydra
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.data import load_data
+from hydra_ensembles.data.loaders import Batches, indexable
 from hydra_ensembles.data.model_runs import collect_logits
 
 RESULT = Path(__file__).parent / "results" / "build-passes.json"
@@ -75,54 +75,47 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - start, result
 
 
-def measure(model: Any, batches: Any, methods: list[str]) -> dict[str, Any]:
-    """Time one pass, before and after, and each method of `build`."""
+def measure(model: Any, batches: Any) -> dict[str, Any]:
+    """Time a default `build`, and one pass before and after; count how often examples are read."""
+    source, reads = indexable(batches), 0
+
+    def load(rows: Sequence[int]) -> Any:
+        nonlocal reads
+        reads += len(rows)
+        return next(iter(source.subset(rows, batch_size=len(rows))))
+
+    lazy = Batches(load, range(source.count), batch_size=source.batch_size, labels=source.labels)
     collect_logits(model, batches[:1])
-    record: dict[str, Any] = {
-        "examples": sum(len(b[1]) if isinstance(b, tuple) else len(b["labels"]) for b in batches)
-    }
     first, _ = timed(lambda: collect_logits(model, batches))
-    for method in methods:
-        seconds, ensemble = timed(
-            lambda m=method: hydra.build(model, batches, method=m, progress=False)
-        )
-        again, _ = timed(lambda: collect_logits(model, batches))
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        record[method] = {
-            "passes": round(2 * seconds / (first + again), 2),
-            "cost": round(ensemble.record["cost"], 4),
-            "peak_memory_gib": round(memory, 2),
-        }
-    return record
+    seconds, ensemble = timed(lambda: hydra.build(model, lazy, progress=False))
+    again, _ = timed(lambda: collect_logits(model, batches))
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return {
+        "examples": source.count,
+        "passes": round(2 * seconds / (first + again), 2),
+        "reads": round(reads / source.count, 2),
+        "cost": round(ensemble.record["cost"], 4),
+        "peak_memory_gib": round(memory, 2),
+    }
 
 
 def main() -> None:
     """Measure both tasks and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--sst2", type=Path, required=True, help="A fine-tuned MiniLM.")
+    parser.add_argument("--sst2", type=Path, help="A fine-tuned MiniLM; images only without.")
     parser.add_argument("--examples", type=int, default=120)
-    parser.add_argument("--search", type=int, help="Time both methods on so many examples, too.")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     torch.set_num_threads(1)
     record: dict[str, Any] = {
-        "command": "python benchmarks/build_passes.py --data DATA --sst2 HOST"
+        "command": "python benchmarks/build_passes.py --data DATA",
+        "deit-tiny": measure(*image_task(args.data, args.examples)),
     }
-    sizes = {args.examples: ["select"]}
-    if args.search:
-        record["command"] += f" --search {args.search}"
-        sizes[args.search] = ["select", "search"]
-    for name in ("deit-tiny", "minilm"):
-        record[name] = []
-        for size, methods in sizes.items():
-            task = (
-                image_task(args.data, size)
-                if name == "deit-tiny"
-                else text_task(args.data, args.sst2, size)
-            )
-            record[name].append(measure(*task, methods))
-            print(name, record[name][-1], flush=True)
+    if args.sst2 is not None:
+        record["command"] += " --sst2 HOST"
+        record["minilm"] = measure(*text_task(args.data, args.sst2, args.examples))
+    print(json.dumps(record, indent=1))
     write_whole(args.out, json.dumps(record, indent=1) + "\n")
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/build_resume.py [--kills 20] [--seed 0] [--only text images circuit]
 
-`text` and `images` are builds, by turns with the default method and with `Search`, which makes
-proxies of the data; `circuit` is `find_effects` with several objectives. Hosts are small, random.
-For every moment the work starts anew in an empty folder, in a process of its own that is killed
+`text` and `images` are builds, by turns with the default method and with `circuit`, which makes
+proxies of the data; `circuit` is `find_circuit` with several objectives. Hosts are small, random.
+For every moment the work starts again in an empty folder, in a process of its own that is killed
 once a random number of steps and tensors is kept, a random moment later; a second process goes on
 in the folder. All files that it writes must equal those of work that nobody stopped. Every process
 makes its own tokenizer, whose vocabulary has another order each time. Writes
@@ -30,10 +30,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-from hydra_ensembles import Search, Select, build, find_effects
+from hydra_ensembles import build, find_circuit
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.data import text_data
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
+from hydra_ensembles.methods import Select
 
 RESULTS = Path(__file__).parent / "results" / "build-resume.json"
 WORDS = [
@@ -80,8 +81,14 @@ def work(kind: str, turn: int, folder: Path) -> None:
     result = folder / "result"
     model, data = text_host() if kind == "text" else image_host()
     if kind == "circuit":
-        found = find_effects(
-            model, id=data, objective="average", keep=1, folder=folder / "state", progress=False
+        found = find_circuit(
+            model,
+            id=data,
+            objective="average",
+            keep=1,
+            folder=folder / "state",
+            effects=True,
+            progress=False,
         )
         result.mkdir(exist_ok=True)
         (result / "circuit.json").write_text(found.to_json())
@@ -89,7 +96,7 @@ def work(kind: str, turn: int, folder: Path) -> None:
     ensemble = build(
         model,
         data,
-        method=Search(masks=24, rounds=1) if turn % 2 else Select(masks=24),
+        method="circuit" if turn % 2 else Select(masks=24),
         members=2,
         max_cost=1.5,
         folder=folder / "state",

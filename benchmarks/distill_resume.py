@@ -20,6 +20,7 @@ import signal
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import hydra_ensembles as hydra
 from hydra_ensembles._records import model_fingerprint
 from hydra_ensembles.data import digits
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
+from hydra_ensembles.training import DISTILL
 
 SHAPE = TinyViTConfig(width=24, heads=4, layers=2, mlp_width=24)
 
@@ -44,10 +46,9 @@ def run(folder: Path | None, trunk_rate: float, on_step: Any = None) -> str:
         data.train.subset(range(128), batch_size=32),
         validation=data.validation.subset(range(100)),
         max_cost=1.5,
+        settings=replace(DISTILL, views=2, trunk_rate=trunk_rate),
         epochs=6,
-        views=2,
         learning_rate=2e-3,
-        trunk_rate=trunk_rate,
         folder=folder,
         save_every=2,
         progress=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import hydra_ensembles as hydra
-from hydra_ensembles import HydraEnsemble, Select, build, find_effects
+from hydra_ensembles import HydraEnsemble, build, find_circuit
 from hydra_ensembles._records import model_fingerprint
 from hydra_ensembles.errors import HydraError
 from hydra_ensembles.evaluation import Results
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
-from hydra_ensembles.training import distill, finetune
+from hydra_ensembles.methods import Select
+from hydra_ensembles.training import DISTILL, distill, finetune
 
 SHAPE = TinyViTConfig(layers=2, heads=4, width=24, mlp_width=24, classes=3)
 
@@ -62,8 +64,14 @@ def run_build(folder: Path) -> str:
 
 def run_circuit(folder: Path) -> str:
     """Search a circuit; the result is its record."""
-    found = find_effects(
-        host(), id=data(), objective="average", keep=2, folder=folder / "state", progress=False
+    found = find_circuit(
+        host(),
+        id=data(),
+        objective="average",
+        keep=2,
+        folder=folder / "state",
+        effects=True,
+        progress=False,
     )
     return hashlib.sha256(found.to_json().encode()).hexdigest()
 
@@ -77,8 +85,8 @@ def run_distill(folder: Path) -> str:
         validation=data(),
         members=2,
         max_cost=1.9,
+        settings=replace(DISTILL, views=2),
         epochs=3,
-        views=2,
         folder=folder / "state",
         save_every=1,
         progress=False,
@@ -125,8 +133,14 @@ class Watched(Dataset[Any]):
 def run_loader(folder: Path) -> str:
     """Build from a `DataLoader` whose examples another process loads."""
     loader = DataLoader(Watched(), batch_size=15, num_workers=1)
-    found = find_effects(
-        host(), id=loader, objective="id-loss", keep=2, folder=folder / "state", progress=False
+    found = find_circuit(
+        host(),
+        id=loader,
+        objective="id-loss",
+        keep=2,
+        folder=folder / "state",
+        effects=True,
+        progress=False,
     )
     return hashlib.sha256(found.to_json().encode()).hexdigest()
 

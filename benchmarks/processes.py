@@ -116,7 +116,7 @@ def equal(given: argparse.Namespace) -> dict[str, Any]:
     ensemble = hydra.build(model, known, ood={"textures": odd}, progress=False)
     record = ensemble.record
     found["masks"] = record["masks"]
-    found["decisions"] = record["decisions"]
+    found["calibration"] = record["calibration"]
     found["gains"] = {key: record[key] for key in ("gain", "held_out_gain", "intervals")}
     step("build", start)
 

@@ -34,6 +34,7 @@ ROOMS = {
     "training": "fine-tuning, distilling",
     "refit": "folding by least squares",
     "builder": "build and replay",
+    "methods": "options of build",
     "integrations": "pipelines, callbacks, MLflow",
     "report": "pages and pictures",
     "serving": "export and service",

@@ -79,13 +79,13 @@ def _model_and_data(name: str, args: argparse.Namespace) -> tuple[Any, Any]:
         model = transformers.AutoModelForSequenceClassification.from_pretrained(args.sst2)
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.sst2)
         return model.eval(), sets.sst2(root, "dev").batches(tokenizer)
-    from hydra_ensembles import finetune
     from hydra_ensembles.data import digits
     from hydra_ensembles.hosts.tiny_vit import TinyViT
+    from hydra_ensembles.training import Settings, finetune
 
     data = digits(16, seed=0)
-    recipe: dict[str, Any] = {"epochs": 10, "learning_rate": 2e-3, "weight_decay": 0.05, "seed": 0}
-    model = finetune(TinyViT(seed=0), list(data.train), **recipe, progress=False)[0].model
+    settings = Settings(epochs=10, learning_rate=2e-3, weight_decay=0.05)
+    model = finetune(TinyViT(seed=0), list(data.train), settings=settings, progress=False)[0].model
     return model.eval(), [*data.validation, *data.test]
 
 

@@ -1,11 +1,11 @@
-"""What members should be chosen for, and whether the quick selection is as good as the long search.
+"""What members should be chosen for: likelihood, telling errors, or likelihood under corruption.
 
     python experiments/choosing.py digits --hosts HOSTS          # docs/results/choosing-digits.json
     python experiments/choosing.py --page                        # docs/results/choosing.md
 
-A draw is 80 % of the calibration data of a host. On each draw members are chosen by `build` (the
-quick selection, the long search, at random), and from the quick selection's pool by one figure
-alone: NLL at the best temperature, failure AUROC, NLL under corruptions that no test set has.
+A draw is 80 % of the calibration data of a host. On each draw members are chosen by `build` (by
+selection and at random), and from the selection's pool by a single figure: NLL at the best
+temperature, failure AUROC, NLL under corruptions that no test set has.
 Everything is judged by `evaluate` on the test data, and compared in pairs over all draws.
 """
 
@@ -121,7 +121,7 @@ def shift_kinds(task: Task) -> Sequence[str]:
     return SHIFTS["texts" if hasattr(task, "tokenizer") else "images"]
 
 
-def one_draw(task: Task, seed: int, draw: int, search: Any) -> dict[str, Any]:
+def one_draw(task: Task, seed: int, draw: int) -> dict[str, Any]:
     """Choose members in every way on one draw; return results by way, and seconds."""
     host = task.host(seed)
     known = sample(task.calibration, round(SHARE * task.calibration.count), seed=draw)
@@ -136,9 +136,9 @@ def one_draw(task: Task, seed: int, draw: int, search: Any) -> dict[str, Any]:
     }
     models: dict[str, Any] = {"host": host}
     seconds: dict[str, float] = {}
-    for name, method in {"select": "select", "search": search, "random": "random"}.items():
+    for name in ("select", "random"):
         begun = time.process_time()
-        models[name] = hydra.build(host, known, method=method, **options)
+        models[name] = hydra.build(host, known, method=name, **options)
         seconds[name] = time.process_time() - begun
     for name, masks in chosen_for(task, host, known, draw).items():
         models[name] = fuse(host, masks)
@@ -161,8 +161,7 @@ def one_draw(task: Task, seed: int, draw: int, search: Any) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> None:
     """Make the record of a task."""
     task = open_task(args.task, args.data, args.hosts)
-    search = hydra.Search(masks=args.masks, rounds=args.rounds)
-    found = [one_draw(task, s, d, search) for s in args.seeds for d in range(args.draws)]
+    found = [one_draw(task, s, d) for s in args.seeds for d in range(args.draws)]
     ways = list(found[0]["results"])
     by_way = {way: [one["results"][way] for one in found] for way in ways}
     shown = [f for f in FIGURES if f in by_way["host"][0].figures]
@@ -178,11 +177,9 @@ def run(args: argparse.Namespace) -> None:
     record = {
         "commit": this_commit(),
         "command": f"python experiments/choosing.py {args.task} "
-        f"--seeds {' '.join(map(str, args.seeds))} --draws {args.draws} --masks {args.masks} "
-        f"--rounds {args.rounds}",
+        f"--seeds {' '.join(map(str, args.seeds))} --draws {args.draws}",
         "hosts": args.seeds,
         "draws": args.draws,
-        "search": {"masks": args.masks, "rounds": args.rounds},
         "seconds": {
             way: round(sum(one["seconds"][way] for one in found) / len(found), 1)
             for way in found[0]["seconds"]
@@ -192,7 +189,6 @@ def run(args: argparse.Namespace) -> None:
             for way, rs in by_way.items()
         },
         "against the host": {way: spans(way, "host") for way in ways if way != "host"},
-        "select against search": spans("select", "search"),
     }
     write_whole(args.out / f"choosing-{args.task}.json", json.dumps(record, indent=1) + "\n")
     print(json.dumps(record, indent=1))
@@ -212,8 +208,7 @@ def write_page(folder: Path) -> None:
         "# What members should be chosen for",
         "",
         "Members that nothing has trained are chosen by `build`. For what: likelihood, telling "
-        "errors, or likelihood under corruption? And does the selection that takes a minute "
-        "choose as well as the long search?",
+        "errors, or likelihood under corruption?",
         "",
     ]
     for path in sorted(folder.glob("choosing-*.json")):
@@ -242,14 +237,10 @@ def write_page(folder: Path) -> None:
             rows.append(
                 [f"`{way}`" if " " not in way else way, *(cell(f, spans[f]) for f in shown)]
             )
-        both = record["select against search"]
-        rows.append(["`select` minus `search`", *(cell(f, both[f]) for f in shown)])
         lines += [*grid(["", *(FIGURES[f] for f in shown)], rows), ""]
         took = ", ".join(f"`{way}` {value} s" for way, value in record["seconds"].items())
-        search = record["search"]
         lines += [
-            f"Processor time of a `build`: {took} (the search: {search['masks']} masks, "
-            f"{search['rounds']} round{'s' * (search['rounds'] != 1)}).",
+            f"Processor time of a `build`: {took}.",
             "",
             f"`{record['command']}` · [{path.name}]({path.name}) · made at commit "
             f"{record['commit']}",
@@ -269,8 +260,6 @@ def main() -> None:
     parser.add_argument("--hosts", type=Path, default=os.environ.get("HYDRA_HOSTS"))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--draws", type=int, default=3)
-    parser.add_argument("--masks", type=int, default=600, help="of the long search")
-    parser.add_argument("--rounds", type=int, default=2, help="of the long search")
     parser.add_argument("--resamples", type=int, default=400)
     parser.add_argument("--out", type=Path, default=PAGES)
     parser.add_argument("--page", action="store_true")

@@ -24,6 +24,7 @@ from lab.tasks import Task, open_task
 
 import hydra_ensembles as hydra
 from hydra_ensembles._records import write_whole
+from hydra_ensembles.training import average_weights
 
 SEEDS, EXAMPLES = (0, 1, 2), 6000
 SCORES = ("msp", "mutual-information")
@@ -60,7 +61,7 @@ def measured(task: Task) -> dict[str, Any]:
     rows = {
         SINGLE: singles,
         DEEP: [Answers(together)],
-        SOUP: [answers_of(task, hydra.average_weights(hosts).eval())],
+        SOUP: [answers_of(task, average_weights(hosts).eval())],
         FOLDED: [answers_of(task, folded)],
     }
     results = {

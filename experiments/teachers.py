@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import hydra_ensembles as hydra
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.hosts.tiny_vit import TinyViT
 from hydra_ensembles.research.rivals.member_stack import MemberStack
-from hydra_ensembles.training import finetune
+from hydra_ensembles.training import DISTILL, finetune
 
 WAYS: dict[str, dict[str, Any]] = {
     "branch": {"learning_rate": 1e-3},
@@ -34,9 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 EPOCHS = 10
 DISTIL: dict[str, Any] = {
-    "epochs": 30,
-    "learning_rate": 2e-3,
-    "trunk_rate": 1.0,
+    "settings": replace(DISTILL, epochs=30, learning_rate=2e-3, trunk_rate=1.0),
     "calibrate": False,
     "novelty": False,
 }

@@ -29,7 +29,7 @@ from hydra_ensembles._records import write_whole
 from hydra_ensembles.data.model_runs import collect_logits
 from hydra_ensembles.data.splits import sample
 from hydra_ensembles.evaluation.metrics import ood_figures
-from hydra_ensembles.search.headmap import find_effects
+from hydra_ensembles.search.headmap import find_circuit
 
 OUT = Path(__file__).parents[1] / "docs" / "results" / "uncertainty-heads.json"
 PRUNED = 10
@@ -88,8 +88,14 @@ def measure(task: Any) -> dict[str, Any]:
     """Measure one task."""
     host = task.host(0)
     known = list(sample(task.calibration, 300, seed=0))
-    effects = find_effects(
-        host, id=known, ood=task.outliers, objective="ood-auroc", condition="none", progress=False
+    effects = find_circuit(
+        host,
+        id=known,
+        ood=task.outliers,
+        objective="ood-auroc",
+        condition="none",
+        effects=True,
+        progress=False,
     ).effects
     assert effects.standard_error is not None
     harms = effects.flat()

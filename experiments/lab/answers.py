@@ -26,7 +26,8 @@ from hydra_ensembles.data.batches import split_batch
 from hydra_ensembles.data.eval_mode import evaluating
 from hydra_ensembles.data.model_runs import member_logits
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.uncertainty import Prediction, predict_from_logits
+from hydra_ensembles.prediction import Prediction
+from hydra_ensembles.uncertainty import predict_from_logits
 
 Tensors = dict[str, Tensor]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra_ensembles.fusion.token_summaries import tap_names
 from torch import Tensor
 
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.evaluation.metrics import ood_figures
+from hydra_ensembles.fusion.call_options import tap_names
 from hydra_ensembles.fusion.known_data import CLASS_BLOCKS
 from hydra_ensembles.research.feature_detectors import choose_neighbours
 from hydra_ensembles.uncertainty import Novelty, NoveltyFit

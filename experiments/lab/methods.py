@@ -26,7 +26,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,13 @@ from hydra_ensembles.hosts.tiny_vit import TinyViT
 from hydra_ensembles.registry import Registry
 from hydra_ensembles.research.rivals import make_baseline, relative_cost
 from hydra_ensembles.research.rivals.member_stack import MemberStack
-from hydra_ensembles.training import finetune_branch
-from hydra_ensembles.training.distillation import DISTILL
+from hydra_ensembles.training import (
+    BRANCH,
+    DISTILL,
+    Settings,
+    average_weights,
+    finetune_branch,
+)
 from hydra_ensembles.uncertainty import fit_temperature
 
 from .answers import Answers, Store, ask
@@ -133,7 +138,7 @@ def deep_ensemble(store: Store, row: Row, draw: int) -> Answers:
 @methods.register("soup")
 def soup(store: Store, row: Row, draw: int) -> Answers:
     """Ask the mean of several hosts' weights: what a student with `start: mean` starts from."""
-    model = hydra.average_weights([store.task.host(seed) for seed in row["seeds"]]).eval()
+    model = average_weights([store.task.host(seed) for seed in row["seeds"]]).eval()
     return answers_of_model(store.task, model, row, row["seeds"][0])
 
 
@@ -210,6 +215,14 @@ def build(store: Store, row: Row, draw: int) -> Answers:
     return found
 
 
+def training_options(row: Row, draw: int, defaults: Settings) -> dict[str, Any]:
+    """Return a row's options as arguments; those that are fields of `Settings` become settings."""
+    options = dict(row.get("options", {}))
+    fields = {name: options.pop(name) for name in asdict(defaults) if name in options}
+    settings = replace(defaults, **fields, **options.pop("settings", {}))
+    return {"seed": draw, "progress": False, "settings": settings, **options}
+
+
 @methods.register("branch")
 def branch(store: Store, row: Row, draw: int) -> Answers:
     """Train the branch above a frozen trunk, with or without outliers."""
@@ -219,13 +232,15 @@ def branch(store: Store, row: Row, draw: int) -> Answers:
     members = (
         _host_pair(host) if alone else _distinct(recorded_masks(task, row["source"], draw, host))
     )
-    options = {"seed": draw, "progress": False, **row.get("options", {})}
-    if options.get("outlier_weight"):
+    options = training_options(row, draw, BRANCH)
+    if row.get("options", {}).get("outlier_weight"):
         proxies = make_proxies(task.calibration, row.get("proxies", "auto"))
         real = task.outliers.values() if row.get("seen_outliers", True) else ()
-        options["outliers"] = [batch for data in (*real, *proxies.values()) for batch in data]
+        options["ood"] = [batch for data in (*real, *proxies.values()) for batch in data]
     ensemble = fuse(host, members)
-    if options.get("distill"):  # what is learned from the untrained members is calibrated first
+    if options[
+        "settings"
+    ].distill:  # what is learned from the untrained members is calibrated first
         known = ask(ensemble, task.held_out)
         ensemble.temperature = fit_temperature(known["logits"], known["labels"])
     trained = finetune_branch(
@@ -246,9 +261,6 @@ def distill(store: Store, row: Row, draw: int) -> Answers:
 def distilled(store: Store, row: Row, draw: int) -> HydraEnsemble:
     """Return the model of a row that distils; a finished one is read from its folder."""
     task, seed = store.task, seed_of(row, draw)
-    options = {"seed": draw, "progress": False, "save_every": 20, **row.get("options", {})}
-    if "settings" in options:
-        options["settings"] = replace(DISTILL, **options["settings"])
     with trying(row.get("trial", {})):
         return hydra.distill(
             start_of(task, row, seed),
@@ -256,7 +268,8 @@ def distilled(store: Store, row: Row, draw: int) -> HydraEnsemble:
             task.training(row.get("part", "train"), row.get("count")),
             validation=task.calibration,
             folder=work_folder(store, row, draw),
-            **options,
+            save_every=20,
+            **training_options(row, draw, DISTILL),
         )
 
 
@@ -264,7 +277,7 @@ def start_of(task: Task, row: Row, seed: int) -> nn.Module:
     """Return what a student starts from: the host, or the mean of its teachers' weights."""
     if row.get("start") != "mean":
         return task.host(seed)
-    return hydra.average_weights([task.host(teacher) for teacher in row["seeds"]])
+    return average_weights([task.host(teacher) for teacher in row["seeds"]])
 
 
 def work_folder(store: Store, row: Row, draw: int) -> Path:
@@ -276,7 +289,7 @@ def work_folder(store: Store, row: Row, draw: int) -> Path:
     folder = store.place(row["name"], draw) / "work"
     options = row.get("options", {})
     same = [row.get(key) for key in ("seeds", "make", "host", "mean", "part", "count")]
-    same += [options.get(key, "auto") for key in ("views", "outliers", "augment")]
+    same += [options.get(key, "auto") for key in ("views", "ood", "augment")]
     key = hashlib.sha256(json.dumps([draw, same]).encode()).hexdigest()[:16]
     answers = store.folder / "answers" / key
     answers.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
 from hydra_ensembles.data.splits import sample
 from hydra_ensembles.research.rivals.member_stack import MemberStack
+from hydra_ensembles.training import Settings
 
 from .answers import Answers, Store
 from .methods import answers_of_model, methods
@@ -108,11 +109,11 @@ def tuned(store: Store, row: Mapping[str, Any], draw: int) -> list[nn.Module]:
     found = hydra.finetune(
         pruned(store, row, draw),
         store.task.training("train", row.get("count")),
+        settings=Settings(mixed_precision="bf16"),
         epochs=1,
         learning_rate=row.get("learning_rate", 3e-5),
         seed=10 * draw,
         parameters=lambda name, _: not any(part in name for part in frozen),
-        mixed_precision="bf16",
         folder=folder,
         progress=False,
     )

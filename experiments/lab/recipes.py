@@ -175,14 +175,10 @@ def train_host(
             stream=Stream(data, seed=seed),
             settings=settings,
             seed=seed,
-            member=0,
             is_trained=lambda name, _: trained.search(name) is not None,
-            loss=None,
-            validation=None,
             folder=folder,
             save_every=40,
             progress=False,
-            on_step=None,
             accelerator=group,
         )
         run.head_share = recipe["head_rate"] / recipe["learning_rate"]

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hydra_ensembles.training import distillation as distilling
-from hydra_ensembles.training.distill_run import DistillRun, log_mean
+from hydra_ensembles.training import distillation
+from hydra_ensembles.training.distillation import DistillRun, log_mean
 from hydra_ensembles.training.sample_order import generator
 
 
@@ -57,9 +57,9 @@ class TrialRun(DistillRun):
                 noise = torch.randn(parameter.shape, generator=generator("fresh", self.seed, name))
                 parameter.copy_(noise * parameter.std())
 
-    def _losses(self, part: str, target: Tensor, logits: Tensor, batch: Any) -> Tensor:
-        losses = super()._losses(part, target, logits, batch)
-        if part != "outliers" or logits.shape[1] == 1:
+    def _losses(self, name: str, target: Tensor, logits: Tensor, batch: Any) -> Tensor:
+        losses = super()._losses(name, target, logits, batch)
+        if name != "outliers" or logits.shape[1] == 1:
             return losses
         asked = self.trial.beyond * mutual_information(target.clamp_min(1e-8).log())
         lack = F.relu(asked - mutual_information(logits.log_softmax(-1)))
@@ -73,5 +73,5 @@ def trying(options: Mapping[str, Any]) -> Iterator[None]:
         yield
         return
     changed = type("ChosenTrial", (TrialRun,), {"trial": Trial(**options)})
-    with patch.object(distilling, "DistillRun", changed):
+    with patch.object(distillation, "DistillRun", changed):
         yield

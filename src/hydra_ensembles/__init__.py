@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .builder import Circuits as Circuits
-    from .builder import Hies as Hies
-    from .builder import Random as Random
-    from .builder import Search as Search
-    from .builder import Select as Select
-    from .builder import Taylor as Taylor
     from .builder import build as build
-    from .builder import replay as replay
     from .costs import Cost as Cost
     from .costs import cost as cost
     from .criteria import score_heads as score_heads
@@ -54,38 +47,26 @@ if TYPE_CHECKING:
     from .research.rivals import make_baseline as make_baseline
     from .research.shift_gap import pruning_shift_gap as pruning_shift_gap
     from .search.headmap import find_circuit as find_circuit
-    from .search.headmap import find_effects as find_effects
-    from .search.selection import EnsembleObjective as EnsembleObjective
     from .serving.exporter import export as export
-    from .training import average_weights as average_weights
     from .training import distill as distill
     from .training import finetune as finetune
-    from .training import finetune_branch as finetune_branch
     from .training import make_teachers as make_teachers
     from .uncertainty import Drift as Drift
     from .uncertainty import Policy as Policy
 
 _NAMES = {
-    "Circuits": "builder",
     "Cost": "costs",
     "Drift": "uncertainty",
-    "EnsembleObjective": "search.selection",
     "Family": "hosts",
     "HeadMask": "heads",
     "HeadScores": "heads",
-    "Hies": "builder",
     "HydraEnsemble": "fusion",
     "HydraError": "errors",
     "Policy": "uncertainty",
     "Prediction": "prediction",
     "PromptClassifier": "hosts",
-    "Random": "builder",
     "Results": "evaluation",
-    "Search": "builder",
-    "Select": "builder",
-    "Taylor": "builder",
     "ZeroShotClassifier": "hosts",
-    "average_weights": "training",
     "benchmark": "evaluation.latency",
     "build": "builder",
     "compare": "evaluation",
@@ -96,9 +77,7 @@ _NAMES = {
     "explain": "hosts",
     "export": "serving.exporter",
     "find_circuit": "search.headmap",
-    "find_effects": "search.headmap",
     "finetune": "training",
-    "finetune_branch": "training",
     "fit_policy": "fusion",
     "fold": "refit",
     "frontier": "research.cost_frontier",
@@ -113,7 +92,6 @@ _NAMES = {
     "prune_sweep": "research.pruning_sweep",
     "pruning_shift_gap": "research.shift_gap",
     "register_family": "hosts",
-    "replay": "builder",
     "score_heads": "criteria",
     "verify": "fusion",
     "write_report": "report.page",

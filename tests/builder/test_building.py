@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hydra_ensembles.builder import METHODS, Random, Search, build, replay
+from hydra_ensembles.builder import METHODS, build, replay
 from hydra_ensembles.costs.formula import CostModel
 from hydra_ensembles.errors import DataError, FormatError, MaskError
 from hydra_ensembles.heads.head_mask import HeadMask
-from hydra_ensembles.search.selection import EnsembleObjective
+from hydra_ensembles.methods import EnsembleObjective, Random, Select
 
 from ..zoo import VOCABULARY, sharp
 
@@ -72,7 +72,7 @@ def test_every_method_gives_a_calibrated_ensemble_within_its_budget(method):
     assert ensemble.record["cost"] == pytest.approx(CostModel(model, data[0]).ratio(ensemble.masks))
     assert ensemble.record["cost"] <= 1.6
     assert ensemble.temperature > 0 and len(ensemble.member_temperatures) == 3
-    assert ensemble.score in ensemble.record["decisions"]["auroc_by_score"]
+    assert ensemble.score in ensemble.record["calibration"]["auroc_by_score"]
     json.dumps(ensemble.record)
     answer = ensemble.predict(data[0])
     assert answer.probabilities.shape == (15, 3) and bool(answer.uncertainty.isfinite().all())
@@ -82,10 +82,13 @@ def test_every_method_gives_a_calibrated_ensemble_within_its_budget(method):
 
 def test_text_with_proxies_only():
     model = sharp("bert").train()
-    ensemble = build(model, sentences(), method="search", members=2, max_cost=1.3, progress=False)
+    ensemble = build(model, sentences(), method="circuit", members=2, max_cost=1.3, progress=False)
     assert model.training and not any(module.training for module in ensemble.modules())
     assert ensemble.record["examples"] == {"select": 36, "stop": 12, "temperature": 12}
-    assert any("proxy" in name for name in ensemble.record["intervals"])
+    data = ensemble.record["settings"]["data"]
+    assert (
+        any("proxy" in name for name in data) and ensemble.record["calibration"]["auroc_by_score"]
+    )
     assert ensemble.record["cost"] <= 1.3
 
 
@@ -128,7 +131,7 @@ def count(*_):
     if calls == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
 model.head.register_forward_hook(count)
-build(model, pictures(), method="search", max_cost=1.5, folder=sys.argv[1], **QUICK)
+build(model, pictures(), max_cost=1.5, folder=sys.argv[1], **QUICK)
 """
 
 
@@ -136,7 +139,7 @@ build(model, pictures(), method="search", max_cost=1.5, folder=sys.argv[1], **QU
 def test_a_killed_search_of_members_ends_the_same_and_a_changed_one_is_refused(tmp_path):
     model, data, calls = sharp("timm"), pictures(), []
     model.head.register_forward_hook(lambda *_: calls.append(1))
-    whole = build(model, data, method="search", max_cost=1.5, **QUICK)
+    whole = build(model, data, max_cost=1.5, **QUICK)
     moment = str(int(0.5 * len(calls)))
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), moment], cwd=Path(__file__).parents[2]
@@ -145,14 +148,13 @@ def test_a_killed_search_of_members_ends_the_same_and_a_changed_one_is_refused(t
     kept = sorted((tmp_path / "candidates").glob("*.safetensors"))
     steps = json.loads((tmp_path / "build.json").read_text())["steps"]
     assert kept and not any("masks" in step for step in steps)
-    same = {"max_cost": 1.5, "folder": tmp_path, **QUICK}
-    arguments = {"method": "search", **same}
+    arguments = {"max_cost": 1.5, "folder": tmp_path, **QUICK}
     with pytest.raises(FormatError, match="seed was 0, is 1"):
         build(model, data, seed=1, **arguments)
     with pytest.raises(FormatError, match="the data has changed"):
         build(model, pictures(seed=1), **arguments)
     with pytest.raises(FormatError, match="options"):
-        build(model, data, method=Search(objective=EnsembleObjective(ece=1.0)), **same)
+        build(model, data, method=Select(objective=EnsembleObjective(ece=1.0)), **arguments)
     other = sharp("timm")
     with torch.no_grad():
         other.head.bias.add_(1.0)
@@ -220,7 +222,7 @@ def test_it_says_how_long_it_takes_and_what_it_keeps(tmp_path, caplog):
     caplog.clear()
     with pytest.raises(KeyboardInterrupt):
         build(model, data, method=Interrupted(), max_cost=None, folder=tmp_path)
-    assert f"Finished steps are kept in {tmp_path}: the same call goes on" in caplog.text
+    assert f"Progress is saved in {tmp_path}" in caplog.text
     assert "member" in (tmp_path / "build.json").read_text()
     with pytest.raises(KeyboardInterrupt):
         build(model, data, method=Interrupted(), max_cost=None)

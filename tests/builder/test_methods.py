@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hydra_ensembles import HeadMask, HeadScores, Random, Search, Select
+from hydra_ensembles import HeadMask, HeadScores
 from hydra_ensembles.builder import METHODS, build
 from hydra_ensembles.builder.methods import as_method, method_with
 from hydra_ensembles.costs.budget import Budget
+from hydra_ensembles.methods import Random, Select
 from hydra_ensembles.search.selection import count_masks, next_best
 
 from ..zoo import sharp
@@ -41,13 +42,10 @@ def test_equal_members_are_told_where_masks_run_out(method):
     assert f"{members} members, {heads[0]} distinct: only {heads[0]} masks keep 1" in first
 
 
-@pytest.mark.parametrize("way", [Select(), Search(masks=40, rounds=0)])
-def test_selected_members_are_equal_only_where_the_budget_forces_it(way, monkeypatch):
+def test_selected_members_are_equal_only_where_the_budget_forces_it(monkeypatch):
     # a budget that has room for two streams only
     monkeypatch.setattr(Budget, "allows", lambda self, masks: len(set(masks)) <= 2)
-    ensemble = build(
-        sharp("timm"), pictures(30), method=way, members=3, max_cost=1.6, progress=False
-    )
+    ensemble = build(sharp("timm"), pictures(30), members=3, max_cost=1.6, progress=False)
     assert len(set(ensemble.masks)) == 2
     assert "max_cost=1.6" in ensemble.record["equal_members"]
     assert "3 members, 2 distinct: no ensemble of 3 different masks" in str(ensemble)
@@ -69,7 +67,7 @@ def test_the_next_best_gives_up_least():
 def test_a_method_is_a_name_or_a_config_object():
     assert as_method("random") == Random() and as_method(Random(keep=2)).keep == 2
     assert method_with("taylor", keep=0.5).settings() == {"keep": 0.5}
-    with pytest.raises(ValueError, match=r"keep=0\.5 says nothing to the method 'select'"):
+    with pytest.raises(ValueError, match="no option 'keep'"):
         method_with("select", keep=0.5)
     with pytest.raises(TypeError, match="config object"):
         as_method(Select)

@@ -16,7 +16,7 @@ WORDS = [
 ]
 BUILD = """
 import sys, torch
-from hydra_ensembles import Search, build
+from hydra_ensembles import build
 from hydra_ensembles.data import text_data
 from tests.zoo import sharp
 from tests.builder.test_building import pictures
@@ -28,7 +28,7 @@ if kind == "text":
     data = text_data(texts, tokenizer(), labels=[i % 3 for i in range(45)], batch_size=15)
 else:
     model, data = sharp("timm"), pictures(45)
-ensemble = build(model, data, method=Search(rounds=1), members=2, max_cost=1.5, progress=False)
+ensemble = build(model, data, members=2, max_cost=1.5, progress=False)
 ensemble.save_pretrained(folder)
 """
 

@@ -59,16 +59,6 @@ def test_build_writes_a_folder_and_its_resolved_config(shelf: Path, ensemble: Pa
     assert config["command"] == "build" and config["members"] == 2 and config["max_cost"] == 1.07
 
 
-@pytest.mark.slow
-def test_build_by_ray_finds_the_same_members(shelf: Path, ensemble: Path, tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    arguments = ("--data", shelf / "digits", "--ood", f"noise={shelf / 'noise'}", "-o", tmp_path)
-    assert run("build", shelf / "host", *arguments, "--members", 2, "--ray", "--workers", 2) == 0
-    expected = HydraEnsemble.from_pretrained(ensemble).record
-    assert HydraEnsemble.from_pretrained(tmp_path).record == expected
-    assert run("build", shelf / "host", *arguments, "--method", "random", "--ray") == 2
-
-
 def test_a_refused_build_leaves_the_folder_as_it_was(shelf: Path, ensemble: Path) -> None:
     before = {path: path.read_bytes() for path in ensemble.rglob("*") if path.is_file()}
     other = ("--data", shelf / "digits", "--members", 3, "-o", ensemble)

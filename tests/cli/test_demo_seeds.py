@@ -14,7 +14,8 @@ from hydra_ensembles.cli import demo_steps as steps
 from hydra_ensembles.cli.demo_steps import numbers
 from hydra_ensembles.cli.main import main
 from hydra_ensembles.evaluation import Results, evaluate
-from hydra_ensembles.uncertainty import Prediction, predict_from_logits
+from hydra_ensembles.prediction import Prediction
+from hydra_ensembles.uncertainty import predict_from_logits
 
 
 def test_seeds_are_read() -> None:

@@ -12,7 +12,7 @@ import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
 from hydra_ensembles.costs.formula import CostModel, cost
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.hosts.operation_count import operation_counter
+from hydra_ensembles.hosts.operation_count import multiply_adds
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, LATE, SWITCHES, TREE
 
@@ -20,15 +20,7 @@ HOSTS = [name for name in zoo.FUSABLE if name != "clip-classifier"]
 
 
 def counted(model: nn.Module, inputs: object) -> int:
-    counter = operation_counter()
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # one operator that no counter knows
-    try:
-        with torch.no_grad(), counter:
-            model(**inputs) if isinstance(inputs, dict) else model(inputs)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-    return counter.get_total_flops() // 2
+    return multiply_adds(lambda: model(**inputs) if isinstance(inputs, dict) else model(inputs))
 
 
 @pytest.mark.parametrize("name", HOSTS)

@@ -13,6 +13,7 @@ from hydra_ensembles.data.batches import (
     images_of,
     join,
     labels_of,
+    read_batch,
     take,
     with_images,
     without_labels,
@@ -254,3 +255,28 @@ def test_fingerprint_ignores_padding() -> None:
     assert fingerprint([moved]) != fingerprint([whole])
     with pytest.raises(DataError, match="empty"):
         fingerprint([])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": images(3), "mask": "m", "labels": [0, 1, 2]},
+        ({"x": images(3), "mask": "m"}, torch.arange(3)),
+    ],
+)
+def test_a_batch_is_split_checked_and_moved_at_once(batch: object) -> None:
+    args, kwargs, labels = read_batch(batch, "meta")
+    assert args == () and set(kwargs) == {"x", "mask"} and kwargs["mask"] == "m"
+    assert kwargs["x"].device.type == "meta" and kwargs["x"].shape == (3, 3, 4, 4)
+    assert labels is not None and labels.tolist() == [0, 1, 2]  # labels are not moved
+
+
+def test_a_batch_that_cannot_be_read_is_refused() -> None:
+    (inputs,), kwargs, labels = read_batch(images(2))
+    assert torch.equal(inputs, images(2)) and kwargs == {} and labels is None
+    with pytest.raises(DataError, match=r"NaN for 1 of 2 examples in the batch"):
+        read_batch((torch.tensor([[1.0], [float("nan")]]), torch.arange(2)))
+    with pytest.raises(DataError, match=r"nothing to predict in the test data"):
+        read_batch(torch.zeros(0, 3), where="the test data")
+    with pytest.raises(DataError, match="tuple of 3"):
+        read_batch((1, 2, 3))

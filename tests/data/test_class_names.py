@@ -141,7 +141,7 @@ def test_names_of_timm_models() -> None:
 
 def test_labels_of_a_dataset_that_are_left_out(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    from hydra_ensembles.data import hub_dataset
+    from hydra_ensembles.data import load_data
 
     columns = {"text": ["good", "bad"], "label": [1, -1]}
     names = datasets.ClassLabel(names=["negative", "positive"])
@@ -149,4 +149,4 @@ def test_labels_of_a_dataset_that_are_left_out(tmp_path: Path) -> None:
     plain.save_to_disk(tmp_path / "set")
     for given in (None, ["negative", "positive"]):
         with pytest.raises(DataError, match="'-1'"):
-            hub_dataset(tmp_path / "set", tokenizer=tokenizer, class_names=given)
+            load_data(tmp_path / "set", tokenizer=tokenizer, class_names=given)

@@ -11,7 +11,8 @@ from torch import nn
 
 from hydra_ensembles.data import model_runs as inf
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.uncertainty import Prediction, predict_from_logits
+from hydra_ensembles.prediction import Prediction
+from hydra_ensembles.uncertainty import predict_from_logits
 
 X, Y = torch.randn(10, 4), torch.arange(10) % 3
 

@@ -17,7 +17,6 @@ from hydra_ensembles.data import (
     corrupted,
     count,
     fingerprint,
-    hub_dataset,
     image_folder,
     image_transform,
     load_data,
@@ -313,15 +312,15 @@ def test_saved_datasets_of_text_and_images(tmp_path: Path) -> None:
     rows = {"sentence": [b for _, b in ROWS], "label": [int(a) for a, _ in ROWS]}
     text = datasets.Dataset.from_dict(rows, features=features)
     text.save_to_disk(str(tmp_path / "text"))
-    data = hub_dataset(tmp_path / "text", tokenizer=Tokenizer(), batch_size=3)
+    data = load_data(tmp_path / "text", tokenizer=Tokenizer(), batch_size=3)
     assert data.class_names == ["negative", "positive"]
     assert data.labels.tolist() == [0, 1, 1, 0]
-    swapped = hub_dataset(
+    swapped = load_data(
         tmp_path / "text", tokenizer=Tokenizer(), class_names=["positive", "negative"]
     )
     assert swapped.labels.tolist() == [1, 0, 0, 1]
     with pytest.raises(DataError, match=r"no column 'y'.*sentence, label"):
-        hub_dataset(tmp_path / "text", tokenizer=Tokenizer(), label_column="y")
+        load_data(tmp_path / "text", tokenizer=Tokenizer(), label_column="y")
 
     both = {"image": [picture(i) for i in range(5)], "label": [0, 1, 0, 1, 1]}
     images = datasets.Dataset.from_dict(both).cast_column("image", datasets.Image())
@@ -333,7 +332,7 @@ def test_saved_datasets_of_text_and_images(tmp_path: Path) -> None:
     torch.testing.assert_close(next(iter(data))["pixel_values"][1], SMALL(picture(1)))
     for split_name in (None, "validation"):
         with pytest.raises(DataError, match="train, test"):
-            hub_dataset(tmp_path / "images", split=split_name, transform=SMALL)
+            load_data(tmp_path / "images", split=split_name, transform=SMALL)
     assert "labels" not in next(iter(load_data(tmp_path / "images", split="test", labels=False)))
 
 

@@ -20,8 +20,8 @@ from hydra_ensembles.evaluation.metrics import (
     once,
     selective_figures,
 )
+from hydra_ensembles.prediction import Prediction
 from hydra_ensembles.uncertainty import (
-    Prediction,
     disagreement,
     energy,
     fit_temperature,
@@ -322,7 +322,7 @@ def test_bad_input_names_the_data_set():
         evaluate(model, TEST, shifts={"fog": batches(X, Y + 1)})
     with pytest.raises(DataError, match=r"'ood/svhn' is empty"):
         evaluate(model, TEST, ood={"svhn": []})
-    with pytest.raises(DataError, match=r"failed on batch 0 of .*'ood/wide'.*x \[4, 9\]"):
+    with pytest.raises(DataError, match=r"failed on batch 0 of .*'ood/wide'.*\[4, 9\]"):
         evaluate(model, TEST, ood={"wide": [{"x": torch.randn(4, 9)}]})
     with pytest.raises(DataError, match=r"no labels in batch 0 of .*'id'"):
         evaluate(model, batches(X))

@@ -382,6 +382,8 @@ GROUPS: dict[str, Callable[[], Values]] = {
 
 def tolerance(name: str) -> float:
     """Return how far a value may be from the stored one, absolute and relative."""
+    if name.endswith("/weights"):
+        return 1e-12
     if "single/" not in name and not name.startswith("program/"):
         return 1e-6
     # ranks of known data, and what is summed of their logarithms, hang on float32 distances

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import hydra_ensembles as hydra
-from hydra_ensembles.hosts.reasons import argument_in_words, at_layer, parts_in_words
+from hydra_ensembles.hosts.reasons import at_layer, describe_argument, describe_parameters
 from tests import zoo
 
 
@@ -45,20 +45,19 @@ def test_the_engine_is_explained_in_words(make: Callable[[], nn.Module], words: 
 
 
 def test_arguments_have_names() -> None:
-    assert argument_in_words("rope") == "rotary positions ('rope')"
-    assert argument_in_words("strange") == "'strange'"
+    assert describe_argument("rope") == "rotary positions ('rope')"
+    assert describe_argument("strange") == "'strange'"
 
 
 def test_modules_are_named_once_and_few() -> None:
     names = ["pos_proj.weight", "pos_proj.bias", "pos_q_proj.weight"]
     expected = "relative positions (pos_proj, pos_q_proj)"
-    assert parts_in_words(names, of_attention=True) == expected
+    assert describe_parameters(names, of_attention=True) == expected
     many = [f"part{i}.inner.{j}.weight" for i in range(5) for j in range(2)]
-    assert (
-        parts_in_words(many, of_attention=False) == "other parts (part0, part1, part2 and 2 more)"
-    )
-    assert parts_in_words(["norm.weight"], of_attention=True) == "a norm over all heads (norm)"
-    assert parts_in_words(["norm.weight"], of_attention=False) == "other parts (norm)"
+    expected = "other parts (part0, part1, part2 and 2 more)"
+    assert describe_parameters(many, of_attention=False) == expected
+    assert describe_parameters(["norm.weight"], of_attention=True) == "a norm over all heads (norm)"
+    assert describe_parameters(["norm.weight"], of_attention=False) == "other parts (norm)"
 
 
 def test_the_first_layer_stands_for_all() -> None:

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,12 +148,11 @@ def _error(case: Callable[[], Any]) -> str:
 
 
 def builds(folder: Path) -> dict[str, Any]:
-    """Members, cost, temperatures and novelty of three methods; one resumes what it has done."""
+    """Members, cost, temperatures and novelty of two methods; one resumes what it has done."""
     data = as_data(pictures(120), batch_size=7)
     odd = {"odd": as_data(torch.rand(40, 1, 8, 8, generator=torch.Generator().manual_seed(5)))}
     found = {}
-    for method in ("select", hydra.Search(masks=40, rounds=1), "circuit"):
-        name = method if isinstance(method, str) else method.name
+    for method in ("select", "circuit"):
         built = hydra.build(
             host(),
             data,
@@ -160,10 +160,10 @@ def builds(folder: Path) -> dict[str, Any]:
             method=method,
             members=2,
             max_cost=1.5,
-            folder=folder / f"build-{name}",
+            folder=folder / f"build-{method}",
             progress=False,
         )
-        found[name] = {"record": built.record, "novelty": str(built.novelty)}
+        found[method] = {"record": built.record, "novelty": str(built.novelty)}
     mean = head_map(host(), id=data, edit="mean", progress=False)
     found["head map"] = {name: table.tolist() for name, table in mean.effects.items()}
     return found
@@ -200,13 +200,14 @@ def trains(folder: Path) -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         dropping = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Dropout(0.5), nn.Linear(16, 3))
-    (tuned,) = hydra.finetune(dropping, listed(), settings=settings, progress=False, keep="last")
+    settings = replace(settings, keep="last")
+    (tuned,) = hydra.finetune(dropping, listed(), settings=settings, progress=False)
     found["dropout"] = _described(tuned.model, tuned.history)
     branch = finetune_branch(
         ensemble(),
         listed(),
         settings=Settings(epochs=1, learning_rate=1e-3, parts=3, bootstrap=True, distill=0.5),
-        outliers=[torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(5))],
+        ood=[torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(5))],
         progress=False,
     )
     found["branch"] = _described(branch.model, branch.history)

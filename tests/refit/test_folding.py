@@ -15,6 +15,7 @@ import hydra_ensembles as hydra
 from hydra_ensembles.errors import DataError, HydraError, UnsupportedModelError
 from hydra_ensembles.hosts.block import last_linear
 from hydra_ensembles.hosts.host import host_model
+from hydra_ensembles.training import average_weights
 from tests import zoo
 
 FAMILIES = ["bert", "vit", "timm", "deit-teacher", "distilbert"]
@@ -60,7 +61,7 @@ def answers(models: Any, batch: Any) -> Tensor:
 def test_the_fused_model_is_its_members_and_they_follow_their_hosts(name: str) -> None:
     ensemble, batch = folded(name), zoo.batch(name, 64, seed=99)
     hydra.verify(ensemble, batch)
-    hosts, soup = trio(name), hydra.average_weights(trio(name))
+    hosts, soup = trio(name), average_weights(trio(name))
     ours, theirs = ensemble.predict(batch).member_logits, answers(hosts, batch)
     alone = answers([soup], batch)
     assert float((ours - theirs).square().mean()) < 0.8 * float((alone - theirs).square().mean())
@@ -74,7 +75,7 @@ def test_the_fused_model_is_its_members_and_they_follow_their_hosts(name: str) -
 def test_a_member_is_a_host_with_the_mean_trunk_and_its_own_last_layer(name: str) -> None:
     ensemble, batch = folded(name), zoo.batch(name, 8, seed=99)
     for number, host in enumerate(trio(name)):
-        by_hand = hydra.average_weights(trio(name))
+        by_hand = average_weights(trio(name))
         member = ensemble.member(number)
         assert type(member) is type(host)
         layer, fitted = by_hand.get_submodule(LAST[name]), member.get_submodule(LAST[name])

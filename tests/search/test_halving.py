@@ -25,7 +25,7 @@ def host():
     return host_model(sharp("timm").eval())
 
 
-def climb(host, layers, seed=0):
+def trunk_of(host, layers, seed=0):
     from hydra_ensembles.data.loaders import as_data, indexable
 
     rungs = split(indexable(as_data(pictures(60))), {"a": 0.3, "b": 0.7}, seed=seed)
@@ -36,7 +36,7 @@ def climb(host, layers, seed=0):
 
 
 def run(host, pool, layers, state, rungs=("a", "b")):
-    prefix, _ = climb(host, layers)
+    prefix, _ = trunk_of(host, layers)
     return halve(
         prefix,
         pool,
@@ -60,7 +60,7 @@ def test_the_best_single_mask_survives(host):
     pool = make_pool(host, layers, size=14, stems=1)
     left = run(host, pool, layers, SearchState(None, {}))
     assert next(iter(left)) == HeadMask.full(host) and 4 <= len(left) < len(pool)
-    _, rungs = climb(host, layers)
+    _, rungs = trunk_of(host, layers)
 
     def loss(mask):  # by the fused model, which shares no code with the search
         batches = [batch for data in rungs.values() for batch in data]

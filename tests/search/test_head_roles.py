@@ -9,7 +9,7 @@ from hydra_ensembles.errors import UnsupportedModelError
 from hydra_ensembles.heads.head_mask import HeadMask
 from hydra_ensembles.hosts import host_model, main_output
 from hydra_ensembles.research.head_roles import HeadMap, head_map, overlaps
-from hydra_ensembles.search.headmap import find_effects
+from hydra_ensembles.search.headmap import find_circuit
 
 from ..zoo import images, sharp
 from .test_headmap import a_host, outliers
@@ -18,7 +18,7 @@ from .test_headmap import a_host, outliers
 def test_zero_ablation_is_the_search_without_a_condition():
     model, data = a_host("vit")
     found = head_map(model, id=data, ood=outliers("vit"), progress=False)
-    alone = find_effects(model, id=data, condition="none", progress=False)
+    alone = find_circuit(model, id=data, condition="none", effects=True, progress=False)
     for mine, theirs in zip(found["nll"], alone.effects, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-4)
     assert set(found.effects) == {"error", "nll", "ece", "ood-auroc"}
@@ -91,7 +91,7 @@ def test_pictures():
     from hydra_ensembles.research.circuit_figures import plot_effects, plot_members, plot_overlaps
 
     model, data = a_host("vit")
-    circuit = find_effects(model, id=data, keep=1, progress=False)
+    circuit = find_circuit(model, id=data, keep=1, effects=True, progress=False)
     ax = plot_effects(circuit.effects, mask=circuit.mask, title="harm")
     assert ax.get_title() == "harm" and len(ax.patches) == circuit.mask.total_kept
     assert plot_members([circuit.mask, circuit.mask], ax=ax) is ax

@@ -18,7 +18,7 @@ from hydra_ensembles.errors import DataError, FormatError, MaskError
 from hydra_ensembles.heads.gates import gate
 from hydra_ensembles.heads.head_mask import HeadMask
 from hydra_ensembles.hosts import host_model, main_output
-from hydra_ensembles.search.headmap import Circuit, find_circuit, find_effects
+from hydra_ensembles.search.headmap import Circuit, find_circuit
 from hydra_ensembles.search.objectives import as_objective, ece_of, effect, objectives, placements
 from hydra_ensembles.search.search_data import shifted
 from hydra_ensembles.search.trunk_cache import Outputs, Prefix
@@ -84,7 +84,7 @@ def test_equals_the_naive_search(name):
                 "condition": condition,
                 "progress": False,
             }
-            found = find_effects(host, **given)
+            found = find_circuit(host, effects=True, **given)
             assert found.mask == mask, (objective, condition)
             assert find_circuit(host, **given) == mask, (objective, condition)
             for mine, theirs in zip(found.effects, effects, strict=True):
@@ -103,11 +103,13 @@ def test_the_average_is_the_mean_of_z_scores():
     ood = outliers("vit")
     layer = 0
     each = [
-        find_effects(model, id=data, ood=ood, objective=o, progress=False).effects[layer]
+        find_circuit(model, id=data, ood=ood, objective=o, effects=True, progress=False).effects[
+            layer
+        ]
         for o in ("id-loss", "ece", "ood-auroc")
     ]
     z = [(row - row.mean()) / row.std(correction=0) for row in each]
-    both = find_effects(model, id=data, ood=ood, objective="average", progress=False)
+    both = find_circuit(model, id=data, ood=ood, objective="average", effects=True, progress=False)
     torch.testing.assert_close(both.effects[layer], torch.stack(z).mean(0))
 
 
@@ -117,7 +119,9 @@ def test_a_users_function_is_an_objective():
     def largest_logit(outputs: Outputs) -> float:
         return float(outputs.logits["id"].max())
 
-    circuit = find_effects(model, id=data, objective=largest_logit, keep=1, progress=False)
+    circuit = find_circuit(
+        model, id=data, objective=largest_logit, keep=1, effects=True, progress=False
+    )
     assert circuit.objective == "largest_logit" and circuit.mask.kept == (1, 1)
 
 
@@ -126,7 +130,7 @@ def test_a_budget_says_how_many_heads_each_layer_keeps():
     host = host_model(model)
     costs = CostModel(host, data[0])
     top = find_circuit(model, id=data, max_cost=0.9, layers=[2], progress=False)
-    whole = find_effects(model, id=data, max_cost=0.8, progress=False)
+    whole = find_circuit(model, id=data, max_cost=0.8, effects=True, progress=False)
     assert costs.ratio([top]) <= 0.9 and top.kept[:2] == (4, 4)
     assert costs.ratio([whole.mask]) <= 0.8 and min(whole.mask.kept) >= 1
     assert whole.mask.kept == Budget.of(host, data[0], 0.8).heads()
@@ -138,9 +142,9 @@ def test_a_budget_says_how_many_heads_each_layer_keeps():
 
 def test_a_small_cache_changes_nothing():
     model, data = a_host("bert")
-    whole = find_effects(model, id=data, progress=False)
+    whole = find_circuit(model, id=data, effects=True, progress=False)
     for size in (0, 4000):
-        part = find_effects(model, id=data, cache_bytes=size, progress=False)
+        part = find_circuit(model, id=data, cache_bytes=size, effects=True, progress=False)
         assert part.effects == whole.effects and part.mask == whole.mask
 
 
@@ -170,7 +174,7 @@ def test_data_in_another_order_at_each_reading_is_noticed():
 
 def test_a_stopped_search_goes_on_and_a_changed_one_is_refused(tmp_path):
     model, data = a_host("bert")
-    whole = find_effects(model, id=data, folder=tmp_path / "whole", progress=False)
+    whole = find_circuit(model, id=data, folder=tmp_path / "whole", effects=True, progress=False)
 
     class Stopped(Exception):
         pass
@@ -187,18 +191,33 @@ def test_a_stopped_search_goes_on_and_a_changed_one_is_refused(tmp_path):
     stops.__name__ = "mine"
     goal = stops
     with pytest.raises(Stopped):
-        find_effects(model, id=data, objective=goal, folder=tmp_path / "part", progress=False)
-    resumed = find_effects(model, id=data, objective=goal, folder=tmp_path / "part", progress=False)
+        find_circuit(
+            model, id=data, objective=goal, folder=tmp_path / "part", effects=True, progress=False
+        )
+    resumed = find_circuit(
+        model, id=data, objective=goal, folder=tmp_path / "part", effects=True, progress=False
+    )
     assert resumed.mask == whole.mask
     assert resumed.effects.tolist() == whole.effects.tolist()
     with pytest.raises(FormatError, match="objective was"):
-        find_effects(model, id=data, objective="ece", folder=tmp_path / "part", progress=False)
+        find_circuit(
+            model, id=data, objective="ece", folder=tmp_path / "part", effects=True, progress=False
+        )
     with pytest.raises(FormatError, match="the data has changed"):
-        find_effects(model, id=data[:2], objective=goal, folder=tmp_path / "part", progress=False)
+        find_circuit(
+            model,
+            id=data[:2],
+            objective=goal,
+            folder=tmp_path / "part",
+            effects=True,
+            progress=False,
+        )
     with torch.no_grad():
         model.classifier.bias.add_(1.0)
     with pytest.raises(FormatError, match="weights have changed"):
-        find_effects(model, id=data, objective=goal, folder=tmp_path / "part", progress=False)
+        find_circuit(
+            model, id=data, objective=goal, folder=tmp_path / "part", effects=True, progress=False
+        )
 
 
 @pytest.mark.parametrize("condition", ["knockout", "keep", "none"])
@@ -206,12 +225,13 @@ def test_a_stopped_search_goes_on_and_a_changed_one_is_refused(tmp_path):
 def test_from_any_layer_on_it_ends_with_the_same_bits(tmp_path, condition, keep):
     model, data = a_host("bert")
     arguments = {"keep": keep, "condition": condition, "folder": tmp_path, "progress": False}
-    whole = find_effects(model, id=data, **arguments)
+    whole = find_circuit(model, id=data, effects=True, **arguments)
     path = tmp_path / "search.json"
     state = json.loads(path.read_text())
     for done in range(len(whole.mask)):
         path.write_text(json.dumps(sealed({**state, "steps": state["steps"][:done]})))
-        assert find_effects(model, id=data, **arguments).to_json() == whole.to_json()
+        resumed = find_circuit(model, id=data, effects=True, **arguments)
+        assert resumed.to_json() == whole.to_json()
     path.unlink()
     assert find_circuit(model, id=data, **arguments) == whole.mask
     state = json.loads(path.read_text())
@@ -230,18 +250,20 @@ def test_what_a_pass_has_run_is_not_run_again():
         nonlocal read
         read += len(output)
 
-    def passes(search, condition, keep):
+    def passes(effects, condition, keep):
         nonlocal read
         handle = model.classifier.register_forward_hook(count)
         read = 0
-        search(model, id=data, condition=condition, keep=keep, progress=False)
+        find_circuit(
+            model, id=data, condition=condition, keep=keep, effects=effects, progress=False
+        )
         handle.remove()
         return read / examples
 
     cases = (("knockout", 2), ("knockout", 1), ("keep", 3), ("none", 2))
-    runs = [passes(find_effects, *case) for case in cases]
+    runs = [passes(True, *case) for case in cases]
     assert [runs[0] - other for other in runs[1:]] == [2, 2, 2]  # two baselines of three
-    assert [passes(find_circuit, *case) for case in cases] == [runs[0] - 3] * 4  # none at all
+    assert [passes(False, *case) for case in cases] == [runs[0] - 3] * 4  # none at all
 
 
 def test_a_damaged_state_is_refused(tmp_path):
@@ -299,7 +321,7 @@ def test_labels_are_needed_and_unknown_objectives_named():
 
 def test_the_record_reads_back_and_shows_noise():
     model, data = a_host("vit")
-    circuit = find_effects(model, id=data, keep=1, progress=False)
+    circuit = find_circuit(model, id=data, keep=1, effects=True, progress=False)
     back = Circuit.from_json(circuit.to_json())
     assert back == circuit and back.effects.standard_error == circuit.effects.standard_error
     assert "±" in str(circuit) and len(circuit.margins()) == 2

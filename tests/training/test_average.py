@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_ensembles import average_weights
+from hydra_ensembles.training import average_weights
 
 
 def network(seed: int, width: int = 5) -> nn.Module:

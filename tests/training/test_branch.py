@@ -15,10 +15,12 @@ import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
 from hydra_ensembles.data import as_data
 from hydra_ensembles.errors import DataError, HydraError
-from hydra_ensembles.training import finetune_branch
-from hydra_ensembles.training.branch_run import CachedTrunk, bootstrap_weights
+from hydra_ensembles.training import BRANCH, finetune_branch
+from hydra_ensembles.training.branch_run import bootstrap_weights
 from hydra_ensembles.training.sample_order import numbered
+from hydra_ensembles.training.trunk_cache import CachedTrunk
 from tests import zoo
+from tests.training.arguments import arguments
 
 MASKS = [
     HeadMask([[1, 1, 1, 1], [1, 0, 1, 1], last])
@@ -42,9 +44,8 @@ def samples(name: str, count: int = 4, size: int = 4) -> tuple[Any, ...]:
 
 
 def train(ensemble: hydra.HydraEnsemble, data: Any, **options: Any) -> Any:
-    return finetune_branch(
-        ensemble, data, **{"epochs": 2, "learning_rate": RATE, "progress": False, **options}
-    )
+    given = {"epochs": 2, "learning_rate": RATE, "progress": False, **options}
+    return finetune_branch(ensemble, data, **arguments(BRANCH, given))
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -258,10 +259,10 @@ def odd_ones(name: str, count: int = 2) -> list[Any]:
 def test_members_learn_to_be_unsure_about_outliers(name):
     data, odd = list(samples(name)), odd_ones(name)
     plain = train(fused(name), data, epochs=6, bootstrap=False).model
-    aware = train(fused(name), data, epochs=6, bootstrap=False, outliers=odd, outlier_weight=2.0)
+    aware = train(fused(name), data, epochs=6, bootstrap=False, ood=odd, outlier_weight=2.0)
     assert uniform_gap(aware.model, odd) < 0.3 * uniform_gap(plain, odd)
     families = train(
-        fused(name), data, epochs=6, bootstrap=False, outliers={"odd": odd}, outlier_weight=2.0
+        fused(name), data, epochs=6, bootstrap=False, ood={"odd": odd}, outlier_weight=2.0
     )
     assert largest_difference(aware.model, families.model) == 0
 
@@ -275,7 +276,7 @@ def test_the_outlier_loss_is_the_divergence_from_uniform():
             data,
             epochs=1,
             bootstrap=False,
-            outliers=odd,
+            ood=odd,
             outlier_weight=weight,
             on_step=lambda info, w=weight: seen.update({w: info.loss}),
         )
@@ -285,7 +286,7 @@ def test_the_outlier_loss_is_the_divergence_from_uniform():
 
 @pytest.mark.parametrize("name", ["bert", "vit"])
 def test_outliers_made_of_the_data_itself(name):
-    trained = train(fused(name), list(samples(name)), outliers="auto")
+    trained = train(fused(name), list(samples(name)), ood="auto")
     assert largest_difference(trained.model, train(fused(name), list(samples(name))).model) > 1e-4
     assert trained.to_dict()["steps"] == 8
 
@@ -319,7 +320,7 @@ def test_probabilities_as_labels_equal_class_numbers():
 
 def test_a_resumed_run_meets_the_same_outliers(tmp_path):
     data, odd = list(samples("vit")), odd_ones("vit", 3)
-    options: dict[str, Any] = {"outliers": odd, "distill": 0.5, "save_every": 1}
+    options: dict[str, Any] = {"ood": odd, "distill": 0.5, "save_every": 1}
     whole = train(fused("vit"), data, **options)
 
     def stop(info: Any) -> None:
@@ -334,8 +335,8 @@ def test_a_resumed_run_meets_the_same_outliers(tmp_path):
 
 def test_bad_outliers_are_told():
     with pytest.raises(ValueError, match='expected batches, a mapping, or "auto"'):
-        train(fused("vit"), list(samples("vit")), outliers="proxies")
+        train(fused("vit"), list(samples("vit")), ood="proxies")
     with pytest.raises(DataError, match="'empty' have no batches"):
-        train(fused("vit"), list(samples("vit")), outliers={"empty": []})
+        train(fused("vit"), list(samples("vit")), ood={"empty": []})
     with pytest.raises(ValueError, match="distill is 2"):
         train(fused("vit"), list(samples("vit")), distill=2)

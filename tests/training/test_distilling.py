@@ -13,17 +13,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
 from hydra_ensembles.data import as_data
 from hydra_ensembles.errors import DataError, FormatError, MaskError
-from hydra_ensembles.training import Settings, distill, finetune
-from hydra_ensembles.training.distill_run import DistillRun
-from hydra_ensembles.training.distillation import DISTILL
+from hydra_ensembles.training import DISTILL, Settings, distill, finetune
+from hydra_ensembles.training.distillation import DistillRun
 from hydra_ensembles.training.teacher_answers import assign
 from hydra_ensembles.training.views import Views
 from tests import zoo
+from tests.training.arguments import arguments
 
 MASKS = [
     HeadMask([[1, 1, 1, 1], [1, 1, 1, 1], last])
@@ -69,7 +70,8 @@ def train(teachers: Any, batches: Any = None, **options: Any) -> hydra.HydraEnse
         "novelty": False,
         **options,
     }
-    return distill(model(name), teachers, data(name) if batches is None else batches, **given)
+    batches = data(name) if batches is None else batches
+    return distill(model(name), teachers, batches, **arguments(DISTILL, given))
 
 
 def largest_difference(a: nn.Module, b: nn.Module) -> float:
@@ -91,7 +93,7 @@ def test_the_rule_for_teachers_and_members():
 def test_each_member_learns_its_own_teacher(name):
     teachers = [teacher(place, name) for place in range(3)]
     student = train(
-        teachers, name=name, epochs=40, learning_rate=1e-2, outliers=None, views=1, calibrate=False
+        teachers, name=name, epochs=40, learning_rate=1e-2, ood=None, views=1, calibrate=False
     )
     with torch.no_grad():
         ours = torch.cat([student.member_logits(b) for b in data(name)]).softmax(-1)
@@ -136,7 +138,7 @@ def test_joint_brings_the_mean_nearer_to_the_teachers_and_leaves_one_student_as_
 
     def distance(joint: float) -> float:
         student = train(
-            teachers, settings=replace(DISTILL, joint=joint), epochs=20, outliers=None, views=1
+            teachers, settings=replace(DISTILL, joint=joint), epochs=20, ood=None, views=1
         )
         with torch.no_grad():
             ours = torch.cat([student.member_logits(b) for b in data()]).softmax(-1).mean(1)
@@ -179,7 +181,7 @@ def test_the_budget_chooses_distinct_heads():
 
 
 def test_members_with_mlps_of_their_own_learn_more_at_the_same_cost(tmp_path):
-    options: dict[str, Any] = {"outliers": None, "views": 1, "epochs": 20, "calibrate": False}
+    options: dict[str, Any] = {"ood": None, "views": 1, "epochs": 20, "calibrate": False}
     teachers = [teacher(place) for place in (0, 1, 2)]
     shared = train(teachers, **options)
     own = train(teachers, **options, own_mlps=True, folder=tmp_path / "own")
@@ -226,7 +228,7 @@ def answer(place: int, images: torch.Tensor) -> torch.Tensor:
 
 
 def test_all_kinds_of_teachers_teach_the_same(tmp_path):
-    options: dict[str, Any] = {"outliers": None, "views": 1}
+    options: dict[str, Any] = {"ood": None, "views": 1}
     whole = train([teacher(place) for place in range(3)], **options)
     probabilities = tables()
     np.save(tmp_path / "first.npy", probabilities[0].numpy())
@@ -249,7 +251,7 @@ def test_all_kinds_of_teachers_teach_the_same(tmp_path):
 
 def test_ensembles_and_checkpoints_teach(tmp_path):
     run = finetune(model(), data(), epochs=1, learning_rate=1e-3, folder=tmp_path, progress=False)
-    options: dict[str, Any] = {"outliers": None, "views": 1, "members": 3}
+    options: dict[str, Any] = {"ood": None, "views": 1, "members": 3}
     by_model = train(run[0].model, **options)
     assert largest_difference(by_model, train(tmp_path / "member-0", **options)) == 0
     ensemble = hydra.fuse(model(), MASKS)
@@ -288,7 +290,7 @@ def test_a_stopped_run_ends_with_the_same_bits(tmp_path, rate, step):
 def test_unlabelled_data_and_outliers_of_ones_own():
     inputs = [x for x, _ in data()]
     teachers = [teacher(place) for place in range(3)]
-    student = train(teachers, inputs, validation=None, outliers=[inputs[0] * 3], novelty=True)
+    student = train(teachers, inputs, validation=None, ood=[inputs[0] * 3], novelty=True)
     assert student.predict(inputs[0]).novelty is not None
     assert student.temperature is None and student.record["examples"]["outliers"] == 8
     labelled = train(teachers, validation=None)
@@ -299,9 +301,7 @@ def test_unlabelled_data_and_outliers_of_ones_own():
 def test_the_loss_is_the_members_cross_entropy():
     teachers, losses = [teacher(place) for place in range(3)], []
     batch = data()[:1]
-    train(
-        teachers, batch, epochs=1, outliers=None, views=1, on_step=lambda i: losses.append(i.loss)
-    )
+    train(teachers, batch, epochs=1, ood=None, views=1, on_step=lambda i: losses.append(i.loss))
     with torch.no_grad():
         logits = hydra.fuse(model(), MASKS).eval().member_logits(batch[0])
         target = torch.stack([main(t, batch[0]).softmax(-1) for t in teachers], 1)
@@ -347,13 +347,13 @@ def test_what_cannot_teach_is_refused(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         train([tmp_path / "nothing"])
     with pytest.raises(DataError, match="rows, but the data has 32"):
-        train([tables()[0][:5]], outliers=None)
+        train([tables()[0][:5]], ood=None)
     with pytest.raises(DataError, match="differs when it is read again"):
         train([teacher(0)], Random())
     with pytest.raises(DataError, match="NaN"):
-        train([torch.full((COUNT, 5), math.nan)], outliers=None)
+        train([torch.full((COUNT, 5), math.nan)], ood=None)
     with pytest.raises(ValueError, match='"auto"'):
-        train([teacher(0)], outliers="proxies")
+        train([teacher(0)], ood="proxies")
 
 
 def test_teachers_of_other_classes_are_refused_before_training(tmp_path):
@@ -363,7 +363,7 @@ def test_teachers_of_other_classes_are_refused_before_training(tmp_path):
     steps: list[Any] = []
     for given, found in ((other, 7), (wide, 7), (narrow, 1), ([teacher(0), wide], 7)):
         with pytest.raises(DataError, match=f"{found} classes, but the model to teach has 5"):
-            train(given, outliers=None, views=1, on_step=steps.append)
+            train(given, ood=None, views=1, on_step=steps.append)
     assert not steps
 
 
@@ -372,14 +372,14 @@ def test_a_broken_teacher_is_named():
     with torch.no_grad():
         broken.classifier.bias[2] = math.nan
     with pytest.raises(DataError, match=r"teacher 1 \(ViT\w+\) to the data hold NaN"):
-        train([teacher(0), broken], outliers=None, views=1)
+        train([teacher(0), broken], ood=None, views=1)
     with pytest.raises(DataError, match=r"teacher 0 \(<lambda>\) gave 8 answers for 32"):
-        train([lambda images: torch.full((2, 5), 0.2)], outliers=None, views=1)
+        train([lambda images: torch.full((2, 5), 0.2)], ood=None, views=1)
 
 
 def test_lists_of_modules_and_named_teachers_are_as_many_teachers():
     teachers = [teacher(place) for place in range(3)]
-    options: dict[str, Any] = {"outliers": None, "views": 1, "epochs": 1, "calibrate": False}
+    options: dict[str, Any] = {"ood": None, "views": 1, "epochs": 1, "calibrate": False}
     whole = train(teachers, **options)
     named = dict(zip("abc", teachers, strict=True))
     assert largest_difference(whole, train(nn.ModuleList(teachers), **options)) == 0
@@ -391,7 +391,7 @@ def test_lists_of_modules_and_named_teachers_are_as_many_teachers():
 def test_a_share_of_labels_needs_labels_that_fit():
     """Without labels nothing may be learnt from zeros in their place."""
     inputs = [x for x, _ in data()]
-    options: dict[str, Any] = {"settings": replace(DISTILL, distill=0.7), "outliers": None}
+    options: dict[str, Any] = {"settings": replace(DISTILL, distill=0.7), "ood": None}
     with pytest.raises(DataError, match=r"distill=0.7 .* 0.3 .* no labels"):
         train([teacher(0)], inputs, **options)
     with pytest.raises(DataError, match="A batch has no labels"):
@@ -400,10 +400,10 @@ def test_a_share_of_labels_needs_labels_that_fit():
         train([teacher(0)], [(x, torch.full((8, 5), 0.2)) for x in inputs], **options)
     with pytest.raises(DataError, match="the model has 5 classes"):
         train([teacher(0)], [(x, y + 3) for x, y in data()], **options)
-    assert train([teacher(0)], inputs, outliers=None, views=1, epochs=1).members == 3
+    assert train([teacher(0)], inputs, ood=None, views=1, epochs=1).members == 3
 
 
-@pytest.mark.parametrize("name", ["data", "validation", "outliers"])
+@pytest.mark.parametrize("name", ["data", "validation", "ood"])
 def test_what_can_be_read_once_is_refused_by_its_name(name):
     batches = (batch for batch in data())
     with pytest.raises(DataError, match=f"{name!r} is a generator that can be read only once"):
@@ -423,7 +423,28 @@ def test_half_precision_and_bootstraps_leave_float_weights():
 
 def test_loaders_teach_as_lists_do():
     images, labels = (torch.cat(parts) for parts in zip(*data(), strict=True))
-    options: dict[str, Any] = {"outliers": None, "views": 1}
+    options: dict[str, Any] = {"ood": None, "views": 1}
     whole = train([teacher(0), teacher(1)], **options)
     ours = train([teacher(0), teacher(1)], as_data((images, labels), batch_size=8), **options)
     assert largest_difference(whole, ours) == 0
+
+
+def test_teachers_are_asked_only_for_views_that_are_used(tmp_path):
+    train([teacher(0)], epochs=2, views=4, folder=tmp_path)
+    names = {path.name for path in (tmp_path / "answers").glob("*.npy")}
+    assert names == {
+        f"teacher-0-{part}-{view}.npy" for part in ("data", "outliers") for view in (0, 1)
+    }
+
+
+def test_what_a_loader_drops_in_order_is_answered_too():
+    images, labels = (torch.cat(parts) for parts in zip(*data(), strict=True))
+    dataset = TensorDataset(images[:30], labels[:30])
+    loader = DataLoader(dataset, batch_size=8, drop_last=True)
+    student = train([teacher(0), teacher(1)], loader, validation=data(), epochs=3)
+    assert student.record["examples"]["data"] == 30
+
+
+def test_settings_without_a_share_for_teachers_are_refused():
+    with pytest.raises(ValueError, match="DISTILL"):
+        distill(model(), [teacher(0)], data(), settings=Settings(trunk_rate=1.0))

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_ensembles.errors import DataError, FormatError, HydraError
-from hydra_ensembles.training import finetune
+from hydra_ensembles.training import FINETUNE, Settings, finetune
 from hydra_ensembles.training.checkpoint import FILE_NAME, read_checkpoint
 from hydra_ensembles.training.loop import schedule
 from hydra_ensembles.training.sample_order import Stream
+from tests.training.arguments import arguments
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -88,9 +90,7 @@ def test_a_stopped_run_ends_bit_identical(tmp_path, stop, keep):
         "epochs": 3,
         "learning_rate": 2e-2,
         "validation": batches(seed=1),
-        "towards_host": 0.1,
-        "bootstrap": True,
-        "keep": keep,
+        "settings": Settings(towards_host=0.1, bootstrap=True, keep=keep),
         "save_every": 2,
         "folder": tmp_path / "stopped",
     }
@@ -190,13 +190,14 @@ def test_the_pull_towards_the_host_keeps_weights_near():
     model, data = network(), batches()
 
     def distance(strength):
-        settings = {
-            "epochs": 4,
-            "learning_rate": 1e-2,
-            "weight_decay": 0.0,
-            "max_grad_norm": math.inf,
-        }
-        trained = finetune(model, data, towards_host=strength, **settings)[0].model
+        settings = Settings(
+            epochs=4,
+            learning_rate=1e-2,
+            weight_decay=0.0,
+            max_grad_norm=math.inf,
+            towards_host=strength,
+        )
+        trained = finetune(model, data, settings=settings)[0].model
         return sum(
             (a - b).square().sum().item()
             for a, b in zip(trained.parameters(), model.parameters(), strict=True)
@@ -209,7 +210,10 @@ def test_one_step_is_adamw_on_the_smoothed_loss():
     model, data = network(), batches(count=16)
     model[3].p = 0.0
     trained = finetune(
-        model, data, learning_rate=1e-2, label_smoothing=0.2, warmup=0.0, max_grad_norm=math.inf
+        model,
+        data,
+        settings=Settings(label_smoothing=0.2, warmup=0.0, max_grad_norm=math.inf),
+        learning_rate=1e-2,
     )[0]
     by_hand = copy.deepcopy(model).train()
     logits = by_hand(data[0][0])
@@ -248,9 +252,10 @@ def test_the_schedule_rises_then_falls():
 
 def test_keep_best_returns_the_epoch_of_lowest_validation_nll():
     noisy = [(x, y.flip(0)) for x, y in batches(count=48)]  # wrong labels: training only hurts
-    settings = {"epochs": 6, "learning_rate": 3e-2, "warmup": 0.0, "validation": batches(seed=1)}
-    best = finetune(network(), noisy, keep="best", **settings)[0]
-    last = finetune(network(), noisy, **settings)[0]
+    settings = Settings(epochs=6, learning_rate=3e-2, warmup=0.0)
+    validation, best_epoch = batches(seed=1), replace(settings, keep="best")
+    best = finetune(network(), noisy, settings=best_epoch, validation=validation)[0]
+    last = finetune(network(), noisy, settings=settings, validation=validation)[0]
     lowest = min(best.history, key=lambda entry: entry["nll"])
 
     def nll(model):
@@ -351,7 +356,9 @@ def test_a_fused_branch_trains_by_its_members_losses():
     masks = [HeadMask([[1, 1, 1], kept]) for kept in ([1, 0, 0], [0, 1, 1])]
     ensemble = fuse(host, masks).untie_().freeze_trunk_()
     data = [{"input_ids": i, "labels": i[:, 0] % 2} for i in ids.split(8)]
-    trained = finetune(ensemble, data, epochs=1, learning_rate=1e-2, label_smoothing=0.1)[0]
+    trained = finetune(ensemble, data, settings=Settings(learning_rate=1e-2, label_smoothing=0.1))[
+        0
+    ]
 
     moved = {
         name
@@ -370,9 +377,9 @@ def test_a_fused_branch_trains_by_its_members_losses():
 def test_bf16_trains_and_leaves_accelerate_as_it_was():
     from accelerate.state import AcceleratorState
 
-    data = batches()
-    half = finetune(network(), data, epochs=6, learning_rate=1e-2, mixed_precision="bf16")[0]
-    full = finetune(network(), data, epochs=6, learning_rate=1e-2)[0]
+    data, settings = batches(), Settings(epochs=6, learning_rate=1e-2)
+    half = finetune(network(), data, settings=replace(settings, mixed_precision="bf16"))[0]
+    full = finetune(network(), data, settings=settings)[0]
     assert AcceleratorState._shared_state == {}
     assert half.history[-1]["loss"] == pytest.approx(full.history[-1]["loss"], abs=0.05)
     assert not same(half.model, full.model)
@@ -520,9 +527,9 @@ def test_a_loss_that_is_not_a_number_stops_the_run():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("options", "message"),
     [
-        ({"epochs": 0}, "at least 1"),
+        ({"epochs": 0}, "1 or more"),
         ({"warmup": 1.0}, "share of the steps"),
         ({"keep": "first"}, "first"),
         ({"keep": "best"}, "needs validation"),
@@ -530,9 +537,9 @@ def test_a_loss_that_is_not_a_number_stops_the_run():
         ({"seed": []}, "0 members"),
     ],
 )
-def test_bad_arguments_are_named(arguments, message):
+def test_bad_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        finetune(network(), batches(), **arguments)
+        finetune(network(), batches(), **arguments(FINETUNE, options))
 
 
 def test_members_and_seeds_must_match():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import hydra_ensembles as hydra
 from hydra_ensembles.data import as_data
-from hydra_ensembles.errors import UnknownNameError
+from hydra_ensembles.errors import MissingDependencyError, UnknownNameError
 from hydra_ensembles.training import make_teachers
 from tests import zoo
 
@@ -84,3 +85,24 @@ def test_bad_wishes_are_told():
         make("snapshot")
     with pytest.raises(ValueError, match="count=0"):
         make("lora", count=0)
+
+
+def test_lora_updates_every_kind_of_projection():
+    """Linear layers, GPT-2's transposed ones and a whole nn.MultiheadAttention."""
+    for name, part in {"gpt2": "c_attn.weight", "open_clip_visual": "in_proj_weight"}.items():
+        host = zoo.sharp(name)
+        batch = zoo.images() if name == "open_clip_visual" else zoo.texts()
+        start = copy.deepcopy(host.state_dict())
+        (teacher,) = make_teachers(
+            host, [batch], how="lora", count=1, learning_rate=1e-2, progress=False
+        )
+        moved = {k for k, v in teacher.state_dict().items() if not torch.equal(v, start[k])}
+        assert sum(part in k for k in moved) == len(hydra.HeadMask.full(host).tolist())
+        assert not any("mlp" in k for k in moved)
+        assert all(parameter.requires_grad for parameter in teacher.parameters())
+
+
+def test_lora_without_peft_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingDependencyError, match=r"hydra-ensembles\[train\]"):
+        make("lora")

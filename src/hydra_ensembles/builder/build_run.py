@@ -1,4 +1,4 @@
-"""`build` and `replay`: members, fused; score and temperatures, fitted; everything recorded."""
+"""`build` and `replay`: find members, fuse them, calibrate the ensemble; everything is recorded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,9 @@ from ..fusion.inputs import remember_inputs
 from ..heads.head_mask import HeadMask
 from ..hosts import HostModel, host_model
 from ..hosts.example_inputs import pad_token
-from ..search.ray_tasks import ray_tasks
 from ..search.search_state import SearchState, TensorStore
 from ..uncertainty import scores
-from .calibration import apply_decisions, decide, learn_known
+from .calibration import apply_calibration_, calibrate_
 from .data_parts import Parts, Task
 from .methods import Method, as_method
 
@@ -52,45 +51,39 @@ def build(
     novelty: bool | None = None,
     seed: int = 0,
     folder: str | os.PathLike[str] | None = None,
-    ray: bool = False,
-    workers: int = 2,
     progress: bool = True,
 ) -> HydraEnsemble:
-    """Build an ensemble of a pretrained model: members, score and temperatures, nothing trained.
+    """Build an ensemble from a pretrained model; nothing is trained.
 
     Under `torchrun` or `accelerate launch` the processes share the batches: call it in all of them,
     and each gets the same members.
 
     Args:
-        model: A host model with a classifier; left as it was.
+        model: A host model with a classifier; it is not changed.
         calibration: Labelled in-distribution data that the model was not trained on; some hundred
-            examples. Split by itself (stratified, seeded): 60 % select, 20 % decide when to stop,
-            20 % see neither. Temperatures are cross-fitted over all of it; their figures are those
-            of the 40 % that did not select.
-        ood: Outliers: data, a dict of data by family, or `"auto"` (or None) for none. The methods
-            `search` and `circuit` join proxies that are made of the calibration data.
-        validation: Labelled data that stops and fits temperatures in place of the split.
+            examples. It is split (stratified, seeded): 60 % select members, 20 % decide between the
+            best, 20 % are held out. Temperatures are cross-fitted over all of it; their figures are
+            those of the 40 % that did not select.
+        ood: Outliers: data, a dict of data by family, or `"auto"` (or None) for none. The method
+            `circuit` adds proxies made from the calibration data.
+        validation: Labelled data that decides and fits temperatures instead of the split.
         method: `"select"` (members by the ensemble's own figures, in a few passes over the data),
-            `"search"` (the same for many minutes, with proxies), `"circuit"` (HeadMap with one
-            objective per member, as in the paper), `"taylor"`, `"hies"` or `"random"`; or a config
-            object with the method's own options: `Select(masks=96)`, `Search(masks=600)`,
-            `Circuits(keep=0.5)`, `Taylor(keep=0.5)`, `Hies(alphas=(0.5,))`, `Random(keep=2)`.
+            `"circuit"` (HeadMap with one objective per member, as in the paper), `"taylor"`,
+            `"hies"` or `"random"`; or a config object of `hydra_ensembles.methods` with the
+            method's own options, such as `Select(masks=96)` or `Circuits(keep=0.5)`.
         members: Number of members M. They differ; where that is impossible, the summary and
             `record["equal_members"]` say why.
         max_cost: Bound on counted multiply-adds relative to the plain model; None for none.
         score: The uncertainty that `predict` reports, or `"auto"`: the best on held-out outliers,
             `"msp"` without any.
-        calibrate: Fit a temperature per member and one for the mean, where out of fold that lowers
-            NLL; else they are 1 and the record says so.
+        calibrate: Fit a temperature per member and one for the mean, if that lowers NLL out of
+            fold; else they are 1 and the record says so.
         novelty: Fit novelty on the calibration data (`fit_novelty_`). By default where that is
             possible: otherwise a warning and the summary say why not. True raises instead.
-        seed: Of splits, proxies, pools and bags.
+        seed: Random seed of splits, proxies, pools and bags.
         folder: Keep finished steps here (candidates' logits, up to 1 GB, until the search is done),
-            so that a stopped build goes on and ends with the same members. Another model, other
+            so that a stopped build resumes and ends with the same members. Another model, other
             data or settings are refused.
-        ray: Run the candidates of `select`, `search` and `circuit` as Ray tasks, on the cluster of
-            `RAY_ADDRESS` or on this machine; the members are the same to the bit (`ray_tasks`).
-        workers: Ray tasks at a time.
         progress: Report progress: a bar on a terminal, else a log line every ten seconds.
 
     Returns:
@@ -101,11 +94,6 @@ def build(
         >>> ensemble.predict(batch).uncertainty
     """
     way = as_method(method)
-    if ray and not getattr(way, "searches", False):
-        raise ValueError(
-            f"ray=True says nothing to the method {way.name!r}, which tries no candidates: leave "
-            "it out."
-        )
     if members < 1:
         raise ValueError(f"members={members}: expected 1 or more.")
     if score != "auto":
@@ -113,9 +101,17 @@ def build(
     host = host_model(model)
     check_data(host.model, calibration)
     check_class_order(host.model, calibration, seed=seed)
-    pad_id = pad_token(host.model)
-    parts = Parts(calibration, validation, ood, seed, proxies=way.proxies, pad_id=pad_id)
-    classes, seconds = _try(host, parts.first_batch())
+    parts = Parts(
+        calibration,
+        validation,
+        ood,
+        seed,
+        proxies=way.proxies,
+        pad_id=pad_token(host.model),
+        progress=progress,
+    )
+    first = parts.data["select"].batch(0)
+    classes, seconds = _try(host, first)
     settings: dict[str, Any] = {
         "method": way.name,
         "options": way.settings(),
@@ -132,34 +128,31 @@ def build(
     store = None if folder is None else TensorStore(Path(folder) / "candidates")
     result = next((step for step in state.steps if "masks" in step), None)
     if result is None:
-        budget = Budget.of(host, parts.first_batch(), max_cost)
+        budget = Budget.of(host, first, max_cost)
         task = Task(host, parts, members, budget, seed, state, store, progress, seconds)
-        with _telling_what_is_kept(folder, progress), ray_tasks(workers) if ray else nullcontext():
+        with _telling_what_is_kept(folder, progress):
             result = way.find(task)
         state.add(result)
     if store is not None:
         store.clear()
     masks = [HeadMask(rows) for rows in result["masks"]]
-    ensemble = fuse(host.model, masks, batch=parts.first_batch()).eval()
-    decisions = decide(
-        ensemble,
-        host.model,
-        parts,
-        score=score,
-        calibrate=calibrate,
-        seed=seed,
-        progress=progress,
-    )
+    ensemble = fuse(host.model, masks, batch=first).eval()
     ensemble.record = {
         "made_by": "build",
         "settings": settings,
         "examples": parts.examples(),
         **result,
-        "decisions": decisions,
     }
-    apply_decisions(ensemble, decisions)
-    if novelty is not False:
-        learn_known(ensemble, parts, required=novelty is True, progress=progress)
+    calibrate_(
+        ensemble,
+        host.model,
+        parts,
+        score=score,
+        temperatures=calibrate,
+        novelty=novelty,
+        seed=seed,
+        progress=progress,
+    )
     remember_inputs(ensemble, calibration)
     return ensemble
 
@@ -175,24 +168,28 @@ def _try(host: HostModel, batch: Any) -> tuple[int, float]:
 
 @contextmanager
 def _telling_what_is_kept(folder: Any, progress: bool) -> Iterator[None]:
-    """Say at Ctrl-C what a stopped build has kept, and how to go on."""
+    """Say at Ctrl-C what a stopped build has kept, and how to resume."""
     try:
         yield
     except KeyboardInterrupt:
         announce(
-            "Stopped. Nothing is kept: pass folder= to build() to go on after a stop."
+            "Stopped. Nothing is kept: pass folder= to build() to be able to resume."
             if folder is None
-            else f"Stopped. Finished steps are kept in {folder}: the same call goes on from there.",
+            else f"Stopped. Progress is saved in {folder}. Run the same call to resume.",
             enabled=progress,
         )
         raise
 
 
 def replay(model: nn.Module | HostModel, record: Mapping[str, Any]) -> HydraEnsemble:
-    """Make an ensemble again from what `build` recorded, without data (so without novelty)."""
+    """Rebuild an ensemble from the record of `build`, without data (so without novelty).
+
+    Example:
+        >>> again = replay(model, ensemble.record)
+    """
     try:
         masks = [HeadMask(rows) for rows in record["masks"]]
-        decisions, expected = record["decisions"], record["settings"]["model"]
+        calibration, expected = record["calibration"], record["settings"]["model"]
     except (KeyError, TypeError) as error:
         raise DataError(
             f"Not a record of build() ({error!r} is missing): pass ensemble.record."
@@ -201,9 +198,9 @@ def replay(model: nn.Module | HostModel, record: Mapping[str, Any]) -> HydraEnse
     if model_fingerprint(host.model) != expected:
         raise DataError(
             "The record was made for a model with other weights. Load the model that it was built "
-            "from, or build() anew."
+            "from, or call build() again."
         )
     ensemble = fuse(host.model, masks).eval()
     ensemble.record = json.loads(json.dumps(dict(record)))
-    apply_decisions(ensemble, decisions)
+    apply_calibration_(ensemble, calibration)
     return ensemble

@@ -1,46 +1,41 @@
-"""Temperatures of a built ensemble: cross-fitted, reported on held-out data, never for the worse.
+"""What `build` fits on a finished ensemble: temperatures, the score and novelty, in one pass.
 
-Every example is judged under temperatures that were fitted without it (five folds). Three ways
-stand against each other out of fold, on held-out examples: no temperature, one for the mean, and
-one per member with one for the mean. The one with the lowest NLL among those that raise neither NLL
-nor ECE is fitted on all examples. What decides is what the record and its note show.
+Temperatures are cross-fitted: every example is judged under temperatures that were fitted without
+it (five folds). Three ways compete out of fold, on held-out examples: no temperature, one for the
+mean, and one per member with one for the mean. Among those that raise neither NLL nor ECE, the one
+with the lowest NLL is fitted on all examples. The record and its note show the deciding figures.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..data.loaders import Chained
+from ..data.answers import flat_tokens
+from ..data.batches import split_batch
+from ..data.eval_mode import in_eval
+from ..data.loaders import Batches
+from ..data.memory import Halving
 from ..data.model_runs import collect_logits
-from ..errors import DataError, UnsupportedModelError
+from ..data.processes import in_order
+from ..data.progress import progress_bar
+from ..errors import DataError
 from ..evaluation.metrics import expected_calibration_error, negative_log_likelihood, ood_figures
 from ..fusion.ensemble import HydraEnsemble
+from ..fusion.known_data import features_of, hashes_of, novelty_fit, text_logits
 from ..uncertainty import find_temperature, mean_probability, scale_logits, score_logits
+from ..uncertainty.novelty_fit import NoveltyFit
 from .data_parts import Parts
 
 FOLDS = 5
 Temperatures = tuple[list[float], float]
 """One temperature per member, and one for the mean."""
-
-
-def fit_temperatures(
-    member_logits: Tensor,
-    labels: Tensor,
-    host_logits: Tensor,
-    *,
-    held_out: Tensor | None = None,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Fit the temperatures of an ensemble; return them with what they do, as plain data.
-
-    See `cross_fit`.
-    """
-    return cross_fit(member_logits, labels, host_logits, held_out=held_out, seed=seed)[0]
 
 
 def cross_fit(
@@ -52,7 +47,7 @@ def cross_fit(
     fitted: Tensor | None = None,
     seed: int = 0,
 ) -> tuple[dict[str, Any], Tensor]:
-    """Fit temperatures; return them as plain data, and all logits under temperatures not their own.
+    """Fit temperatures; return them as plain data, and all logits scaled out of fold.
 
     Args:
         member_logits: Raw logits of the ensemble, `[example, member, class]`.
@@ -61,12 +56,12 @@ def cross_fit(
         held_out: Which examples took no part in choosing members, `[example]`; all by default. They
             decide, and the figures are theirs.
         fitted: Which examples temperatures may be fitted on, `[example]`; all by default.
-        seed: Of the folds.
+        seed: Seed of the folds.
 
     Returns:
-        `temperature`, `member_temperatures` (1 where nothing is gained) and `calibration`: NLL and
-        ECE (in %) of host and ensemble before and after, out of fold, the way that was chosen, and
-        a note where temperatures were refused. And the ensemble's logits out of fold.
+        `temperature`, `member_temperatures` (1 where nothing is gained) and `figures`: NLL and ECE
+        (in %) of host and ensemble before and after, out of fold, the way that was chosen, and a
+        note where temperatures were refused. And the ensemble's logits out of fold.
     """
     everything = torch.ones_like(labels, dtype=torch.bool)
     held_out = everything if held_out is None else held_out
@@ -87,7 +82,7 @@ def cross_fit(
     loss = {name: both["NLL"][1] for name, both in figures.items()}
     able = [name for name in judged if all(old >= new for old, new in figures[name].values())]
     best = min(able, key=lambda name: round(loss[name], 7))  # ties: the simplest
-    each, mean = ([1.0] * members, 1.0)
+    each, mean = [1.0] * members, 1.0
     if best != "none":
         each, mean = _WAYS[best](member_logits[fitted], labels[fitted])
     scaled = _out_of_fold(host_logits, labels, folds, fit_mean)
@@ -105,8 +100,7 @@ def cross_fit(
     }
     if best == "none":
         report["note"] = unsupported or _refused(figures)
-    found = {"temperature": mean, "member_temperatures": each, "calibration": report}
-    return found, judged[best]
+    return {"temperature": mean, "member_temperatures": each, "figures": report}, judged[best]
 
 
 def fit_mean(member_logits: Tensor, labels: Tensor) -> Temperatures:
@@ -159,10 +153,6 @@ def _out_of_fold(
     return scaled
 
 
-def _nll(logits: Tensor, labels: Tensor) -> float:
-    return float(negative_log_likelihood(logits, labels).double().mean())
-
-
 def _before_after(
     before: Tensor, after: Tensor, labels: Tensor, rows: Tensor
 ) -> dict[str, list[float]]:
@@ -171,7 +161,7 @@ def _before_after(
     for logits in (before[rows], after[rows]):
         confidence, label = mean_probability(logits).max(-1)
         correct = label == labels[rows]
-        found["NLL"].append(_nll(logits, labels[rows]))
+        found["NLL"].append(float(negative_log_likelihood(logits, labels[rows]).double().mean()))
         found["ECE"].append(100 * float(expected_calibration_error(confidence, correct)))
     return found
 
@@ -190,102 +180,162 @@ def _refused(figures: dict[str, dict[str, list[float]]]) -> str:
     )
 
 
-# What is fitted on a finished ensemble: its temperatures and the score that it reports.
+# What is fitted on a finished ensemble: temperatures, the score that it reports, and novelty.
 AUTO_SCORES = ("msp", "entropy", "max-logit", "energy", "mutual-information")
 
 
-def decide(
+def calibrate_(
     ensemble: HydraEnsemble,
     host: nn.Module,
     parts: Parts,
     *,
     score: str,
-    calibrate: bool,
+    temperatures: bool,
+    novelty: bool | None,
     seed: int,
     progress: bool,
-) -> dict[str, Any]:
-    """Fit temperatures and choose the score; return plain data, change nothing."""
-    decisions: dict[str, Any] = {
+) -> None:
+    """Fit temperatures, the score and novelty in place; the ensemble runs over the data once.
+
+    `record["calibration"]` and `record["novelty"]` say what was done.
+
+    Args:
+        ensemble: A fused ensemble.
+        host: The plain host, whose figures are reported beside those of the ensemble.
+        parts: The data.
+        score: The uncertainty to report; `"auto"` chooses it by outliers.
+        temperatures: Whether to fit temperatures.
+        novelty: Whether to fit novelty; None turns an error into a warning.
+        seed: Seed of the folds.
+        progress: Show a bar on a terminal.
+    """
+    outliers = parts.outliers("stop") if score == "auto" else {}
+    fitting = parts.fitting() if temperatures else []
+    fit: NoveltyFit | None = None
+    hashes: list[Tensor | None] = []
+    logits: dict[str, Tensor] = {}
+    labels: dict[str, Tensor] = {}
+    for part, data in parts.data.items():
+        if novelty is False and part not in fitting and not (outliers and part == "stop"):
+            continue
+        batches = []
+        for batch in run_ensemble(ensemble, data, name=f"calibration, {part}", progress=progress):
+            batches.append((batch["logits"], batch["labels"]))
+            if novelty is not False:
+                if fit is None:
+                    fit = novelty_fit(ensemble, batch["logits"].shape[-1])
+                fit.add_(batch["summaries"], batch["mean_logits"], batch.get("classes"))
+                hashes.append(batch.get("hashes"))
+        logits[part], labels[part] = map(torch.cat, zip(*batches, strict=True))
+    found: dict[str, Any] = {
         "score": "msp" if score == "auto" else score,
         "temperature": None,
         "member_temperatures": None,
     }
-    if calibrate:
-        ours, theirs, labels, held_out = [], [], [], []
-        for part in parts.fitting():
-            data = parts.data[part]
-            logits, target = collect_logits(
-                ensemble, data, name=f"calibration, {part}", need_labels=True, progress=progress
-            )
-            assert target is not None  # need_labels
-            ours.append(logits.float())
-            theirs.append(collect_logits(host, data, name=f"host, {part}", progress=progress)[0])
-            labels.append(target)
-            held_out.append(torch.full_like(target, part != "select", dtype=torch.bool))
-        fitted = fit_temperatures(
-            torch.cat(ours),
-            torch.cat(labels),
-            torch.cat(theirs).float(),
+    if fitting:
+        plain = [
+            collect_logits(host, parts.data[part], name=f"host, {part}", progress=progress)[0]
+            for part in fitting
+        ]
+        held_out = [torch.full_like(labels[p], p != "select", dtype=torch.bool) for p in fitting]
+        fitted, _ = cross_fit(
+            torch.cat([logits[part] for part in fitting]),
+            torch.cat([labels[part] for part in fitting]),
+            torch.cat(plain).float(),
             held_out=torch.cat(held_out),
             seed=seed,
         )
-        decisions.update(fitted)
-    if score == "auto":
-        decisions.update(_auto_score(ensemble, parts, decisions))
-    return decisions
+        found.update(fitted)
+    if outliers:
+        unknown = [collect_logits(ensemble, data)[0] for data in outliers.values()]
+        found.update(_best_score(logits["stop"], unknown, found))
+    ensemble.record["calibration"] = found
+    if fit is not None:
+        _finish_novelty_(ensemble, fit, hashes, required=novelty is True)
+    apply_calibration_(ensemble, found)
 
 
-def apply_decisions(ensemble: HydraEnsemble, decisions: dict[str, Any]) -> None:
-    """Set score and temperatures."""
-    ensemble.score = decisions["score"]
-    ensemble.temperature = decisions["temperature"]
-    ensemble.member_temperatures = decisions["member_temperatures"]
+def apply_calibration_(ensemble: HydraEnsemble, calibration: Mapping[str, Any]) -> None:
+    """Set score and temperatures, in place."""
+    ensemble.score = calibration["score"]
+    ensemble.temperature = calibration["temperature"]
+    ensemble.member_temperatures = calibration["member_temperatures"]
 
 
-def _auto_score(ensemble: HydraEnsemble, parts: Parts, decisions: dict[str, Any]) -> dict[str, Any]:
-    """Pick the score with the best mean AUROC over families, on the stopping part.
-
-    Without outliers it is MSP, which tells wrong answers from right ones well.
-    """
-    if set(parts.sets["stop"]) == {"id"}:
-        return {"score": "msp"}
-    divide = torch.ones(ensemble.members)
-    if decisions["member_temperatures"] is not None:
-        divide = torch.tensor(decisions["member_temperatures"]) * decisions["temperature"]
-    logits: dict[str, Tensor] = {
-        name: collect_logits(ensemble, data)[0] / divide[:, None]
-        for name, data in parts.sets["stop"].items()
-    }
-    names = [n for n in AUTO_SCORES if ensemble.members > 1 or n != "mutual-information"]
-    found = {}
+def _best_score(known: Tensor, outliers: list[Tensor], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Choose the score with the best mean AUROC over families of outliers."""
+    members = known.shape[1]
+    divide = torch.ones(members)
+    if found["member_temperatures"] is not None:
+        divide = torch.tensor(found["member_temperatures"]) * found["temperature"]
+    known, *others = (logits / divide[:, None] for logits in (known, *outliers))
+    names = [n for n in AUTO_SCORES if members > 1 or n != "mutual-information"]
+    auroc = {}
     for name in names:
-        known = score_logits(logits["id"], name)
-        values = [
-            ood_figures(known, score_logits(v, name))["AUROC"]
-            for k, v in logits.items()
-            if k != "id"
-        ]
-        found[name] = sum(values) / len(values)
-    best = max(names, key=lambda name: (round(found[name], 4), -names.index(name)))
-    return {"score": best, "auroc_by_score": found}
+        inliers = score_logits(known, name)
+        values = [ood_figures(inliers, score_logits(other, name))["AUROC"] for other in others]
+        auroc[name] = sum(values) / len(values)
+    best = max(names, key=lambda name: (round(auroc[name], 4), -names.index(name)))
+    return {"score": best, "auroc_by_score": auroc}
 
 
-def learn_known(ensemble: HydraEnsemble, parts: Parts, *, required: bool, progress: bool) -> None:
-    """Fit novelty on all calibration data; `record["novelty"]` says what was done.
-
-    Where that is impossible, `required` raises the error; else a warning and the record give it.
-    """
-    known = Chained(list(parts.data.values()))
+def _finish_novelty_(
+    ensemble: HydraEnsemble, fit: NoveltyFit, hashes: list[Tensor | None], *, required: bool
+) -> None:
+    """Set an ensemble's novelty; where that is impossible, `required` raises, else it warns."""
     try:
-        ensemble.fit_novelty_(known, progress=progress)
-    except (DataError, UnsupportedModelError) as error:
+        novelty = fit.finish()
+    except DataError as error:
         if required:
             raise
         ensemble.record["novelty"] = f"not fitted: {error}"
         warnings.warn(
             f"The ensemble is built without novelty: {error} Call ensemble.fit_novelty_(known) "
             "with other data, or pass novelty=False.",
-            stacklevel=3,
+            stacklevel=4,
         )
-    else:
-        ensemble.record["novelty"] = str(ensemble.novelty)
+        return
+    known = [part for part in hashes if part is not None]
+    if len(known) == len(hashes):
+        novelty = replace(novelty, hashes=torch.cat(known))
+    ensemble.novelty = novelty
+    ensemble.record["novelty"] = str(novelty)
+
+
+@torch.no_grad()
+def run_ensemble(
+    ensemble: HydraEnsemble, data: Batches, *, name: str, progress: bool
+) -> Iterator[dict[str, Tensor]]:
+    """Run an ensemble over data once; yield its raw logits and what novelty reads, by batch.
+
+    `logits` and `labels` are by example (every token of a token classifier is one). By input are
+    `summaries`, `mean_logits` (over the tokens) and, where there are any, `classes` and `hashes`.
+    """
+    model = in_eval(ensemble)
+    halving = Halving(name)
+
+    def work(index: int, batch: Any) -> dict[str, Tensor]:
+        columns: dict[str, list[Tensor]] = {}
+        for part, (said, summaries) in halving(partial(features_of, model), batch):
+            _, inputs, given = split_batch(part)
+            logits, labels = flat_tokens(model, inputs.get("attention_mask"), said.cpu(), given)
+            if not bool(logits.amax(-1).isfinite().all()):
+                raise DataError(
+                    f"The model returned NaN or infinity for batch {index} of the data set "
+                    f"{name!r}. Check the inputs (scale, missing values) and the model's precision."
+                )
+            found = {
+                "logits": logits,
+                "labels": None if labels is None else labels.cpu().long(),
+                "summaries": summaries.float().cpu(),
+                "mean_logits": text_logits(said, part).cpu(),
+                "classes": given if said.ndim == 3 else None,
+                "hashes": hashes_of(ensemble, part),
+            }
+            for key, value in found.items():
+                if value is not None:
+                    columns.setdefault(key, []).append(value)
+        return {key: torch.cat(values) for key, values in columns.items()}
+
+    results = in_order(data, work, name=name)
+    yield from progress_bar(results, description=name, enabled=progress, total=len(data))

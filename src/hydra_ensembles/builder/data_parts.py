@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from ..costs.budget import Budget
+from ..data import processes
+from ..data.batches import images_of, join, take
 from ..data.loaders import Batches, as_data, indexable
 from ..data.model_runs import checked
-from ..data.progress import announce, duration
+from ..data.progress import announce, duration, progress_bar
 from ..data.proxies import ProxyData
 from ..data.splits import fingerprint, split
 from ..hosts import HostModel
@@ -16,6 +21,31 @@ from ..search.search_data import outlier_sets
 from ..search.search_state import SearchState, TensorStore
 
 SHARES = {"select": 0.6, "stop": 0.2, "temperature": 0.2}
+MEMORY = 2**30
+"""Bytes of decoded images that are kept."""
+
+
+def in_memory(data: Any, *, pad_id: int | None = None, progress: bool = False) -> Batches:
+    """Return indexable data whose images are decoded once, if they fit: several passes follow."""
+    loaded = as_data(data)
+    source = indexable(loaded, pad_id=pad_id)
+    if source is not loaded or isinstance(data, (Tensor, Mapping, tuple)):
+        source.info["in_memory"] = True
+    if source.info.get("in_memory") or processes.size() > 1:
+        return source  # of several processes, each reads only its share
+    first = source.batch(0)
+    images = images_of(first)
+    if images is None or images[0].nbytes * source.count > MEMORY:
+        return source
+    others = progress_bar(range(1, len(source)), description="reading images", enabled=progress)
+    whole = join([first, *map(source.batch, others)])
+    return Batches(
+        lambda rows: take(whole, rows),
+        range(source.count),
+        batch_size=source.batch_size,
+        labels=source.labels,
+        info={**source.info, "in_memory": True},
+    )
 
 
 class Parts:
@@ -25,9 +55,10 @@ class Parts:
         calibration: Labelled in-distribution data; split into `select`, `stop` and `temperature`.
         validation: Labelled data for `stop` and `temperature`; all of `calibration` selects then.
         ood: Outliers as `build` takes them.
-        seed: Of splits and proxies.
-        proxies: Join outliers that are made of the calibration data.
+        seed: Seed of splits and proxies.
+        proxies: Add outliers made from the calibration data.
         pad_id: The token that pads texts, for data in which no text is padded.
+        progress: Show a bar while images are read.
 
     Attributes:
         data: In-distribution data by part.
@@ -44,14 +75,15 @@ class Parts:
         *,
         proxies: bool,
         pad_id: int | None = None,
+        progress: bool = False,
     ) -> None:
         self.validated = validation is not None
-        source = indexable(as_data(calibration), pad_id=pad_id)
+        source = in_memory(calibration, pad_id=pad_id, progress=progress)
         self.data: dict[str, Batches]
         if validation is None:
             self.data = split(source, SHARES, seed=seed)
         else:
-            unseen = indexable(as_data(validation), pad_id=pad_id)
+            unseen = in_memory(validation, pad_id=pad_id, progress=progress)
             held_out = split(unseen, {"stop": 0.5, "temperature": 0.5}, seed=seed)
             self.data = {"select": source, **held_out}
         given = outlier_sets(None, None if ood == "auto" else ood)
@@ -63,13 +95,9 @@ class Parts:
             halves = split(outliers, {"select": 0.7, "stop": 0.3}, seed=seed)
             for part, sets in self.sets.items():
                 sets[name] = halves[part]
-        # proxies are made of each part by itself, so that no example both selects and decides
+        # each part has its own proxies, so that no example both selects and decides
         for part, sets in self.sets.items() if proxies else ():
             sets.update(outlier_sets(self.data[part], "auto", seed=seed))
-
-    def first_batch(self) -> Any:
-        """Return a batch, for its shapes."""
-        return next(iter(self.data["select"]))
 
     def outliers(self, part: str) -> dict[str, Any]:
         """Return a part's outliers by family, without the prefix `ood/`."""

@@ -6,19 +6,34 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Protocol
 
-from ..criteria import HeadImportanceEntropy, score_heads
-from ..data.splits import sample
+import torch
+from torch import Tensor
+
+from ..criteria import Criterion, HeadImportanceEntropy, score_heads
+from ..data.progress import Progress
+from ..data.splits import sample, split
+from ..errors import UnsupportedModelError
 from ..heads.head_mask import HeadMask, HeadScores, Keep
 from ..registry import Registry
-from ..search.headmap import Condition, find_effects
-from ..search.selection import EnsembleObjective, count_masks, next_best
-from ..search.trunk_cache import CACHE_BYTES
+from ..search.candidate_table import Table, joined
+from ..search.halving import halve
+from ..search.headmap import Condition, find_circuit
+from ..search.mask_pool import make_pool
+from ..search.selection import EnsembleObjective, count_masks, next_best, select_members
+from ..search.trunk_cache import CACHE_BYTES, Outputs, Prefix
 from .data_parts import Task
-from .searching import search_pool
-from .selecting import select_members
 
 METHODS: Registry[type[Method]] = Registry("method")
-"""Methods of `build` by name: classes whose objects can be given in place of the name."""
+"""Methods of `build` by name: classes whose objects can be given instead of the name."""
+
+RUNGS = {"first": 0.1, "second": 0.3, "rest": 0.6}
+"""Shares of the selecting data: all masks run on the first, survivors on the others."""
+
+Found = tuple[HeadMask, HeadScores, dict[str, Any]]
+"""A member's mask, the scores whose top heads it keeps, and what to record."""
+
+FEWEST = 40
+"""Selecting examples below which all masks run on all data."""
 
 
 class Method(Protocol):
@@ -26,9 +41,7 @@ class Method(Protocol):
 
     Attributes:
         name: In the registry.
-        proxies: Whether outliers are made of the calibration data for it.
-
-    A method whose `searches` is True runs candidate masks, which Ray can share.
+        proxies: Whether it needs outliers made from the calibration data.
     """
 
     name: ClassVar[str]
@@ -53,20 +66,20 @@ def as_method(method: str | Method) -> Method:
     if not hasattr(method, "find") or isinstance(method, type):
         raise TypeError(
             f"method={method!r}: expected one of {', '.join(METHODS)} or a config object such as "
-            "hydra.Select(masks=96)."
+            "hydra_ensembles.methods.Select(masks=96)."
         )
     return method
 
 
 def method_with(name: str, **options: Any) -> Method:
-    """Return a method by name with the options that are not None; refuse what it does not have."""
+    """Return a method by name with the options that are not None; refuse unknown options."""
     kind = METHODS[name]
     known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
     given = {key: value for key, value in options.items() if value is not None}
     for key in given:
         if key not in known:
             raise ValueError(
-                f"{key}={given[key]} says nothing to the method {name!r}: leave it out."
+                f"Method {name!r} has no option {key!r}. Its options: {', '.join(known)}."
             )
     return kind(**given)
 
@@ -76,18 +89,17 @@ def method_with(name: str, **options: Any) -> Method:
 class Select:
     """Choose members by the ensemble's own figures, by successive halving (the default).
 
-    Without outliers members are chosen for their likelihood, which is what they are for: novelty
-    finds outliers. Outliers that are given count as well.
+    Without outliers, members are chosen for their likelihood; novelty finds outliers. Outliers that
+    are given count as well.
 
     Attributes:
         objective: What an ensemble is rewarded for.
-        masks: Candidate masks at most.
+        masks: Largest number of candidate masks.
         stems: Choices of heads below the last layer that candidates share.
         cache_bytes: Memory for hidden states.
     """
 
     name: ClassVar[str] = "select"
-    searches: ClassVar[bool] = True
     proxies: ClassVar[bool] = False
     objective: EnsembleObjective = field(default_factory=EnsembleObjective)
     masks: int = 96
@@ -99,61 +111,101 @@ class Select:
         return {"objective": asdict(self.objective), "masks": self.masks, "stems": self.stems}
 
     def find(self, task: Task) -> dict[str, Any]:
-        """Select members."""
-        return select_members(
-            task,
-            objective=self.objective,
-            masks=self.masks,
-            stems=self.stems,
-            cache_bytes=self.cache_bytes,
+        """Select members: few stems over a cached trunk, most masks dropped on little data."""
+        host, parts, members = task.host, task.parts, task.members
+        layers = task.budget.branch_layers(members)
+        known = parts.data["select"]
+        rungs = split(known, RUNGS, seed=task.seed) if known.count >= FEWEST else {"rest": known}
+        sets: dict[str, Any] = {f"{rung}:id": data for rung, data in rungs.items()}
+        sets |= {f"rest:ood/{name}": data for name, data in parts.outliers("select").items()}
+        sets |= {f"stop:{name}": data for name, data in parts.sets["stop"].items()}
+        labelled = [name for name in sets if name.endswith(":id")]
+        prefix = Prefix(host, sets, cache_bytes=self.cache_bytes, labelled=labelled)
+        tables = _score_tables(task, next(iter(rungs.values())), layers)
+        pool = make_pool(
+            host, layers, size=self.masks, stems=self.stems, tables=tables, seed=task.seed
         )
+        work = prefix.batches * (layers[0] + (self.stems + len(pool) // 4) * len(layers))
+        task.expect(work / len(host), f"Selecting {members} members among {len(pool)} masks")
+        with Progress("members", work, enabled=task.progress, unit="block runs") as bar:
+            for layer in range(layers[0]):
+                row = torch.ones(host.head_counts[layer], dtype=torch.bool)
+                prefix.advance(row, tick=bar.update)
+            survivors = halve(
+                prefix,
+                pool,
+                [rung for rung in rungs if rung != "rest"],
+                objective=self.objective,
+                members=members,
+                state=task.state,
+                tick=bar.update,
+            )
+            masks = list(survivors)
+            outputs = prefix.logits(masks, tick=bar.update, store=task.store)
+            chosen = select_members(
+                Table(Outputs(joined(outputs.logits), joined(outputs.labels))),
+                masks,
+                task.budget,
+                members=members,
+                select=_rows(prefix, list(rungs)),
+                hold=_rows(prefix, ["stop"]),
+                objective=self.objective,
+                seed=task.seed,
+            )
+        found = [masks[i] for i in chosen.members]
+        result = {
+            "masks": [mask.tolist() for mask in found],
+            "cost": task.budget.ratio(found),
+            "origins": [survivors[mask] for mask in found],
+            "branch_layers": list(layers),
+            "pool": len(pool),
+            "gain": chosen.gain,
+            "held_out_gain": chosen.held_out,
+            "intervals": {name: list(pair) for name, pair in chosen.intervals.items()},
+            "tried": sorted(chosen.trail, key=lambda tried: -tried["held_out"])[:10],
+        }
+        if len(set(found)) < members:
+            limit = task.budget.max_cost
+            within = "" if limit is None else f" within max_cost={limit}"
+            result["equal_members"] = (
+                f"no ensemble of {members} different masks out of {len(pool)} was found{within}"
+            )
+        return result
 
 
-@METHODS.register("search")
-@dataclass(frozen=True)
-class Search:
-    """Search members for many minutes: a large pool on all data, evolved, for every family.
+def _score_tables(task: Task, data: Any, layers: Sequence[int]) -> dict[str, HeadScores]:
+    """Score heads by criteria, to seed the pool."""
+    if not task.state.find("tables"):
+        tables: dict[str, HeadScores] = {}
+        if any(task.host.head_counts[layer] > 3 for layer in layers):  # else the pool has all masks
+            try:
+                tables = score_heads(
+                    task.host, data, criterion=["taylor", "hies"], progress=task.progress
+                )
+            except UnsupportedModelError:  # attention that cannot be watched has no entropy
+                tables = score_heads(
+                    task.host, data, criterion=["taylor", "his"], progress=task.progress
+                )
+        task.state.add({"tables": {name: table.tolist() for name, table in tables.items()}})
+    return {name: HeadScores(rows) for name, rows in task.state.find("tables")[0].items()}
 
-    Proxies of outliers are joined to those that are given.
 
-    Attributes:
-        objective: What an ensemble is rewarded for.
-        masks: Candidate masks at most; fewer where their logits would not fit in memory.
-        rounds: Rounds of mutations at most.
-        cache_bytes: Memory for hidden states.
-    """
-
-    name: ClassVar[str] = "search"
-    searches: ClassVar[bool] = True
-    proxies: ClassVar[bool] = True
-    objective: EnsembleObjective = field(default_factory=EnsembleObjective)
-    masks: int = 600
-    rounds: int = 2
-    cache_bytes: int = CACHE_BYTES
-
-    def settings(self) -> dict[str, Any]:
-        """Return what the result depends on."""
-        return {"objective": asdict(self.objective), "masks": self.masks, "rounds": self.rounds}
-
-    def find(self, task: Task) -> dict[str, Any]:
-        """Search members."""
-        return search_pool(
-            task,
-            objective=self.objective,
-            masks=self.masks,
-            rounds=self.rounds,
-            cache_bytes=self.cache_bytes,
-        )
+def _rows(prefix: Prefix, parts: Sequence[str]) -> dict[str, Tensor]:
+    """Return the examples of some parts among those joined by data set."""
+    rows: dict[str, list[Tensor]] = {}
+    starts: dict[str, int] = {}
+    for key, count in prefix.examples.items():
+        part, _, name = key.partition(":")
+        start = starts.get(name, 0)
+        if part in parts:
+            rows.setdefault(name, []).append(torch.arange(start, start + count))
+        starts[name] = start + count
+    return {name: torch.cat(pieces) for name, pieces in rows.items()}
 
 
 @dataclass(frozen=True)
 class _OneByOne:
-    """Members made one by one, each without a look at the others but to differ from them.
-
-    Attributes:
-        keep: Heads kept in branched layers: a fraction, a number, or a list by layer; by default
-            as many as the budget allows, half at most.
-    """
+    """Finds members one by one; each only has to differ from those before it."""
 
     proxies: ClassVar[bool] = False
     keep: Keep | None = None
@@ -163,15 +215,15 @@ class _OneByOne:
         return {k: v for k, v in asdict(self).items() if k != "cache_bytes"}
 
     def member(self, task: Task, index: int, layers: Sequence[int], keep: Keep) -> Found:
-        """Find one member: its mask, the scores behind it, and what to remember."""
+        """Find one member."""
         raise NotImplementedError
 
     def batches(self, task: Task, layers: Sequence[int]) -> float:
-        """Return what a member costs, in batches through the whole host; about."""
+        """Estimate the cost of a member, in batches through the whole host."""
         return 0.0
 
     def find(self, task: Task) -> dict[str, Any]:
-        """Find every member; replace a mask that is taken by the next best."""
+        """Find every member; where a mask is taken, use the next best."""
         option = task.budget.option(task.members, keep=self.keep)
         layers = range(option.branch_layer, len(task.host))
         known = task.state.find("member")
@@ -179,14 +231,13 @@ class _OneByOne:
         if remaining and (batches := self.batches(task, layers)):
             task.expect(remaining * batches, f"Scoring heads for {remaining} members")
         for index in range(len(known), task.members):
-            found = self.member(task, index, layers, option.keep_per_layer)
+            best, scores, tried = self.member(task, index, layers, option.keep_per_layer)
             mask = HeadMask.full(task.host)
             for layer in layers:
-                mask = mask.with_layer(layer, found.mask[layer])
+                mask = mask.with_layer(layer, best[layer])
             taken = {HeadMask(step["mask"]) for step in known}
-            tried = dict(found.tried)
             if mask in taken:
-                other = next_best(found.scores, mask, layers, taken)
+                other = next_best(scores, mask, layers, taken)
                 tried["replaced"] = other is not None
                 mask = other or mask
             known.append({"mask": mask.tolist(), "tried": tried})
@@ -208,29 +259,20 @@ class _OneByOne:
         return result
 
 
-@dataclass(frozen=True)
-class Found:
-    """One member: its mask, the scores that it keeps the top of, and what to remember."""
-
-    mask: HeadMask
-    scores: HeadScores
-    tried: dict[str, Any]
-
-
 @METHODS.register("circuit")
 @dataclass(frozen=True)
 class Circuits(_OneByOne):
     """Give each member the circuit of one objective, by HeadMap, as in the paper.
 
     Attributes:
-        keep: Heads kept in branched layers; by default what the budget allows, half at most.
-        objectives: Of the members in turn.
+        keep: Heads kept in branched layers: a fraction, a number, or a list by layer; by default
+            as many as the budget allows, at most half.
+        objectives: Objectives of the members in turn.
         condition: What is fixed below a layer; see `find_circuit`.
         cache_bytes: Memory for hidden states.
     """
 
     name: ClassVar[str] = "circuit"
-    searches: ClassVar[bool] = True
     proxies: ClassVar[bool] = True
     objectives: tuple[str, ...] = ("id-loss", "ood-auroc", "average", "ece", "nll-shift")
     condition: Condition = "knockout"
@@ -246,7 +288,7 @@ class Circuits(_OneByOne):
         """Search the circuit of this member's objective."""
         goal = self.objectives[index % len(self.objectives)]
         path = task.state.path
-        circuit = find_effects(
+        circuit = find_circuit(
             task.host,
             id=task.parts.data["select"],
             ood=task.parts.outliers("select"),
@@ -254,22 +296,27 @@ class Circuits(_OneByOne):
             keep=keep,
             condition=self.condition,
             layers=layers,
+            effects=True,
             folder=None if path is None else path.parent / f"member{index}",
             cache_bytes=self.cache_bytes,
             progress=task.progress,
         )
         tried = {"objective": goal, "effects": circuit.effects.tolist()}
-        return Found(circuit.mask, circuit.effects, tried)
+        return circuit.mask, circuit.effects, tried
 
 
 @METHODS.register("taylor")
 @dataclass(frozen=True)
 class Taylor(_OneByOne):
-    """Score heads by Taylor on half of the selecting examples, another half per member."""
+    """Score heads by Taylor on half of the selecting examples; each member has its own half.
+
+    Attributes:
+        keep: Heads kept in branched layers; by default what the budget allows, at most half.
+    """
 
     name: ClassVar[str] = "taylor"
 
-    def criterion(self, index: int) -> Any:
+    def criterion(self, index: int) -> str | Criterion:
         """Return this member's criterion."""
         return "taylor"
 
@@ -284,24 +331,23 @@ class Taylor(_OneByOne):
         table = score_heads(
             task.host, half, criterion=self.criterion(index), progress=task.progress
         )
-        tried = {"criterion": self.name, "scores": table.tolist()}
-        return Found(table.top_k(keep), table, tried)
+        return table.top_k(keep), table, {"criterion": self.name, "scores": table.tolist()}
 
 
 @METHODS.register("hies")
 @dataclass(frozen=True)
 class Hies(Taylor):
-    """Score heads by HIES, with another alpha and another half of the examples per member.
+    """Score heads by HIES (arXiv 2510.13832); each member has its own alpha and its own half.
 
     Attributes:
-        keep: Heads kept in branched layers; by default what the budget allows, half at most.
-        alphas: Weights of importance against entropy, of the members in turn.
+        keep: Heads kept in branched layers; by default what the budget allows, at most half.
+        alphas: Weights of importance against entropy of the members in turn.
     """
 
     name: ClassVar[str] = "hies"
     alphas: tuple[float, ...] = (0.5, 0.25, 0.75)
 
-    def criterion(self, index: int) -> Any:
+    def criterion(self, index: int) -> Criterion:
         """Return this member's criterion."""
         return HeadImportanceEntropy(alpha=self.alphas[index % len(self.alphas)])
 
@@ -309,7 +355,11 @@ class Hies(Taylor):
 @METHODS.register("random")
 @dataclass(frozen=True)
 class Random(_OneByOne):
-    """Draw members' heads at random, seeded."""
+    """Draw members' heads at random, seeded.
+
+    Attributes:
+        keep: Heads kept in branched layers; by default what the budget allows, at most half.
+    """
 
     name: ClassVar[str] = "random"
 
@@ -317,6 +367,5 @@ class Random(_OneByOne):
         """Draw a mask."""
         seed = 1000 * task.seed + index
         mask = HeadMask.random(task.host, keep=keep, seed=seed)
-        # no head is better than another: the next best is the nearest in order
-        none = HeadScores([row.float() * 0 for row in mask])
-        return Found(mask, none, {"seed": seed})
+        equal = HeadScores([torch.zeros(len(row)) for row in mask])  # no head beats another
+        return mask, equal, {"seed": seed}

@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,35 +26,31 @@ from torch import Tensor, nn
 from ..costs.cost_record import CostRatio
 from ..costs.formula import cost
 from ..data.answers import Answers
-from ..data.batches import images_of, join, take, without_labels
+from ..data.batches import without_labels
 from ..data.class_names import check_class_order
-from ..data.eval_mode import in_eval
-from ..data.loaders import Batches, as_data, indexable
-from ..data.memory import Halving
+from ..data.loaders import Batches
 from ..data.model_runs import collect_logits
-from ..data.progress import Progress, progress_bar
+from ..data.progress import progress_bar
 from ..data.splits import split
 from ..errors import DataError
 from ..evaluation.evaluator import results_of
 from ..evaluation.figures import columns_of
 from ..evaluation.results import Results
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.known_data import features_of, novelty_fit
+from ..fusion.known_data import novelty_fit
 from ..hosts.example_inputs import pad_token
 from ..prediction import Prediction
 from ..uncertainty import Policy, choose_policy, predict_from_logits
 from ..uncertainty.novelty import Novelty
 from ..uncertainty.policy import check_reachable
 from .build_run import build
-from .calibration import apply_decisions, cross_fit
-from .data_parts import Parts
+from .calibration import apply_calibration_, cross_fit, run_ensemble
+from .data_parts import Parts, in_memory
 
 LEARN = 2 / 3
 LEAST = 40
 """Fewest examples: novelty and an alarm of 5 % need so many."""
 FOLDS = 5
-MEMORY = 2**30
-"""Bytes of decoded pictures that are kept."""
 NEIGHBOURS = 1
 HOST, WARM, ENSEMBLE = "your model", "your model + temperature", "Hydra"
 """Names of the results."""
@@ -120,14 +115,13 @@ def try_model(
         folder: Keep finished steps here, so that a stopped try goes on.
         progress: Report progress.
     """
-    source = indexable(as_data(data), pad_id=pad_token(model))
+    source = in_memory(data, pad_id=pad_token(model), progress=progress)
     if source.count < LEAST:
         raise DataError(
             f"{source.count} examples are too few to hold some out: give {LEAST} or more, better "
             "some hundred."
         )
     check_class_order(model, source, seed=seed)
-    source = _in_memory(source, progress)
     labels = source.labels
     host_logits = collect_logits(model, source, name="your model, as it is", progress=progress)[0]
     targets = host_logits.float().mean(1).argmax(-1) if labels is None else labels
@@ -147,19 +141,20 @@ def try_model(
         folder=folder,
         progress=progress,
     )
-    logits, summaries = _listen(ensemble, source, progress)
+    batches = list(run_ensemble(ensemble, source, name="your data", progress=progress))
+    logits = torch.cat([batch["logits"] for batch in batches])
+    summaries = torch.cat([batch["summaries"] for batch in batches])
     held_out = ~_mask(chosen, source.count)
     calibration: dict[str, Any] = {}
     results: tuple[Results, ...] = ()
     scaled = logits
     if labels is not None:
-        decisions, scaled = cross_fit(
+        fitted, scaled = cross_fit(
             logits, labels, host_logits, held_out=held_out, fitted=learn, seed=seed
         )
-        decisions["score"] = "msp"
-        apply_decisions(ensemble, decisions)
-        ensemble.record["decisions"] = decisions
-        calibration = decisions["calibration"]
+        ensemble.record["calibration"] = {"score": "msp", **fitted}
+        apply_calibration_(ensemble, ensemble.record["calibration"])
+        calibration = fitted["figures"]
         warm = cross_fit(
             host_logits, labels, host_logits, held_out=held_out, fitted=learn, seed=seed
         )[1]
@@ -195,27 +190,6 @@ def try_model(
     )
 
 
-def _in_memory(data: Batches, progress: bool) -> Batches:
-    """Read pictures once, where they fit: several passes follow, and decoding takes long."""
-    first = next(iter(data))
-    images = images_of(first)
-    if images is None or images[0].nbytes * data.count > MEMORY:
-        return data
-    parts = []
-    with Progress("reading pictures", len(data), enabled=progress) as bar:
-        for batch in data:
-            parts.append(batch)
-            bar.update()
-    whole = join(parts)
-    return Batches(
-        lambda rows: take(whole, rows),
-        range(data.count),
-        batch_size=data.batch_size,
-        labels=data.labels,
-        info=data.info,
-    )
-
-
 def with_labels(data: Batches, labels: Tensor) -> Batches:
     """Return data with these labels in the place of its own."""
 
@@ -236,21 +210,6 @@ def _mask(part: Batches, count: int) -> Tensor:
     rows = torch.zeros(count, dtype=torch.bool)
     rows[list(part.indices)] = True
     return rows
-
-
-@torch.no_grad()
-def _listen(ensemble: HydraEnsemble, data: Batches, progress: bool) -> tuple[Tensor, Tensor]:
-    """Run the ensemble over all data; return raw member logits and the trunk's summaries."""
-    model = in_eval(ensemble)
-    logits, summaries = [], []
-    halving = Halving("your data")
-    with Progress("what it knows", len(data), enabled=progress) as bar:
-        for batch in data:
-            for _, found in halving(partial(features_of, model), without_labels(batch)):
-                logits.append(found[0].cpu())
-                summaries.append(found[1].float().cpu())
-            bar.update()
-    return torch.cat(logits), torch.cat(summaries)
 
 
 def _fit(

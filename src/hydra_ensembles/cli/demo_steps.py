@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ COLUMNS = {
 def train(data: Any, output: Path, *, epochs: int, seeds: Any, quiet: bool) -> list[Any]:
     """Train one model per seed, resuming from checkpoints in the output folder."""
     from ..hosts.tiny_vit import TinyViT
-    from ..training import finetune
+    from ..training import Settings, finetune
 
     batches = list(data.train)
     models = []
@@ -85,9 +86,9 @@ def train(data: Any, output: Path, *, epochs: int, seeds: Any, quiet: bool) -> l
         trained = finetune(
             TinyViT(seed=seed),
             batches,
+            settings=Settings(weight_decay=0.05),
             epochs=epochs,
             learning_rate=2e-3,
-            weight_decay=0.05,
             seed=seed,
             folder=output / "training" / f"seed-{seed}",
             progress=not quiet,
@@ -151,7 +152,7 @@ def taught(
 
     `epochs` are those of a teacher; four views of each digit want nearly twice as many.
     """
-    from ..training import distill
+    from ..training import DISTILL, distill
 
     return distill(
         single,
@@ -160,10 +161,9 @@ def taught(
         members=len(teachers),
         max_cost=max_cost,
         validation=data.validation,
-        trunk_rate=1.0,
+        settings=replace(DISTILL, trunk_rate=1.0),
         epochs=round(1.8 * epochs),
         learning_rate=2e-3,
-        views=4,
         seed=seed,
         folder=output / "training" / "distilled",
         progress=not quiet,

@@ -7,26 +7,28 @@ shapes only. Norms, activations and softmax are not counted, as in other counter
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..data.batches import move, split_batch
-from ..errors import DataError
 from ..heads.head_mask import HeadMask
 from ..heads.stream_plan import LayerPlan, Plan, make_plan
 from ..hosts import Block, HostModel, host_model
-from ..hosts.block import is_linear
-from ..hosts.block_calls import run_around
-from ..hosts.operation_count import operation_counter
+from ..hosts.block_calls import HostView, Inputs, capture_calls, run_around
+from ..hosts.head_weights import is_linear
+from ..hosts.operation_count import (
+    BlockWeight,
+    inputs_of,
+    measure,
+    multiply_adds,
+    on_shapes,
+    weigh_blocks,
+)
 from ..hosts.probes import Readout
 from .cost_record import Cost, LayerCost
-from .measured_cost import HostedGeometry, formula_fits, hosted_geometry, measure, widest
 
 
 def cost(model: Any, batch: Any) -> Cost:
@@ -35,27 +37,51 @@ def cost(model: Any, batch: Any) -> Cost:
     Args:
         model: A host model (pruned or not) or a `HydraEnsemble`.
         batch: A batch in the host's form; only its shapes matter.
+
+    Example:
+        >>> cost(ensemble, batch).relative_to(cost(model, batch)).multiply_adds
+        1.07
     """
     body = getattr(model, "body", None)
     if body is None:
         host = host_model(model)
-        if not formula_fits(host):
-            return _measured_cost(host.model, host.model, host.blocks_path, host.name, batch)
+        if not _formula_fits(host):
+            return _measured_cost(host.model, host, host.name, batch)
         outside = _outside(host, batch)
-        blocks = [_plain_block(host, layer, outside) for layer in range(len(host))]
-        module, name = host.model, host.name
-    else:
-        host = model._view
-        if model.mode == "loop":
-            return _loop_cost(model, batch)
-        if model.engine == "host":
-            name = f"HydraEnsemble x {model.members}"
-            return _measured_cost(model, model.host, host.blocks_path, name, batch)
-        outside = _outside(host, batch, streams=len(body.plan.ends), readout=body.readout)
-        blocks = _fused_blocks(body, outside)
-        module, name = model.host, f"HydraEnsemble x {model.members}"
+        blocks = [_plain_block(block, outside) for block in host.blocks]
+        return _in_total(host.name, host.model, outside, blocks)
+    name = f"HydraEnsemble x {model.members}"
+    if model.mode == "loop":
+        return _loop_cost(model, batch)
+    if model.engine == "host":
+        return _measured_cost(model, model._view, name, batch)
+    outside = _outside(model._view, batch, streams=len(body.plan.ends), readout=body.readout)
+    return _in_total(name, model.host, outside, _fused_blocks(body, outside))
+
+
+def _formula_fits(host: HostModel) -> bool:
+    """Return whether a host's blocks are only attention over all tokens, norms and MLP.
+
+    That is so where our own arithmetic is proven equal to them; windows, say, cost less. Without
+    storage nothing can be proven, and the parts must do.
+    """
+    if any(p.is_meta for p in host.model.parameters()):
+        return host.family.fusable and all(
+            block.norm1 is not None
+            and block.norm2 is not None
+            and block.mlp_names
+            and not block.has_experts
+            and not block.unknown_parameters()
+            and block.attention.why_not_taken_apart() is None
+            for block in host.blocks
+        )
+    return host.why_not_fused() is None
+
+
+def _in_total(name: str, module: nn.Module, outside: _Outside, blocks: list[LayerCost]) -> Cost:
+    """Add up the blocks and what comes before and after them."""
     parameters = sum(p.numel() for p in module.parameters())
-    stored = {id(t): t for t in module.state_dict(keep_vars=True).values()}.values()
+    stored = {t.data_ptr() or id(t): t for t in module.state_dict(keep_vars=True).values()}.values()
     inside = sum(block.parameters for block in blocks)
     rest = LayerCost("around", outside.multiply_adds, parameters - inside, outside.bytes)
     layers = (rest, *blocks)
@@ -70,35 +96,28 @@ def cost(model: Any, batch: Any) -> Cost:
     )
 
 
-def _measured_cost(model: Any, root: nn.Module, path: str, name: str, batch: Any) -> Cost:
-    """Count the cost of a model while the host's own blocks run."""
-    measured = measure(model, root, path, batch)
-    size, tokens, width = measured.shape
-    element = next((p.element_size() for p in root.parameters()), 4)
-    rows = size * tokens * element
+def _measured_cost(model: Any, view: HostView, name: str, batch: Any) -> Cost:
+    """Count a host, or an ensemble of it, while the host's own blocks run."""
+
+    def run(model: Any, inputs: Inputs) -> Any:
+        root = getattr(model, "host", model)
+        places = list(root.get_submodule(view.blocks_path).children())
+        if root is model:
+            return measure(places, lambda: model(*inputs[0], **inputs[1]))
+        return measure(places, lambda: model.fused_logits(*inputs))
+
+    measured = on_shapes(model, inputs_of(view.model, batch), run)
+    around = measured.total - sum(measured.blocks)
+    outside = _Outside.of(around, measured.shape, view.model)
     layers = []
-    for index, module in enumerate(root.get_submodule(path).children()):
+    for index, module in enumerate(view.blocks_list.children()):
         streams = len(getattr(module, "streams", (module,)))
+        widest = max((max(p.shape[-2:]) for p in module.parameters() if p.dim() >= 2), default=0)
+        rows = outside.batch * outside.tokens * outside.element
+        activations = rows * (outside.width * (1 + streams) + 2 * widest)
         parameters = sum(p.numel() for p in module.parameters())
-        activations = rows * (width * (1 + streams) + 2 * widest(module))
         layers.append(LayerCost(f"block {index}", measured.blocks[index], parameters, activations))
-    parameters = sum(p.numel() for p in root.parameters())
-    stored = {t.data_ptr() or id(t): t for t in root.state_dict(keep_vars=True).values()}.values()
-    rest = LayerCost(
-        "around",
-        measured.total - sum(measured.blocks),
-        parameters - sum(layer.parameters for layer in layers),
-        2 * rows * width,
-    )
-    return Cost(
-        multiply_adds=measured.total,
-        parameters=parameters,
-        bytes_on_disk=sum(t.numel() * t.element_size() for t in stored),
-        activation_bytes=max(layer.activation_bytes for layer in (rest, *layers)),
-        layers=(rest, *layers),
-        batch=size,
-        name=name,
-    )
+    return _in_total(name, view.model, outside, layers)
 
 
 class CostModel:
@@ -107,19 +126,26 @@ class CostModel:
     def __init__(self, model: nn.Module | HostModel, batch: Any) -> None:
         self.host = host_model(model)
         self.hosted = self.host.why_not_fused() is not None
-        self.geometry: Sequence[_Geometry | HostedGeometry]
+        self.geometry: Sequence[_Geometry | _HostedGeometry]
+        blocks = self.host.blocks
         last: Tensor | None = None  # hosts of several stages end with states of another shape
         if self.hosted:
-            self.geometry, last = hosted_geometry(self.host, batch)
+            calls = capture_calls(self.host, blocks, inputs_of(self.host.model, batch))
+            self.geometry = [_HostedGeometry(weight) for weight in weigh_blocks(blocks, calls)]
+            last = calls[-1].output
         else:
-            self.geometry = [_Geometry.of(self.host, layer) for layer in range(len(self.host))]
+            self.geometry = [_Geometry.of(block, self.host.width) for block in blocks]
         self.outside = _outside(self.host, batch, last=last)
         plain = [g.plain(self.outside) for g in self.geometry]
         self.plain = self.outside.multiply_adds + sum(plain)
         readout = self.host.readout
         if self.hosted:  # its blocks run for all tokens
             readout = replace(readout, tokens=None, positions=None)
-        self.heads_after = _head_multiply_adds(self.host, batch, readout, last)
+        two, one = (
+            _outside(self.host, batch, streams=streams, readout=readout, last=last)
+            for streams in (2, 1)
+        )
+        self.heads_after = two.multiply_adds - one.multiply_adds  # of one more stream
 
     def ratio(
         self,
@@ -175,32 +201,47 @@ class _Outside:
     width: int
     element: int
 
+    @classmethod
+    def of(cls, multiply_adds: int, shape: Sequence[int], model: nn.Module) -> _Outside:
+        batch, *grid, width = shape  # [batch, tokens, width] or [batch, y, x, width]
+        element = next((p.element_size() for p in model.parameters()), 4)
+        return cls(multiply_adds, batch, math.prod(grid), width, element)
+
     @property
     def bytes(self) -> int:
         return 2 * self.batch * self.tokens * self.width * self.element
 
 
 @dataclass(frozen=True)
+class _HostedGeometry:
+    """Cost of one of the host's own blocks, by the heads that it keeps."""
+
+    weight: BlockWeight
+
+    def plain(self, outside: _Outside, kept: Sequence[int] | None = None) -> int:
+        """Multiply-adds of a block of one stream."""
+        return self.weight.whole if kept is None else self.weight.with_heads(kept)
+
+    def fused(self, plan: LayerPlan, outside: _Outside, readout: Readout) -> int:
+        """Multiply-adds of all streams."""
+        return sum(self.weight.with_heads(heads) for heads in plan.heads)
+
+
+@dataclass(frozen=True)
 class _Geometry:
+    """The sizes of a block that our own arithmetic runs."""
+
     width: int
     head_dim: int
-    heads: int
-    kv_heads: int
     mlp: int  # weights of the MLP's linears
     hidden: int  # its widest layer
+    heads: int = 0
+    kv_heads: int = 0
 
     @classmethod
-    def of(cls, host: HostModel, layer: int) -> _Geometry:
-        block = host.blocks[layer]
-        weights = _linear_weights([block.module.get_submodule(path) for path in block.mlp_names])
-        return cls(
-            width=host.width,
-            head_dim=block.attention.head_dim,
-            heads=block.attention.num_heads,
-            kv_heads=block.attention.kv_heads,
-            mlp=sum(w.numel() for w in weights),
-            hidden=max((max(w.shape) for w in weights), default=0),
-        )
+    def of(cls, block: Block, width: int) -> _Geometry:
+        site, mlp = block.attention, [block.module.get_submodule(path) for path in block.mlp_names]
+        return cls(width, site.head_dim, *_mlp_sizes(mlp), site.num_heads, site.kv_heads)
 
     def plain(self, outside: _Outside, kept: Sequence[int] | None = None) -> int:
         """Multiply-adds of a block of one stream, all tokens; groups of queries go as a whole."""
@@ -233,11 +274,11 @@ class _Geometry:
         return max(attention, mlp) * o.element
 
 
-def _linear_weights(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the weights of all linear layers inside the modules."""
+def _mlp_sizes(modules: Iterable[nn.Module]) -> tuple[int, int]:
+    """Return the number of weights of all linears inside the modules, and the widest layer."""
     inside = [m for module in modules for m in module.modules()]
     weights: list[Any] = [m.weight for m in inside if is_linear(m)]
-    return weights
+    return sum(w.numel() for w in weights), max((max(w.shape) for w in weights), default=0)
 
 
 def _queries(plan: LayerPlan, outside: _Outside, readout: Readout) -> int:
@@ -246,61 +287,36 @@ def _queries(plan: LayerPlan, outside: _Outside, readout: Readout) -> int:
     return 1 if readout.positions is not None else (readout.tokens or outside.tokens)
 
 
-def _plain_block(host: HostModel, layer: int, outside: _Outside) -> LayerCost:
-    geometry = _Geometry.of(host, layer)
+def _plain_block(block: Block, outside: _Outside) -> LayerCost:
+    geometry = _Geometry.of(block, outside.width)
     return LayerCost(
-        f"block {layer}",
+        f"block {block.index}",
         geometry.plain(outside),
-        sum(p.numel() for p in host.blocks[layer].module.parameters()),
+        sum(p.numel() for p in block.module.parameters()),
         geometry.activations(1, geometry.heads, 1, outside.tokens, outside),
     )
 
 
 def _fused_blocks(body: Any, outside: _Outside) -> list[LayerCost]:
-    layers = []
-    plan: Plan = body.plan
-    family = body.family
-    for layer, module in enumerate(body.trunk):
-        block = Block.of(layer, module, family)
-        holder = _OneBlock(block, outside.width)
-        layers.append(_plain_block(holder, 0, outside))  # type: ignore[arg-type]
-        layers[-1] = LayerCost(f"block {layer}", *list(layers[-1].__dict__.values())[1:])
-    for fused, layer_plan in zip(body.branch, plan.layers, strict=True):
-        layer_plan = fused.bank.plan
-        weights = _linear_weights(fused.mlp_of(0))
-        geometry = _Geometry(
-            outside.width,
-            fused.bank.head_dim,
-            0,
-            0,
-            sum(w.numel() for w in weights),
-            max((max(w.shape) for w in weights), default=0),
-        )
-        queries = _queries(layer_plan, outside, body.readout)
-        groups = layer_plan.groups()
+    layers = [
+        _plain_block(Block.of(layer, module, body.family), outside)
+        for layer, module in enumerate(body.trunk)
+    ]
+    for fused in body.branch:
+        plan: LayerPlan = fused.bank.plan
+        geometry = _Geometry(outside.width, fused.bank.head_dim, *_mlp_sizes(fused.mlp_of(0)))
+        groups = plan.groups()
+        heads = sum(len(heads) for _, heads in groups)
+        queries = _queries(plan, outside, body.readout)
         layers.append(
             LayerCost(
-                f"block {layer_plan.layer}",
-                geometry.fused(layer_plan, outside, body.readout),
+                f"block {plan.layer}",
+                geometry.fused(plan, outside, body.readout),
                 sum(p.numel() for p in fused.parameters()),
-                geometry.activations(
-                    len(groups),
-                    sum(len(heads) for _, heads in groups),
-                    layer_plan.streams,
-                    queries,
-                    outside,
-                ),
+                geometry.activations(len(groups), heads, plan.streams, queries, outside),
             )
         )
     return layers
-
-
-class _OneBlock:
-    """The part of a HostModel that counting one block needs."""
-
-    def __init__(self, block: Any, width: int) -> None:
-        self.blocks = [block]
-        self.width = width
 
 
 def _loop_cost(ensemble: Any, batch: Any) -> Cost:
@@ -328,7 +344,7 @@ def _loop_cost(ensemble: Any, batch: Any) -> Cost:
 
 
 def _outside(
-    host: HostModel,
+    host: HostView,
     batch: Any,
     *,
     streams: int = 1,
@@ -344,10 +360,9 @@ def _outside(
         readout: Which tokens are read; None for all.
         last: The states after the last block; by default they are like those before the first.
     """
-    args, kwargs, _ = split_batch(batch)
     shapes: list[tuple[int, ...]] = []
-    assert host.forms is not None  # looked up before anything is counted
     folds = readout is None or readout.folds
+    forms = host.forms  # probed by a pass through the host, which must not be counted below
 
     def answer(hidden: Tensor) -> Tensor:
         shapes.append(tuple(hidden.shape))
@@ -356,49 +371,9 @@ def _outside(
         x = hidden[:, :tokens]
         return x.repeat(streams, *[1] * (x.dim() - 1)) if folds else hidden
 
-    _ = host.forms  # probed by a pass through the host, which must not be counted below
-    counted = 0
-    element = next((p.element_size() for p in host.model.parameters()), 4)
-    for model, where in ((_on_meta, "meta"), (_as_is, None)):
-        shapes.clear()
-        try:
-            twin = model(host)
-            counter = operation_counter()
-            with torch.no_grad(), counter:
-                run_around(twin, (move(args, where), move(kwargs, where)), answer)
-            counted = counter.get_total_flops() // 2
-            break
-        except Exception as error:  # code that reads values cannot run on shapes: run it
-            if where is None:
-                raise DataError(
-                    f"{host.name} cannot be run on this batch ({type(error).__name__}: {error}). "
-                    "Pass a batch in the form that the model takes."
-                ) from error
-    if not folds:
-        counted *= streams
-    batch, *grid, width = shapes[0]  # states are [batch, tokens, width] or [batch, y, x, width]
-    return _Outside(counted, batch, math.prod(grid), width, element)
+    def run(model: nn.Module, inputs: Inputs) -> int:
+        view = HostView(model, host.family, host.blocks_path, forms)
+        return multiply_adds(lambda: run_around(view, inputs, answer))
 
-
-def _head_multiply_adds(host: HostModel, batch: Any, readout: Readout, last: Tensor | None) -> int:
-    """Count the cost of one more stream after the blocks."""
-    two = _outside(host, batch, streams=2, readout=readout, last=last)
-    one = _outside(host, batch, streams=1, readout=readout, last=last)
-    return two.multiply_adds - one.multiply_adds
-
-
-def _on_meta(host: HostModel) -> HostModel:
-    """Copy a host's structure with tensors that have shapes but no storage."""
-    memo: dict[int, Any] = {}
-    for parameter in host.model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.to("meta"), requires_grad=False)
-    for buffer in host.model.buffers():
-        memo[id(buffer)] = buffer.to("meta")
-    twin = HostModel.__new__(HostModel)
-    twin.__dict__.update(host.__dict__)
-    twin.model = copy.deepcopy(host.model, memo)
-    return twin
-
-
-def _as_is(host: HostModel) -> HostModel:
-    return host
+    counted = on_shapes(host.model, inputs_of(host.model, batch), run)
+    return _Outside.of(counted if folds else counted * streams, shapes[-1], host.model)

@@ -2,11 +2,9 @@
 
 With s = scale * q.k, Entropy(softmax s) = logsumexp(s) - E[s], and E[s] = scale * q . (sum_k
 alpha_k k): an attention whose values are its keys. A kernel that also returns the logsumexp gives
-both at once; it is private in torch, so it is tried on a small example first, and where it is
-missing, or disagrees, or does not fit (a bias for pairs of tokens, other entropies), scores are
-made a few rows at a time.
-
-Entropies of a distribution over keys, and their greatest values.
+both at once. It is private in torch, so it is tried on a small example first. Where it is missing,
+disagrees or does not fit (a bias for pairs of tokens, other entropies), scores are computed a few
+rows at a time.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ class EntropyKind:
 
     @property
     def is_shannon(self) -> bool:
-        """Whether this is Shannon's entropy, for which there is a path without any matrix."""
+        """Whether this is Shannon's entropy, which needs no matrix of scores."""
         return self.name == "shannon" or (self.name in ("renyi", "tsallis") and self.order == 1)
 
     def __call__(self, log_probabilities: Tensor) -> Tensor:
@@ -143,12 +141,15 @@ def _part_by_kernel(view: AttentionView, samples: slice, heads: slice) -> Tensor
     assert view.key is not None
     query = view.query[samples, heads].float()
     group = view.query.shape[1] // view.key.shape[1]
-    key = view.key[samples, heads] if group == 1 else view.key[samples, _range(heads) // group]
-    key = key.float()
+    places = torch.arange(heads.start, heads.stop) // group
+    key = (view.key[samples, heads] if group == 1 else view.key[samples, places]).float()
     # a shift that all keys share cancels in the softmax; without it the two terms cancel less
     key = key - key.mean(-2, keepdim=True)
-    if view.bias is not None:
-        query, key = _with_bias(query, key, _cut(view.bias, samples, heads), view.scale)
+    bias = _cut(view.bias, samples, heads)
+    if bias is not None:  # a bias of keys joins the product: scale * [q, 1] . [k, b / scale]
+        column = bias.transpose(-1, -2).expand(*key.shape[:-1], 1) / view.scale
+        query = torch.cat([query, query.new_ones(*query.shape[:-1], 1)], -1)
+        key = torch.cat([key, column], -1)
     hidden, causal = _cut(view.hidden, samples, heads), view.causal
     if hidden is not None and causal:
         hidden, causal = hidden | later_keys(slice(0, view.rows), view.keys, query.device), False
@@ -156,25 +157,11 @@ def _part_by_kernel(view: AttentionView, samples: slice, heads: slice) -> Tensor
     return logsumexp - torch.einsum("bhtd,bhtd->bht", query, mean_key) * view.scale
 
 
-def _range(which: slice) -> Tensor:
-    return torch.arange(which.start, which.stop)
-
-
 def _cut(mask: Tensor | None, samples: slice, heads: slice) -> Tensor | None:
     if mask is None:
         return None
     mask = mask if mask.shape[0] == 1 else mask[samples]
     return mask if mask.shape[1] == 1 else mask[:, heads]
-
-
-def _with_bias(
-    query: Tensor, key: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Move a key-only bias into the product: scale * [q, 1] . [k, b / scale] = s + b."""
-    assert bias is not None
-    column = bias.transpose(-1, -2).expand(*key.shape[:-1], 1) / scale
-    ones = query.new_ones(*query.shape[:-1], 1)
-    return torch.cat([query, ones], -1), torch.cat([key, column], -1)
 
 
 def _lse_attention(
@@ -197,27 +184,26 @@ def _lse_attention(
 
 @lru_cache(maxsize=8)
 def kernel_works(device: str) -> bool:
-    """Tell whether the private kernel is there and agrees with the public path (asked once)."""
+    """Return whether the private kernel exists and agrees with the public path."""
     if device not in ("cpu", "cuda"):
         return False
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, 3, 7, 8, generator=generator).to(device) for _ in range(2))
+    views = [AttentionView(0, query, key, scale=0.5, causal=causal) for causal in (False, True)]
+    if device == "cpu":
+        hidden = torch.zeros(2, 1, 1, 7, dtype=torch.bool)
+        hidden[1, ..., 4:] = True
+        views.append(AttentionView(0, query, key, scale=0.5, hidden=hidden))
     try:
-        for causal in (False, True):
-            view = AttentionView(0, query, key, scale=0.5, causal=causal)
-            if not torch.allclose(_by_kernel(view), _by_blocks(view, EntropyKind()), atol=1e-4):
-                return False
-        if device == "cpu":
-            hidden = torch.zeros(2, 1, 1, 7, dtype=torch.bool)
-            hidden[1, ..., 4:] = True
-            view = AttentionView(0, query, key, scale=0.5, hidden=hidden)
-            return torch.allclose(_by_kernel(view), _by_blocks(view, EntropyKind()), atol=1e-4)
+        return all(
+            torch.allclose(_by_kernel(view), _by_blocks(view, EntropyKind()), atol=1e-4)
+            for view in views
+        )
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
         return False
-    return True
 
 
-# Attention entropy: how widely a head looks (Zhai et al., 2023; HIES, arXiv 2510.13832).
+# How widely a head looks (Zhai et al., 2023; HIES, https://arxiv.org/abs/2510.13832).
 @criteria.register("entropy")
 @dataclass(frozen=True)
 class AttentionEntropy(AttentionScore):
@@ -226,8 +212,7 @@ class AttentionEntropy(AttentionScore):
     AE_h = E_x [ mean_t Entropy(alpha_t) / log n_t ], n_t the number of keys that row t sees: the
     unpadded length n, or the length of the context in a causal model. Rows of padding and rows
     with one key do not count; attention is never pooled before the entropy. A focused head (low
-    entropy) is kept, a head that looks everywhere is pruned: use `ranked("entropy", scores)` or
-    `hies` with alpha = 0 to rank by it.
+    entropy) is kept; `ranked("entropy", scores)` or `hies` with alpha = 0 ranks by it.
 
     Args:
         kind: `"shannon"`, `"renyi"`, `"tsallis"` or `"min"`; all are divided by their greatest
@@ -241,7 +226,7 @@ class AttentionEntropy(AttentionScore):
     order: float = 2.0
 
     def __post_init__(self) -> None:
-        EntropyKind(self.kind, self.order)  # refuses what it does not know, early
+        EntropyKind(self.kind, self.order)  # raises early
 
     def values(self, view: AttentionView) -> Tensor:
         """Return each sample's entropy `[batch, heads]`; NaN where no row counts."""

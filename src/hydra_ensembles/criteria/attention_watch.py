@@ -1,16 +1,14 @@
 """`watch_attention`: observe a host's attention while it runs.
 
-The host computes with its own backend, unchanged; we look at what goes in. Three ways, by
-structure:
+The host computes with its own backend, unchanged; we read what its softmax sees. There are three
+ways, by structure:
 
 1. Hugging Face: the model's attention function (eager, sdpa, flash, flex, or a user's own) is
    wrapped *under its own name*, so that its mask function and all that depends on the name stay.
-   After rotary positions, before the keys of grouped queries are repeated.
+   This is after rotary positions, and before the keys of grouped queries are repeated.
 2. timm, open_clip and other modules that call `F.scaled_dot_product_attention`: that call is seen.
 3. Modules that call a softmax over their own `[batch, heads, rows, keys]` scores: the scores are
    seen.
-
-Queries and keys of a layer as its softmax sees them.
 """
 
 from __future__ import annotations
@@ -80,7 +78,7 @@ class AttentionView:
         return count
 
     def counted_rows(self) -> Tensor:
-        """Tell which rows count, bool [batch|1, heads|1, rows]: no padding, two or more keys."""
+        """Return which rows count, bool [batch|1, heads|1, rows]: not padding, two or more keys."""
         counted = self.visible_keys() >= 2
         return counted if self.real_rows is None else counted & self.real_rows[:, None]
 
@@ -90,7 +88,8 @@ class AttentionView:
         if self.key is None:
             scores = self.query[:, :, rows].float().clone()
         else:
-            key = repeat_keys(self.key, self.query.shape[1]).float()
+            groups = self.query.shape[1] // self.key.shape[1]  # query heads that share a key
+            key = self.key.repeat_interleave(groups, dim=1).float()
             scores = (self.query[:, :, rows].float() * self.scale) @ key.transpose(-1, -2)
         if self.bias is not None:
             scores += _some(self.bias, rows)
@@ -101,17 +100,12 @@ class AttentionView:
         return scores
 
 
-def repeat_keys(key: Tensor, heads: int) -> Tensor:
-    """Give every query head its keys: [batch, groups, keys, width] to [batch, heads, ...]."""
-    return key if key.shape[1] == heads else key.repeat_interleave(heads // key.shape[1], dim=1)
-
-
 def _some(mask: Tensor, rows: slice) -> Tensor:
     return mask if mask.shape[-2] == 1 else mask[:, :, rows]
 
 
 def later_keys(rows: slice, keys: int, device: torch.device) -> Tensor:
-    """Tell which keys come after each of the given rows, bool [rows, keys]."""
+    """Return which keys come after each of the given rows, bool [rows, keys]."""
     places = torch.arange(rows.start, rows.stop, device=device)
     return torch.arange(keys, device=device) > places[:, None]
 
@@ -164,7 +158,9 @@ class Watch:
             return
         query = query.detach()
         hidden, bias = split_mask(query > HIDDEN if key is None else mask)
-        padded = hidden is not None or mask is not None
+        real = self.real_rows if hidden is not None or mask is not None else None
+        if real is not None and real.shape != (query.shape[0], query.shape[2]):
+            real = None  # a dual encoder's batch may hold the mask of the other tower
         view = AttentionView(
             layer=site.layer,
             query=query,
@@ -173,19 +169,11 @@ class Watch:
             hidden=hidden,
             bias=bias,
             causal=causal and query.shape[2] > 1,
-            real_rows=self._real_rows(query) if padded else None,
+            real_rows=None if real is None else real.to(query.device),
         )
         self.seen.add(site.layer)
         with torch.no_grad():
             self.observer(view)
-
-    def _real_rows(self, query: Tensor) -> Tensor | None:
-        # a dual encoder's batch may hold the mask of the other tower: it fits only by its shape
-        fits = self.real_rows is not None and self.real_rows.shape == (
-            query.shape[0],
-            query.shape[2],
-        )
-        return self.real_rows.to(query.device) if fits and self.real_rows is not None else None
 
     def check(self) -> None:
         """Raise when a layer's attention was not seen in the last forward pass."""
@@ -243,15 +231,11 @@ def _wrapped_functions(watch: Watch, sites: list[AttentionSite]) -> Iterator[Non
             # "eager" is in no table: each module falls back on its own file's function
             inner = table.get(name)
             table[name] = _wrapper(watch, by_module, name, inner)
-            stack.callback(_restore, table, name, before)
+            if before is None:
+                stack.callback(table.__delitem__, name)
+            else:
+                stack.callback(table.__setitem__, name, before)
         yield
-
-
-def _restore(table: Any, name: str, before: Any) -> None:
-    if before is None:
-        del table[name]
-    else:
-        table[name] = before
 
 
 def _wrapper(
@@ -264,7 +248,12 @@ def _wrapper(
         function = inner or sys.modules[type(module).__module__].eager_attention_forward
         site = by_module.get(id(module))
         if site is not None:
-            _refuse(module, options)
+            for change in ("softcap", "s_aux"):
+                if options.get(change) is not None:
+                    raise UnsupportedModelError(
+                        f"{type(module).__name__} changes its attention scores ({change}), so its "
+                        "entropy is not computed. Use his, taylor, fisher or magnitude."
+                    )
             causal = options.get("is_causal")
             causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
             window = options.get("sliding_window") if "flash" in name else None
@@ -284,15 +273,6 @@ def _wrapper(
         return function(module, query, key, value, mask, **options)
 
     return attend
-
-
-def _refuse(module: nn.Module, options: dict[str, Any]) -> None:
-    for name in ("softcap", "s_aux"):
-        if options.get(name) is not None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} changes its attention scores ({name}): its entropy is "
-                "not computed. Gradient and weight criteria (his, taylor, fisher, magnitude) work."
-            )
 
 
 def _dense(
@@ -315,7 +295,7 @@ def _dense(
 
 
 def _near(query: Tensor, key: Tensor, window: int, causal: bool) -> Tensor:
-    """Tell which keys flash attention's sliding window shows, bool [1, 1, rows, keys]."""
+    """Return which keys flash attention's sliding window shows, bool [1, 1, rows, keys]."""
     every = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool)
     return every.triu(1 - window) if causal else every.triu(1 - window) & every.tril(window - 1)
 

@@ -1,17 +1,15 @@
-"""What a criterion is: a formula that turns what is known of a head into one number.
+"""Criteria: formulas that give each head one number.
 
 **Higher = keep**, except for criteria that say `lower_is_kept = True` (attention entropy is
 reported as it is defined); `ranked` turns any criterion's scores into *higher = keep*.
 
-There are four kinds, by what they look at. Everything else (one pass over the data, gates,
-attention, averaging in float64) is shared:
+There are four kinds, by what they read. Everything else (one pass over the data, gates, attention,
+averaging in float64) is shared:
 
 - `WeightScore`: the weights only.
 - `GateGradient`: gradients of each sample's loss in the gates of the heads.
 - `AttentionScore`: queries and keys of each layer, as its softmax sees them.
 - `CombinedScore`: the tables of other criteria.
-
-The loss of each sample, whose gradients the gate criteria read.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from ..data.padding import IGNORED
 from ..errors import DataError
 from ..heads.head_mask import HeadScores
 from ..hosts import HostModel
+from ..hosts.model_output import predicts_next_token
 from ..registry import Registry
 
 if TYPE_CHECKING:
@@ -81,8 +80,7 @@ def _token_losses(logits: Tensor, labels: Tensor, host: HostModel, padding: Any)
     """Average cross-entropy over the labelled, unpadded tokens of each sample."""
     if isinstance(padding, Tensor) and padding.shape == labels.shape:
         labels = labels.masked_fill(~padding.to(labels.device).bool(), IGNORED)
-    vocabulary = getattr(getattr(host.model, "config", None), "vocab_size", None)
-    if host.sites[0].causal and logits.shape[-1] == vocabulary:  # each token predicts the next
+    if predicts_next_token(host.model):
         logits, labels = logits[:, :-1], labels[:, 1:]
     losses = F.cross_entropy(
         logits.float().transpose(1, 2), labels.long(), reduction="none", ignore_index=IGNORED

@@ -96,9 +96,27 @@ def score_heads(
     host = host_model(model)
     check_data(host.model, data)
     check_class_order(host.model, data)
-    tables = gather(host, data, asked, loss=loss, progress=progress)
+    tables: dict[Criterion, HeadScores] = {}
+    sums: dict[Criterion, _Mean] = {}
+    for part in dict.fromkeys(part for one in asked for part in _simple(one)):
+        if isinstance(part, WeightScore):
+            tables[part] = HeadScores(part.score(host), name=part.label)
+        elif isinstance(part, (GateGradient, AttentionScore)):
+            sums[part] = _Mean(host)
+        else:
+            raise TypeError(
+                f"{type(part).__name__} is not a criterion: derive it from WeightScore, "
+                "GateGradient, AttentionScore or CombinedScore."
+            )
+    if sums:
+        if data is None:
+            names = ", ".join(part.label for part in sums)
+            raise DataError(f"{names}: calibration data is needed, but data is None.")
+        _read(host, data, sums, loss, progress)
+    for part, mean in sums.items():
+        tables[part] = HeadScores(part.finish(mean.table(part.label)).rows, name=part.label)
     setting = Setting(host, held_out=held_out, progress=progress)
-    scores = {c.label: _score(c, tables, setting) for c in asked}
+    scores = {one.label: _score(one, tables, setting) for one in asked}
     return scores if several else scores[asked[0].label]
 
 
@@ -112,40 +130,6 @@ def _score(
     return result if result.name else HeadScores(result.rows, name=criterion.label)
 
 
-def gather(
-    model: nn.Module | HostModel,
-    data: Iterable[Any] | None,
-    asked: Sequence[Criterion],
-    *,
-    loss: Loss | None = None,
-    progress: bool = True,
-) -> dict[Criterion, HeadScores]:
-    """Return the tables of all simple criteria and of parts of combined ones, from one pass."""
-    host = host_model(model)
-    simple = list(dict.fromkeys(part for criterion in asked for part in _simple(criterion)))
-    tables: dict[Criterion, HeadScores] = {}
-    sums: dict[Criterion, _Mean] = {}
-    for criterion in simple:
-        if isinstance(criterion, WeightScore):
-            tables[criterion] = HeadScores(criterion.score(host), name=criterion.label)
-        elif isinstance(criterion, (GateGradient, AttentionScore)):
-            sums[criterion] = _Mean(host)
-        else:
-            raise TypeError(
-                f"{type(criterion).__name__} is no WeightScore, GateGradient, AttentionScore or "
-                "CombinedScore: derive it from one of these."
-            )
-    if sums:
-        if data is None:
-            names = ", ".join(criterion.label for criterion in sums)
-            raise DataError(f"{names}: calibration data is needed, but data is None.")
-        _read(host, data, sums, loss, progress)
-    for criterion, mean in sums.items():
-        table = criterion.finish(mean.table(criterion.label))
-        tables[criterion] = HeadScores(table.rows, name=criterion.label)
-    return tables
-
-
 def _simple(criterion: Criterion) -> list[Criterion]:
     if isinstance(criterion, CombinedScore):
         return [inner for part in criterion.parts for inner in _simple(part)]
@@ -153,38 +137,27 @@ def _simple(criterion: Criterion) -> list[Criterion]:
 
 
 class _Mean:
-    """Sums and counts per head, in float64."""
+    """Sums and counts of all heads, float64 `[2, heads]`."""
 
     def __init__(self, host: HostModel) -> None:
-        self.total = [torch.zeros(n, dtype=torch.float64) for n in host.head_counts]
-        self.count = [torch.zeros(n, dtype=torch.float64) for n in host.head_counts]
+        self.heads = list(host.head_counts)
+        self.sums = torch.zeros(2, sum(self.heads), dtype=torch.float64)
 
     def add(self, layer: int, values: Tensor, count: Tensor | float) -> None:
-        self.total[layer] += values.detach().double().cpu()
-        self.count[layer] += count
-
-    def flat(self) -> Tensor:
-        """Return sums and counts of all heads as one tensor [2, heads]."""
-        return torch.stack([torch.cat(self.total), torch.cat(self.count)])
-
-    def merge(self, flat: Tensor) -> None:
-        """Add what `flat` of another one gave."""
-        sizes = [len(row) for row in self.total]
-        for layer, (total, count) in enumerate(
-            zip(flat[0].split(sizes), flat[1].split(sizes), strict=True)
-        ):
-            self.total[layer] += total
-            self.count[layer] += count
+        total, counts = (row.split(self.heads)[layer] for row in self.sums)
+        total += values.detach().double().cpu()
+        counts += count
 
     def table(self, name: str) -> HeadScores:
         """Return the means; raise for a head without any sample."""
-        for layer, count in enumerate(self.count):
-            if len(count) and not bool((count > 0).all()):
+        total, counts = (row.split(self.heads) for row in self.sums)
+        for layer, count in enumerate(counts):
+            if not bool((count > 0).all()):
                 raise DataError(
                     f"{name}: nothing could be counted in layer {layer}. Is the data empty, or has "
                     "every sample a single token?"
                 )
-        return HeadScores([t / c for t, c in zip(self.total, self.count, strict=True)])
+        return HeadScores([t / c for t, c in zip(total, counts, strict=True)])
 
 
 def _read(
@@ -220,7 +193,7 @@ def _read(
                         of_batch[criterion].add(layer, criterion.accumulate(row.double()), len(row))
         else:
             _run(host, batch, watch)
-        return {name: of_batch[criterion].flat() for name, criterion in names.items()}
+        return {name: of_batch[criterion].sums for name, criterion in names.items()}
 
     halving = Halving("calibration data")
     with ExitStack() as stack:
@@ -234,21 +207,16 @@ def _read(
             results, description="heads", enabled=progress, total=length_of(data)
         ):
             for name, criterion in names.items():
-                sums[criterion].merge(result[name])
+                sums[criterion].sums += result[name]
 
 
 def _run(host: HostModel, batch: Any, watch: Watch | None) -> Any:
     if watch is not None:
-        watch.attention_mask(padding_of(batch))
+        watch.attention_mask(split_batch(batch)[1].get("attention_mask"))
     output = call_model(host.model, batch)
     if watch is not None:
         watch.check()
     return output
-
-
-def padding_of(batch: Any) -> Any:
-    """Return a batch's `attention_mask`, or None."""
-    return split_batch(batch)[1].get("attention_mask")
 
 
 def gate_gradients(
@@ -260,13 +228,13 @@ def gate_gradients(
 ) -> list[Tensor]:
     """Return dL(x)/dg_h at g = 1 for each sample and head: one tensor `[batch, heads]` per layer.
 
-    Every sample has gates of its own, so one backward pass of the summed loss gives them all.
+    Every sample has its own gates, so one backward pass of the summed loss gives them all.
     """
     host = host_model(model)
     args, kwargs, labels = split_batch(batch)
     size = next((len(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
     if not size:
-        raise DataError("A batch of the calibration data holds no tensor, or no sample.")
+        raise DataError("A batch of the calibration data has no tensor or no sample.")
     gates = [
         torch.ones(size, site.num_heads, device=site.output.weight.device, requires_grad=True)  # type: ignore[arg-type]
         for site in host.sites
@@ -278,8 +246,8 @@ def gate_gradients(
         )
         if not losses.requires_grad:
             raise UnsupportedModelError(
-                f"The loss of {host.name} carries no gradient: its forward, or the loss, detaches "
-                "it (torch.no_grad, .item(), argmax?). Use entropy, magnitude or a differentiable "
+                f"The loss of {host.name} has no gradient: its forward, or the loss, detaches it "
+                "(torch.no_grad, .item(), argmax?). Use entropy, magnitude or a differentiable "
                 "loss."
             )
         found = torch.autograd.grad(losses.sum(), gates, allow_unused=True)
@@ -288,7 +256,7 @@ def gate_gradients(
 
 
 def _forget_graphs(model: nn.Module) -> None:
-    """Empty caches that hold tensors of the last graph (LeViT's biases): they prevent copies."""
+    """Empty caches that hold tensors of the last graph (LeViT's biases): they cannot be copied."""
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, dict) and not name.startswith("_"):

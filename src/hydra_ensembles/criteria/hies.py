@@ -1,7 +1,4 @@
-"""Choose the weight of importance against entropy in HIES on held-out data.
-
-HIES: head importance and low attention entropy, together (arXiv 2510.13832).
-"""
+"""HIES: head importance and low attention entropy, mixed (https://arxiv.org/abs/2510.13832)."""
 
 from __future__ import annotations
 
@@ -35,16 +32,16 @@ def mix(importance: HeadScores, entropy: HeadScores, alpha: float) -> HeadScores
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:
-    """Return the share of right predictions: logits `[example, class]`, labels `[example]`."""
+    """Return the share of correct predictions: logits `[example, class]`, labels `[example]`."""
     return float((logits.argmax(-1) == labels).double().mean())
 
 
 @dataclass(frozen=True)
 class AlphaChoice:
-    """The chosen alpha and the figures that chose it.
+    """The chosen alpha and the figures behind it.
 
     Attributes:
-        alpha: The best, ties to the higher (more importance).
+        alpha: The best; of equal ones the higher (more importance).
         areas: Weighted area under quality over pruning ratios, per alpha.
         quality: Quality at each ratio, per alpha.
         ratios: The pruning ratios.
@@ -90,8 +87,8 @@ def choose_alpha(
     shares = torch.tensor(list(weights or ratios), dtype=torch.float64)
     if len(shares) != len(ratios) or not bool((shares >= 0).all()) or not float(shares.sum()) > 0:
         raise HydraError(
-            f"{len(shares)} weights for {len(ratios)} ratios: expected one number that is not "
-            "negative for each ratio, not all zero."
+            f"{len(shares)} weights for {len(ratios)} ratios: expected one non-negative number per "
+            "ratio, not all zero."
         )
     masks = {
         alpha: [mix(importance, entropy, alpha).top_k(1 - float(r), scope="model") for r in ratios]

@@ -10,7 +10,7 @@ from .digits_data import Demo, digits
 from .image_data import image_folder
 from .loaders import Batches, Data, as_data, check_reiterable, count
 from .proxies import make_proxies, proxies
-from .sources import hub_dataset, load_data
+from .sources import load_data
 from .splits import fingerprint, sample, split
 from .text_files import text_data, text_file
 from .transforms import ImageTransform, image_transform
@@ -34,7 +34,6 @@ __all__ = [
     "count",
     "digits",
     "fingerprint",
-    "hub_dataset",
     "image_folder",
     "image_transform",
     "load_data",

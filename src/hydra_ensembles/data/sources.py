@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..errors import DataError, MissingDependencyError
 from ..runtime.images import open_image
 from .class_names import Names, encode_labels, pick_column
@@ -42,11 +44,13 @@ def load_data(
         source: a folder of images; a `.csv`, `.tsv`, `.jsonl`, `.json` or `.txt` file of texts; a
             folder written by `datasets.save_to_disk`; or the name of a dataset on the Hugging Face
             hub, where `name:config` chooses a configuration.
-        tokenizer: needed for text.
+        tokenizer: the host's tokenizer, for text; a dataset without one is read as images.
         transform: how the host wants its images, see `image_transform`.
-        split, text_column, pair_column, image_column, label_column, labels, class_names,
-            max_length, batch_size, key, skip_broken: see `image_folder`, `text_file` and
-            `hub_dataset`.
+        split: of a dataset, for example `test`; required if there is more than one.
+        text_column, pair_column, image_column, label_column: by default found under their usual
+            names.
+        class_names: see `image_folder`; by default those of a dataset, in its order.
+        labels, max_length, batch_size, key, skip_broken: see `image_folder` and `text_file`.
     """
     path = Path(source).expanduser()
     saved = is_saved_dataset(path)
@@ -82,70 +86,16 @@ def load_data(
         raise DataError(
             f"{path} does not exist. Give a folder of images, a text file or a dataset."
         )
-    return hub_dataset(
-        path if saved else name,
-        config=None if saved else config or None,
-        split=split,
-        tokenizer=tokenizer,
-        transform=transform,
-        text_column=text_column,
-        pair_column=pair_column,
-        image_column=image_column,
-        label_column=label_column,
-        labels=bool(labels),
-        class_names=class_names,
-        max_length=max_length,
-        batch_size=batch_size,
-        key=key,
-    )
-
-
-def hub_dataset(
-    name: str | Path,
-    *,
-    split: str | None = None,
-    config: str | None = None,
-    revision: str | None = None,
-    tokenizer: Callable[..., Any] | None = None,
-    transform: Any = None,
-    text_column: str | None = None,
-    pair_column: str | None = None,
-    image_column: str | None = None,
-    label_column: str | None = None,
-    labels: bool = True,
-    class_names: Names | None = None,
-    max_length: int | None = None,
-    batch_size: int = 32,
-    key: str | None = "pixel_values",
-) -> Batches:
-    """Read a Hugging Face dataset as data: texts if a tokenizer is given, otherwise images.
-
-        data = hub_dataset("glue", config="sst2", split="validation", tokenizer=tokenizer)
-
-    Args:
-        name: name on the hub, or a folder written by `save_to_disk`.
-        split: for example `test`; required if there is more than one.
-        config: the dataset's configuration, such as `sst2` of `glue`.
-        revision: a branch, tag or commit of the hub.
-        tokenizer: the host's tokenizer, for text data.
-        transform: what `image_transform` takes; see `image_folder`.
-        text_column, pair_column, image_column, label_column: by default found under their usual
-            names.
-        labels: False leaves them out, as for outliers.
-        class_names: see `image_folder`; by default those of the dataset, in its order.
-        max_length: most tokens per text; by default the tokenizer's limit.
-        batch_size: examples per batch.
-        key: the host's name for images; None gives `(images, labels)`.
-    """
-    dataset = _open(name, split, config, revision)
-    where, columns = f"The dataset {name}", dataset.column_names
-    numbers, info = None, {"class_names": None}
+    dataset = _open(path if saved else name, split, config or None)
+    where, columns = f"The dataset {source}", dataset.column_names
+    numbers: Tensor | None = None
+    info: dict[str, Any] = {"class_names": None}
     if labels:
         usual = (*LABEL_COLUMNS, "fine_label", "coarse_label")
         column = pick_column(label_column, columns, usual, "label", where)
         stored = getattr(dataset.features.get(column), "names", None)
         numbers, info = encode_labels(
-            list(dataset[column]), class_names, where=f"the dataset {name}", stored=stored
+            list(dataset[column]), class_names, where=f"the dataset {source}", stored=stored
         )
     if tokenizer is not None:
         return read_texts(
@@ -177,19 +127,19 @@ def is_saved_dataset(folder: Path) -> bool:
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
-def _open(name: str | Path, split: str | None, config: str | None, revision: str | None) -> Any:
+def _open(name: str | Path, split: str | None, config: str | None) -> Any:
+    """Open a dataset of the hub, or a folder that `save_to_disk` wrote."""
     try:
         import datasets
     except ImportError as error:
         raise MissingDependencyError(
             "Hugging Face datasets need the package datasets: pip install 'hydra-ensembles[data]'."
         ) from error
-    folder = Path(name).expanduser()
     try:
-        if folder.is_dir() and is_saved_dataset(folder):
-            dataset = datasets.load_from_disk(str(folder))
+        if isinstance(name, Path):
+            dataset = datasets.load_from_disk(str(name))
         else:
-            dataset = datasets.load_dataset(str(name), config, revision=revision)
+            dataset = datasets.load_dataset(name, config)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
             f"Cannot load the dataset {name}: {' '.join(str(error).split())}. "

@@ -21,7 +21,7 @@ from ..data.eval_mode import evaluating
 from ..data.model_runs import device_of
 from ..data.progress import progress_bar
 from ..errors import DataError
-from ..hosts.operation_count import operation_counter
+from ..hosts.operation_count import multiply_adds
 from .benchmark_result import BenchmarkResult, PeakMemory, Timing
 
 Call = Callable[[], Any]
@@ -75,7 +75,9 @@ def benchmark(
     models = {name: _converted(model, dtype, device) for name, model in models.items()}
     timings: list[Timing] = []
     with _threads(threads), _evaluating(models.values()):
-        counted = {n: _count(_call(m, batch, min(batch_sizes), dtype)) for n, m in models.items()}
+        counted = {
+            n: multiply_adds(_call(m, batch, min(batch_sizes), dtype)) for n, m in models.items()
+        }
         for size in batch_sizes:
             calls = {name: _call(model, batch, size, dtype) for name, model in models.items()}
             for call in calls.values():
@@ -156,19 +158,6 @@ def _time(call: Call, repeats: int, synchronize: Call) -> float:
         call()
     synchronize()
     return (time.perf_counter() - start) / repeats
-
-
-def _count(call: Call) -> int:
-    """Count the multiply-adds of one call: half of its floating-point operations."""
-    counter = operation_counter()
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # one operator that no counter knows
-    try:
-        with counter:
-            call()
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-    return counter.get_total_flops() // 2
 
 
 def _peak(model: Any, call: Call) -> tuple[int, int]:

@@ -63,10 +63,7 @@ def assemble(
     masks, hosts = _masks_of(list(members), masks)
     readout = hosts[0].readout
     description = describe_host(hosts[0].model)
-    base = host_model(copy.deepcopy(hosts[0].model), family=hosts[0].family)
-    base.__dict__["readout"] = readout  # probed before, like the next two
-    base.arithmetic = hosts[0].arithmetic
-    base.__dict__["forms"] = hosts[0].forms
+    base = HostModel(copy.deepcopy(hosts[0].model), family=hosts[0].family, facts=hosts[0].facts)
     merged = _merge_(base, hosts, average)
     seconds = _own_seconds(base, average)
     if average == "all":

@@ -17,7 +17,7 @@ from ..errors import UnsupportedModelError
 from ..heads.stream_plan import Plan
 from ..hosts.arithmetic import Arithmetic
 from ..hosts.attention import Grid
-from ..hosts.block_arguments import understand
+from ..hosts.block_arguments import read_arguments
 from ..hosts.block_calls import Form, full_length, states_of, take_call, without_cache
 from ..hosts.families import Family
 from ..hosts.probes import Readout
@@ -179,7 +179,7 @@ class Body(nn.Module):
     ) -> Context:
         """Read the arguments that the host passed to a block."""
         try:
-            read = understand(
+            read = read_arguments(
                 self.names, *given, x, rotary=rotary, heads=self.heads, grid=self.grid
             )
         except UnsupportedModelError as error:

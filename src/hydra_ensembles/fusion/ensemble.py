@@ -148,7 +148,7 @@ class HydraEnsemble(FusedModel):
         """
         body = self.body
         for block in body.branch:
-            block.untie_(mlps=mlps)
+            block.untie_(mlps=mlps)  # type: ignore[operator]
         layers = tuple(block.plan for block in body.branch)
         body.plan = Plan(**{**body.plan.__dict__, "layers": layers})
         for block in body.branch:

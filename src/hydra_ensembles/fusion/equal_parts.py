@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..heads.head_mask import HeadMask
 from ..heads.stream_plan import LayerPlan, LayerSignature
 from ..hosts import Block, HostModel
-from ..hosts.attention_site import HeadWeights
+from ..hosts.head_weights import HeadWeights
 from .fused_block import FusedBlock
 from .streams import PerStream
 

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from .._records import inside, read_steady, sha256_of_file
 from ..errors import FormatError, HydraError, MissingDependencyError
 from ..hosts import HostModel
-from ..hosts.architecture import check_sizes, rebuild_host
+from ..hosts.architecture import check_sizes, library_versions, rebuild_host
 from ..hosts.example_inputs import examples
 from ..uncertainty.novelty import Novelty, from_tensors
 from .assembly import Assembly
 from .call_options import tap_names
 from .folder_schema import CONFIG, NOVELTY, WEIGHTS, read_config
-from .folder_writer import versions
 from .host_description import fill_, structure
 
 Header = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -81,7 +80,7 @@ def _read(folder: Path, host: nn.Module | None) -> tuple[Assembly, HostModel, di
         raise FormatError(
             f"Cannot build the host that {folder / CONFIG} describes ({type(error).__name__}: "
             f"{str(error)[:200]}). It was saved with {config['libraries']}; installed are "
-            f"{versions()}. Save or download the folder again, or pass host=."
+            f"{library_versions()}. Save or download the folder again, or pass host=."
         ) from error
     _load_weights(assembly.model, folder / WEIGHTS, config)
     assembly.model.eval()
@@ -228,8 +227,8 @@ def _check_fit(
         detail = ", ".join(sorted([*missing, *extra, *wrong])[:4])
         raise FormatError(
             f"{folder / WEIGHTS} does not fit the host built from {CONFIG} ({detail} …). It was "
-            f"saved with {config['libraries']}; installed are {versions()}. Install those, or pass "
-            "host=."
+            f"saved with {config['libraries']}; installed are {library_versions()}. Install those, "
+            "or pass host=."
         )
 
 

@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import warnings
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from .._records import (
 )
 from ..data.transforms import ImageTransform, ProcessorTransform
 from ..errors import FormatError
+from ..hosts.architecture import library_versions
 from .folder_schema import (
     CARD,
     CONFIG,
@@ -181,7 +181,7 @@ def _config(ensemble: Any, aliases: dict[str, str], sha256: str) -> dict[str, An
     return {
         "format": FORMAT,
         "format_version": list(FORMAT_VERSION),
-        "libraries": versions(),
+        "libraries": library_versions(),
         "host": checked_description(ensemble),
         "family": body.family.name,
         "blocks_path": ensemble._view.blocks_path,
@@ -213,13 +213,3 @@ def _config(ensemble: Any, aliases: dict[str, str], sha256: str) -> dict[str, An
 
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-
-
-def versions() -> dict[str, str]:
-    result = {}
-    for name in ("hydra-ensembles", "torch", "transformers", "timm", "open_clip_torch"):
-        try:
-            result[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return result

@@ -9,9 +9,10 @@ from typing import Any, Literal
 from torch import nn
 
 from ..data.batches import batch_length, move, split_batch, take
+from ..data.model_runs import device_of
 from ..errors import DataError, HydraError, UnsupportedModelError, VerificationError
 from ..heads.head_mask import HeadMask
-from ..hosts import Family, HostModel, device_of, host_model
+from ..hosts import Family, HostModel, host_model
 from ..hosts.block_calls import Inputs
 from ..hosts.example_inputs import examples
 from ..hosts.explanation import engine_of

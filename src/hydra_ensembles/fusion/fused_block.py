@@ -18,14 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..heads.stream_plan import LayerPlan
-from ..hosts.attention import Rotary, attend, bias_of
-from ..hosts.block_arguments import add_bias, rows_of_mask
+from ..hosts.attention import Rotary, attend, bias_of, rows_of_mask
 from ..hosts.block_calls import take_rows
 from .head_bank import HeadBank, Packed
 from .streams import OutputBias, PerStream, add_residual, of_stream, select_streams, streams_of
 
-Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Rotates queries and keys by their positions."""
+Rows = Callable[[Tensor], Tensor]
+"""Selects the tokens that the classifier reads."""
 
 BiasFor = Callable[[Sequence[int]], Tensor]
 """Returns the attention bias of some of a bank's heads."""
@@ -148,9 +147,7 @@ class FusedBlock(nn.Module):
             x = module(x)
         return x
 
-    def _attention(
-        self, y: Tensor, inputs: int, context: Context, rows: Callable[[Tensor], Tensor] | None
-    ) -> Tensor:
+    def _attention(self, y: Tensor, inputs: int, context: Context, rows: Rows | None) -> Tensor:
         """Return every stream's attention output, W_O and its bias included."""
         packed = self.bank.packed()
         queries = y if rows is None else rows(y)
@@ -165,16 +162,24 @@ class FusedBlock(nn.Module):
                 positions=context.positions,
                 device=y.device,
             )
-        causal = context.causal and mask is None
         bias_for = self._biases(context, None if rows is None else length)
         grouped = y.device.type != "cpu" if self.grouped is None else self.grouped
         grouped = grouped and bias_for is None  # groups of heads have their own biases
-        turn = None if context.rotary is None else partial(_turn, context.rotary, rows)
+        attend_group = partial(
+            attend,
+            mask=mask,
+            causal=context.causal,
+            rotary=context.rotary,
+            rows=rows,
+            scale=self.scale,
+            softcap=self.softcap,
+            dropout=self.dropout if self.training else 0.0,
+        )
         few = None if rows is None else queries
         if grouped and packed.qkv is not None:
-            heads = self._attend_grouped(y, few, packed, inputs, mask, causal, turn)
+            heads = self._attend_grouped(y, few, packed, inputs, mask, attend_group)
         else:
-            heads = self._attend_each(y, few, packed, inputs, mask, causal, turn, bias_for)
+            heads = self._attend_each(y, few, packed, inputs, attend_group, bias_for)
         if grouped and packed.output is not None and len(heads) == len(packed.outputs):
             return self._project_grouped(heads, packed.output).view(-1, length, y.shape[2])
         outputs = []
@@ -236,10 +241,8 @@ class FusedBlock(nn.Module):
         queries: Tensor | None,
         packed: Packed,
         inputs: int,
-        mask: Tensor | None,
-        causal: bool,
-        turn: Turn | None,
-        bias_for: BiasFor | None = None,
+        attend_group: Callable[..., Tensor],
+        bias_for: BiasFor | None,
     ) -> list[Tensor]:
         """Project and attend group by group; per group [batch * queries, heads * width].
 
@@ -266,12 +269,9 @@ class FusedBlock(nn.Module):
                 None if norm is None else norm.of(group)
                 for norm in (self.query_norm, self.key_norm)
             ]
-            group_mask = mask
-            if bias_for is not None:
-                head_bias = bias_for(self.bank.plan.groups()[group][1])
-                group_mask = add_bias(mask, head_bias, causal=causal)
-            attended = self._attend(q, k, v, norms, group_mask, causal and group_mask is None, turn)
-            result.append(attended.flatten(0, 1))
+            head_bias = None if bias_for is None else bias_for(self.bank.plan.groups()[group][1])
+            attended = attend_group(q, k, v, bias=head_bias, norms=norms)
+            result.append(attended.flatten(2).flatten(0, 1))
         return result
 
     def _attend_grouped(
@@ -281,8 +281,7 @@ class FusedBlock(nn.Module):
         packed: Packed,
         inputs: int,
         mask: Tensor | None,
-        causal: bool,
-        turn: Turn | None,
+        attend_group: Callable[..., Tensor],
     ) -> list[Tensor]:
         """Project all groups in one batched product and attend them in one call.
 
@@ -308,36 +307,9 @@ class FusedBlock(nn.Module):
             k, v = project(y, count, 3 * count).unflatten(-1, (2, -1, width)).unbind(2)
         if mask is not None and mask.shape[0] > 1:
             mask = mask.repeat(inputs, 1, 1, 1)
-        norms = [self.query_norm, self.key_norm]
-        attended = self._attend(q, k, v, norms, mask, causal, turn)
+        norms = (self.query_norm, self.key_norm)
+        attended = attend_group(q, k, v, mask=mask, norms=norms).flatten(2)
         return list(attended.unflatten(0, (inputs, -1)).flatten(1, 2).unbind(0))
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        norms: Sequence[nn.Module | None],
-        mask: Tensor | None,
-        causal: bool,
-        turn: Turn | None,
-    ) -> Tensor:
-        """Attend [batch, tokens, heads, width]; return [batch, queries, heads * width]."""
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        q, k = (x if norm is None else norm(x) for x, norm in zip((q, k), norms, strict=True))
-        if turn is not None:
-            q, k = turn(q, k)
-        a = attend(
-            q,
-            k,
-            v,
-            mask=mask,
-            causal=causal,
-            scale=self.scale,
-            softcap=self.softcap,
-            dropout=self.dropout if self.training else 0.0,
-        )
-        return a.transpose(1, 2).flatten(2)
 
     def _project_grouped(self, heads: list[Tensor], weight: Tensor) -> Tensor:
         """Apply W_O of all streams, [streams, d, heads * width], in one batched product."""
@@ -394,10 +366,3 @@ class FusedBlock(nn.Module):
     def mlp_of(self, stream: int) -> list[nn.Module]:
         """Return the modules of a stream's MLP."""
         return [of_stream(part, stream) for part in self.mlp]
-
-
-def _turn(
-    rotary: Rotary, rows: Callable[[Tensor], Tensor] | None, q: Tensor, k: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Rotate keys, and queries, which may be of a few tokens only."""
-    return rotary.turn(q, rows), rotary.turn(k)

@@ -17,8 +17,8 @@ from ..data.eval_mode import in_eval, twin
 from ..errors import HydraError, UnsupportedModelError
 from ..heads.head_mask import HeadMask
 from ..heads.stream_plan import Plan
-from ..hosts import HostModel, device_of, main_output
-from ..hosts.block_calls import Form
+from ..hosts import main_output
+from ..hosts.block_calls import Form, HostView
 from ..hosts.example_inputs import examples
 from ..hosts.model_output import gives_classes, predicts_next_token
 from ..hosts.probes import Readout
@@ -76,7 +76,7 @@ class FusedModel(HostInterface):
         switches: The options of `fuse` (plain data, saved along).
     """
 
-    def __init__(self, assembly: Assembly, host: HostModel, *, mode: Mode = "fused") -> None:
+    def __init__(self, assembly: Assembly, host: HostView, *, mode: Mode = "fused") -> None:
         super().__init__()
         check_name("mode", mode, ("fused", "loop"))
         self.host = assembly.model
@@ -99,18 +99,14 @@ class FusedModel(HostInterface):
     def around(
         cls: type[Self],
         assembly: Assembly,
-        host: HostModel,
+        host: HostView,
         *,
         mode: Mode,
         switches: Mapping[str, Any],
     ) -> Self:
         """Make a model from an assembly."""
-        view = HostModel.__new__(HostModel)
-        view.__dict__.update(host.__dict__)
-        view.model = assembly.model
-        view.blocks = []  # the body holds them now
-        view.__dict__["readout"] = assembly.body.readout
-        view.__dict__["forms"] = [getattr(assembly.body, "form", Form())]
+        forms = [getattr(assembly.body, "form", Form())]
+        view = HostView(assembly.model, host.family, host.blocks_path, forms)
         ensemble = cls(assembly, view, mode=mode)
         ensemble.switches = dict(switches)
         ensemble.train(assembly.model.training)
@@ -308,7 +304,7 @@ class FusedModel(HostInterface):
             >>> answer.labels, answer.novelty > 0.95
             (['positive', 'negative'], tensor([False, False]))
         """
-        args, kwargs, _ = read_batch(prepare(self, batch), device_of(self))
+        args, kwargs, _ = read_batch(prepare(self, batch), next(self.parameters()).device)
         model = in_eval(self)
         logits, _, summaries = model.run(args, kwargs, summaries=self.novelty is not None)
         logits = logits.float()
@@ -338,10 +334,10 @@ class FusedModel(HostInterface):
 
     def precision(self) -> str:
         """Name the precision in which features are computed here and now."""
-        dtype = next(p.dtype for p in self.parameters())
+        first = next(self.parameters())
+        dtype, kind = first.dtype, first.device.type
         wide = dtype == torch.float64  # statistics have no more digits than float32
         names = ["float32" if wide else str(dtype).removeprefix("torch.")]
-        kind = device_of(self).type
         if torch.is_autocast_enabled(kind):
             names.append(str(torch.get_autocast_dtype(kind)).removeprefix("torch."))
         return " under autocast to ".join(names)
@@ -353,7 +349,9 @@ class FusedModel(HostInterface):
         precision, and not refused: the members' answers are still good.
         """
         assert self.novelty is not None
-        self.novelty = self.novelty.to(device_of(self))  # moved once, not at every call
+        self.novelty = self.novelty.to(
+            next(self.parameters()).device
+        )  # moved once, not at every call
         now = self.precision()
         if now != self.novelty.precision and now not in self._warned_precisions:
             self._warned_precisions.add(now)
@@ -402,5 +400,5 @@ class FusedModel(HostInterface):
     def parameter_bytes(self) -> dict[str, int]:
         """Return the bytes of the parameters and of the packed copies kept for speed."""
         stored = sum(p.numel() * p.element_size() for p in self.parameters())
-        packed = sum(block.packed_bytes() for block in self.body.branch)
+        packed = sum(b.packed_bytes() for b in self.body.branch)  # type: ignore[operator]
         return {"parameters": stored, "packed": packed, "memory": stored + packed}

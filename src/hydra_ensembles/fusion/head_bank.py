@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..heads.stream_plan import LayerPlan
-from ..hosts.attention_site import HeadWeights
+from ..hosts.head_weights import HeadWeights
 
 
 @dataclass(frozen=True)

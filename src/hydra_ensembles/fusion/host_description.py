@@ -14,7 +14,7 @@ from ..data.eval_mode import evaluating
 from ..errors import FormatError
 from ..heads.head_mask import HeadMask
 from ..heads.stream_plan import Plan
-from ..hosts import HostModel, families, host_model
+from ..hosts import HostFacts, HostModel, families
 from ..hosts.architecture import describe_host, rebuild_host
 from ..hosts.arithmetic import Arithmetic
 from ..hosts.block_calls import Form
@@ -116,13 +116,15 @@ def structure(skeleton: nn.Module, config: dict[str, Any]) -> tuple[Assembly, Ho
     """Give a plain host the structure that a config describes."""
     known = config["family"] in families
     family = families[config["family"]] if known else None
-    view = host_model(skeleton, family=family)
-    readout = config["readout"]
+    readout, settings = config["readout"], config["switches"]
     positions = positions_rule(skeleton) if readout["end_of_text"] else None
-    view.__dict__["readout"] = Readout(
-        readout["tokens"], readout["folds"], readout["why"], positions
-    )
     masks = [HeadMask(rows) for rows in config["masks"]]
+    facts = HostFacts(
+        Readout(readout["tokens"], readout["folds"], readout["why"], positions),
+        (Form.parse(settings.get("form", "")),) * len(masks[0]),
+        Arithmetic.read(settings),
+    )
+    view = HostModel(skeleton, family=family, facts=facts)
     if masks[0].shape != view.head_counts:
         raise FormatError(
             f"The folder was saved for {len(masks[0])} layers of {masks[0].shape} heads but "
@@ -130,9 +132,6 @@ def structure(skeleton: nn.Module, config: dict[str, Any]) -> tuple[Assembly, Ho
         )
     plan = Plan.from_dict(config["plan"], masks)
     description = describe_host(skeleton)
-    settings = config["switches"]
-    view.arithmetic = Arithmetic.read(settings)
-    view.__dict__["forms"] = [Form.parse(settings.get("form", ""))] * len(view)
     body: Any
     if settings.get("engine") == "host":
         body, moulds = host_blocks_(view, plan, settings["cuts"], folds=settings["folds"])

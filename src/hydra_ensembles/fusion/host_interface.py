@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..data.model_runs import device_of
 from ..data.transforms import image_transform
 from ..errors import HydraError, UnsupportedModelError
-from ..hosts import device_of
 from ..hosts.model_output import NEXT_TOKENS, is_language_model, predicts_next_token
 from .folder_writer import save
 from .inputs import Preparation
@@ -129,7 +129,7 @@ class HostInterface(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return device_of(self)
+        return device_of(self) or torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:

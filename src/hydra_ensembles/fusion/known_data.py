@@ -82,7 +82,7 @@ def fit_novelty(
         by_text = parts[0][1][0].ndim == 3
         logits = torch.cat([text_logits(member, part) for part, (member, _) in parts])
         found = {"logits": logits, "summaries": torch.cat([taps for _, (_, taps) in parts])}
-        hashes = _hashes(ensemble, batch)
+        hashes = hashes_of(ensemble, batch)
         if hashes is not None:
             found["hashes"] = hashes
         given = split_batch(batch)[2] if by_text else None
@@ -112,11 +112,12 @@ def known_inputs(ensemble: FusedModel, batch: Any) -> Tensor | None:
     kept = None if ensemble.novelty is None else ensemble.novelty.hashes
     if kept is None:
         return None
-    hashes = _hashes(ensemble, prepare(ensemble, batch))
+    hashes = hashes_of(ensemble, prepare(ensemble, batch))
     return None if hashes is None else torch.isin(hashes, kept.cpu())
 
 
-def _hashes(ensemble: FusedModel, batch: Any) -> Tensor | None:
+def hashes_of(ensemble: FusedModel, batch: Any) -> Tensor | None:
+    """Return the hash of every input of a batch; None when no input is a tensor."""
     args, kwargs, _ = split_batch(batch)
     return input_hashes(ensemble._named(args, kwargs))
 

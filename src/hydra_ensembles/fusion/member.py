@@ -13,8 +13,8 @@ from ..heads.stream_plan import LayerPlan
 from ..hosts import Block
 from ..hosts.attention_site import AttentionSite
 from ..hosts.block import Scale
+from ..hosts.block_calls import HostView
 from ..hosts.families import Family
-from ..hosts.host import HostModel
 from .body import Body
 from .fused_block import FusedBlock
 from .host_engine import HostedBody
@@ -32,7 +32,7 @@ def cast_member(
     model: nn.Module,
     body: Body | HostedBody,
     moulds: Sequence[nn.Module],
-    host: HostModel,
+    host: HostView,
     member: int,
 ) -> nn.Module:
     """Cast one member as a plain host model that shares every parameter it can.
@@ -126,7 +126,7 @@ def _cast_block(
 
 
 def _with_blocks(
-    model: nn.Module, body: Body | HostedBody, host: HostModel, blocks: Sequence[nn.Module]
+    model: nn.Module, body: Body | HostedBody, host: HostView, blocks: Sequence[nn.Module]
 ) -> nn.Module:
     """Copy the host's structure around other blocks; parameters stay the same tensors."""
     memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
@@ -141,7 +141,7 @@ def _with_blocks(
 
 
 def cast_full(
-    model: nn.Module, body: Body | HostedBody, moulds: Sequence[nn.Module], host: HostModel
+    model: nn.Module, body: Body | HostedBody, moulds: Sequence[nn.Module], host: HostView
 ) -> nn.Module:
     """Return the host with all its original heads, blocks without storage: for counting."""
     blocks = []

@@ -14,9 +14,9 @@ from torch import nn
 
 from ..heads.stream_plan import LayerPlan, Plan
 from ..hosts import Block, HostModel
-from ..hosts.attention_site import HeadWeights
 from ..hosts.block_calls import parameter_names
 from ..hosts.head_removal import Cut, whole_groups
+from ..hosts.head_weights import HeadWeights
 from .body import Body, PlaceholderBlock, copy_settings_, plain_settings
 from .fused_block import FusedBlock
 from .head_bank import HeadBank

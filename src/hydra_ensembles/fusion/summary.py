@@ -123,7 +123,7 @@ def _cost_lines(ensemble: Any) -> list[str]:
 
 def _calibration(ensemble: Any) -> list[str]:
     """Say what `build` measured on held-out data, before and after temperatures."""
-    report = ensemble.record.get("decisions", {}).get("calibration")
+    report = ensemble.record.get("calibration", {}).get("figures")
     if not report:
         return []
     lines = []

@@ -150,7 +150,7 @@ def prune_heads_(model: nn.Module, mask: HeadMask) -> nn.Module:
         )
     before = host.original_mask
     for site in host.sites:  # nothing is cut before every layer is known to be possible
-        site._kept_groups(mask.indices(site.layer))
+        site.kept_groups(mask.indices(site.layer))
     for site in host.sites:
         if not bool(mask[site.layer].all()):
             site.keep_(mask.indices(site.layer))

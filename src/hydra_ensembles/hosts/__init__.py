@@ -2,12 +2,12 @@
 
 from .attention_site import AttentionSite as AttentionSite
 from .block import Block as Block
-from .block_calls import device_of as device_of
 from .block_calls import main_output as main_output
 from .explanation import explain as explain
 from .families import Family as Family
 from .families import families as families
 from .families import register_family as register_family
+from .host import HostFacts as HostFacts
 from .host import HostModel as HostModel
 from .host import host_model as host_model
 from .prompt_classifier import PromptClassifier as PromptClassifier

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from functools import cache
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -34,9 +35,14 @@ _TABLES = ("SEQUENCE", "TOKEN", "IMAGE", "AUDIO", "VIDEO")
 _FETCHES = frozenset({"TimmWrapperForImageClassification"})
 """Classes whose config may name something to download."""
 
-
 _TIMM_ARGUMENTS = frozenset({"num_classes", "global_pool", "img_size"})
 """What `_common_arguments` writes: no other argument of a folder is passed on."""
+
+_PLAIN_TIMM = {
+    "VisionTransformer": "timm.models.vision_transformer",
+    "VisionTransformerDistilled": "timm.models.deit",
+}
+"""Classes of timm that their parts fully describe, and their modules."""
 
 _NAMES_CODE = frozenset(
     {
@@ -58,11 +64,8 @@ def known_class(name: Any) -> bool:
     The list is the library's own table of classifiers and causal language models: a saved folder
     can name nothing else.
     """
-    return (
-        isinstance(name, str)
-        and (name in TOWERS or name in _classifiers())
-        and (name not in _FETCHES)
-    )
+    named = isinstance(name, str) and (name in TOWERS or name in _classifiers())
+    return named and name not in _FETCHES
 
 
 @cache
@@ -74,6 +77,21 @@ def _classifiers() -> frozenset[str]:
         for names in getattr(auto, table).values():
             classes.update((names,) if isinstance(names, str) else names)
     return frozenset(classes)
+
+
+def library_versions(*more: str) -> dict[str, str]:
+    """Return the installed versions of this library, of torch and of the host libraries.
+
+    Args:
+        *more: Names of other packages to include.
+    """
+    versions = {}
+    for name in ("hydra-ensembles", "torch", "transformers", "timm", "open_clip_torch", *more):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
 
 
 def describe_host(model: Any) -> dict[str, Any]:
@@ -117,13 +135,17 @@ def describe_host(model: Any) -> dict[str, Any]:
             "attention": getattr(config, "_attn_implementation", None),
             "pooler": getattr(model, "pooler", None) is not None,
         }
-    if root == "timm" and _is_plain_timm(model):
-        return {"library": "timm", "class": name, "arguments": _timm_arguments(model)}
-    if root == "timm" and _timm_name(model) is not None:
+    if root == "timm" and name in _PLAIN_TIMM:
+        patches = type(model.patch_embed).__name__ == "PatchEmbed"  # a hybrid has a ResNet there
+        if patches and hasattr(model.blocks[0].mlp, "fc1"):
+            return {"library": "timm", "class": name, "arguments": _timm_arguments(model)}
+    facts = getattr(model, "pretrained_cfg", None) or {}
+    architecture = facts.get("architecture") if isinstance(facts, dict) else facts.architecture
+    if root == "timm" and isinstance(architecture, str):
         return {
             "library": "timm-name",
             "class": name,
-            "architecture": _timm_name(model),
+            "architecture": architecture,
             "arguments": _common_arguments(model),
         }
     if root == "open_clip" and name == "VisionTransformer":
@@ -163,13 +185,17 @@ def rebuild_host(description: dict[str, Any]) -> nn.Module:
                 f"The folder names the host class {name!r}, which is not on the list of classes "
                 "that are built by name. Pass the model yourself: from_pretrained(..., host=model)."
             )
-        return _rebuild_transformers(description)
+        cls = getattr(_module("transformers", "transformers"), str(name))
+        config = cls.config_class.from_dict(_without_code(description["config"]))
+        if description.get("attention") in ("eager", "sdpa"):
+            config._attn_implementation = description["attention"]
+        pooler = {"add_pooling_layer": description.get("pooler", True)}
+        return cls(config, **pooler if name in ("ViTModel", "DeiTModel") else {}).eval()
     if library == "timm":
-        timm = _module("timm.models.vision_transformer", "timm")
-        if name not in ("VisionTransformer", "VisionTransformerDistilled"):
+        if name not in _PLAIN_TIMM:
             raise FormatError(f"Unknown timm class {name!r}: pass host= to from_pretrained.")
-        module = _module("timm.models.deit", "timm") if name.endswith("Distilled") else timm
-        return getattr(module, name)(**_with_layers(description["arguments"]))
+        kind = getattr(_module(_PLAIN_TIMM[name], "timm"), name)
+        return kind(**_with_layers(description["arguments"]))
     if library == "timm-name":
         timm = _module("timm", "timm")
         architecture = description["architecture"]
@@ -195,8 +221,8 @@ def rebuild_host(description: dict[str, Any]) -> nn.Module:
         tiny_vit = _module("hydra_ensembles.hosts.tiny_vit", "all")
         return tiny_vit.TinyViT(tiny_vit.TinyViTConfig(**description["shape"]))
     raise FormatError(
-        f"The host {name!r} is of your own making: pass a model of the same architecture, "
-        "from_pretrained(..., host=model)."
+        f"The host {name!r} is not of a library that we know: pass a model of the same "
+        "architecture, from_pretrained(..., host=model)."
     )
 
 
@@ -248,25 +274,6 @@ def _module(path: str, extra: str) -> Any:
         ) from error
 
 
-def _rebuild_transformers(description: dict[str, Any]) -> nn.Module:
-    transformers = _module("transformers", "transformers")
-    cls = getattr(transformers, description["class"])
-    config = cls.config_class.from_dict(_without_code(description["config"]))
-    if description.get("attention") in ("eager", "sdpa"):
-        config._attn_implementation = description["attention"]
-    if description["class"] in ("ViTModel", "DeiTModel"):
-        return cls(config, add_pooling_layer=description.get("pooler", True)).eval()
-    return cls(config).eval()
-
-
-def _is_plain_timm(model: Any) -> bool:
-    """Return whether a timm model is a Vision Transformer that its parts fully describe."""
-    plain = type(model).__name__ in ("VisionTransformer", "VisionTransformerDistilled")
-    if not plain or not hasattr(model.blocks[0].mlp, "fc1"):
-        return False
-    return type(model.patch_embed).__name__ == "PatchEmbed"  # a hybrid has a ResNet there
-
-
 def _without_code(config: Any) -> Any:
     """Remove keys that may name remote code from a config and its nested configs."""
     if isinstance(config, dict):
@@ -305,13 +312,6 @@ def _timm_arguments(model: Any) -> dict[str, Any]:
     }
 
 
-def _timm_name(model: Any) -> str | None:
-    """Return the registered name of a timm model, if known."""
-    config = getattr(model, "pretrained_cfg", None) or {}
-    name = config.get("architecture") if isinstance(config, dict) else config.architecture
-    return name if isinstance(name, str) else None
-
-
 def _common_arguments(model: Any) -> dict[str, Any]:
     """Read the arguments that all timm models with these attributes take."""
     arguments: dict[str, Any] = {"num_classes": model.num_classes}
@@ -325,8 +325,6 @@ def _common_arguments(model: Any) -> dict[str, Any]:
 
 def _with_layers(arguments: dict[str, Any]) -> dict[str, Any]:
     """Turn plain arguments into timm's: a norm of the right epsilon, a known activation."""
-    from functools import partial
-
     layers = _module("timm.layers", "timm")
     known = {"GELU": nn.GELU, "QuickGELU": layers.QuickGELU, "SiLU": nn.SiLU, "ReLU": nn.ReLU}
     result = dict(arguments)

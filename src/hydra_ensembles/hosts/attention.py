@@ -1,9 +1,8 @@
-"""Rotary positions: queries and keys are rotated by angles that the host passes to its blocks.
+"""Attention by heads, the one function that the probes, the search and the fused blocks share.
 
-Hosts differ in how they pass the angles and in which entries they rotate together. The form is not
-guessed: `probe` tries them all and takes the one that computes the host's block.
-
-Attention of given queries, keys and values: softmax(q k^T) v.
+It joins masks and a bias per head, and rotates queries and keys by their positions. Hosts differ in
+how they pass the angles and in which entries they rotate together. The form is not guessed:
+`arithmetic` tries all of them and takes the one that computes the host's block.
 """
 
 from __future__ import annotations
@@ -23,40 +22,111 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Tensor | None,
-    causal: bool,
     scale: float,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    bias: Tensor | None = None,
+    rotary: Rotary | None = None,
+    rows: Callable[[Tensor], Tensor] | None = None,
+    norms: Sequence[nn.Module | None] = (None, None),
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attend [batch, heads, tokens, width].
+    """Attend by heads: [batch, queries, heads, width] from projections of the same layout.
 
     Args:
-        q, k, v: Queries, keys and values.
-        mask: Added to the scores, or boolean (True: attend).
-        causal: Causal attention, if there is no mask.
+        q, k, v: Queries, keys and values [batch, tokens, heads, width].
         scale: Factor of the products of queries and keys.
+        mask: Added to the scores, or boolean (True: attend); it already has the queries' rows.
+        causal: Causal attention, if there is no mask.
+        bias: Added to the scores of each head [batch or 1, heads, queries, keys].
+        rotary: Angles by which queries and keys are rotated.
+        rows: Selects the tokens of the queries, if they are not all tokens.
+        norms: Norms of queries and keys within a head.
         softcap: Soft bound c of the scores, c tanh(s / c), as in Gemma 2.
         dropout: Dropout of the attention weights.
     """
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    q, k = (x if norm is None else norm(x) for x, norm in zip((q, k), norms, strict=True))
+    if rotary is not None:
+        q, k = rotary.turn(q, rows), rotary.turn(k)
+    if bias is not None:
+        mask = add_bias(mask, bias, causal=causal)
+    causal = causal and mask is None
     if softcap is None:
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=causal and mask is None,
-            scale=scale,
-            dropout_p=dropout,
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout
         )
+        return attended.transpose(1, 2)
     scores = softcap * torch.tanh(q @ k.transpose(-2, -1) * (scale / softcap))
-    if mask is None and causal:
+    if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
-        hidden = mask.dtype == torch.bool
-        scores = scores.masked_fill(~mask, float("-inf")) if hidden else scores + mask
+        scores = add_bias(mask, scores, causal=False)
     weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
-    return F.dropout(weights, dropout) @ v
+    return (F.dropout(weights, dropout) @ v).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class AttentionArguments:
+    """What attention needs of a block's arguments.
+
+    Attributes:
+        mask: Added to (or, boolean, kept in) the scores [batch or 1, 1, queries or 1, keys].
+        causal: Whether the host asks for causal attention without a mask; None if it does not say.
+        rotary: Angles by which queries and keys are rotated.
+        bias: Added to the scores of each head [batch or 1, heads, queries, keys].
+    """
+
+    mask: Tensor | None = None
+    causal: bool | None = None
+    rotary: Rotary | None = None
+    bias: Tensor | None = None
+
+
+def add_bias(mask: Tensor | None, bias: Tensor, *, causal: bool) -> Tensor:
+    """Join a mask and scores or a bias of each head, to which it is added."""
+    if mask is None and causal:
+        mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return bias.masked_fill(~mask, float("-inf"))
+    return bias + mask
+
+
+def rows_of_mask(
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    keys: int,
+    queries: int,
+    positions: Tensor | None,
+    device: torch.device | None,
+) -> Tensor | None:
+    """Cut a mask to the query rows that are read: the first rows, or one position per sample.
+
+    Args:
+        mask: [batch or 1, 1, queries or 1, keys], or None.
+        causal: Causal attention, where there is no mask.
+        keys: Number of tokens.
+        queries: How many of the first rows are read, where positions is None.
+        positions: The row that each sample reads [batch], or None.
+        device: Where a mask is made, if one must be.
+    """
+    if mask is None:
+        if not causal:
+            return None
+        place = torch.arange(keys, device=device)
+        rows = place[None, :queries] if positions is None else positions[:, None]
+        return (place <= rows[:, :, None])[:, None]
+    if mask.shape[2] == 1:
+        return mask
+    if positions is None:
+        return mask[:, :, :queries]
+    batch = positions.shape[0]
+    every = torch.arange(batch, device=mask.device)
+    return mask.expand(batch, -1, -1, -1)[every, :, positions][:, :, None]
 
 
 ARGUMENTS = ("position_embeddings", "rope", "rotary_pos_emb")

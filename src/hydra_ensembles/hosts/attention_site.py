@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from torch import Tensor, nn
 from ..errors import UnsupportedModelError
 from .attention import Grid, find_table
 from .families import Family, first
+from .head_weights import HeadWeights, linear_bias, linear_weight, parameter_like, set_linear_
 from .multihead_attention import open_attention_
-from .reasons import parts_in_words
+from .reasons import describe_parameters
 
 _HEAD_WIDTH = ("head_dim", "attention_head_size")
 _HEAD_NUMBER = (
@@ -28,44 +28,6 @@ _HEAD_NUMBER = (
     "nhead",
 )
 _DROPOUT = ("attention_dropout", "attn_drop", "attn_dropout", "dropout")
-
-
-@dataclass(frozen=True)
-class HeadWeights:
-    """The weights of one attention layer, head by head.
-
-    Shapes: `query`, `key`, `value` [heads, head width, model width], their biases
-    [heads, head width] or None; `output` [heads, model width, head width]; `positions`
-    [heads, entries], the heads' columns of a table by relative position (see `relative`), or None.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    query_bias: Tensor | None
-    key_bias: Tensor | None
-    value_bias: Tensor | None
-    output: Tensor
-    positions: Tensor | None = None
-
-    def spread(self, places: Sequence[int], number: int) -> HeadWeights:
-        """Put these heads at their places among a number of heads; the others are zero."""
-
-        def whole(part: Tensor | None) -> Tensor | None:
-            if part is None:
-                return None
-            result = part.new_zeros(number, *part.shape[1:])
-            result[torch.tensor(places, dtype=torch.long, device=part.device)] = part
-            return result
-
-        parts = (whole(getattr(self, name)) for name in self.__dataclass_fields__)
-        return HeadWeights(*parts)  # type: ignore[arg-type]
-
-
-def linear_weight(module: nn.Module) -> Tensor:
-    """Return a projection's weight as [out, in], also for transposed `Conv1D` layers."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return weight.t() if type(module).__name__ == "Conv1D" else weight
 
 
 class AttentionSite:
@@ -148,10 +110,9 @@ class AttentionSite:
         """Number of key and value heads: fewer than heads with grouped queries."""
         if self.key is not None:
             return linear_weight(self.key).shape[0] // self.head_dim
-        if self.packed is None or isinstance(self.packed, nn.MultiheadAttention):
+        if self.packed is None:
             return self.num_heads
-        rows = linear_weight(self.packed).shape[0] // self.head_dim
-        return (rows - self.num_heads) // 2
+        return (linear_weight(self.packed).shape[0] // self.head_dim - self.num_heads) // 2
 
     @property
     def dropout(self) -> float:
@@ -191,7 +152,7 @@ class AttentionSite:
         return [name for name, p in self.module.named_parameters() if id(p) not in known]
 
     def _parts(self) -> list[nn.Module]:
-        parts = (self.packed, self.query, self.key, self.value, self.output)
+        parts = (self.query, self.key, self.value, self.packed, self.output)
         return [part for part in parts if part is not None]
 
     def weights(self) -> HeadWeights:
@@ -204,67 +165,72 @@ class AttentionSite:
         reason = self.why_no_weights()
         if reason is not None:
             raise UnsupportedModelError(f"Layer {self.layer}: {reason}.")
+        (q, bq), (k, bk), (v, bv) = self._projections()
+        group = self.num_heads // self.kv_heads if self.kv_heads else 1
+
+        def by_head(rows: Tensor | None, repeats: int) -> Any:
+            rows = None if rows is None else rows.unflatten(0, (-1, self.head_dim))
+            return rows if rows is None or repeats == 1 else rows.repeat_interleave(repeats, 0)
+
+        return HeadWeights(
+            *(by_head(q, 1), by_head(k, group), by_head(v, group)),
+            *(by_head(bq, 1), by_head(bk, group), by_head(bv, group)),
+            output=linear_weight(self.output).unflatten(1, (-1, self.head_dim)).transpose(0, 1),
+            positions=None if self.table is None else self.table.weight.t()[: self.num_heads],
+        )
+
+    def _projections(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return weight and bias of queries, keys and values: views of one linear, or of three."""
         if self.packed is None:
-            assert self.query is not None and self.key is not None and self.value is not None
-            weights = [linear_weight(m) for m in (self.query, self.key, self.value)]
-            biases: list[Any] = [m.bias for m in (self.query, self.key, self.value)]
-        else:
-            weight, bias = self._packed_parameters()
-            sizes = [n * self.head_dim for n in (self.num_heads, self.kv_heads, self.kv_heads)]
-            weights = list(weight.split(sizes))
-            biases = [None] * 3 if bias is None else list(bias.split(sizes))
-            if self._bare_biases:
-                biases[0], biases[2] = self._bare_biases
-        q, k, v = (w.unflatten(0, (-1, self.head_dim)) for w in weights)
-        bq, bk, bv = (None if b is None else b.unflatten(0, (-1, self.head_dim)) for b in biases)
-        if self.kv_heads != self.num_heads:
-            group = self.num_heads // self.kv_heads
-            k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-            bk = None if bk is None else bk.repeat_interleave(group, 0)
-            bv = None if bv is None else bv.repeat_interleave(group, 0)
-        output = linear_weight(self.output).unflatten(1, (-1, self.head_dim)).transpose(0, 1)
-        positions = None if self.table is None else self.table.weight.t()[: self.num_heads]
-        return HeadWeights(q, k, v, bq, bk, bv, output, positions)
+            return [(linear_weight(part), linear_bias(part)) for part in self._parts()[:3]]
+        sizes = [n * self.head_dim for n in (self.num_heads, self.kv_heads, self.kv_heads)]
+        bias = linear_bias(self.packed)
+        biases = [None] * 3 if bias is None else list(bias.split(sizes))
+        if self._bare_biases:
+            biases[0], biases[2] = self._bare_biases
+        return list(zip(linear_weight(self.packed).split(sizes), biases, strict=True))
+
+    def _put_projections_(self, projections: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """Replace weight and bias of queries, keys and values, of any number of heads, in place."""
+        if self.packed is None:
+            for part, (weight, bias) in zip(self._parts()[:3], projections, strict=True):
+                set_linear_(part, weight, bias)
+            return
+        biases = [bias for _, bias in projections]
+        bare = self._bare_biases
+        whole = None if bare or biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
+        set_linear_(self.packed, torch.cat([weight for weight, _ in projections]), whole)
+        for name, old, bias in zip(("q_bias", "v_bias"), bare, biases[::2], strict=False):
+            assert bias is not None
+            setattr(self.module, name, parameter_like(old, bias))
+            if name == "v_bias" and isinstance(getattr(self.module, "k_bias", None), Tensor):
+                self.module.k_bias = torch.zeros_like(bias)  # keys have none, kept as zeros
 
     @property
-    def _bare_biases(self) -> tuple[Tensor, ...]:
+    def _bare_biases(self) -> tuple[nn.Parameter, ...]:
         """The biases of queries and values that timm keeps beside one linear for all three."""
         if self.packed is None or isinstance(self.packed, nn.MultiheadAttention):
             return ()
-        found = [getattr(self.module, name, None) for name in ("q_bias", "v_bias")]
-        return tuple(found) if all(isinstance(bias, nn.Parameter) for bias in found) else ()  # type: ignore[arg-type]
-
-    def _put_bare_biases_(self, query: Tensor, value: Tensor) -> None:
-        """Give queries and values other bare biases; keys have none, which is kept as zeros."""
-        for name, bias in (("q_bias", query), ("v_bias", value)):
-            old: Any = getattr(self.module, name)
-            new = nn.Parameter(bias.detach().clone().contiguous(), requires_grad=old.requires_grad)
-            setattr(self.module, name, new)
-        zeros: Any = getattr(self.module, "k_bias", None)
-        if isinstance(zeros, Tensor):
-            self.module.k_bias = torch.zeros_like(value)
-
-    def _packed_parameters(self) -> tuple[Tensor, Tensor | None]:
-        if isinstance(self.packed, nn.MultiheadAttention):
-            return self.packed.in_proj_weight, self.packed.in_proj_bias
-        assert self.packed is not None
-        return linear_weight(self.packed), self.packed.bias  # type: ignore[return-value]
+        biases = [getattr(self.module, name, None) for name in ("q_bias", "v_bias")]
+        found = tuple(bias for bias in biases if isinstance(bias, nn.Parameter))
+        return found if len(found) == 2 else ()
 
     def why_no_weights(self) -> str | None:
         """Say why the weights cannot be seen head by head, or None."""
-        parts = [part for part in (self.query, self.key, self.value) if part is not None]
-        if self.packed is None and len(parts) < 3:
-            return "its queries, keys or values are not made by one linear of their own"
         heads, groups = self.num_heads, self.kv_heads
-        rows = [self._packed_parameters()[0]] if self.packed is not None else []
-        sizes = [heads + 2 * groups] if rows else [heads, groups, groups]
-        weights = rows or [linear_weight(part) for part in parts]
-        fits = [len(w) == size * self.head_dim for w, size in zip(weights, sizes, strict=True)]
+        if self.packed is not None:
+            linears, sizes = [self.packed], [heads + 2 * groups]
+        else:
+            linears, sizes = self._parts()[:-1], [heads, groups, groups]
+        if len(linears) != len(sizes):
+            return "its queries, keys or values are not made by one linear of their own"
+        rows = [len(linear_weight(linear)) for linear in linears]
         grouped = groups > 0 and heads % groups == 0
-        if not all(fits) or not (grouped or heads == groups == 0):  # an emptied layer has none
+        fits = rows == [size * self.head_dim for size in sizes]
+        if not fits or not (grouped or heads == groups == 0):  # an emptied layer has none
             return (
-                f"its queries, keys and values have {[len(w) for w in weights]} rows, which are no "
-                f"heads of width {self.head_dim}"
+                f"its query, key and value projections have {rows} rows, not a multiple of the "
+                f"head width {self.head_dim}"
             )
         return None
 
@@ -284,7 +250,7 @@ class AttentionSite:
             return "its table of relative positions has not one column for each head"
         unknown = self.unknown_parameters()
         if unknown:
-            words = parts_in_words(unknown, of_attention=True)
+            words = describe_parameters(unknown, of_attention=True)
             return f"its attention also has {words}, which cannot be cut by heads"
         return None
 
@@ -299,21 +265,21 @@ class AttentionSite:
 
     def cut_(self, heads: list[int]) -> None:
         """Remove every head but these, in place, whether or not the attention's code allows it."""
-        kv_heads = self._kept_groups(heads)
-        rows, columns = self._rows(heads), self._rows(heads)
-        if self.packed is not None:
-            self._cut_packed(rows, self._rows(kv_heads))
-        else:
-            assert self.query is not None and self.key is not None and self.value is not None
-            _cut(self.query, rows, 0)
-            _cut(self.key, self._rows(kv_heads), 0)
-            _cut(self.value, self._rows(kv_heads), 0)
-        _cut(self.output, columns, 1)
+        rows, kv_rows = self._rows(heads), self._rows(self.kept_groups(heads))
+        kept = [
+            (weight[index], None if bias is None else bias[index])
+            for (weight, bias), index in zip(
+                self._projections(), (rows, kv_rows, kv_rows), strict=True
+            )
+        ]
+        self._put_projections_(kept)
+        set_linear_(self.output, linear_weight(self.output)[:, rows], self.output_bias)
         if self.table is not None:
             self.table.cut_(heads)
         self._note_heads(len(heads))
 
-    def _kept_groups(self, heads: list[int]) -> list[int]:
+    def kept_groups(self, heads: list[int]) -> list[int]:
+        """Return the key heads of these heads; grouped queries are kept or removed together."""
         group = self.num_heads // self.kv_heads
         if group == 1:
             return heads
@@ -329,96 +295,60 @@ class AttentionSite:
         return kept
 
     def _rows(self, heads: list[int]) -> Tensor:
-        index = torch.tensor(heads, dtype=torch.long)[:, None] * self.head_dim
-        return (index + torch.arange(self.head_dim)).flatten()
-
-    def _cut_packed(self, rows: Tensor, kv_rows: Tensor) -> None:
-        width, kv_width = self.num_heads * self.head_dim, self.kv_heads * self.head_dim
-        triple = torch.cat([rows, kv_rows + width, kv_rows + width + kv_width])
-        assert self.packed is not None
-        if isinstance(self.packed, nn.MultiheadAttention):
-            weight, bias = self._packed_parameters()
-            index = triple.to(weight.device)
-            _set_linear(self.packed, weight[index], None if bias is None else bias[index])
-        else:
-            if self._bare_biases:
-                query, value = self._bare_biases
-                index, other = rows.to(query.device), kv_rows.to(value.device)
-                self._put_bare_biases_(query[index], value[other])
-            _cut(self.packed, triple, 0)
+        device = linear_weight(self.output).device
+        index = torch.tensor(heads, dtype=torch.long, device=device)[:, None] * self.head_dim
+        return (index + torch.arange(self.head_dim, device=device)).flatten()
 
     def replace_(self, weights: HeadWeights, output_bias: Tensor | None) -> None:
-        """Put other heads, any number of them, in the place of all heads, in place."""
+        """Replace all heads by other heads, any number of them, in place."""
         self.module.__dict__.pop("forward", None)  # a layer that was empty attends again
-        rows = [weights.query, weights.key, weights.value]
-        biases = [weights.query_bias, weights.key_bias, weights.value_bias]
-        flat = [row.flatten(0, 1) for row in rows]
-        flat_biases = [None if bias is None else bias.flatten() for bias in biases]
-        if self.packed is None:
-            for part, weight, bias in zip(
-                (self.query, self.key, self.value), flat, flat_biases, strict=True
-            ):
-                assert part is not None
-                _set_linear(part, weight, bias)
-        else:
-            bare = bool(self._bare_biases)
-            whole = None if bare or flat_biases[0] is None else torch.cat(flat_biases)  # type: ignore[arg-type]
-            _set_linear(self.packed, torch.cat(flat), whole)
-            if bare:
-                self._put_bare_biases_(flat_biases[0], flat_biases[2])  # type: ignore[arg-type]
+        rows = (weights.query, weights.key, weights.value)
+        biases = (weights.query_bias, weights.key_bias, weights.value_bias)
+        self._put_projections_(
+            [
+                (weight.flatten(0, 1), None if bias is None else bias.flatten())
+                for weight, bias in zip(rows, biases, strict=True)
+            ]
+        )
         if self.table is not None and weights.positions is not None:
             self.table.put_(weights.positions.t())
-        _set_linear(self.output, weights.output.transpose(0, 1).flatten(1), output_bias)
-        self._note_heads(len(weights.query))
-        for name, value in (("num_key_value_groups", 1), ("num_key_value_heads", len(weights.key))):
-            if isinstance(getattr(self.module, name, None), int):  # every query has its own key
-                setattr(self.module, name, value)
+        set_linear_(self.output, weights.output.transpose(0, 1).flatten(1), output_bias)
+        self._note_heads(len(weights.query), kv_heads=len(weights.key))
 
     def grow_(self, number: int) -> None:
         """Make room for a number of heads, without storage (for counting), in place."""
-        if self.kv_heads != self.num_heads:
-            self._grow_groups_(number)
-            return
-        old = self.weights()
+        self.module.__dict__.pop("forward", None)  # a layer that was empty attends again
+        group = self.num_heads // self.kv_heads if self.kv_heads else 1
 
-        def room(like: Tensor | None) -> Tensor | None:
-            if like is None:
-                return None
-            return torch.empty(number, *like.shape[1:], dtype=like.dtype, device="meta")
+        def room(like: Tensor, heads: int) -> Tensor:
+            return like.new_empty(heads * self.head_dim, *like.shape[1:], device="meta")
 
-        names = HeadWeights.__dataclass_fields__
-        weights = HeadWeights(*(room(getattr(old, name)) for name in names))  # type: ignore[arg-type]
-        self.replace_(weights, self.output_bias)
+        self._put_projections_(
+            [
+                (room(weight, heads), None if bias is None else room(bias, heads))
+                for (weight, bias), heads in zip(
+                    self._projections(), (number, number // group, number // group), strict=True
+                )
+            ]
+        )
+        if self.table is not None:
+            entries = self.table.weight.shape[0]
+            self.table.put_(self.table.weight.new_empty(entries, number, device="meta"))
+        output = room(linear_weight(self.output).t(), number).t()
+        set_linear_(self.output, output, self.output_bias)
+        self._note_heads(number, kv_heads=number if group == 1 else None)
 
-    def _grow_groups_(self, number: int) -> None:
-        """Make room for heads on fewer keys: their groups stay as large as they are."""
-        keys = number // (self.num_heads // self.kv_heads)
-
-        def room(part: nn.Module, rows: int | None, columns: int | None) -> None:
-            weight = linear_weight(part)
-            shape = (rows or weight.shape[0], columns or weight.shape[1])
-            bias = part.bias
-            if bias is not None and rows is not None:
-                bias = bias.new_empty(rows, device="meta")  # type: ignore[operator]
-            _set_linear(part, weight.new_empty(shape, device="meta"), bias)  # type: ignore[arg-type]
-
-        if self.packed is not None:
-            room(self.packed, (number + 2 * keys) * self.head_dim, None)
-        else:
-            assert self.query is not None and self.key is not None and self.value is not None
-            for part, count in ((self.query, number), (self.key, keys), (self.value, keys)):
-                room(part, count * self.head_dim, None)
-        room(self.output, None, number * self.head_dim)
-        self._note_heads(number)
-
-    def _note_heads(self, number: int) -> None:
-        """Tell the attention module how many heads it has now."""
-        for name in _HEAD_NUMBER:
+    def _note_heads(self, number: int, *, kv_heads: int | None = None) -> None:
+        """Tell the attention module how many heads it has now, and how many key heads, if given."""
+        numbers = dict.fromkeys(_HEAD_NUMBER, number)
+        numbers |= dict.fromkeys(
+            ("attn_dim", "all_head_size", "split_size"), number * self.head_dim
+        )
+        if kv_heads is not None:  # every query has its own key
+            numbers |= {"num_key_value_groups": 1, "num_key_value_heads": kv_heads}
+        for name, value in numbers.items():
             if isinstance(getattr(self.module, name, None), int):
-                setattr(self.module, name, number)
-        for name in ("attn_dim", "all_head_size", "split_size"):
-            if isinstance(getattr(self.module, name, None), int):
-                setattr(self.module, name, number * self.head_dim)
+                setattr(self.module, name, value)
         open_attention_(self.module)
         if not number:
             self._empty_()
@@ -454,35 +384,3 @@ def _first_number(place: Any, names: tuple[str, ...]) -> int | None:
         if isinstance(number, int) and not isinstance(number, bool) and number > 0:
             return number
     return None
-
-
-def _cut(module: nn.Module, index: Tensor, dimension: int) -> None:
-    """Keep some rows (0) or columns (1) of a linear layer, in place."""
-    weight, bias = linear_weight(module), module.bias
-    index = index.to(weight.device)
-    if bias is not None and dimension == 0:
-        bias = bias[index]  # type: ignore[index]
-    _set_linear(module, weight.index_select(dimension, index), bias)  # type: ignore[arg-type]
-
-
-def _set_linear(module: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
-    """Give a linear layer other weights, of any size, as new parameters."""
-
-    def parameter(old: Any, value: Tensor) -> nn.Parameter:
-        return nn.Parameter(value.detach().clone().contiguous(), requires_grad=old.requires_grad)
-
-    if isinstance(module, nn.MultiheadAttention):
-        module.in_proj_weight = parameter(module.in_proj_weight, weight)
-        if module.in_proj_bias is not None and bias is not None:
-            module.in_proj_bias = parameter(module.in_proj_bias, bias)
-        return
-    transposed = type(module).__name__ == "Conv1D"
-    module.weight = parameter(module.weight, weight.t() if transposed else weight)
-    if module.bias is not None and bias is not None:
-        module.bias = parameter(module.bias, bias)
-    for name, size in zip(("out_features", "in_features"), weight.shape, strict=True):
-        if hasattr(module, name):
-            setattr(module, name, size)
-    for name, size in zip(("nf", "nx"), weight.shape, strict=True):
-        if hasattr(module, name):
-            setattr(module, name, size)

@@ -1,7 +1,4 @@
-"""One transformer block of a host, seen through its family: attention, norms, MLP.
-
-The MLP of a block: which linear layer gives its output.
-"""
+"""One transformer block of a host, seen through its family, and what it computes for one stream."""
 
 from __future__ import annotations
 
@@ -11,16 +8,14 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.eval_mode import twin
-from .attention_site import AttentionSite, linear_weight
+from .attention import AttentionArguments, add_bias, attend, bias_of
+from .attention_site import AttentionSite
 from .families import Family, first, first_path
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, also in the transposed form of GPT-2."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+from .head_weights import is_linear, linear_weight
 
 
 @torch.no_grad()
@@ -130,3 +125,45 @@ class Block:
         known = {id(p) for part in parts if part is not None for p in part.parameters()}
         known |= {id(table.weight) for table in (self.attention.table,) if table is not None}
         return [name for name, p in self.module.named_parameters() if id(p) not in known]
+
+    # --- what it computes: the reference of the probes ---
+
+    def forward(self, x: Tensor, read: AttentionArguments, *, causal: bool) -> Tensor:
+        """Compute the block by our own arithmetic; x [batch, tokens, width]."""
+        site = self.attention
+        weights = site.weights()
+        y = self.norm1(x) if self.norm1 is not None and self.family.norm == "pre" else x
+        mask = read.mask
+        if site.table is not None and weights.positions is not None:
+            index = site.table.index
+            assert index is not None
+            mask = add_bias(mask, bias_of(weights.positions, index[None]), causal=causal)
+        heads = attend(
+            weights.queries(y),
+            weights.keys(y),
+            weights.values(y),
+            mask=mask,
+            causal=causal,
+            bias=read.bias,
+            rotary=read.rotary,
+            norms=site.head_norms,
+            scale=site.scale,
+            softcap=site.softcap,
+        )
+        output = weights.output.transpose(0, 1).flatten(1)
+        return self.finish(x, F.linear(heads.flatten(2), output, site.output_bias))
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Compute what follows the attention: residual sums, norms and the MLP."""
+        assert self.norm1 is not None and self.norm2 is not None
+        pre = self.family.norm == "pre"
+        x = residual + self._run(self.names(self.family.after_attention), attended)
+        x = x if pre else self.norm1(x)
+        y = self.norm2(x) if pre else x
+        x = x + self._run([*self.mlp_names, *self.names(self.family.after_mlp)], y)
+        return x if pre else self.norm2(x)
+
+    def _run(self, paths: Sequence[str], x: Tensor) -> Tensor:
+        for path in paths:
+            x = self.part(path)(x)
+        return x

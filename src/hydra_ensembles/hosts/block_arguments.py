@@ -6,16 +6,14 @@ An argument that is not understood is a refusal, never dropped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import UnsupportedModelError
-from .attention import ARGUMENTS, UNUSED, Grid, Rotary, read_rotary
+from .attention import ARGUMENTS, UNUSED, AttentionArguments, Grid, read_rotary
 from .block_calls import without_cache
-from .reasons import argument_in_words
+from .reasons import describe_argument
 
 MASKS = ("attention_mask", "attn_mask")
 """What hosts call the mask that is added to (or kept in) the attention's scores."""
@@ -43,28 +41,11 @@ class UnknownArgumentError(UnsupportedModelError):
     def __init__(self, name: str) -> None:
         self.name = name
         super().__init__(
-            f"its blocks take {argument_in_words(name)}, which our own arithmetic does not compute"
+            f"its blocks take {describe_argument(name)}, which our own arithmetic does not compute"
         )
 
 
-@dataclass(frozen=True)
-class Understood:
-    """What our own arithmetic needs of a block's arguments.
-
-    Attributes:
-        mask: Added to (or, boolean, kept in) the scores [batch or 1, 1, queries or 1, keys].
-        causal: Whether the host asks for causal attention without a mask; None: it says nothing.
-        rotary: Angles by which queries and keys are turned.
-        bias: Added to the scores of each head [batch or 1, heads, queries, keys].
-    """
-
-    mask: Tensor | None = None
-    causal: bool | None = None
-    rotary: Rotary | None = None
-    bias: Tensor | None = None
-
-
-def understand(
+def read_arguments(
     names: Sequence[str],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -73,7 +54,7 @@ def understand(
     rotary: str | None = None,
     heads: int | None = None,
     grid: Grid | None = None,
-) -> Understood:
+) -> AttentionArguments:
     """Read a block's arguments; refuse every one that our own arithmetic would have to drop.
 
     Args:
@@ -118,7 +99,7 @@ def understand(
             causal = value
         else:
             raise UnknownArgumentError(name)
-    return Understood(mask, causal, angles, bias)
+    return AttentionArguments(mask, causal, angles, bias)
 
 
 def is_bias(name: str, value: Any) -> bool:
@@ -144,17 +125,6 @@ def _bias(value: Any, heads: int, x: Tensor) -> Tensor | None:
     return value.to(x.dtype) if fits and len(value) in (1, len(x)) else None
 
 
-def add_bias(mask: Tensor | None, bias: Tensor, *, causal: bool) -> Tensor:
-    """Join a mask and a bias of each head: both are added to the scores."""
-    if mask is None and causal:
-        mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
-    if mask is None:
-        return bias
-    if mask.dtype == torch.bool:
-        return bias.masked_fill(~mask, float("-inf"))
-    return bias + mask
-
-
 def four_dimensional(mask: Any, x: Tensor) -> Tensor:
     """Bring an attention mask to [batch or 1, 1, queries or 1, keys].
 
@@ -174,37 +144,3 @@ def four_dimensional(mask: Any, x: Tensor) -> Tensor:
             "[batch, 1, queries, keys], the same for all heads."
         )
     return mask.to(x.dtype) if mask.is_floating_point() else mask
-
-
-def rows_of_mask(
-    mask: Tensor | None,
-    *,
-    causal: bool,
-    keys: int,
-    queries: int,
-    positions: Tensor | None,
-    device: torch.device | None,
-) -> Tensor | None:
-    """Cut a mask to the query rows that are read: the first ones, or one position per sample.
-
-    Args:
-        mask: [batch or 1, 1, queries or 1, keys], or None.
-        causal: Causal attention, where there is no mask.
-        keys: Number of tokens.
-        queries: How many of the first rows are read, where positions is None.
-        positions: The row that each sample reads [batch], or None.
-        device: Where a mask is made, if one must be.
-    """
-    if mask is None:
-        if not causal:
-            return None
-        place = torch.arange(keys, device=device)
-        rows = place[None, :queries] if positions is None else positions[:, None]
-        return (place <= rows[:, :, None])[:, None]
-    if mask.shape[2] == 1:
-        return mask
-    if positions is None:
-        return mask[:, :, :queries]
-    batch = positions.shape[0]
-    every = torch.arange(batch, device=mask.device)
-    return mask.expand(batch, -1, -1, -1)[every, :, positions][:, :, None]

@@ -10,11 +10,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..errors import UnsupportedModelError
 from .block import Block
@@ -25,32 +28,50 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 
-class Host(Protocol):
-    """The interface for calling a host; `HostModel` has it."""
+class HostView:
+    """A model and where its blocks are: what it takes to run the model around its blocks.
 
-    model: nn.Module
-    name: str
-    family: Family
-    blocks: list[Block]
-    blocks_path: str
+    Args:
+        model: The model.
+        family: The family of its blocks.
+        blocks_path: Path of the `nn.ModuleList` or `nn.Sequential` that holds them.
+        forms: The form of each block's output.
+    """
+
+    def __init__(
+        self, model: nn.Module, family: Family, blocks_path: str, forms: Sequence[Form] = ()
+    ) -> None:
+        self.model, self.family, self.blocks_path = model, family, blocks_path
+        self.name = type(model).__name__
+        if forms:
+            self.forms = forms
+
+    @cached_property
+    def forms(self) -> Sequence[Form]:
+        """The form of each block's output."""
+        return [Form()] * len(list(self.blocks_list.children()))
 
     @property
     def blocks_list(self) -> nn.Module:
-        """The list that holds the blocks."""
-
-    @property
-    def forms(self) -> list[Form]:
-        """The form of each block's output."""
-
-    @property
-    def seen(self) -> tuple[list[BlockCall], Inputs] | None:
-        """A captured forward pass: the blocks' calls and the host's inputs."""
+        """The `nn.ModuleList` or `nn.Sequential` that holds the blocks."""
+        return self.model.get_submodule(self.blocks_path)
 
     def replace_blocks_(self, blocks: Sequence[nn.Module]) -> None:
-        """Replace the blocks by other modules."""
+        """Replace the blocks by other modules, in place."""
+        old: Any = self.blocks_list
+        if isinstance(old, nn.Sequential):
+            self.put_blocks_(nn.Sequential(*blocks))
+        elif len(blocks) == len(old) and not isinstance(old, ShortList):
+            self.put_blocks_(nn.ModuleList(blocks))
+        else:
+            short = ShortList(blocks)
+            short.form = self.forms[-1]
+            self.put_blocks_(short)
 
     def put_blocks_(self, blocks_list: nn.Module) -> None:
-        """Replace the list of blocks by another list."""
+        """Replace the list of blocks by another list, in place."""
+        parent, _, name = self.blocks_path.rpartition(".")
+        setattr(self.model.get_submodule(parent), name, blocks_list)
 
 
 class ClosedAttentionError(UnsupportedModelError):
@@ -70,11 +91,6 @@ def main_output(output: Any) -> Tensor:
     raise UnsupportedModelError(
         f"The model returned {type(output).__name__}: expected a tensor or an object with .logits."
     )
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's first parameter."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
@@ -124,8 +140,8 @@ def states_of(output: Any) -> tuple[Tensor, Form]:
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
         return output[0], Form(type(output), tuple(output[1:]))
     raise UnsupportedModelError(
-        f"A block answered with a {type(output).__name__}: expected a tensor, or a tuple that "
-        "starts with the hidden states."
+        f"A block returned a {type(output).__name__}: expected a tensor, or a tuple that starts "
+        "with the hidden states."
     )
 
 
@@ -155,6 +171,15 @@ class BlockCall:
     def given(self) -> Any:
         """All arguments except the states."""
         return (self.args, self.kwargs)
+
+    @property
+    def shape(self) -> str:
+        """The shapes and types of all arguments, with the values that are not tensors."""
+
+        def describe(value: Any) -> Any:
+            return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else str(value)
+
+        return str(pytree.tree_map(describe, self.given))
 
     def call(self, module: nn.Module, hidden: Tensor | None = None) -> Any:
         """Call a module as the host called the block, on these or other states."""
@@ -200,54 +225,43 @@ def without_cache(value: Any) -> Any:
 
 
 @torch.no_grad()
-def capture_calls(host: Host, inputs: Inputs) -> list[BlockCall]:
+def capture_calls(host: HostView, blocks: Sequence[Block], inputs: Inputs) -> list[BlockCall]:
     """Run a host and return how it called each of its blocks.
 
     Raises:
         UnsupportedModelError: When a block did not run exactly once, or never called its output
             projection (a gate there would have no effect).
     """
-    calls: list[list[BlockCall]] = [[] for _ in host.blocks]
-    projections = [0] * len(host.blocks)
+    calls: list[list[BlockCall]] = [[] for _ in blocks]
+    projections = [0] * len(blocks)
 
-    def note(layer: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            call = take_call(args, kwargs)
-            states, form = states_of(output)
-            rest = tuple(without_cache_of(value) for value in form.rest)
-            calls[layer].append(replace(call, form=Form(form.kind, rest), output=states))
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        call = take_call(args, kwargs)  # drop the cache before the block can fill it
+        if call.keyword is None:
+            return (call.hidden, *call.args), call.kwargs
+        return call.args, {call.keyword: call.hidden, **call.kwargs}
 
-        return hook
+    def after(layer: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        states, form = states_of(output)
+        rest = tuple(None if hasattr(v, "get_seq_length") else v for v in form.rest)  # no cache
+        call = take_call(args, kwargs)
+        calls[layer].append(replace(call, form=Form(form.kind, rest), output=states))
 
-    def before(layer: int) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            call = take_call(args, kwargs)  # drop the cache before the block can fill it
-            if call.keyword is None:
-                return (call.hidden, *call.args), call.kwargs
-            return call.args, {call.keyword: call.hidden, **call.kwargs}
-
-        return hook
-
-    def count(layer: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            projections[layer] += 1
-
-        return hook
+    def count(layer: int, *_: Any) -> None:
+        projections[layer] += 1
 
     was_training = host.model.training
     host.model.eval()
     with ExitStack() as stack:
         stack.callback(host.model.train, was_training)
-        stack.enter_context(opened([block.attention.module for block in host.blocks]))
-        for block in host.blocks:
+        stack.enter_context(opened([block.attention.module for block in blocks]))
+        for layer, block in enumerate(blocks):
             module, output = block.module, block.attention.output
-            pre, post = before(block.index), note(block.index)
-            handles = [
-                module.register_forward_pre_hook(pre, with_kwargs=True),
-                module.register_forward_hook(post, with_kwargs=True),
-                output.register_forward_hook(count(block.index)),
-            ]
-            for handle in handles:
+            for handle in (
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(partial(after, layer), with_kwargs=True),
+                output.register_forward_hook(partial(count, layer)),
+            ):
                 stack.callback(handle.remove)
         host.model(*inputs[0], **inputs[1])
     for layer, seen in enumerate(calls):
@@ -273,11 +287,6 @@ def why_not_chained(calls: Sequence[BlockCall]) -> str | None:
         if out is not above.hidden and (out is None or not torch.equal(out, above.hidden)):
             return f"the host changes the states between its blocks {layer} and {layer + 1}"
     return None
-
-
-def without_cache_of(value: Any) -> Any:
-    """Remove a filled cache from what a block returned."""
-    return None if hasattr(value, "get_seq_length") else value
 
 
 def repeat_for_streams(value: Any, streams: int, batch: int) -> Any:
@@ -357,15 +366,14 @@ class ShortList(nn.ModuleList):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int) and index >= len(self):
-            return StandIn(self[0], _hand_on, self.form)
+            return StandIn(self[0], attrgetter("hidden"), self.form)
         return super().__getitem__(index)
 
 
 @contextmanager
 def stand_ins(
-    host: Host,
+    host: HostView,
     answer: Callable[[BlockCall], Tensor],
-    forms: Sequence[Form] | None = None,
     note: Callable[[BlockCall], None] | None = None,
 ) -> Iterator[None]:
     """Let the host run its own embeddings and head around `answer`, which replaces its blocks.
@@ -381,13 +389,12 @@ def stand_ins(
 
     original = host.blocks_list
     modules = list(original.children())
-    forms = list(forms or host.forms)
+    forms = list(host.forms)
     if len(forms) != len(modules):  # one body replaces all blocks
         forms = forms[-1:] * len(modules)
     answers = [below] * (len(modules) - 1) + [answer]
-    stands = [StandIn(m, a, f) for m, a, f in zip(modules, answers, forms, strict=True)]
     was_training = host.model.training
-    host.replace_blocks_(stands)
+    host.replace_blocks_([StandIn(*one) for one in zip(modules, answers, forms, strict=True)])
     host.model.eval()
     try:
         yield
@@ -396,11 +403,7 @@ def stand_ins(
         host.model.train(was_training)
 
 
-def _hand_on(call: BlockCall) -> Tensor:
-    return call.hidden
-
-
-def run_around(host: Host, inputs: Inputs, answer: Callable[[Tensor], Tensor]) -> Any:
+def run_around(host: HostView, inputs: Inputs, answer: Callable[[Tensor], Tensor]) -> Any:
     """Run a host's embeddings and head around `answer`, from the first states to the last."""
     with stand_ins(host, lambda call: answer(call.hidden)):
         return host.model(*inputs[0], **inputs[1])

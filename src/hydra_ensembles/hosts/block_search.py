@@ -1,22 +1,21 @@
 """Find the stack of blocks to prune, in a model of any library.
 
-Find the attention of blocks that no named family describes, by the names of its linears.
-
-Libraries use only a few names for them. A match is only a guess: `HostModel` accepts it after a
-numerical check.
+Blocks that no registered family describes are searched by the names of their linears, of which
+libraries use only a few. A match is only a guess: `HostModel` accepts it after a numerical check.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ..errors import UnsupportedModelError
 from .families import Family, families, first_path
+from .head_weights import is_linear
 
 FOUND = "found"
 """Name of families that were found by search, not registered."""
@@ -41,21 +40,8 @@ OTHERS = ("q_b_proj", "kv_b_proj", "q_proj", "q_a_proj", "qk")
 """Linears of an attention that makes its queries and keys in another way."""
 
 OUTPUT = (
-    "o_proj",
-    "out_proj",
-    "out_lin",
-    "output.dense",
-    "linear_out",
-    "c_proj",
-    "proj",
-    "projection",
-    "dense",
-    "wo",
-    "Wo",
-    "o",
-    "out",
-    "to_out.0",
-    "to_out",
+    *("o_proj", "out_proj", "out_lin", "output.dense", "linear_out", "c_proj", "proj"),
+    *("projection", "dense", "wo", "Wo", "o", "out", "to_out.0", "to_out"),
 )
 """Names of the output projection, in the attention module or next to it."""
 
@@ -64,10 +50,7 @@ CROSS = ("cross", "encoder_attn", "encdecattention", "crossattention")
 
 
 def describe_block(block: nn.Module) -> Family | None:
-    """Describe a block by the names of its parts; None unless it has exactly one attention.
-
-    All blocks of a list must have the same paths.
-    """
+    """Describe a block by the names of its parts; None unless it has exactly one attention."""
     candidates = list(attentions(block))
     return candidates[0] if len(candidates) == 1 else None
 
@@ -78,57 +61,32 @@ def attentions(block: nn.Module) -> Iterator[Family]:
         if any(word in path.lower() for word in CROSS):
             continue
         inputs = _inputs(module)
-        if inputs is None:
-            continue
-        output = _output(block, path)
-        if output is None:
-            continue
-        inside = f"{path}." if path else ""
-        paths = {role: inside + name for role, name in inputs.items()}
-        yield Family(
-            name=FOUND,
-            output=output,
-            query=paths.get("query", ()),
-            key=paths.get("key", ()),
-            value=paths.get("value", ()),
-            packed=paths.get("packed", ()),
-            fusable=False,
-        )
+        output = None if inputs is None else _output(block, path)
+        if inputs is not None and output is not None:
+            parts = {role: f"{path}.{name}".lstrip(".") for role, name in inputs.items()}
+            yield Family(name=FOUND, output=output, fusable=False, **parts)  # type: ignore[arg-type]
 
 
 def _inputs(module: nn.Module) -> dict[str, str] | None:
     """Return the children that make queries, keys and values; empty if not all have one."""
-    children = {name for name, child in module.named_children() if _is_linear(child)}
+    children = {name for name, child in module.named_children() if is_linear(child)}
     for names in SEPARATE:
         if children.issuperset(names):
             return dict(zip(("query", "key", "value"), names, strict=True))
     for name in PACKED:
         if name in children:
             return {"packed": name}
-    if children.intersection(OTHERS):
-        return {}
-    return None
+    return {} if children.intersection(OTHERS) else None
 
 
 def _output(block: nn.Module, path: str) -> str | None:
     """Return the path of the output projection: in the attention module, else next to it."""
-    beside = path.rpartition(".")[0]
-    for place in dict.fromkeys((path, beside)):
+    for place in dict.fromkeys((path, path.rpartition(".")[0])):
         for name in OUTPUT:
-            full_path = f"{place}.{name}" if place else name
-            try:
-                module = block.get_submodule(full_path)
-            except AttributeError:
-                continue
-            if _is_linear(module):
-                return full_path
+            candidate = first_path(block, f"{place}.{name}".lstrip("."))
+            if candidate is not None and is_linear(block.get_submodule(candidate)):
+                return candidate
     return None
-
-
-def _is_linear(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    named = isinstance(module, nn.Linear) or type(module).__name__ in ("Conv1D", "FalconLinear")
-    return named and getattr(weight, "ndim", 0) == 2
 
 
 _IMAGE_TOWERS = ("image_tower", "vision_model", "visual", "vision_tower")
@@ -165,9 +123,8 @@ def find_stack(model: nn.Module, family: Family | None = None) -> Stack:
     _refuse_wrapped(model)
     tried = [family] if family is not None else [families[name] for name in families]
     stacks = [stack for candidate in tried for stack in _described(model, candidate)]
-    stacks.sort(
-        key=lambda stack: not _names_all(stack)
-    )  # families may share the names of their attention parts
+    # families may share the names of their attention parts
+    stacks.sort(key=lambda stack: not _names_all(stack))
     if family is None:
         stacks += _searched(model, {stack.path for stack in stacks})
     if not stacks:
@@ -195,12 +152,12 @@ def _containers(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequ
 
 
 def _described(model: nn.Module, family: Family) -> Iterator[Stack]:
+    """Yield the stacks in which a family describes every block."""
     wanted = first_path(model, family.blocks) if family.blocks else None
     for path, container in _containers(model):
-        if wanted is not None and path != wanted:
-            continue
         blocks = tuple(container.children())
-        if all(family.resolve(block) is not None for block in blocks):
+        here = wanted in (None, path)
+        if here and all(family.resolve(block) is not None for block in blocks):
             yield Stack(family, path, blocks)
 
 
@@ -212,6 +169,7 @@ def _names_all(stack: Stack) -> bool:
 
 
 def _searched(model: nn.Module, known: set[str]) -> Iterator[Stack]:
+    """Yield the stacks outside the known ones whose blocks have the usual names."""
     for path, container in _containers(model):
         if any(path == other or path.startswith(f"{other}.") for other in known):
             continue
@@ -230,8 +188,7 @@ def _choose(model: nn.Module, stacks: list[Stack]) -> Stack:
         paths = _narrow(model, tried)
         if len(paths) == 1:
             others = tuple(path for path in every if path != paths[0])
-            stack = by_path[paths[0]]
-            return Stack(stack.family, stack.path, stack.blocks, others)
+            return replace(by_path[paths[0]], others=others)
     raise UnsupportedModelError(
         f"{type(model).__name__} has several stacks of attention blocks ({', '.join(every)}) and "
         "none is an image tower. Pass the tower that is meant, or a Family with blocks=<its path>."
@@ -260,32 +217,27 @@ def _innermost(model: nn.Module, paths: list[str]) -> list[str]:
 
 def _of_the_task(model: nn.Module, paths: list[str]) -> list[str]:
     """Keep the text stacks of a text classifier that could read images or sounds too."""
-    if not type(model).__name__.endswith(_READS_TEXT):
-        return paths
-    return [path for path in paths if not set(_NOT_TEXT) & set(path.split("."))]
+    reads_text = type(model).__name__.endswith(_READS_TEXT)
+    return [p for p in paths if not reads_text or not set(_NOT_TEXT) & set(p.split("."))]
 
 
 def _of_the_decoder(model: nn.Module, paths: list[str]) -> list[str]:
     """Keep the decoder of an encoder-decoder: its states are what the classifier reads."""
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return paths
-    return [path for path in paths if "decoder" in path.split(".")]
+    both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return [path for path in paths if not both or "decoder" in path.split(".")]
 
 
 def _without_class_attention(model: nn.Module, paths: list[str]) -> list[str]:
     """Drop blocks that only update the class token (CaiT, XCiT): they are the readout."""
-
-    def updates_class_token_only(path: str) -> bool:
-        block = next(model.get_submodule(path).children())
-        return any("ClassAtt" in type(module).__name__ for module in block.modules())
-
-    return [path for path in paths if not updates_class_token_only(path)]
+    blocks = {path: next(model.get_submodule(path).children()) for path in paths}
+    return [
+        p for p in paths if not any("ClassAtt" in type(m).__name__ for m in blocks[p].modules())
+    ]
 
 
 def _last_stage(model: nn.Module, paths: list[str]) -> list[str]:
     """Keep the last of several stages (Swin): those below it belong to the trunk."""
-    stages = {re.sub(r"\d+", "*", path) for path in paths}
-    if len(stages) > 1:
+    if len({re.sub(r"\d+", "*", path) for path in paths}) > 1:
         return paths
     return [max(paths, key=lambda path: [int(n) for n in re.findall(r"\d+", path)])]
 
@@ -346,10 +298,9 @@ def _why_none(model: nn.Module, family: Family | None) -> str:
                 'heads are meant. Describe one of them: hydra.Family(name="mine", '
                 f'blocks="{path}", output="{several[-1]}"), and pass it as family=.'
             )
-    if family is None:
-        reason = _why_no_heads(model)
-        if reason is not None:
-            return f"{name} {reason}"
+    reason = _why_no_heads(model) if family is None else None
+    if reason is not None:
+        return f"{name} {reason}"
     stacks = [
         f"{path or '(the model)'} ({len(module)} x {type(next(module.children())).__name__})"
         for path, module in _containers(model)
@@ -395,8 +346,9 @@ def _why_no_heads(model: nn.Module) -> str | None:
 def _is_attention(module: nn.Module) -> bool:
     """Return whether a module is named an attention and holds weights."""
     name = type(module).__name__.lower()
-    named = ("attention" in name or "attn" in name or "mla" in name) and "structure" not in name
-    has_linear = any(
-        isinstance(m, (nn.Linear, nn.Conv1d, nn.Conv2d)) for m in module.modules()
-    ) or any(p.dim() >= 3 for p in module.parameters())
-    return named and has_linear
+    named = any(word in name for word in ("attention", "attn", "mla")) and "structure" not in name
+    linears = (nn.Linear, nn.Conv1d, nn.Conv2d)
+    return named and (
+        any(isinstance(m, linears) for m in module.modules())
+        or any(p.dim() >= 3 for p in module.parameters())
+    )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..data.eval_mode import in_eval
-from .block_calls import Inputs, device_of
+from ..data.model_runs import device_of
+from .block_calls import Inputs
 
 
 def examples(model: nn.Module) -> list[Inputs]:
@@ -54,7 +55,7 @@ def pad_token(model: nn.Module) -> int | None:
     return token if isinstance(token, int) and token >= 0 else None
 
 
-def _texts(config: Any, device: torch.device) -> list[Inputs]:
+def _texts(config: Any, device: torch.device | None) -> list[Inputs]:
     special: set[int | None] = set()
     for name in ("pad", "eos", "bos"):
         token = getattr(config, f"{name}_token_id", None)
@@ -79,7 +80,7 @@ def _texts(config: Any, device: torch.device) -> list[Inputs]:
 
 
 def _sounds_and_videos(
-    model: Any, main: str, device: torch.device, dtype: torch.dtype
+    model: Any, main: str, device: torch.device | None, dtype: torch.dtype
 ) -> list[dict[str, Tensor]]:
     """Make inputs of the shapes that speech and video models tell in their configs."""
     config = model.config

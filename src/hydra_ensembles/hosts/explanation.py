@@ -10,7 +10,7 @@ from ..errors import HydraError
 from .families import Family
 from .host import HostModel, describe_shape, host_model
 from .model_output import NEXT_TOKENS, other_task, predicts_next_token
-from .operation_count import three_members
+from .operation_count import cost_of_three_members
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ def engine_of(host: HostModel) -> tuple[str, str]:
         return "fused", (
             f"our own arithmetic equals the host's blocks, as the host calls them{more}"
         )
-    price = three_members(host)
+    seen = host.seen
+    price = None if seen is None else cost_of_three_members(host.model, host.blocks, *seen)
     cost = "" if price is None else f"; three members in the last block cost {price:.2f} x"
     return "host", f"{reason}: runs the host's own blocks{cost}"

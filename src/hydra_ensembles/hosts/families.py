@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -12,8 +11,6 @@ from ..registry import Registry
 
 Path = str | tuple[str, ...]
 """A dotted path inside a block, or several; the first that exists is used."""
-
-ReadoutRule = Literal["probe", "eos", "all"] | tuple[int, ...]
 
 families: Registry[Family] = Registry("model family")
 
@@ -39,8 +36,6 @@ class Family:
         blocks: Path to the list of blocks from the model; found by search when empty.
         returns_tuple: Whether the attention module returns `(output, weights)`.
         fusable: False for families that can be gated and scored but not fused.
-        readout: Which tokens the classifier reads: found by a probe, or fixed positions, or `"eos"`
-            (the end-of-text position of each sample), or `"all"`.
     """
 
     name: str
@@ -59,7 +54,6 @@ class Family:
     blocks: Path = ()
     returns_tuple: bool = False
     fusable: bool = True
-    readout: ReadoutRule = "probe"
 
     def resolve(self, block: nn.Module) -> dict[str, nn.Module] | None:
         """Find the attention's linears in a block, or None when one is missing."""
@@ -77,14 +71,9 @@ def _is_projection(part: nn.Module | None) -> bool:
     return isinstance(part, nn.MultiheadAttention) or getattr(weight, "ndim", 0) == 2
 
 
-def alternatives(path: Path) -> Iterator[str]:
-    """Yield the paths to try."""
-    yield from (path,) if isinstance(path, str) else path
-
-
 def first_path(root: nn.Module, path: Path) -> str | None:
     """Return the first alternative that names a submodule."""
-    for candidate in alternatives(path):
+    for candidate in (path,) if isinstance(path, str) else path:
         module: object = root
         for part in candidate.split("."):
             module = getattr(module, part, None)
@@ -100,65 +89,56 @@ def first(root: nn.Module, path: Path) -> nn.Module | None:
 
 
 def register_family(family: Family, *, replace: bool = False) -> Family:
-    """Register a family, so that every function recognises its models."""
+    """Register a family, so that every function recognises its models.
+
+    Example:
+        >>> register_family(Family(name="mine", packed="attn.qkv", output="attn.proj"))
+    """
     return families.register(family.name, replace=replace)(family)
 
 
-# Families of timm: Vision Transformers, DeiT, BEiT, EVA and DINOv3.
-register_family(
+# --- families of timm, open_clip and torchvision --------------------------------------------------
+
+TIMM = register_family(
     Family(
-        name="timm",
+        name="timm",  # Vision Transformers, DeiT, BEiT, EVA and DINOv3
         packed="attn.qkv",
         output="attn.proj",
         norm1="norm1",
         norm2="norm2",
-        mlp=("mlp",),
         after_attention=("attn.proj_drop", "ls1", "gamma_1", "drop_path1"),
         after_mlp=("ls2", "gamma_2", "drop_path2"),
     )
 )
-
-register_family(
-    Family(
+EVA = register_family(
+    replace(
+        TIMM,
         name="eva",  # EVA-02 with a linear each for queries, keys and values
+        packed=(),
         query="attn.q_proj",
         key="attn.k_proj",
         value="attn.v_proj",
-        output="attn.proj",
-        norm1="norm1",
-        norm2="norm2",
-        mlp=("mlp",),
-        after_attention=("attn.proj_drop", "gamma_1", "drop_path1"),
-        after_mlp=("gamma_2", "drop_path2"),
     )
 )
-
-
-# Families of open_clip, whose attention is torch's own `nn.MultiheadAttention`.
-register_family(
+OPEN_CLIP = register_family(
     Family(
-        name="open_clip",
+        name="open_clip",  # its attention is torch's own `nn.MultiheadAttention`
         packed="attn",
         output="attn.out_proj",
         norm1="ln_1",
         norm2="ln_2",
-        mlp=("mlp",),
         after_attention=("ls_1",),
         after_mlp=("ls_2",),
         returns_tuple=True,
     )
 )
-
-
-# Families of torchvision, whose attention is torch's own `nn.MultiheadAttention`.
-register_family(
+TORCHVISION = register_family(
     Family(
-        name="torchvision",
+        name="torchvision",  # its attention is torch's own `nn.MultiheadAttention`
         packed="self_attention",
         output="self_attention.out_proj",
         norm1="ln_1",
         norm2="ln_2",
-        mlp=("mlp",),
         after_attention=("dropout",),
         returns_tuple=True,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,7 @@ from .attention_site import AttentionSite
 from .block import Block
 from .block_calls import BlockCall, Form, repeat_for_streams, states_of
 from .multihead_attention import open_attention_, opened
-from .probes import largest_difference, random_states, randomized
-
-_TOLERANCE = 2e-4
+from .probes import TOLERANCE, largest_difference, random_states, randomized
 
 
 class HeadGate:
@@ -103,7 +102,9 @@ def why_not_cut(block: Block, there: Sequence[int], call: BlockCall) -> str | No
     everything = tuple(range(gated.attention.num_heads))
     call = random_states(call)
     if not there:  # a batch of two would pass for a pair of results, where a pair is expected
-        call = _of_many(call)
+        many = partial(repeat_for_streams, streams=5, batch=len(call.hidden))
+        kwargs = {name: many(value) for name, value in call.kwargs.items()}
+        call = replace(call, hidden=many(call.hidden), args=many(call.args), kwargs=kwargs)
     try:
         Cut(tuple(there), tuple(there)).apply_(cut)
         Cut(everything, tuple(there)).apply_(gated)
@@ -111,24 +112,14 @@ def why_not_cut(block: Block, there: Sequence[int], call: BlockCall) -> str | No
             expected, expected_form = states_of(call.call(gated.module))
             actual, form = states_of(call.call(cut.module))
     except Exception as error:  # its code needs all heads
-        return f"its code needs all heads ({type(error).__name__}: {_first_line(error)})"
+        line = str(error).strip().partition("\n")[0][:120]
+        return f"its code needs all heads ({type(error).__name__}: {line})"
     difference = largest_difference(actual, expected)
-    if not difference <= _TOLERANCE:
+    if not difference <= TOLERANCE:
         return f"without some heads its block computes something else (off by {difference:.2g})"
     if not _same_rest(form, expected_form):
         return "its block hands something by heads to the blocks above"
     return None
-
-
-def _of_many(call: BlockCall) -> BlockCall:
-    """Repeat a call's samples, so that the batch is larger than a module's number of outputs."""
-    batch = len(call.hidden)
-
-    def many(value: Any) -> Any:
-        return repeat_for_streams(value, 5, batch)
-
-    kwargs = {name: many(value) for name, value in call.kwargs.items()}
-    return replace(call, hidden=many(call.hidden), args=many(call.args), kwargs=kwargs)
 
 
 def _same_rest(a: Form, b: Form) -> bool:
@@ -138,7 +129,3 @@ def _same_rest(a: Form, b: Form) -> bool:
         not isinstance(x, Tensor) or (isinstance(y, Tensor) and largest_difference(x, y) < 1e-3)
         for x, y in zip(a.rest, b.rest, strict=True)
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:120]

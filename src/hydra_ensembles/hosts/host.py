@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,14 +13,14 @@ from torch import nn
 from ..data.eval_mode import in_eval
 from ..errors import UnsupportedModelError
 from .arithmetic import Arithmetic, find_arithmetic, hands_bias, why_not_understood
-from .attention_site import AttentionSite, linear_weight
+from .attention_site import AttentionSite
 from .block import Block
 from .block_calls import (
     BlockCall,
     ClosedAttentionError,
     Form,
+    HostView,
     Inputs,
-    ShortList,
     capture_calls,
     main_output,
     stand_ins,
@@ -29,63 +29,71 @@ from .block_search import find_stack
 from .example_inputs import examples, text_config
 from .families import Family
 from .head_removal import why_not_cut
+from .head_weights import linear_weight
 from .probes import Readout, bare_call, find_readout, largest_difference, structure_of
-from .reasons import at_layer, parts_in_words
+from .reasons import at_layer, describe_parameters
 from .shared_layers import unrolled
 
 
-class HostModel:
+@dataclass(frozen=True)
+class HostFacts:
+    """What was found out about a host by running it; it holds for every copy of the model.
+
+    Attributes:
+        readout: Which tokens the classifier reads.
+        forms: The form of each block's output.
+        arithmetic: What our own arithmetic must know of its blocks.
+    """
+
+    readout: Readout
+    forms: tuple[Form, ...]
+    arithmetic: Arithmetic
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Captured forward passes: the calls `[pass][layer]` and the inputs of the last pass."""
+
+    calls: list[list[BlockCall]]
+    inputs: Inputs | None = None
+    why_none: str = "we do not know what inputs the model takes: pass batch=, one of your batches"
+    why_closed: str | None = None
+
+
+class HostModel(HostView):
     """A pretrained transformer and where its heads are.
 
     Args:
         model: A Hugging Face, timm or open_clip module, a `ZeroShotClassifier`, or any module whose
             blocks a registered or given `Family` describes.
         family: Describe the blocks yourself; by default every registered family is tried.
+        facts: What is known from an equal model; by default the model is probed when needed.
 
     Attributes:
         model: The model; where its layers share weights (ALBERT), a twin with one block per call
             around the same parameters.
         shares_layers: Whether the given model's layers share weights.
+        blocks: Its blocks, bottom to top.
+        other_stacks: Paths of other stacks of blocks, whose heads are left alone.
     """
 
-    def __init__(self, model: nn.Module, *, family: Family | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, family: Family | None = None, facts: HostFacts | None = None
+    ) -> None:
         twin = unrolled(model)  # layers that share weights: one block per call
         self.shares_layers = twin is not None
-        self.model = model = model if twin is None else twin
-        self.name = type(model).__name__
+        model = model if twin is None else twin
         stack = find_stack(model, family)
-        self.family, self.blocks_path, self.other_stacks = stack.family, stack.path, stack.others
+        super().__init__(model, stack.family, stack.path)
+        self.other_stacks = stack.others
         self.blocks = [Block.of(i, block, self.family) for i, block in enumerate(stack.blocks)]
-        self._passes: list[list[BlockCall]] | None = None
-        self._why_no_pass: str | None = None
-        self._why_closed: str | None = None
-        self._why_not_fused: tuple[str | None] | None = None
-        self._removable: tuple[str | None] | None = None
-        self._hosted: tuple[str | None] | None = None
-        self._seen: Inputs | None = None
-        self.arithmetic = Arithmetic()  # what our own needs to know, once it was proven equal
+        if facts is not None:
+            self.readout, self.forms, self.arithmetic = facts.readout, facts.forms, facts.arithmetic
 
     @property
-    def blocks_list(self) -> nn.Module:
-        """The `nn.ModuleList` or `nn.Sequential` that holds the blocks."""
-        return self.model.get_submodule(self.blocks_path)
-
-    def replace_blocks_(self, blocks: Sequence[nn.Module]) -> None:
-        """Put other modules in the place of the blocks, in place."""
-        old: Any = self.blocks_list
-        if isinstance(old, nn.Sequential):
-            self.put_blocks_(nn.Sequential(*blocks))
-        elif len(blocks) == len(old) and not isinstance(old, ShortList):
-            self.put_blocks_(nn.ModuleList(blocks))
-        else:
-            short = ShortList(blocks)
-            short.form = self.forms[-1]
-            self.put_blocks_(short)
-
-    def put_blocks_(self, blocks_list: nn.Module) -> None:
-        """Put another list in the place of the list of blocks, in place."""
-        parent, _, name = self.blocks_path.rpartition(".")
-        setattr(self.model.get_submodule(parent), name, blocks_list)
+    def facts(self) -> HostFacts:
+        """What was found out about the host; probes what is not known yet."""
+        return HostFacts(self.readout, tuple(self.forms), self.arithmetic)
 
     @property
     def sites(self) -> list[AttentionSite]:
@@ -110,6 +118,70 @@ class HostModel:
     def __len__(self) -> int:
         return len(self.blocks)
 
+    # --- how the host calls its blocks -----------------------------------------------------------
+
+    @cached_property
+    def _passes(self) -> _Passes:
+        calls, seen = [], None
+        why_none, why_closed = _Passes.why_none, _Passes.why_closed
+        for inputs in examples(self.model)[-2:]:  # of texts the padded one is the last
+            try:
+                calls.append(capture_calls(self, self.blocks, inputs))
+                seen = inputs
+            except UnsupportedModelError as error:
+                why_none = str(error)
+                why_closed = why_none if isinstance(error, ClosedAttentionError) else why_closed
+            except Exception as error:  # the example does not suit this host
+                failure = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                why_none = (
+                    f"our example of an input does not suit it ({failure[:160]}): pass batch=, "
+                    "one of your batches"
+                )
+        return _Passes(calls, seen, why_none, why_closed)
+
+    def passes(self) -> list[list[BlockCall]]:
+        """Return what the host hands to its blocks in forward passes: `[pass][layer]`.
+
+        Example inputs are made where we know how; `observe` adds a real batch.
+        """
+        return self._passes.calls
+
+    def observe(self, inputs: Inputs) -> list[BlockCall]:
+        """Run the host on real inputs; remember and return what it handed to its blocks."""
+        calls = capture_calls(self, self.blocks, inputs)
+        self._passes = replace(self._passes, calls=[*self.passes()[-1:], calls], inputs=inputs)
+        for name in ("forms", "arithmetic", "_proof", "_removal", "_hosting"):
+            vars(self).pop(name, None)  # found from the passes before
+        return calls
+
+    def why_closed(self) -> str | None:
+        """Say why gates would have no effect, or None: as far as the host could be run."""
+        return self._passes.why_closed
+
+    @property
+    def why_no_pass(self) -> str | None:
+        """Say why the host's calls of its blocks could not be captured, or None."""
+        return None if self.passes() else self._passes.why_none
+
+    @property
+    def seen(self) -> tuple[list[BlockCall], Inputs] | None:
+        """A forward pass that was captured: the blocks' calls, and the host's inputs."""
+        calls, inputs = self._passes.calls, self._passes.inputs
+        return None if not calls or inputs is None else (calls[-1], inputs)
+
+    @cached_property
+    def forms(self) -> Sequence[Form]:
+        """The form of each block's output, as far as the host could be run."""
+        passes = self.passes()
+        return [call.form for call in passes[-1]] if passes else [Form()] * len(self.blocks)
+
+    @cached_property
+    def readout(self) -> Readout:
+        """Which tokens the classifier reads (see `probes.Readout`)."""
+        return find_readout(self)
+
+    # --- what can be done ------------------------------------------------------------------------
+
     def why_not_prunable(self) -> str | None:
         """Say why heads of the given model cannot be removed in place, or None."""
         if self.shares_layers:
@@ -125,137 +197,67 @@ class HostModel:
         Where the host could be run, a block without half of its heads is compared with one whose
         heads are gated off.
         """
-        if self._removable is None:
-            self._removable = (self._why_not_removable(),)
-        return self._removable[0]
+        return self._removal
+
+    @cached_property
+    def _removal(self) -> str | None:
+        reason = self._why_not_taken_apart()
+        if reason is not None:
+            return reason
+        checked: set[Any] = set()
+        passes = self.passes()  # without any, blocks are called on their own
+        calls = passes[0] if passes else [bare_call(block) for block in self.blocks]
+        for block, call in zip(self.blocks, calls, strict=True):
+            site = block.attention
+            group = max(1, site.num_heads // max(1, site.kv_heads))
+            half = range(0, max(1, site.num_heads // group // 2) * group)
+            key = structure_of(block.module)
+            reason = site.why_not_removable()
+            if reason is None and key not in checked and len(half) < site.num_heads:
+                reason = why_not_cut(block, half, call)
+                checked.add(key)
+            if reason is not None:
+                return at_layer(block.index, reason)
+        return None
 
     def _why_not_taken_apart(self) -> str | None:
         """Say why the weights of some attention cannot be seen head by head, or None."""
         for block in self.blocks:
             site = block.attention
             reason = site.why_not_taken_apart()
-            if reason is not None:
-                return at_layer(site.layer, reason)
             parameters = dict(block.module.named_parameters())
             by_head = [
-                name
-                for name in block.unknown_parameters()
-                if site.num_heads in parameters[name].shape
+                n for n in block.unknown_parameters() if site.num_heads in parameters[n].shape
             ]
-            if by_head:
-                words = parts_in_words(by_head, of_attention=False)
+            if reason is None and by_head:
+                words = describe_parameters(by_head, of_attention=False)
                 reason = f"its blocks also have {words}, which have a value for each head"
+            if reason is not None:
                 return at_layer(site.layer, reason)
         return None
-
-    def _why_not_removable(self) -> str | None:
-        reason = self._why_not_taken_apart()
-        if reason is not None:
-            return reason
-        checked: set[Any] = set()
-        passes = self.passes()  # without one, blocks run by themselves
-        calls = passes[0] if passes else [bare_call(block) for block in self.blocks]
-        for block, call in zip(self.blocks, calls, strict=True):
-            group = max(1, block.attention.num_heads // max(1, block.attention.kv_heads))
-            half = range(0, max(1, block.attention.num_heads // group // 2) * group)
-            key = structure_of(block.module)
-            reason = block.attention.why_not_removable()
-            if reason is not None:
-                return at_layer(block.index, reason)
-            if key in checked or len(half) == block.attention.num_heads:
-                continue
-            reason = why_not_cut(block, half, call)
-            if reason is not None:
-                return at_layer(block.index, reason)
-            checked.add(key)
-        return None
-
-    # --- how the host calls its blocks -----------------------------------------------------------
-
-    def passes(self) -> list[list[BlockCall]]:
-        """Return what the host hands to its blocks in forward passes: `[pass][layer]`.
-
-        Example inputs are made where we know how; `observe` adds a real batch.
-        """
-        if self._passes is None:
-            self._passes, self._seen = [], None
-            for inputs in examples(self.model)[-2:]:  # of texts the padded one is the last
-                try:
-                    self._passes.append(capture_calls(self, inputs))
-                    self._seen = inputs
-                except Exception as error:  # the example does not suit this host
-                    failure = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-                    self._why_no_pass = (
-                        f"our example of an input does not suit it ({failure[:160]}): pass batch=, "
-                        "one of your batches"
-                    )
-                    if isinstance(error, ClosedAttentionError):
-                        self._why_closed = str(error)
-                    if isinstance(error, UnsupportedModelError):
-                        self._why_no_pass = str(error)
-        return self._passes
-
-    def observe(self, inputs: Inputs) -> list[BlockCall]:
-        """Run the host on real inputs; remember and return what it handed to its blocks."""
-        calls = capture_calls(self, inputs)
-        self._passes, self._seen = [*self.passes()[-1:], calls], inputs
-        self._why_not_fused = self._removable = self._hosted = None
-        self.__dict__.pop("forms", None)
-        return calls
-
-    def why_closed(self) -> str | None:
-        """Say why gates would have no effect, or None: as far as the host could be run."""
-        self.passes()
-        return self._why_closed
-
-    @property
-    def why_no_pass(self) -> str | None:
-        """Say why the host's calls of its blocks could not be captured, or None."""
-        if self.passes():
-            return None
-        return self._why_no_pass or (
-            "we do not know what inputs the model takes: pass batch=, one of your batches"
-        )
-
-    @property
-    def seen(self) -> tuple[list[BlockCall], Inputs] | None:
-        """A forward pass that was captured: the blocks' calls, and the host's inputs."""
-        passes = self.passes()
-        return None if not passes or self._seen is None else (passes[-1], self._seen)
-
-    @cached_property
-    def forms(self) -> list[Form]:
-        """The form of each block's answer, as far as the host could be run."""
-        passes = self.passes()
-        return [call.form for call in passes[-1]] if passes else [Form()] * len(self.blocks)
-
-    # --- what can be done ------------------------------------------------------------------------
 
     def why_not_fused(self) -> str | None:
         """Say why our own arithmetic cannot run the blocks, or None when it is proven equal."""
-        if self._why_not_fused is None:
-            found = self._find_arithmetic()
-            refused = isinstance(found, str)
-            self.arithmetic = Arithmetic() if isinstance(found, str) else found
-            self._why_not_fused = (found if refused else None,)  # type: ignore[assignment]
-        assert self._why_not_fused is not None
-        return self._why_not_fused[0]
+        return self._proof if isinstance(self._proof, str) else None
 
-    def _find_arithmetic(self) -> Arithmetic | str:
+    @cached_property
+    def arithmetic(self) -> Arithmetic:
+        """What our own arithmetic must know of the blocks, once it was proven equal."""
+        return Arithmetic() if isinstance(self._proof, str) else self._proof
+
+    @cached_property
+    def _proof(self) -> Arithmetic | str:
+        """What our own arithmetic needs, proven on the captured passes; or why it does not do."""
         passes = self.passes()
         reason = self._why_not_taken_apart()
         if reason is not None:  # an argument explains it better than a failure does
             return why_not_understood(self.blocks, passes) or reason
-        found = find_arithmetic(self.blocks, passes, self._kinds())
+        kinds = getattr(text_config(self.model), "layer_types", None)  # transformers' masks by kind
+        found = find_arithmetic(self.blocks, passes, kinds if isinstance(kinds, list) else None)
         if isinstance(found, str):
             return found
         keeps = hands_bias(self.blocks, passes) or self.why_not_removable() is not None
         return replace(found, keeps_heads=keeps)
-
-    def _kinds(self) -> list[str] | None:
-        """Return what the config calls the kinds of layers, by which transformers chooses masks."""
-        kinds = getattr(text_config(self.model), "layer_types", None)
-        return kinds if isinstance(kinds, list) else None
 
     def why_not_fusable(self) -> str | None:
         """Say why members cannot be fused, or None: by our arithmetic or by the host's own blocks.
@@ -267,42 +269,41 @@ class HostModel:
     def why_not_hosted(self) -> str | None:
         """Say why the host's own blocks cannot run as streams, or None.
 
-        The host must be seen to run, and to answer from the last block's states alone: members
-        share the blocks below, which do not run again.
+        The host must be seen to run, and its output must depend only on the last block's states:
+        members share the blocks below, which do not run again.
         """
-        if self._hosted is None:
-            reason = self.why_no_pass
-            if reason is None and not self._answers_from_last():
-                reason = "the host answers from more than the states of its last block"
-            self._hosted = (reason,)
-        return self._hosted[0]
-
-    @torch.no_grad()
-    def _answers_from_last(self) -> bool:
-        last = self.passes()[-1][-1].output
-        assert self._seen is not None and last is not None
-        try:
-            with stand_ins(self, lambda call: last):
-                again = main_output(self.model(*self._seen[0], **self._seen[1]))
-            whole = main_output(in_eval(self.model)(*self._seen[0], **self._seen[1]))
-        except Exception:  # its loop needs what only a real block returns
-            return False
-        return largest_difference(again.float(), whole.float()) < 1e-3
+        return self._hosting
 
     @cached_property
-    def readout(self) -> Readout:
-        """Which tokens the classifier reads (see `probe.Readout`)."""
-        return find_readout(self)
+    @torch.no_grad()
+    def _hosting(self) -> str | None:
+        if self.seen is None:
+            return self.why_no_pass
+        calls, (args, kwargs) = self.seen
+        last = calls[-1].output
+        assert last is not None
+        try:
+            with stand_ins(self, lambda call: last):
+                again = main_output(self.model(*args, **kwargs))
+            whole = main_output(in_eval(self.model)(*args, **kwargs))
+            same = largest_difference(again.float(), whole.float()) < 1e-3
+        except Exception:  # its loop needs what only a real block returns
+            same = False
+        return None if same else "the host answers from more than the states of its last block"
 
 
-def host_model(model: nn.Module | HostModel, *, family: Family | None = None) -> HostModel:
-    """Look at a model: find its blocks, heads and readout.
+def host_model(
+    model: nn.Module | HostModel, *, family: Family | None = None, facts: HostFacts | None = None
+) -> HostModel:
+    """Look at a model: find its blocks, heads and readout (see `HostModel`).
 
     Raises:
         UnsupportedModelError: When no known family describes its blocks; the message says what was
             looked for and how to describe it.
     """
-    return model if isinstance(model, HostModel) else HostModel(model, family=family)
+    if isinstance(model, HostModel):
+        return model
+    return HostModel(model, family=family, facts=facts)
 
 
 def describe_shape(shape: Sequence[int]) -> str:

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..errors import UnsupportedModelError
-from .attention_site import linear_weight
 from .block import Block
-from .block_arguments import understand
-from .block_calls import BlockCall, Host, Inputs, main_output, parameter_names, run_around
-from .block_math import forward
+from .block_arguments import read_arguments
+from .block_calls import BlockCall, HostView, Inputs, main_output, parameter_names, run_around
 from .example_inputs import examples, text_config
+from .head_weights import linear_weight
 from .multihead_attention import opened
 
-_TOLERANCE = 2e-4
+TOLERANCE = 2e-4
 """Relative to a block's largest output, on random float32 weights; real errors are far larger."""
 
 _NUMBERS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index"})
@@ -61,45 +61,40 @@ class Readout:
         return "token 0" if self.tokens == 1 else f"tokens 0-{self.tokens - 1}"
 
 
-ALL_TOKENS = Readout(None, folds=False, why="the model could not be probed: all tokens are kept")
-
-
 # --- blocks ---------------------------------------------------------------------------------------
 
 
 def check_block(block: Block, call: BlockCall, rotary: str | None = None) -> str | None:
-    """Compare a block's own forward with our arithmetic, as the host calls it; None: they agree.
+    """Say how a block, as the host calls it, differs from our arithmetic; None if they agree.
 
     Both run with random weights, so that every bias, position and scale matters: freshly
     initialised weights would hide some of them.
     """
-    module = randomized(block.module)
-    twin = Block.of(block.index, module, block.family)
-    call = random_states(call)
-    names = parameter_names(module)[1:]
+    twin = Block.of(block.index, randomized(block.module), block.family)
+    site, call = twin.attention, random_states(call)
     try:
-        read = understand(
-            names,
+        read = read_arguments(
+            parameter_names(twin.module)[1:],
             call.args,
             call.kwargs,
             call.hidden,
             rotary=rotary,
-            heads=twin.attention.num_heads,
-            grid=twin.attention.grid,
+            heads=site.num_heads,
+            grid=site.grid,
         )
     except UnsupportedModelError as error:
         return str(error)
     if call.form.hands_on:
         return "its blocks answer with more than their states"
-    causal = twin.attention.causal if read.causal is None else read.causal
     try:
-        with torch.no_grad(), opened([twin.attention.module]):
-            theirs = call.run(module)
-            ours = forward(twin, call.hidden, read, causal=causal)
+        with torch.no_grad(), opened([site.module]):
+            theirs = call.run(twin.module)
+            causal = site.causal if read.causal is None else read.causal
+            ours = twin.forward(call.hidden, read, causal=causal)
     except Exception as error:  # any failure of the host's code counts as a difference
-        return f"its block cannot be run by itself ({type(error).__name__}: {error})"
+        return f"its block cannot be called on its own ({type(error).__name__}: {error})"
     difference = largest_difference(theirs, ours)
-    if not difference <= _TOLERANCE:
+    if not difference <= TOLERANCE:
         return (
             f"its block computes something else than {block.family.norm}-norm attention and MLP "
             f"(off by {difference:.2g} of its largest output on random weights)"
@@ -132,34 +127,23 @@ def randomized(module: nn.Module, seed: int = 0) -> nn.Module:
 
 def random_states(call: BlockCall, seed: int = 0) -> BlockCall:
     """Return a call with random states in float32, its other arguments in float32 too."""
-    return BlockCall(
-        _states(call.hidden, seed).float(),
-        call.keyword,
-        _in_float32(call.args),
-        _in_float32(call.kwargs),
-        call.form,
+
+    def in_float32(value: Any) -> Any:
+        floats = isinstance(value, Tensor) and value.is_floating_point()
+        return value.float() if floats else value
+
+    args, kwargs = pytree.tree_map(in_float32, call.given)
+    return replace(
+        call, hidden=_states(call.hidden, seed).float(), args=args, kwargs=kwargs, output=None
     )
-
-
-def _in_float32(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {name: _in_float32(inner) for name, inner in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_in_float32(inner) for inner in value)
-    return value
 
 
 def bare_call(block: Block) -> BlockCall:
     """Make a call without arguments, for a host that we cannot run."""
     width = linear_weight(block.attention.output).shape[0]
     x = torch.zeros(2, 5, width, device=next(block.module.parameters()).device)
-    names = parameter_names(block.module)
-    defaults: dict[str, Any] = {
-        name: None for name in ("attention_mask", "attn_mask") if name in names
-    }
-    return BlockCall(x, None, (), defaults)
+    names = {"attention_mask", "attn_mask"}.intersection(parameter_names(block.module))
+    return BlockCall(x, None, (), dict.fromkeys(names))
 
 
 def structure_of(module: nn.Module) -> Any:
@@ -179,37 +163,31 @@ def structure_of(module: nn.Module) -> Any:
 # --- the readout ----------------------------------------------------------------------------------
 
 
-def find_readout(host: Host) -> Readout:
+def find_readout(host: HostView) -> Readout:
     """Find which tokens of the last block reach the output, by the gradient of the host's own code.
 
     A rule is used only if it is the same for different inputs and the host gives the same output
     from only those tokens; otherwise all tokens are kept.
     """
-    rule = host.family.readout
-    if rule == "all":
-        return Readout(None, folds=_folds(host, None), why="the family says so")
-    if isinstance(rule, tuple):
-        tokens = max(rule) + 1
-        return Readout(tokens, folds=_folds(host, tokens), why="the family says so")
     positions = end_of_text(host.model)
     if positions is not None:
         return Readout(None, folds=False, why="the host reads the end of text", positions=positions)
     positions = last_token(host.model)
+    why = "probed: nothing else reaches the output"
     if positions is not None and _reads_only(host, positions):
-        why = "probed: nothing else reaches the output"
         return Readout(None, folds=False, why=why, positions=positions)
     counts = [_read_tokens(host, inputs) for inputs in examples(host.model)]
-    if not counts or any(tokens is None for tokens in counts):
-        return (
-            ALL_TOKENS if not counts else Readout(None, _folds(host, None), "it pools all tokens")
-        )
+    if not counts:
+        return Readout(None, False, "the model could not be probed: all tokens are kept")
+    if None in counts:
+        return Readout(None, _folds(host, None), "it pools all tokens")
     tokens = max(count for count in counts if count is not None)
     if len(set(counts)) > 1 or not _same_from_few(host, tokens):
-        return Readout(None, _folds(host, None), why="the tokens read depend on the input")
-    return Readout(tokens, _folds(host, tokens), why="probed: nothing else reaches the output")
+        return Readout(None, _folds(host, None), "the tokens read depend on the input")
+    return Readout(tokens, _folds(host, tokens), why)
 
 
-def _run(host: Host, inputs: Inputs, answer: Callable[[Tensor], Tensor]) -> Tensor:
+def _run(host: HostView, inputs: Inputs, answer: Callable[[Tensor], Tensor]) -> Tensor:
     return main_output(run_around(host, inputs, answer))
 
 
@@ -218,7 +196,7 @@ def _states(hidden: Tensor, seed: int = 0) -> Tensor:
     return torch.randn(hidden.shape, generator=generator).to(hidden)
 
 
-def _read_tokens(host: Host, inputs: Inputs) -> int | None:
+def _read_tokens(host: HostView, inputs: Inputs) -> int | None:
     """Return the number of leading tokens that are read; None for all or if unclear."""
     try:
         gradient = _gradient_by_token(host, inputs)
@@ -229,7 +207,7 @@ def _read_tokens(host: Host, inputs: Inputs) -> int | None:
     return None if tokens is None or tokens > 4 or tokens >= gradient.shape[1] else tokens
 
 
-def _reads_only(host: Host, positions: Callable[[dict[str, Any]], Tensor]) -> bool:
+def _reads_only(host: HostView, positions: Callable[[dict[str, Any]], Tensor]) -> bool:
     """Check that the host reads only the token of each sample that a rule gives."""
     inputs = [inputs for inputs in examples(host.model) if not inputs[0]]
     try:
@@ -245,7 +223,7 @@ def _reads_only(host: Host, positions: Callable[[dict[str, Any]], Tensor]) -> bo
     return bool(inputs)
 
 
-def _gradient_by_token(host: Host, inputs: Inputs) -> Tensor:
+def _gradient_by_token(host: HostView, inputs: Inputs) -> Tensor:
     """Return how much the output depends on each token of the last block [batch, tokens]."""
     leaf: list[Tensor] = []
 
@@ -259,41 +237,47 @@ def _gradient_by_token(host: Host, inputs: Inputs) -> Tensor:
     return gradient.abs().amax(2)
 
 
-def _same_from_few(host: Host, tokens: int) -> bool:
+def _same_from_few(host: HostView, tokens: int) -> bool:
     """Check that the host gives the same output from only the first tokens."""
-    try:
-        for inputs in examples(host.model):
-            with torch.no_grad():
-                expected = _run(host, inputs, _states)
-                few = _run(host, inputs, lambda hidden: _states(hidden)[:, :tokens])
-            if not torch.allclose(expected, few, atol=1e-5, rtol=1e-5):
-                return False
-    except Exception:  # the host's code needs every token
-        return False
-    return True
+
+    def few(hidden: Tensor) -> Tensor:
+        return _states(hidden)[:, :tokens]
+
+    return _agree(
+        host, lambda inputs: _run(host, inputs, _states), lambda inputs: _run(host, inputs, few)
+    )
 
 
-def _folds(host: Host, tokens: int | None) -> bool:
+def _folds(host: HostView, tokens: int | None) -> bool:
     """Check that the host's code after the blocks treats members as a larger batch."""
 
-    def stream(hidden: Tensor, seed: int) -> Tensor:
+    def stream(seed: int, hidden: Tensor) -> Tensor:
         return _states(hidden, seed)[:, :tokens]
 
+    def apart(inputs: Inputs) -> Tensor:
+        return torch.cat([_run(host, inputs, partial(stream, seed)) for seed in (0, 1)])
+
+    def both(inputs: Inputs) -> Tensor:
+        return _run(host, inputs, lambda x: torch.cat([stream(0, x), stream(1, x)]))
+
+    return _agree(host, apart, both)
+
+
+@torch.no_grad()
+def _agree(host: HostView, a: Callable[[Inputs], Tensor], b: Callable[[Inputs], Tensor]) -> bool:
+    """Check that two ways to run the host around its blocks give the same on every example."""
+    inputs = examples(host.model)
     try:
-        for inputs in examples(host.model):
-            with torch.no_grad():
-                apart = [_run(host, inputs, partial(stream, seed=seed)) for seed in (0, 1)]
-                both = _run(host, inputs, lambda x: torch.cat([stream(x, 0), stream(x, 1)]))
-            if not torch.allclose(both, torch.cat(apart), atol=1e-5, rtol=1e-5):
-                return False
-        return bool(examples(host.model))
-    except Exception:  # it reads its inputs again after the blocks
+        return bool(inputs) and all(
+            torch.allclose(a(one), b(one), atol=1e-5, rtol=1e-5) for one in inputs
+        )
+    except Exception:  # its code needs every token, or reads its inputs again
         return False
 
 
-def modules_after_blocks(host: Host) -> tuple[str, ...]:
+def modules_after_blocks(host: HostView) -> tuple[str, ...]:
     """Return the paths of the leaf modules that run after the blocks (norm, pooler, classifier)."""
-    called: list[str] = []
+    called: dict[str, None] = {}
     started = False
 
     def answer(hidden: Tensor) -> Tensor:
@@ -301,12 +285,9 @@ def modules_after_blocks(host: Host) -> tuple[str, ...]:
         started = True
         return _states(hidden)
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            if started and name not in called:
-                called.append(name)
-
-        return hook
+    def note(name: str, *_: Any) -> None:
+        if started:
+            called[name] = None
 
     leaves = [
         (name, module)
@@ -315,7 +296,7 @@ def modules_after_blocks(host: Host) -> tuple[str, ...]:
         and any(True for _ in module.parameters())
         and not any(True for _ in module.children())
     ]
-    handles = [module.register_forward_hook(note(name)) for name, module in leaves]
+    handles = [module.register_forward_hook(partial(note, name)) for name, module in leaves]
     try:
         for inputs in examples(host.model)[:1]:
             with torch.no_grad():

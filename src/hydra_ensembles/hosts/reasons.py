@@ -53,12 +53,12 @@ def knows_argument(name: str) -> bool:
     return name in _ARGUMENTS
 
 
-def argument_in_words(name: str) -> str:
+def describe_argument(name: str) -> str:
     """Say what an argument of a block means to a user."""
     return f"{_ARGUMENTS[name]} ({name!r})" if name in _ARGUMENTS else f"{name!r}"
 
 
-def parts_in_words(names: Sequence[str], *, of_attention: bool) -> str:
+def describe_parameters(names: Sequence[str], *, of_attention: bool) -> str:
     """Say what parameters are for, where their names tell, and which modules hold them.
 
     Args:
@@ -67,11 +67,11 @@ def parts_in_words(names: Sequence[str], *, of_attention: bool) -> str:
     """
     meanings = [m for pattern, m in _PARTS for name in names if re.search(pattern, name)]
     meanings = [m for m in meanings if of_attention or "norm" not in m]
-    where = modules_in_words(names)
+    where = describe_modules(names)
     return f"{meanings[0] if meanings else 'other parts'} ({where})"
 
 
-def modules_in_words(names: Sequence[str], most: int = 3) -> str:
+def describe_modules(names: Sequence[str], most: int = 3) -> str:
     """Name the modules of some parameters, a few of them."""
     paths = [name.removesuffix(".weight").removesuffix(".bias") for name in names]
     paths = list(dict.fromkeys(paths))

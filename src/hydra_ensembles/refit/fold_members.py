@@ -23,8 +23,8 @@ from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fuse_members import fuse, refuse_other_tasks
 from ..fusion.member import share_parameters
 from ..hosts import HostModel, host_model
-from ..hosts.attention_site import linear_weight
 from ..hosts.families import first_path
+from ..hosts.head_weights import linear_weight
 from ..hosts.probes import modules_after_blocks
 from ..training.weight_average import average_weights
 from ..uncertainty import find_temperature

@@ -16,10 +16,10 @@ from ..data.eval_mode import twin
 from ..data.model_runs import call_model
 from ..errors import UnsupportedModelError
 from ..hosts import Block, HostModel, host_model
-from ..hosts.attention_site import linear_weight
 from ..hosts.block import last_linear
 from ..hosts.block_calls import states_of
 from ..hosts.families import Family
+from ..hosts.head_weights import linear_weight
 from .ridge import Linear
 
 

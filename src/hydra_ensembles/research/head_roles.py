@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._records import read_record, to_record
+from ..data.progress import Progress
 from ..heads.head_mask import HeadMask, HeadScores
 from ..hosts import HostModel, host_model
 from ..registry import check_name
@@ -22,7 +23,6 @@ from ..search.candidate_streams import Call, Replacement
 from ..search.headmap import Circuit
 from ..search.objectives import Objective, as_objective, effect
 from ..search.search_data import search_sets
-from ..search.ticking import ticker
 from ..search.trunk_cache import CACHE_BYTES, Outputs, Prefix
 
 Edit = Literal["zero", "mean", "patch"]
@@ -137,11 +137,11 @@ def head_map(
     effects: dict[str, list[tuple[list[float], list[float]]]] = {name: [] for name in names}
     depth = len(host)
     work = sum((host.head_counts[i] + 1) * (depth - i) for i in chosen) * prefix.batches
-    with ticker(f"head map, {edit}", work, enabled=progress) as tick:
+    with Progress(f"head map, {edit}", work, enabled=progress, unit="block runs") as bar:
         for layer in range(depth):
             heads = host.head_counts[layer]
             if layer in chosen:
-                outputs = _edited(prefix, heads, edit, seed, tick)
+                outputs = _edited(prefix, heads, edit, seed, bar.update)
                 base = outputs.candidate(0)
                 for name, goal in zip(names, goals, strict=True):
                     pairs = [effect(goal, outputs.candidate(h + 1), base) for h in range(heads)]

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.batches import columns, move, split_batch
+from ..data.model_runs import device_of
 from ..errors import UnsupportedModelError
 from ..heads.gates import gate
-from ..hosts import HostModel, device_of, main_output
-from ..hosts.attention import attend, bias_of
-from ..hosts.attention_site import HeadWeights
+from ..hosts import HostModel, main_output
+from ..hosts.attention import AttentionArguments, add_bias, attend, bias_of, rows_of_mask
 from ..hosts.block import Block
-from ..hosts.block_arguments import Understood, add_bias, rows_of_mask, understand
+from ..hosts.block_arguments import read_arguments
 from ..hosts.block_calls import (
     BlockCall,
     Inputs,
@@ -36,7 +36,7 @@ from ..hosts.block_calls import (
     take_rows,
     why_not_chained,
 )
-from ..hosts.block_math import run
+from ..hosts.head_weights import HeadWeights
 
 Branch = tuple[int, Tensor]
 """An output stream of a block: its input stream and its gates [heads]."""
@@ -77,7 +77,7 @@ class Call:
 
     batch: int
     layers: tuple[BlockCall, ...] = ()
-    reads: tuple[Understood, ...] = ()
+    reads: tuple[AttentionArguments, ...] = ()
     inputs: Inputs | None = None
     positions: Tensor | None = None
     length: int = 0
@@ -112,7 +112,7 @@ class Engine:
         self.host = host
         self.streams = streams
         self.own = host.why_not_fused() is None
-        self.device = device_of(host.model)
+        self.device = device_of(host.model) or torch.device("cpu")
         self._example: Inputs | None = None
 
     def enter(self, batch: Any) -> tuple[Tensor, Call]:
@@ -140,17 +140,17 @@ class Engine:
         with stand_ins(self.host, answer, note=calls.append):
             self.host.model(*inputs[0], **inputs[1])
         x, arithmetic = calls[-1].hidden, self.host.arithmetic
-        reads: list[Understood] = []
+        reads: list[AttentionArguments] = []
         for layer, call in enumerate(calls):
             same = not arithmetic.by_layer and not isinstance(arithmetic.rotary, tuple)
             reads.append(reads[-1] if reads and same else self._read(layer, call))
         return x, Call(len(x), reads=tuple(reads), length=x.shape[1])
 
-    def _read(self, layer: int, call: BlockCall) -> Understood:
+    def _read(self, layer: int, call: BlockCall) -> AttentionArguments:
         """Read a block's arguments."""
         block, arithmetic = self.host.blocks[layer], self.host.arithmetic
         site = block.attention
-        read = understand(
+        read = read_arguments(
             parameter_names(block.module)[1:],
             call.args,
             call.kwargs,
@@ -163,11 +163,11 @@ class Engine:
         mask = read.mask
         if read.bias is not None:
             mask = add_bias(mask, read.bias, causal=causal)
-        return Understood(mask, causal, read.rotary)
+        return AttentionArguments(mask, causal, read.rotary)
 
     def _host_call(self, inputs: Inputs) -> tuple[Tensor, Call]:
         """Capture the arguments of blocks that the host's own code runs."""
-        calls = capture_calls(self.host, inputs)
+        calls = capture_calls(self.host, self.host.blocks, inputs)
         reason = why_not_chained(calls)
         if reason is not None:
             raise UnsupportedModelError(
@@ -208,8 +208,9 @@ class Engine:
             extra = _attended(block, other, [0] * len(parents), 1.0 - gates)
             attended = attended + (extra if bias is None else extra - bias)
         index = torch.tensor(parents, device=x.device)
-        residual = residual if residual.shape[0] == 1 else residual[index]
-        return _finish(block, residual, attended).flatten(0, 1)
+        residual = residual.expand_as(attended) if len(residual) == 1 else residual[index]
+        # modules see three dimensions, as in the host
+        return block.finish(residual.flatten(0, 1), attended.flatten(0, 1))
 
     def heads(self, layer: int, x: Tensor, call: Call) -> Tensor:
         """Compute all head outputs A_h of a layer: [streams * batch, queries, heads, width]."""
@@ -219,42 +220,38 @@ class Engine:
         streams = len(x) // call.batch
         y = block.norm1(x) if block.family.norm == "pre" else x  # type: ignore[misc]
         weights = site.weights()
-
-        def project(source: Tensor, weight: Tensor, bias: Tensor | None, norm: Any) -> Tensor:
-            flat = None if bias is None else bias.flatten()
-            z = F.linear(source, weight.flatten(0, 1), flat).unflatten(-1, (-1, site.head_dim))
-            return z.transpose(1, 2) if norm is None else norm(z.transpose(1, 2))
-
-        query_norm, key_norm = site.head_norms
         queries = y if rows is None else rows(y)
-        q = project(queries, weights.query, weights.query_bias, query_norm)
         mask = repeat_for_streams(read.mask, streams, call.batch)
         if site.table is not None and weights.positions is not None:
             index = site.table.index
             assert index is not None
             mask = add_bias(mask, bias_of(weights.positions, index[None]), causal=causal)
         if rows is not None:
-            positions = None if call.positions is None else call.positions.repeat(streams)
             mask = rows_of_mask(
                 mask,
                 causal=causal,
                 keys=y.shape[1],
                 queries=queries.shape[1],
-                positions=positions,
+                positions=None if call.positions is None else call.positions.repeat(streams),
                 device=x.device,
             )
-        if read.rotary is not None:
-            q = read.rotary.turn(q, rows)
+        q = weights.queries(queries)  # [batch, queries, heads, width]
         # whether keys are linear in the states, and scores in the keys
-        plain = key_norm is None and read.rotary is None and site.softcap is None
+        plain = site.head_norms == (None, None) and read.rotary is None and site.softcap is None
         if rows is not None and plain and 4 * q.shape[1] * q.shape[2] <= y.shape[2]:
-            return _few_queries(q, y, weights, mask, site.scale)
-        k = project(y, weights.key, weights.key_bias, key_norm)
-        if read.rotary is not None:
-            k = read.rotary.turn(k)
-        v = project(y, weights.value, weights.value_bias, None)
-        out = attend(q, k, v, mask=mask, causal=causal, scale=site.scale, softcap=site.softcap)
-        return out.transpose(1, 2)
+            return _few_queries(q.transpose(1, 2), y, weights, mask, site.scale)
+        return attend(
+            q,
+            weights.keys(y),
+            weights.values(y),
+            mask=mask,
+            causal=causal,
+            rotary=read.rotary,
+            rows=rows,
+            norms=site.head_norms,
+            scale=site.scale,
+            softcap=site.softcap,
+        )
 
     def _rows(self, call: Call) -> Callable[[Tensor], Tensor] | None:
         """Return a function that selects the tokens the classifier reads, or None for all."""
@@ -335,21 +332,6 @@ def _attended(block: Block, heads: Tensor, parents: Sequence[int], gates: Tensor
     chosen = heads if list(parents) == list(range(len(heads))) else heads[index]
     gated = chosen * gates[:, None, None, :, None]
     return F.linear(gated.flatten(-2), output.transpose(0, 1).flatten(1), site.output_bias)
-
-
-def _finish(block: Block, residual: Tensor, attended: Tensor) -> Tensor:
-    """Compute what follows a block's attention."""
-    family = block.family
-    norm1, norm2 = block.norm1, block.norm2
-    assert norm1 is not None and norm2 is not None
-    x = residual + run([block.part(p) for p in block.names(family.after_attention)], attended)
-    mlp = [block.part(path) for path in [*block.mlp_names, *block.names(family.after_mlp)]]
-    # modules see three dimensions, as in the host
-    shape, x = x.shape, x.flatten(0, 1)
-    if family.norm == "pre":
-        return (x + run(mlp, norm2(x))).view(shape)
-    x = norm1(x)
-    return norm2(x + run(mlp, x)).view(shape)
 
 
 def _names(model: nn.Module) -> list[str]:

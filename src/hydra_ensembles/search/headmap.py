@@ -1,8 +1,8 @@
 """HeadMap: layer-conditioned search for the heads that carry an objective (Wang et al., 2025).
 
-From the bottom layer to the top, each head is zeroed by itself (with what the search has fixed
-below), its harm is how much the objective rises, and the layer's top-k heads by harm join the
-circuit. The prefix below a layer is fixed, so its hidden states are cached (`prefix.py`).
+From the bottom layer to the top, each head of a layer is zeroed (with what the search has fixed
+below). Its harm is how much the objective rises, and the layer's top-k heads by harm join the
+circuit. What is below a layer is fixed, so its hidden states are cached (`trunk_cache.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -120,6 +120,7 @@ class Circuit:
         )
 
 
+@overload
 def find_circuit(
     model: nn.Module | HostModel,
     *,
@@ -132,23 +133,13 @@ def find_circuit(
     condition: Condition = "knockout",
     layers: Sequence[int] | None = None,
     score: str | Score = "msp",
+    effects: Literal[False] = False,
     folder: str | os.PathLike[str] | None = None,
     cache_bytes: int = CACHE_BYTES,
     progress: bool = True,
-) -> HeadMask:
-    """Find the heads that carry an objective. See `find_effects` for the arguments.
-
-    Heads of a layer are ranked by the objective without each of them. The objective with all heads
-    does not change the ranking, so the passes that would measure it are skipped.
-
-    Example:
-        >>> mask = find_circuit(model, id=validation, ood=outliers, objective="ood-auroc", keep=0.5)
-    """
-    steps, *_ = _search(**locals(), baselines=False)
-    return HeadMask([step["selected"] for step in steps])
-
-
-def find_effects(
+) -> HeadMask: ...
+@overload
+def find_circuit(
     model: nn.Module | HostModel,
     *,
     id: Any,
@@ -160,11 +151,31 @@ def find_effects(
     condition: Condition = "knockout",
     layers: Sequence[int] | None = None,
     score: str | Score = "msp",
+    effects: Literal[True],
     folder: str | os.PathLike[str] | None = None,
     cache_bytes: int = CACHE_BYTES,
     progress: bool = True,
-) -> Circuit:
-    """Search for a circuit and return it with the harm of removing each head.
+) -> Circuit: ...
+@in_plain_words()
+@processes.holds("folder")
+def find_circuit(
+    model: nn.Module | HostModel,
+    *,
+    id: Any,
+    ood: Any = None,
+    shift: Any = None,
+    objective: Any = "id-loss",
+    keep: Keep | None = None,
+    max_cost: float | None = None,
+    condition: Condition = "knockout",
+    layers: Sequence[int] | None = None,
+    score: str | Score = "msp",
+    effects: bool = False,
+    folder: str | os.PathLike[str] | None = None,
+    cache_bytes: int = CACHE_BYTES,
+    progress: bool = True,
+) -> HeadMask | Circuit:
+    """Find the heads that carry an objective, by HeadMap (Wang et al., ICLR 2025).
 
     Args:
         model: A host model; it is not changed.
@@ -181,47 +192,19 @@ def find_effects(
             the plain model (`Budget.heads`).
         condition: What is fixed below a layer: `"knockout"` (the published search: heads already
             selected stay zeroed), `"keep"` (heads not selected are zeroed: the circuit as it will
-            be used), `"none"` (nothing: each head by itself).
+            be used), `"none"` (nothing: each head on its own).
         layers: Layers to search; the others keep all heads. All by default.
         score: The uncertainty by which `ood-auroc` ranks.
+        effects: Also measure the objective with all heads on, and return a `Circuit`: the mask, and
+            the harm of removing each head with its standard error. The ranking of heads does not
+            need it, so these passes are skipped by default.
         folder: Where to store the state, so that a stopped search can resume; None stores nothing.
         cache_bytes: Memory for hidden states; beyond it they are recomputed.
         progress: Show a bar with the remaining time on a terminal.
-    """
-    steps, goal, settings = _search(**locals(), baselines=True)
-    errors = [step["standard_error"] for step in steps]
-    return Circuit(
-        HeadMask([step["selected"] for step in steps]),
-        HeadScores([step["effect"] for step in steps], name=goal, standard_error=errors),
-        tuple(step["baseline"] for step in steps),
-        goal,
-        condition,
-        settings,
-    )
 
-
-@in_plain_words()
-@processes.holds("folder")
-def _search(
-    model: nn.Module | HostModel,
-    *,
-    id: Any,
-    ood: Any,
-    shift: Any,
-    objective: Any,
-    keep: Keep | None,
-    max_cost: float | None,
-    condition: Condition,
-    layers: Sequence[int] | None,
-    score: str | Score,
-    folder: str | os.PathLike[str] | None,
-    cache_bytes: int,
-    progress: bool,
-    baselines: bool,
-) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
-    """Return the steps by layer, the objective's name and what the search depends on.
-
-    Takes every argument of `find_circuit` and `find_effects`, whose names are the same.
+    Example:
+        >>> mask = find_circuit(model, id=validation, ood=outliers, objective="ood-auroc", keep=0.5)
+        >>> print(find_circuit(model, id=validation, effects=True))
     """
     check_name("condition", condition, CONDITIONS)
     host = host_model(model)
@@ -231,10 +214,17 @@ def _search(
     kinds = sorted({name.split("/")[0] for name in sets})
     goals = average_of(score, kinds) if goal.name == "average" else [goal]
     chosen = list(range(len(host))) if layers is None else sorted(layers)
-    counts = _counts(host, sets["id"], keep, max_cost, chosen)
+    if max_cost is None:
+        counts = keep_counts(0.5 if keep is None else keep, host.head_counts)
+    elif keep is None:
+        counts = Budget.of(host, next(iter(sets["id"])), max_cost).heads(chosen)
+    else:
+        raise MaskError(
+            f"keep={keep} and max_cost={max_cost} both set how many heads to keep: give one."
+        )
     counts = tuple(
-        k if i in chosen else n
-        for i, (k, n) in enumerate(zip(counts, host.head_counts, strict=True))
+        kept if layer in chosen else heads
+        for layer, (kept, heads) in enumerate(zip(counts, host.head_counts, strict=True))
     )
     settings = {
         "objective": goal.name,
@@ -242,27 +232,20 @@ def _search(
         "keep": list(counts),
         "layers": chosen,
         "score": score if isinstance(score, str) else getattr(score, "__name__", "score"),
+        "effects": effects,
         "model": model_fingerprint(host.model) if folder is not None else "",
         "data": _fingerprints(sets) if folder is not None else {},
     }
-    if not baselines:
-        settings["baselines"] = False
     state = SearchState(folder, settings)
-    search = LayerSearch(host, sets, goals, condition, counts, chosen, cache_bytes, baselines)
-    return search.run(state, progress), goal.name, settings
-
-
-def _counts(
-    host: HostModel, data: Any, keep: Keep | None, max_cost: float | None, layers: Sequence[int]
-) -> tuple[int, ...]:
-    """Return the number of heads that each layer keeps, as requested or within a budget."""
-    if max_cost is None:
-        return keep_counts(0.5 if keep is None else keep, host.head_counts)
-    if keep is not None:
-        raise MaskError(
-            f"keep={keep} and max_cost={max_cost} both say how many heads to keep: give one."
-        )
-    return Budget.of(host, next(iter(data)), max_cost).heads(layers)
+    search = LayerSearch(host, sets, goals, condition, counts, chosen, cache_bytes, effects)
+    steps = search.run(state, progress)
+    mask = HeadMask([step["selected"] for step in steps])
+    if not effects:
+        return mask
+    errors = [step["standard_error"] for step in steps]
+    harms = HeadScores([step["effect"] for step in steps], name=goal.name, standard_error=errors)
+    baseline = tuple(step["baseline"] for step in steps)
+    return Circuit(mask, harms, baseline, goal.name, condition, settings)
 
 
 def _fingerprints(sets: Mapping[str, Any]) -> dict[str, str]:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.progress import Progress
 from ..errors import DataError
 from ..heads.head_mask import HeadMask, HeadScores
 from ..hosts import HostModel
 from .objectives import Objective, effect
 from .search_state import SearchState
-from .ticking import ticker
 from .trunk_cache import Outputs, Prefix
 
 
@@ -46,9 +46,10 @@ class LayerSearch:
         base = self._climb(prefix, rows)
         remaining = [layer for layer in self.layers if layer >= prefix.layer]
         work = sum((self.host.head_counts[i] + self.baselines) * (depth - i) for i in remaining)
-        with ticker("circuit", work * prefix.batches, enabled=progress) as tick:
+        work *= prefix.batches
+        with Progress("circuit", work, enabled=progress, unit="block runs") as bar:
             while True:
-                runs = self._pass(prefix, base, tick)
+                runs = self._pass(prefix, base, bar.update)
                 step = self._step(prefix.layer, runs)
                 state.add(step)
                 if prefix.layer == depth - 1:

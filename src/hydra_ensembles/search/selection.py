@@ -1,11 +1,9 @@
 """Members that complement each other: an ensemble selected by its own validation figures.
 
-Forward selection (Caruana et al., 2004), or a beam of such, over a table of candidates; members
-differ as long as the budget allows it. What is rewarded is the improvement over the host per family
-of outliers, mean plus worst, joined with NLL. Examples are split: one part selects, another decides
-when to stop.
-
-Distinct members: the next best mask when a search returns one that is already taken.
+Forward selection with a beam (Caruana et al., 2004, https://doi.org/10.1145/1015330.1015432) over a
+table of candidates; members differ as long as the budget allows it. The objective is the gain over
+the host per family of outliers, mean plus worst, joined with NLL. One part of the examples selects,
+another part decides between the finalists.
 """
 
 from __future__ import annotations
@@ -14,12 +12,15 @@ import heapq
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..costs.budget import Budget
+from ..errors import MaskError
 from ..evaluation.intervals import percentiles
 from ..heads.head_mask import HeadMask, HeadScores
 from .candidate_table import Figures, Table
@@ -143,22 +144,6 @@ class Selection:
     trail: list[dict[str, Any]] = field(default_factory=list)
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    @property
-    def order(self) -> tuple[int, float]:
-        """What makes one selection better than another: more different members, then the gain."""
-        return len(set(self.members)), self.held_out
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Selection:
-        """Read plain data, as `asdict` or JSON gives it."""
-        return cls(
-            tuple(plain["members"]),
-            plain["gain"],
-            plain["held_out"],
-            plain["trail"],
-            {name: (low, high) for name, (low, high) in plain["intervals"].items()},
-        )
-
 
 class Selector:
     """Selects ensembles out of a table.
@@ -245,23 +230,6 @@ class Selector:
             key = (False, tuple(sorted((*have, place))))
             self._known[key] = o.value(figures, self._hosts[False])
 
-    def refine(self, start: Sequence[int]) -> tuple[int, ...]:
-        """Exchange single members while the objective on the selecting part improves."""
-        pool = range(self.candidates)
-        best = tuple(sorted(start))
-        while True:
-            near = {
-                tuple(sorted((*best[:i], new, *best[i + 1 :])))
-                for i in range(len(best))
-                for new in pool
-            }
-            able = [ensemble for ensemble in sorted(near) if self.fits(ensemble)]
-            able = [e for e in able if len(set(e)) >= len(set(best))]
-            top = max(able, key=lambda e: (self.gain(e), [-i for i in e]), default=best)
-            if self.gain(top) <= self.gain(best) + 1e-9:
-                return best
-            best = top
-
     def choose(self, finalists: Sequence[Sequence[int]]) -> Selection:
         """Choose by the held-out part among the ensembles with the most distinct members."""
         unique = sorted({tuple(sorted(f)) for f in finalists})
@@ -303,17 +271,72 @@ class Selector:
         return {name: percentiles(torch.tensor(values)) for name, values in found.items()}
 
 
-def split_rows(
-    sizes: Mapping[str, int], parts: Mapping[str, float], *, seed: int = 0
-) -> dict[str, dict[str, Tensor]]:
-    """Split the examples of every data set at random into named parts."""
+def select_members(
+    table: Table,
+    masks: Sequence[HeadMask],
+    budget: Budget,
+    *,
+    members: int = 3,
+    select: Rows | None = None,
+    hold: Rows | None = None,
+    objective: EnsembleObjective | None = None,
+    beam: int = 3,
+    bags: int = 4,
+    seed: int = 0,
+) -> Selection:
+    """Choose members out of a table of candidates.
+
+    Selection runs on the whole selecting part, on bags of half of its examples, and without each
+    family of outliers (if there are three or more). The results are finalists; held-out examples of
+    all families decide between them.
+
+    Args:
+        table: The candidates' logits; candidate 0 is the unpruned host.
+        masks: The candidates.
+        budget: Bounds the members' counted cost.
+        members: Number of members M; a mask is chosen twice only if no other fits the budget.
+        select, hold: Examples by data set for selection and for the decision; all by default.
+        objective: See `EnsembleObjective`.
+        beam: Ensembles kept while growing.
+        bags: Number of bags with half of the examples.
+        seed: Seed of the bags.
+    """
+
+    @cache
+    def allowed(members: frozenset[int]) -> bool:
+        return budget.allows([masks[i] for i in sorted(members)])
+
+    def fits(members: Sequence[int]) -> bool:
+        return allowed(frozenset(members))  # a mask chosen twice runs once
+
+    finalists: dict[tuple[int, ...], None] = {}
+    for bag in _bags(table, select, bags, seed):
+        selector = Selector(table, objective=objective, select=bag, hold=hold, fits=fits)
+        finalists.update(dict.fromkeys(selector.forward(members, beam=beam)))
+    if not finalists:
+        raise MaskError(
+            f"None of {len(masks)} candidates gives {members} members within "
+            f"max_cost={budget.max_cost}. Raise max_cost, or build fewer members."
+        )
+    judge = Selector(table, objective=objective, select=select, hold=hold, fits=fits)
+    return judge.choose(list(finalists))
+
+
+def _bags(table: Table, select: Rows | None, bags: int, seed: int) -> list[dict[str, Tensor]]:
+    """Return the sets of rows to select on: all, without each family, halves."""
+    whole = {
+        name: torch.arange(size) if select is None else select[name]
+        for name, size in table.sizes().items()
+    }
+    row_sets = [whole]
+    if len(table.families) > 2:
+        for family in table.families:
+            row_sets.append({name: rows for name, rows in whole.items() if name != family})
     generator = torch.Generator().manual_seed(seed)
-    result: dict[str, dict[str, Tensor]] = {part: {} for part in parts}
-    for name, size in sizes.items():
-        order = torch.randperm(size, generator=generator)
-        start = 0.0
-        for part, share in parts.items():
-            first, last = round(start * size), round((start + share) * size)
-            result[part][name] = order[first:last].sort().values
-            start += share
-    return result
+    for _ in range(bags):
+        halves = {}
+        for name, rows in whole.items():
+            order = torch.randperm(len(rows), generator=generator)
+            halves[name] = rows[order[: (len(rows) + 1) // 2]]
+        row_sets.append(halves)
+    return row_sets

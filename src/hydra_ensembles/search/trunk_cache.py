@@ -18,9 +18,8 @@ from ..data.processes import in_order, own_batches, own_numbers
 from ..errors import DataError
 from ..heads.head_mask import HeadMask
 from ..hosts import HostModel
-from .candidate_runs import Tick, climb
+from .candidate_runs import Tick, candidate_logits
 from .candidate_streams import Call, Engine, Replacement
-from .ray_tasks import Job, RayTasks, current_tasks
 from .search_state import TensorStore
 
 CACHE_BYTES = 4 * 2**30
@@ -221,7 +220,6 @@ class Prefix:
         replacement: Callable[[str, int, Call], Replacement] | None = None,
         tick: Tick | None = None,
         store: TensorStore | None = None,
-        label: str = "",
         sets: Collection[str] | None = None,
     ) -> Outputs:
         """Return the logits of the host under every mask; only rows from the current layer count.
@@ -229,64 +227,30 @@ class Prefix:
         Args:
             masks: Masks, or gates by layer.
             replacement: What replaces heads of the *current* layer that are off (default: zero).
-            tick: Called with the number of block runs that were done.
-            store: Keeps the logits of every batch, so that a stopped search need not run it again.
-            label: What the masks are called in the store.
+            tick: Called with the number of finished block runs.
+            store: Keeps the logits of every batch for a stopped search; of one list of masks only.
             sets: Names of the data sets to run; all by default.
         """
         above = [[row.float() for row in mask][self.layer :] for mask in masks]
         chosen = [name for name in self.data if sets is None or name in sets]
-        tasks = current_tasks()
         found: dict[str, list[Tensor]] = {}
 
-        def stored(name: str, index: int) -> Tensor | None:
-            known = None if store is None else store.get(f"{label}-{self._span(name, index)}")
-            if known is not None and tick is not None:
-                tick(len(masks) * (len(self.host) - self.layer) * processes.size())
-            return known
-
-        def keep(name: str, index: int, logits: Tensor) -> None:
-            if store is not None:
-                store.put(f"{label}-{self._span(name, index)}", logits)
-
         def run(name: str, index: int, x: Tensor, call: Call) -> dict[str, Tensor]:
-            known = stored(name, index)
+            key = self._span(name, index)
+            known = None if store is None else store.get(key)
             if known is None:
                 edit = None if replacement is None else replacement(name, index, call)
-                known = climb(self.engine, self.layer, x, call, above, edit, tick).float().cpu()
-                keep(name, index, known)
+                logits = candidate_logits(self.engine, self.layer, x, call, above, edit, tick)
+                known = logits.float().cpu()
+                if store is not None:
+                    store.put(key, known)
+            elif tick is not None:
+                tick(len(masks) * (len(self.host) - self.layer) * processes.size())
             return {"logits": known}
-
-        def by_tasks(name: str, tasks: RayTasks) -> list[Tensor]:
-            results: dict[int, Tensor] = {}
-
-            def jobs() -> Iterator[tuple[int, Job]]:
-                for index, x, call in self._own_states(name):
-                    known = stored(name, index)
-                    if known is not None:
-                        results[index] = known
-                        continue
-                    edit = None if replacement is None else replacement(name, index, call)
-                    yield index, Job(self.layer, x, call, above, edit)
-
-            def finish(index: int, logits: Tensor, runs: int) -> None:
-                results[index] = logits
-                keep(name, index, logits)
-                if tick is not None:
-                    tick(runs)
-
-            tasks.run(self.engine, jobs(), finish)
-            if len(results) < len(self._sizes[name]):
-                raise self._changed(name, len(results))
-            return [results[index] for index in range(len(results))]
 
         with evaluating(self.host.model):
             for name in chosen:
-                found[name] = (
-                    [one["logits"] for one in self.over(name, partial(run, name))]
-                    if tasks is None
-                    else by_tasks(name, tasks)
-                )
+                found[name] = [one["logits"] for one in self.over(name, partial(run, name))]
         labels = {name: self.labels[name] for name in chosen if name in self.labels}
         for name, values in labels.items():
             check_labels(values, f"the data set {name!r}", classes=found[name][0].shape[-1])

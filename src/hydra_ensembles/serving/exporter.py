@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from .._records import (
 )
 from ..errors import DataError, FormatError, MissingDependencyError, UnsupportedModelError
 from ..fusion import HydraEnsemble
+from ..hosts.architecture import library_versions
 from ..registry import check_name
 from ..runtime.contract import CONTRACT, FORMAT, FORMAT_VERSION, OUTPUTS, problem_of, signed
 from .agreement import BATCHES, compare
@@ -243,7 +243,7 @@ def _contract(
     return {
         "format": FORMAT,
         "format_version": list(FORMAT_VERSION),
-        "libraries": _versions(),
+        "libraries": library_versions("onnx", "onnxscript", "onnxruntime"),
         "task": task,
         "host": type(ensemble.host).__name__,
         "members": members,
@@ -315,13 +315,3 @@ def _named_files(contract: Path) -> set[str]:
         return set(read_contract(contract.parent).data["files"])
     except FormatError:  # none there, or a damaged one: nothing is removed on its word
         return set()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("hydra-ensembles", "torch", "onnx", "onnxscript", "onnxruntime", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -6,11 +6,14 @@ from .branch_run import finetune_branch
 from .distillation import distill
 from .finetune_run import finetune
 from .loop import FinetunedMember, StepInfo
-from .settings import Settings
+from .settings import BRANCH, DISTILL, FINETUNE, Settings
 from .teachers import make_teachers
 from .weight_average import average_weights
 
 __all__ = [
+    "BRANCH",
+    "DISTILL",
+    "FINETUNE",
     "FinetunedMember",
     "Settings",
     "StepInfo",

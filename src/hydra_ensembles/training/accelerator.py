@@ -1,13 +1,10 @@
-"""The gradients of one step, computed from parts of a batch that processes may share.
-
-One run under accelerate, whose process-wide state is put back afterwards.
-"""
+"""A training run under accelerate: its state, gradients by parts, checked logits and labels."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +12,25 @@ from torch import Tensor, nn
 from ..data import processes
 from ..data.batches import split_batch
 from ..data.model_runs import call_model, member_logits_of
-from ..errors import DataError, HydraError, MissingDependencyError
+from ..errors import DataError, HydraError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 @contextlib.contextmanager
-def accelerator(mixed_precision: str) -> Iterator[Any]:
+def accelerator(mixed_precision: str) -> Iterator[Accelerator]:
     """Yield an `Accelerator`; afterwards put accelerate's process-wide state back."""
-    try:
-        from accelerate import Accelerator
-        from accelerate.state import AcceleratorState
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Training needs accelerate. Install it with: pip install 'hydra-ensembles[train]'."
-        ) from error
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
     processes.size()  # before accelerate does: the process group must also carry CPU tensors
     # once a state exists, its precision holds for the whole process: never change a user's
     foreign = AcceleratorState._shared_state.get("_mixed_precision")
     if foreign is not None and foreign != mixed_precision:
         raise HydraError(
-            f"This process already runs accelerate with mixed_precision={foreign!r}, "
-            f"but {mixed_precision!r} was asked for. Pass mixed_precision={foreign!r}."
+            f"This process already runs accelerate with mixed_precision={foreign!r}, but "
+            f"{mixed_precision!r} was asked for. Pass Settings(mixed_precision={foreign!r})."
         )
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
@@ -59,60 +55,45 @@ class Gradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter], parts: int, *, ordered: bool) -> None:
         self.parameters, self.parts, self.ordered = list(parameters), parts, ordered
-        self._found: dict[int, list[Tensor | None]] = {}
+        self._rows: dict[int, Tensor] = {}
 
     def take_(self, part: int) -> None:
-        """Move the gradients that a part left on the parameters into this object."""
-        self._found[part] = [parameter.grad for parameter in self.parameters]
+        """Move the gradients that a part left on the parameters into this object.
+
+        They become one vector that ends with one number per parameter: 1 if it has a gradient.
+        """
+        used = [parameter.grad is not None for parameter in self.parameters]
+        pieces = [
+            (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).reshape(-1)
+            for parameter in self.parameters
+        ]
+        self._rows[part] = torch.cat([*pieces, torch.tensor(used).to(pieces[0])])
         for parameter in self.parameters:
             parameter.grad = None
 
     def put_(self) -> None:
         """Set the parameters' gradients to the sum over all parts of all processes."""
-        used = torch.zeros(len(self.parameters))
-        for row in self._found.values():
-            used += torch.tensor([grad is not None for grad in row], dtype=torch.float32)
-        processes.sum_over([used])
-        trained = [p for p, count in zip(self.parameters, used.tolist(), strict=True) if count]
-        flat = {part: self._flat(row, used) for part, row in self._found.items()}
-        self._found = {}
-        if not trained:
-            return
-        total = self._in_order(flat, trained) if self.ordered else self._at_once(flat, trained)
-        sizes = [parameter.numel() for parameter in trained]
-        for parameter, grad in zip(trained, total.split(sizes), strict=True):
-            parameter.grad = grad.view_as(parameter).to(parameter.dtype)
-
-    def _flat(self, row: Sequence[Tensor | None], used: Tensor) -> Tensor:
-        """Return a part's gradients as one vector, zero where only other parts have gradients."""
-        pieces = [
-            (torch.zeros_like(parameter) if grad is None else grad).reshape(-1)
-            for parameter, grad, count in zip(self.parameters, row, used.tolist(), strict=True)
-            if count
-        ]
-        return torch.cat(pieces) if pieces else torch.zeros(0)
-
-    def _in_order(self, flat: dict[int, Tensor], trained: Sequence[nn.Parameter]) -> Tensor:
-        several = processes.size()
-        total: Tensor | None = None
-        for part in range(self.parts):
-            grad = flat.pop(part) if part in flat else _empty(trained)
-            processes.broadcast(grad, part % several)
-            total = grad if total is None else total + grad
-        assert total is not None
-        return total
-
-    def _at_once(self, flat: dict[int, Tensor], trained: Sequence[nn.Parameter]) -> Tensor:
-        total = torch.stack(list(flat.values())).sum(0) if flat else _empty(trained).zero_()
-        processes.sum_over([total])
-        return total
+        sizes = [*(parameter.numel() for parameter in self.parameters), len(self.parameters)]
+        like = torch.cat([parameter.detach().reshape(-1)[:1] for parameter in self.parameters])
+        if self.ordered:
+            total = like.new_zeros(sum(sizes))
+            for part in range(self.parts):
+                row = self._rows.pop(part, None)
+                row = like.new_empty(sum(sizes)) if row is None else row
+                processes.broadcast(row, part % processes.size())
+                total += row
+        else:
+            rows = list(self._rows.values()) or [like.new_zeros(sum(sizes))]
+            total = torch.stack(rows).sum(0)
+            processes.sum_over([total])
+        *gradients, used = total.split(sizes)
+        for parameter, gradient, count in zip(
+            self.parameters, gradients, used.tolist(), strict=True
+        ):
+            if count:  # without a gradient in any part, the optimizer must skip it
+                parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
 
 
-def _empty(parameters: Sequence[nn.Parameter]) -> Tensor:
-    return torch.cat([torch.empty_like(parameter).reshape(-1) for parameter in parameters])
-
-
-# A model's member logits of a labelled batch, checked against the labels.
 class MemberLogits(nn.Module):
     """A model as a function from a batch to member logits `[B, M, C]`.
 
@@ -126,7 +107,8 @@ class MemberLogits(nn.Module):
     def forward(self, batch: Any) -> Tensor:
         of_members = getattr(self.model, "member_logits", None)
         if callable(of_members):  # a fused ensemble: its `logits` are the members' mean already
-            return of_members(batch)
+            logits: Tensor = of_members(batch)
+            return logits
         return member_logits_of(call_model(self.model, batch))
 
 
@@ -139,22 +121,17 @@ def logits_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     if len(labels) != len(logits):
         raise DataError(f"A batch has {len(labels)} labels for {len(logits)} answers.")
     if labels.is_floating_point():
-        return logits, _probabilities(labels, logits.shape[-1]).to(logits)
+        if labels.shape != logits.shape[::2]:
+            raise DataError(
+                f"Labels of type {labels.dtype} have shape {list(labels.shape)}. Expected class "
+                f"numbers [batch] as integers, or probabilities [batch, {logits.shape[-1]}]."
+            )
+        if bool((labels < 0).any()) or not bool(((labels.sum(1) - 1).abs() < 1e-2).all()):
+            raise DataError("Labels [batch, class] are not probabilities. Pass softmax(logits).")
+        return logits, labels.to(logits)
     if labels.min() < 0 or labels.max() >= logits.shape[-1]:
         raise DataError(
             f"Labels run from {labels.min()} to {labels.max()}, but the model has "
             f"{logits.shape[-1]} classes. Number the classes from 0."
         )
     return logits, labels.long().to(logits.device)
-
-
-def _probabilities(labels: Tensor, classes: int) -> Tensor:
-    """Return soft labels `[B, C]` (a teacher's answers, for example); raise if they are not."""
-    if labels.shape[1:] != (classes,):
-        raise DataError(
-            f"Labels of type {labels.dtype} have shape {list(labels.shape)}. Expected class "
-            f"numbers [batch] as integers, or probabilities [batch, {classes}]."
-        )
-    if bool((labels < 0).any()) or not bool(((labels.sum(1) - 1).abs() < 1e-2).all()):
-        raise DataError("Labels [batch, class] are not probabilities. Pass softmax(logits).")
-    return labels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -20,10 +21,8 @@ from .accelerator import accelerator, logits_and_labels
 from .loop import FinetunedMember, Run, StepInfo
 from .outlier_exposure import Cycle, Outliers, outlier_stream
 from .sample_order import Stream, derive_seed, generator, keys_of, numbered
-from .settings import Settings
-from .trunk_cache import CachedTrunk, still, untied
-
-BRANCH = Settings(bootstrap=True, outlier_weight=0.2)
+from .settings import BRANCH, Settings
+from .trunk_cache import CachedTrunk, untied
 
 
 @processes.holds("folder")
@@ -31,25 +30,14 @@ def finetune_branch(
     ensemble: HydraEnsemble,
     data: Iterable[Any],
     *,
-    settings: Settings | None = None,
+    ood: Outliers | None = None,
+    settings: Settings = BRANCH,
     epochs: int | None = None,
     learning_rate: float | None = None,
     seed: int = 0,
-    bootstrap: bool | None = None,
-    label_smoothing: float | None = None,
-    towards_host: float | None = None,
-    distill: float | None = None,
-    outliers: Outliers | None = None,
-    outlier_weight: float | None = None,
+    validation: Iterable[Any] | None = None,
     cache_bytes: int = 2 * 2**30,
     trunk_states: dict[Any, Tensor] | None = None,
-    shuffle: bool | None = None,
-    warmup: float | None = None,
-    weight_decay: float | None = None,
-    max_grad_norm: float | None = None,
-    mixed_precision: str | None = None,
-    validation: Iterable[Any] | None = None,
-    keep: str | None = None,
     folder: str | Path | None = None,
     save_every: int = 200,
     progress: bool = True,
@@ -65,10 +53,10 @@ def finetune_branch(
     Objective: mean over samples b and members m of w_bm * cross-entropy(logits_bm, label_b), plus
     towards_host / 2 * sum (w - w_start)^2, with w_bm ~ Poisson(1), fixed for all epochs: the online
     form of the bootstrap (Oza and Russell, 2001), so that members see different data in one pass.
-    With `distill` = a the label becomes (1 - a) * label_b + a * p_b, where p_b is what the given
-    ensemble predicts (with its temperatures); this protects accuracy when there are few examples.
-    With `outliers`, `outlier_weight` times the mean of w * KL(uniform || prediction) over outliers
-    and members is added (Outlier Exposure, Hendrycks et al., 2019).
+    With `Settings.distill` = a the label becomes (1 - a) * label_b + a * p_b, where p_b is what the
+    given ensemble predicts (with its temperatures); this protects accuracy when there are few
+    examples. With `ood`, `Settings.outlier_weight` times the mean of w * KL(uniform || prediction)
+    over outliers and members is added (Outlier Exposure, Hendrycks et al., 2019, arXiv 1812.04606).
 
     Args:
         ensemble: What `fuse` or `build` made. It is not changed.
@@ -76,12 +64,12 @@ def finetune_branch(
             returns; labels as in `finetune`. The trunk's output is cached per sample, so random
             augmentations are drawn only once (`cache_bytes=0` draws them in every epoch). A sample
             that a loader pads to a new length runs through the trunk again.
-        settings: How to train; `Settings(bootstrap=True, outlier_weight=0.2)` by default. Arguments
-            named like its fields override them.
+        ood: What members learn to be unsure about: batches, batches by family, or "auto", proxies
+            made from `data` (see `make_proxies`), so that no real outliers are needed. They are
+            kept in memory; each step uses one batch of them.
+        settings: How to train; see `Settings`. Start from the defaults: `replace(BRANCH, ...)`.
+        epochs, learning_rate: Override the fields of `settings`.
         seed: Determines the order, dropout and the members' bootstraps.
-        outliers: What members learn to be unsure about: batches, batches by family, or "auto",
-            proxies made from `data` (see `make_proxies`), so that no real outliers are needed. They
-            are kept in memory; each step uses one batch of them.
         cache_bytes: Memory for the trunk's outputs, in addition to the data. What does not fit is
             recomputed when needed, with the same result (up to rounding).
         trunk_states: A dict for the trunk's outputs, filled by the first of several runs and read
@@ -91,33 +79,35 @@ def finetune_branch(
     Returns:
         A `FinetunedMember` whose `model` is the trained `HydraEnsemble`, its trunk still frozen and
         its temperatures removed: they were fitted to other weights.
+
+    Example:
+        >>> trained = finetune_branch(ensemble, held_out, ood="auto", epochs=2)
+        >>> trained.model.predict(batch)
     """
-    chosen = (settings or BRANCH).updated(locals())
-    if outliers is None:
-        chosen = replace(chosen, outlier_weight=0.0)
-    chosen.check_validation(validation)
+    settings = settings.updated(epochs, learning_rate)
+    if ood is None:
+        settings = replace(settings, outlier_weight=0.0)
+    settings.check_validation(validation)
     model = CachedTrunk(untied(ensemble), cache_bytes, trunk_states)
-    outlier_batches = None if outliers is None else outlier_stream(outliers, data, seed=seed)
-    with accelerator(chosen.mixed_precision) as group:
+    teacher = None
+    if settings.distill:
+        teacher = CachedTrunk(copy.deepcopy(ensemble).eval(), cache_bytes, model._rows)
+        teacher.ensemble.mode = "fused"
+    with accelerator(settings.mixed_precision) as group:
         result = BranchRun(
             model=model,
-            stream=Stream(numbered(data), seed=seed, shuffle=chosen.shuffle),
-            settings=chosen,
+            stream=Stream(numbered(data), seed=seed, shuffle=settings.shuffle),
+            settings=settings,
             seed=seed,
-            member=0,
-            is_trained=lambda name, parameter: parameter.requires_grad,
-            loss=None,
+            accelerator=group,
             validation=validation,
             folder=None if folder is None else Path(folder),
             save_every=save_every,
             progress=progress,
             on_step=on_step,
-            accelerator=group,
             action="fine-tune branch",
-            outliers=None if outlier_batches is None else Cycle(outlier_batches),
-            teacher=CachedTrunk(still(ensemble), cache_bytes, model._rows)
-            if chosen.distill
-            else None,
+            outliers=None if ood is None else Cycle(outlier_stream(ood, data, seed=seed)),
+            teacher=teacher,
         ).train()
     result.model = model.ensemble
     model.ensemble.mode = ensemble.mode
@@ -150,18 +140,20 @@ class BranchRun(Run):
         return chain(in_order.epoch(0), () if self.outliers is None else self.outliers.stream.data)
 
     def _loss(self, batch: Any, part: int) -> Tensor:
-        batch, share = self._part(batch, part)
-        loss = share * self._labelled_loss(batch) if share else torch.zeros(())
+        loss = super()._loss(batch, part)
         if self.outliers is None:
             return loss
         outliers, share = self._part(self.outliers.at(self.step), part)
         if not share:
             return loss
-        answers = self.wrapped(outliers).float().log_softmax(-1)
-        kl = -answers.mean(-1) - math.log(answers.shape[-1])  # KL(uniform || answer)
-        return loss + share * self.settings.outlier_weight * self._weighted(kl, outliers).mean()
+        return loss + share * self.settings.outlier_weight * self._outlier_loss(outliers)
 
-    def _labelled_loss(self, batch: Any) -> Tensor:
+    def _outlier_loss(self, batch: Any) -> Tensor:
+        answers = self.wrapped(batch).float().log_softmax(-1)
+        kl = -answers.mean(-1) - math.log(answers.shape[-1])  # KL(uniform || answer)
+        return self._weighted(kl, batch).mean()
+
+    def _data_loss(self, batch: Any) -> Tensor:
         logits, labels = logits_and_labels(self.wrapped, batch)
         members = logits.shape[1]
         losses = F.cross_entropy(

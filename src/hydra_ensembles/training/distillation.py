@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from .._records import SEAL, check_same_run, model_fingerprint, read_sealed, sealed, write_whole
 from ..costs.budget import budgeted_masks, counter_of, fit_budget
@@ -30,18 +33,15 @@ from ..heads.head_mask import HeadMask
 from ..hosts import HostModel, host_model
 from ..uncertainty.temperatures import find_temperature
 from .accelerator import accelerator
-from .distill_run import DistillRun, check_labels
+from .branch_run import BranchRun
 from .loop import StepInfo
-from .sample_order import Stream, generator
-from .settings import Settings
-from .teacher_answers import Answers, assign
+from .sample_order import Stream, generator, keys_of
+from .settings import DISTILL, Settings
+from .teacher_answers import TeacherLogits, assign
 from .teachers import Teacher, read_teachers
 from .trunk_cache import CachedTrunk, untied
-from .views import Lessons
+from .views import DistillationData
 
-DISTILL = Settings(
-    epochs=10, learning_rate=5e-4, weight_decay=0.01, distill=1.0, outlier_weight=1.0, views=4
-)
 RUN_FILE = "distill.json"
 """File in the run's folder that records what the run is made of."""
 
@@ -64,17 +64,11 @@ def distill(
     criterion: str | Criterion = "magnitude",
     at_most: float = 0.5,
     own_mlps: bool = False,
-    outliers: Any = "auto",
-    augment: bool = True,
+    ood: Any = "auto",
     validation: Any = None,
-    settings: Settings | None = None,
+    settings: Settings = DISTILL,
     epochs: int | None = None,
     learning_rate: float | None = None,
-    trunk_rate: float | None = None,
-    views: int | None = None,
-    outlier_weight: float | None = None,
-    teacher_temperature: float | None = None,
-    mixed_precision: str | None = None,
     seed: int = 0,
     calibrate: bool = True,
     novelty: bool = True,
@@ -123,14 +117,13 @@ def distill(
             would allow more.
         own_mlps: Whether members also own the MLPs above the branch. They run one by one anyway, so
             copies cost memory, not arithmetic.
-        outliers: Unlabelled inputs on which to learn the teachers' answers: `"auto"` for label-
-            destroying variants of the data; batches, or batches by family; or None.
-        augment: Whether views of the data after the first are lightly augmented.
+        ood: Unlabelled inputs on which to learn the teachers' answers: `"auto"` for variants of the
+            data whose label is destroyed; batches, or batches by family; or None.
         validation: Labelled data for the temperature, and for each epoch's NLL when the best epoch
             is kept (`Settings.keep`). By default a tenth of the data is held out if it has labels;
             without labels nothing is calibrated.
-        settings: How to train; see `Settings`. `epochs`, `learning_rate`, `trunk_rate`, `views`,
-            `outlier_weight`, `teacher_temperature` and `mixed_precision` replace its fields.
+        settings: How to train; see `Settings`. Start from the defaults: `replace(DISTILL, ...)`.
+        epochs, learning_rate: Override the fields of `settings`.
         seed: Determines the order, the views, dropout and what is held out.
         calibrate: Fit a temperature on validation data.
         novelty: Fit novelty (`fit_novelty_`), on the validation data if it has a hundred examples,
@@ -150,13 +143,18 @@ def distill(
     """
     if members < 1:
         raise ValueError(f"members={members}: expected 1 or more.")
-    chosen = (settings or DISTILL).updated(locals())
+    settings = settings.updated(epochs, learning_rate)
+    if not settings.distill:
+        raise ValueError(
+            "distill is 0 in the settings, so no member would learn from its teacher. Start from "
+            "the defaults: replace(DISTILL, ...)."
+        )
     host = host_model(model)
     check_data(host.model, data)
     check_class_order(host.model, data, seed=seed)
     place = None if folder is None else Path(folder)
     sources = read_teachers(teachers, host.model)
-    for name, given in {"data": data, "validation": validation, "outliers": outliers}.items():
+    for name, given in {"data": data, "validation": validation, "ood": ood}.items():
         if isinstance(given, Iterator):  # refused, by its own name
             check_reiterable(given, name=name)
     train, held_out = _parts(as_data(data), validation, seed)
@@ -164,19 +162,16 @@ def distill(
         # a table covers the data itself: no other view, no outliers
         if validation is None and held_out is not None:
             train, held_out = as_data(data), None
-        if outliers == "auto":
-            outliers = None
-        if outliers is not None:
-            raise DataError(
-                "A table of probabilities does not answer outliers: pass outliers=None."
-            )
-        chosen = replace(chosen, views=1)
-    if outliers is None:
-        chosen = replace(chosen, outlier_weight=0.0)
-    chosen.check_validation(held_out)
+        ood = None if isinstance(ood, str) and ood == "auto" else ood
+        if ood is not None:
+            raise DataError("A table of probabilities does not answer ood data: pass ood=None.")
+        settings = replace(settings, views=1)
+    if ood is None:
+        settings = replace(settings, outlier_weight=0.0)
+    settings.check_validation(held_out)
     batch = _first_batch(train)
-    if chosen.distill < 1:
-        check_labels(labels_of(batch), chosen.distill)
+    if settings.distill < 1:
+        check_labels(labels_of(batch), settings.distill)
     chosen_masks = masks
     if masks is None and members > 1:
         chosen_masks = budgeted_masks(
@@ -193,36 +188,35 @@ def distill(
     ratio = cost(start, batch).relative_to(cost(host.model, batch)).multiply_adds
     if masks is None and ratio > max_cost + 1e-6:
         raise MaskError(f"The members cost {ratio:.3f} x, more than max_cost={max_cost}.")
-    lessons = Lessons(train, outliers, chosen, seed=seed, augment=augment)
+    lessons = DistillationData(train, ood, settings, seed=seed)
     if place is not None:
-        processes.on_first(lambda: _check_folder(place, lessons, sources, start, chosen, seed))
-    trained = CachedTrunk(start, cache_bytes, frozen=chosen.trunk_rate == 0)
+        processes.on_first(lambda: _check_folder(place, lessons, sources, start, settings))
+    trained = CachedTrunk(start, cache_bytes, frozen=settings.trunk_rate == 0)
     trunk_names = {n for n, p in trained.named_parameters() if not p.requires_grad}
-    if chosen.trunk_rate:
+    if settings.trunk_rate:
         trained.requires_grad_(True)
-    with accelerator(chosen.mixed_precision) as group:
-        answers = Answers(
+    with evaluating(start):
+        classes = member_logits(start, batch).shape[-1]
+    with accelerator(settings.mixed_precision) as group:
+        answers = TeacherLogits(
             sources,
-            lessons.parts,
-            classes=_classes(start, batch),
+            lessons.sets.values(),
+            classes=classes,
             folder=None if place is None else place / "answers",
             progress=progress,
         )
         shares = assign(answers.teachers, members)
         result = DistillRun(
             model=trained,
-            stream=Stream(lessons.data, seed=seed, shuffle=chosen.shuffle),
-            settings=chosen,
+            stream=Stream(lessons.sets["data"].source, seed=seed, shuffle=settings.shuffle),
+            settings=settings,
             seed=seed,
-            member=0,
-            is_trained=lambda name, parameter: parameter.requires_grad,
-            loss=None,
-            validation=held_out if chosen.keep == "best" else None,
+            accelerator=group,
+            validation=held_out if settings.keep == "best" else None,
             folder=place,
             save_every=save_every,
             progress=progress,
             on_step=on_step,
-            accelerator=group,
             action="distil",
             outliers=lessons.outlier_cycle(),
             lessons=lessons,
@@ -233,11 +227,11 @@ def distill(
     ensemble = trained.ensemble.eval()
     ensemble.record = {
         "made_by": "distill",
-        "settings": asdict(chosen),
+        "settings": asdict(settings),
         "seed": seed,
         "teachers": [teacher.name for teacher in sources],
         "shares": shares.tolist(),
-        "examples": {part.name: part.count for part in lessons.parts},
+        "examples": {name: examples.count for name, examples in lessons.sets.items()},
         "outliers": lessons.kinds,
         "masks": [mask.tolist() for mask in ensemble.masks],
         "cost": ratio,
@@ -248,20 +242,11 @@ def distill(
         assert labels is not None
         fitted = find_temperature(logits, labels)
         ensemble.temperature = fitted.temperature
-        ensemble.record["calibration"] = {
-            "examples": len(labels),
-            **asdict(fitted),
-        }
+        ensemble.record["calibration"] = {"examples": len(labels), **asdict(fitted)}
     if novelty:
         enough = held_out is not None and count(held_out) >= KNOWN
         ensemble.fit_novelty_(held_out if enough else train, progress=progress)
     return ensemble
-
-
-def _classes(start: HydraEnsemble, batch: Any) -> int:
-    """Return the number of classes of the model that will learn."""
-    with evaluating(start):
-        return member_logits(start, batch).shape[-1]
 
 
 def _first_batch(data: Any) -> Any:
@@ -329,22 +314,21 @@ def _start(
 
 def _check_folder(
     folder: Path,
-    lessons: Lessons,
+    lessons: DistillationData,
     teachers: Sequence[Teacher],
     start: HydraEnsemble,
     settings: Settings,
-    seed: int,
 ) -> None:
     """Write what the run is made of into its folder; raise if the folder holds another run."""
     now = {
         "settings": asdict(settings),
-        "seed": seed,
+        "seed": lessons.seed,
         "teachers": [teacher.identify() for teacher in teachers],
         "start": model_fingerprint(start),
-        "data": fingerprint(lessons._batches("data")(0)),
+        "data": fingerprint(lessons.sets["data"].batches(0)),
         "outliers": lessons.kinds
-        if lessons.given is None
-        else fingerprint(lessons._batches("outliers")(0)),
+        if lessons.made or "outliers" not in lessons.sets
+        else fingerprint(lessons.sets["outliers"].batches(0)),
     }
     path = folder / RUN_FILE
     if path.exists():
@@ -354,3 +338,100 @@ def _check_folder(
         check_same_run(path, saved, now)
     else:
         write_whole(path, json.dumps(sealed(now), indent=1))
+
+
+@dataclass
+class DistillRun(BranchRun):
+    """A run in which every member has its own teacher."""
+
+    lessons: DistillationData = field(kw_only=True)
+    answers: TeacherLogits = field(kw_only=True)
+    shares: Tensor = field(kw_only=True)
+    slow: frozenset[str] = field(kw_only=True)
+
+    def _rate_of(self, name: str) -> float:
+        return self.settings.trunk_rate if name in self.slow else 1.0
+
+    def _remembered(self) -> Iterable[Any]:
+        sets = self.lessons.sets.values()
+        return chain.from_iterable(examples.numbered_views() for examples in sets)
+
+    def _data_loss(self, batch: Any) -> Tensor:
+        return self._taught("data", self.epoch, batch)
+
+    def _outlier_loss(self, batch: Any) -> Tensor:
+        assert self.outliers is not None
+        return self._taught("outliers", self.outliers.turn(self.step), batch)
+
+    def _taught(self, name: str, turn: int, batch: Any) -> Tensor:
+        """Return the members' mean loss against their teachers on a view of a batch."""
+        examples, samples = self.lessons.sets[name], batch["samples"]
+        view, temperature = turn % examples.views, self.settings.teacher_temperature
+        target = self.answers.rows(name, view, samples).to(self.accelerator.device)
+        target = (target / temperature).softmax(-1)  # [batch, teacher, class]
+        target = torch.einsum("mt,btc->bmc", self.shares.to(target), target)
+        shown = {**batch, "samples": examples.numbers(view, samples)}
+        if not self.model.knows(keys_of(shown)):
+            shown["batch"] = examples.view_of(view, batch)
+        logits = self.wrapped(shown).float()
+        return self._weighted(self._losses(name, target, logits, batch), shown).mean()
+
+    def _losses(self, name: str, target: Tensor, logits: Tensor, batch: Any) -> Tensor:
+        """Return each member's loss: its own, mixed with a `joint` share of the mean's."""
+        temperature, joint = self.settings.teacher_temperature, self.settings.joint
+        losses = self._cross_entropy(
+            name, target, (logits / temperature).log_softmax(-1), logits, batch
+        )
+        if not joint or logits.shape[1] == 1:  # one member is its own mean
+            return losses
+        mean_logits = log_mean(logits)[:, None]
+        mean = self._cross_entropy(
+            name,
+            target.mean(1, keepdim=True),
+            log_mean(logits / temperature)[:, None],
+            mean_logits,
+            batch,
+        )
+        return (1 - joint) * losses + joint * mean
+
+    def _cross_entropy(
+        self, name: str, target: Tensor, answer: Tensor, logits: Tensor, batch: Any
+    ) -> Tensor:
+        """Mix the loss of softened answers (log-probabilities) with that of the labels."""
+        losses = -(target * answer).sum(-1) * self.settings.teacher_temperature**2
+        share = self.settings.distill
+        if share == 1 or name != "data":
+            return losses
+        labels = check_labels(batch["labels"], share, logits.shape[-1])
+        labels = labels.to(logits.device).long()[:, None].expand(losses.shape)
+        hard = F.cross_entropy(
+            logits.transpose(1, 2),
+            labels,
+            reduction="none",
+            label_smoothing=self.settings.label_smoothing,
+        )
+        return share * losses + (1 - share) * hard
+
+
+def check_labels(labels: Tensor | None, share: float, classes: int | None = None) -> Tensor:
+    """Return labels that a loss can be mixed with, else raise."""
+    mixed = f"distill={share:g} makes {1 - share:.2g} of the target the label, but"
+    otherwise = "Fix the labels, or pass Settings(distill=1.0) to learn from the teachers only."
+    if labels is None:
+        raise DataError(f"{mixed} the data has no labels. {otherwise}")
+    if labels.is_floating_point() or labels.ndim != 1:
+        raise DataError(
+            f"{mixed} the labels are {labels.dtype} of shape {list(labels.shape)}; expected class "
+            f"numbers [batch]. {otherwise}"
+        )
+    if classes is not None and (labels.min() < 0 or labels.max() >= classes):
+        raise DataError(
+            f"{mixed} labels run from {labels.min()} to {labels.max()} and the model has {classes} "
+            f"classes, numbered from 0. {otherwise}"
+        )
+    return labels
+
+
+def log_mean(logits: Tensor) -> Tensor:
+    """Return the log of the members' mean probability, `[batch, class]`."""
+    return logits.log_softmax(-1).logsumexp(1) - math.log(logits.shape[1])

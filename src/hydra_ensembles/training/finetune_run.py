@@ -15,7 +15,7 @@ from ..data.model_runs import check_data
 from .accelerator import accelerator
 from .loop import FinetunedMember, Run, StepInfo
 from .sample_order import Stream
-from .settings import Settings
+from .settings import FINETUNE, Settings
 
 ParameterChoice = str | Callable[[str, nn.Parameter], bool] | None
 
@@ -25,22 +25,13 @@ def finetune(
     model_or_members: nn.Module | Sequence[nn.Module],
     data: Iterable[Any],
     *,
-    settings: Settings | None = None,
+    settings: Settings = FINETUNE,
     epochs: int | None = None,
     learning_rate: float | None = None,
     seed: int | Sequence[int] = 0,
     parameters: ParameterChoice = None,
-    label_smoothing: float | None = None,
-    towards_host: float | None = None,
-    bootstrap: bool | None = None,
-    shuffle: bool | None = None,
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-    warmup: float | None = None,
-    weight_decay: float | None = None,
-    max_grad_norm: float | None = None,
-    mixed_precision: str | None = None,
     validation: Iterable[Any] | None = None,
-    keep: str | None = None,
     folder: str | Path | None = None,
     save_every: int = 200,
     progress: bool = True,
@@ -64,9 +55,8 @@ def finetune(
             numbers `[B]` or probabilities `[B, C]` (a teacher's answers, for distillation). A list
             of batches of equal shapes is shuffled by sample, other lists by batch, a `DataLoader`
             by its data set; anything else keeps its own order (see `Stream`).
-        settings: How to train; `Settings()` by default. The arguments `epochs`, `learning_rate`,
-            `label_smoothing`, `towards_host`, `bootstrap`, `shuffle`, `warmup`, `weight_decay`,
-            `max_grad_norm`, `mixed_precision` and `keep` override its fields.
+        settings: How to train; see `Settings`.
+        epochs, learning_rate: Override the fields of `settings`.
         seed: One number, or one per member. Members of a list get `seed`, `seed + 1`, ... .
         parameters: What is trained: a regular expression searched in the parameters' names, or a
             function `(name, parameter) -> bool`; None trains all parameters that require gradients.
@@ -81,39 +71,13 @@ def finetune(
 
     Returns:
         One `FinetunedMember` per member, with the trained `model` in evaluation mode.
+
+    Example:
+        >>> members = finetune(model, train, epochs=3, seed=[0, 1, 2], folder="runs/members")
+        >>> student = distill(model, [member.model for member in members], train)
     """
-    chosen = (settings or Settings()).updated(locals())
-    chosen.check_validation(validation)
-    members = _members_and_seeds(model_or_members, seed)
-    trained = []
-    for index, (model, member_seed) in enumerate(members):
-        check_data(model, data)
-        with accelerator(chosen.mixed_precision) as group:
-            run = Run(
-                model=copy.deepcopy(model),
-                stream=Stream(
-                    data, seed=member_seed, shuffle=chosen.shuffle, bootstrap=chosen.bootstrap
-                ),
-                settings=chosen,
-                seed=member_seed,
-                member=index,
-                is_trained=_chooser(parameters),
-                loss=loss,
-                validation=validation,
-                folder=None if folder is None else Path(folder) / f"member-{index}",
-                save_every=save_every,
-                progress=progress,
-                on_step=on_step,
-                accelerator=group,
-                action="fine-tune" if len(members) == 1 else f"fine-tune member {index}",
-            )
-            trained.append(run.train())
-    return trained
-
-
-def _members_and_seeds(
-    model_or_members: nn.Module | Sequence[nn.Module], seed: int | Sequence[int]
-) -> list[tuple[nn.Module, int]]:
+    settings = settings.updated(epochs, learning_rate)
+    settings.check_validation(validation)
     if isinstance(model_or_members, nn.Module):
         seeds = [seed] if isinstance(seed, int) else list(seed)
         models = [model_or_members] * len(seeds)
@@ -125,7 +89,30 @@ def _members_and_seeds(
             f"There are {len(models)} members but {len(seeds)} seeds. "
             "Give one seed per member, or a single number."
         )
-    return list(zip(models, seeds, strict=True))
+    trained = []
+    for index, (model, member_seed) in enumerate(zip(models, seeds, strict=True)):
+        check_data(model, data)
+        with accelerator(settings.mixed_precision) as group:
+            run = Run(
+                model=copy.deepcopy(model),
+                stream=Stream(
+                    data, seed=member_seed, shuffle=settings.shuffle, bootstrap=settings.bootstrap
+                ),
+                settings=settings,
+                seed=member_seed,
+                accelerator=group,
+                member=index,
+                is_trained=_chooser(parameters),
+                loss=loss,
+                validation=validation,
+                folder=None if folder is None else Path(folder) / f"member-{index}",
+                save_every=save_every,
+                progress=progress,
+                on_step=on_step,
+                action="fine-tune" if len(models) == 1 else f"fine-tune member {index}",
+            )
+            trained.append(run.train())
+    return trained
 
 
 def _chooser(parameters: ParameterChoice) -> Callable[[str, nn.Parameter], bool]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,9 @@ from .checkpoint import (
 )
 from .sample_order import Stream, derive_seed
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 @dataclass(frozen=True)
@@ -83,15 +86,15 @@ class Run:
     stream: Stream
     settings: Settings
     seed: int
-    member: int
-    is_trained: Callable[[str, nn.Parameter], bool]
-    loss: Callable[[Tensor, Tensor], Tensor] | None
-    validation: Iterable[Any] | None
-    folder: Path | None
-    save_every: int
-    progress: bool
-    on_step: Callable[[StepInfo], None] | None
-    accelerator: Any
+    accelerator: Accelerator
+    member: int = 0
+    is_trained: Callable[[str, nn.Parameter], bool] = lambda _, parameter: parameter.requires_grad
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    validation: Iterable[Any] | None = None
+    folder: Path | None = None
+    save_every: int = 200
+    progress: bool = True
+    on_step: Callable[[StepInfo], None] | None = None
     action: str = "fine-tune"  # what the progress bar calls it
 
     def train(self) -> FinetunedMember:
@@ -166,13 +169,8 @@ class Run:
         return 1.0
 
     def _run_epochs(self) -> None:
-        with Progress(
-            self.action,
-            self.steps,
-            enabled=self.progress and processes.is_first(),
-            unit="steps",
-            done=self.step,
-        ) as bar:
+        shown = self.progress and processes.is_first()
+        with Progress(self.action, self.steps, enabled=shown, unit="steps", done=self.step) as bar:
             for epoch in range(self.step // self.steps_per_epoch, self.settings.epochs):
                 self._run_epoch(epoch, bar)
 
@@ -182,12 +180,18 @@ class Run:
         done = self.step - epoch * self.steps_per_epoch
         self._seed_step(epoch, -1)
         batches = telling_lost_workers(self.stream.epoch(epoch), "training data")
+        missing = object()
         for index in range(self.steps_per_epoch):
             self._seed_step(epoch, index)
-            batch = self._next_batch(batches)
+            batch = next(batches, missing)
+            if batch is missing:
+                raise DataError(
+                    f"The data ended before the {self.steps_per_epoch} batches that it announced. "
+                    "It must give the same number of batches each time it is iterated."
+                )
             if index < done:  # trained on before the run was stopped
                 continue
-            loss, rate = self._fitting_update(batch)
+            loss, rate = self._update(batch)
             self.step += 1
             self.loss_sum += loss
             bar.update()
@@ -204,53 +208,38 @@ class Run:
         # inside fork_rng: the caller's generators do not change
         torch.manual_seed(derive_seed("step", self.seed, epoch, index, part))
 
-    def _next_batch(self, batches: Any) -> Any:
-        """Return the next batch, which is the same in all processes."""
-        missing = object()
-        batch = next(batches, missing)
-        if batch is missing:
-            raise DataError(
-                f"The data ended before the {len(self.stream)} batches that it announced. "
-                "It must give the same number of batches each time it is iterated."
-            )
-        return batch
-
-    def _fitting_update(self, batch: Any) -> tuple[float, float]:
-        """Make one step; raise a clear error when memory runs out.
-
-        Halving the batch would change the steps and the final weights: that is the user's choice.
-        """
-        try:
-            return self._update(batch)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            kept = "" if self.folder is None else f" Finished steps are kept in {self.folder}."
-            raise HydraError(
-                f"Memory ran out at step {self.step} of member {self.member} ({error}). Train with "
-                f"smaller batches, or on a device with more memory.{kept}"
-            ) from error
-
     def _update(self, batch: Any) -> tuple[float, float]:
         """Make one step of the optimizer; return the loss and the learning rate."""
         settings = self.settings
         factor = schedule(self.step, self.steps, settings.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate * factor * group["share"]
-        value = self._backward(batch) if self.parts == 1 else self._backward_by_parts(batch)
-        self.accelerator.unscale_gradients(self.stepper)
-        for name, start in self.start.items():  # the gradient of the pull, added directly
-            parameter = self.trained[name]
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter.detach() - start, alpha=settings.towards_host)
-        if math.isfinite(settings.max_grad_norm):
-            nn.utils.clip_grad_norm_(self.trained.values(), settings.max_grad_norm)
-        self.stepper.step()
-        self.stepper.zero_grad()
+        try:
+            value = self._backward(batch)
+            self.accelerator.unscale_gradients(self.stepper)
+            for name, start in self.start.items():  # the gradient of the pull, added directly
+                parameter = self.trained[name]
+                if parameter.grad is not None:
+                    parameter.grad.add_(parameter.detach() - start, alpha=settings.towards_host)
+            if math.isfinite(settings.max_grad_norm):
+                nn.utils.clip_grad_norm_(self.trained.values(), settings.max_grad_norm)
+            self.stepper.step()
+            self.stepper.zero_grad()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            # halving the batch would change the final weights: that is the user's choice
+            kept = "" if self.folder is None else f" Finished steps are kept in {self.folder}."
+            raise HydraError(
+                f"Memory ran out at step {self.step} of member {self.member} ({error}). Train with "
+                f"smaller batches, or on a device with more memory.{kept}"
+            ) from error
         return value, settings.learning_rate * factor
 
     def _backward(self, batch: Any) -> float:
-        """Compute the gradients of a whole batch; return its loss."""
+        """Compute the gradients of a batch; return its loss."""
+        if self.parts > 1:
+            return self._backward_by_parts(batch)
         loss = self._loss(batch, 0)
         value = self._check_loss(loss.item())
         self.accelerator.backward(loss)
@@ -282,7 +271,7 @@ class Run:
             if report["error"] is not None:
                 raise processes.error_of(report["error"])
         gradients.put_()
-        by_part = {part: value for report in reports for part, value in report["losses"]}
+        by_part = {part: float(value) for report in reports for part, value in report["losses"]}
         return sum(by_part[part] for part in range(self.parts))
 
     def _check_loss(self, value: float) -> float:
@@ -303,15 +292,16 @@ class Run:
 
     def _loss(self, batch: Any, part: int) -> Tensor:
         """Return a part's contribution to the batch's mean loss."""
-        mine, share = self._part(batch, part)
-        if not share:
-            return torch.zeros(())
-        logits, labels = logits_and_labels(self.wrapped, mine)
+        batch, share = self._part(batch, part)
+        return share * self._data_loss(batch) if share else torch.zeros(())
+
+    def _data_loss(self, batch: Any) -> Tensor:
+        logits, labels = logits_and_labels(self.wrapped, batch)
         if self.loss is not None:
-            return share * self.loss(logits, labels)
+            return self.loss(logits, labels)
         smoothing = self.settings.label_smoothing
         members = [F.cross_entropy(m, labels, label_smoothing=smoothing) for m in logits.unbind(1)]
-        return share * torch.stack(members).mean()
+        return torch.stack(members).mean()
 
     def _end_epoch(self, epoch: int) -> None:
         entry = {"epoch": float(epoch), "loss": self.loss_sum / self.steps_per_epoch}

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
-
-from ..data.batches import batch_length, without_labels
+from ..data.batches import without_labels
 from ..data.proxies import make_proxies
 from ..errors import DataError
-from .sample_order import Stream
+from .sample_order import Stream, numbered
 
 Outliers = str | Iterable[Any] | Mapping[str, Iterable[Any]]
 FIRST_NUMBER = 2**40  # beyond the numbers of the data's own samples
@@ -27,7 +25,7 @@ def outlier_stream(outliers: Outliers, data: Iterable[Any], *, seed: int) -> Str
     """
     if isinstance(outliers, str):
         if outliers != "auto":
-            raise ValueError(f'outliers is {outliers!r}; expected batches, a mapping, or "auto".')
+            raise ValueError(f'ood is {outliers!r}; expected batches, a mapping, or "auto".')
         families = _proxies_by_turns(data)
     elif isinstance(outliers, Mapping):
         families = {name: list(batches) for name, batches in outliers.items()}
@@ -37,16 +35,7 @@ def outlier_stream(outliers: Outliers, data: Iterable[Any], *, seed: int) -> Str
         if not batches:
             raise DataError(f"The outliers {name!r} have no batches. Leave them out, or fill them.")
     unlabelled = [without_labels(batch) for batches in families.values() for batch in batches]
-    return Stream(list(_numbered(unlabelled)), seed=seed)
-
-
-def _numbered(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    start = FIRST_NUMBER
-    for batch in batches:
-        size = batch_length(batch)
-        samples = torch.arange(start, start + size)
-        yield {"samples": samples, "labels": torch.zeros(size, dtype=torch.long), "batch": batch}
-        start += size
+    return Stream(numbered(unlabelled, need_labels=False, start=FIRST_NUMBER), seed=seed)
 
 
 def _proxies_by_turns(data: Iterable[Any]) -> dict[str, list[Any]]:

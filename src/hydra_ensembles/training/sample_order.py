@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -69,10 +70,10 @@ class Stream:
                 "Pass something that can be iterated again, such as a list or a DataLoader."
             )
         if isinstance(data, Batches) and (shuffle or bootstrap):
-            data = as_loader(data)
+            data = _as_loader(data)
         self.data, self.seed, self.shuffle, self.bootstrap = data, seed, shuffle, bootstrap
         in_memory = isinstance(data, (list, tuple))
-        self.pool = _pool(data) if in_memory and (shuffle or bootstrap) else None  # type: ignore[arg-type]
+        self.pool = pool(data) if in_memory and (shuffle or bootstrap) else None  # type: ignore[arg-type]
         self.seedable = isinstance(data, DataLoader) and _is_seedable(data)
         if bootstrap and not (in_memory or self.seedable):
             raise DataError(
@@ -80,7 +81,10 @@ class Stream:
                 "or a DataLoader over a map-style data set without a custom sampler."
             )
         if self.pool is None:
-            self._length = _count(data)
+            try:
+                self._length = len(data)  # type: ignore[arg-type]
+            except TypeError:  # the schedule needs the number of steps: count in one pass
+                self._length = sum(1 for _ in data)
         else:
             self.batch_size = max(batch_length(batch) for batch in data)
             self._length = -(-batch_length(self.pool) // self.batch_size)
@@ -129,32 +133,44 @@ class Stream:
                 batch = take(batch, torch.randint(size, (size,), generator=draw))
             yield batch
 
-    def _reseeded(self, epoch: int) -> Iterable[Any]:
-        loader: DataLoader[Any] = self.data  # type: ignore[assignment]
-        order = self._sample_order(len(loader.dataset), epoch)  # type: ignore[arg-type]
-        return DataLoader(
-            loader.dataset,
-            batch_size=loader.batch_size,
-            sampler=order.tolist(),
-            drop_last=loader.drop_last,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            worker_init_fn=loader.worker_init_fn,
-        )
+    def _reseeded(self, epoch: int) -> DataLoader[Any]:
+        assert isinstance(self.data, DataLoader)
+        order = self._sample_order(len(self.data.dataset), epoch)  # type: ignore[arg-type]
+        return loader_like(self.data, sampler=order.tolist(), drop_last=self.data.drop_last)
 
 
-def as_loader(data: Batches) -> DataLoader[Any]:
+def loader_like(
+    loader: DataLoader[Any],
+    dataset: Any = None,
+    *,
+    collate_fn: Callable[[Any], Any] | None = None,
+    sampler: Sequence[int] | None = None,
+    drop_last: bool,
+) -> DataLoader[Any]:
+    """Return a loader with the options of another: over its data in order, or as told here."""
+    return DataLoader(
+        loader.dataset if dataset is None else dataset,
+        batch_size=loader.batch_size,
+        sampler=sampler,
+        drop_last=drop_last,
+        num_workers=loader.num_workers,
+        collate_fn=collate_fn or loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        worker_init_fn=loader.worker_init_fn,
+    )
+
+
+def _as_loader(data: Batches) -> DataLoader[Any]:
     """Return a loader over the examples of `Batches`, whose order can be chosen."""
     return DataLoader(
         range(data.count),  # type: ignore[arg-type]
         batch_size=data.batch_size,
-        collate_fn=partial(from_batches, data),
+        collate_fn=partial(_from_batches, data),
     )
 
 
-def from_batches(data: Batches, numbers: Sequence[int]) -> Any:
-    """Load the numbered examples as one batch (no closure: loader workers may unpickle it)."""
+def _from_batches(data: Batches, numbers: Sequence[int]) -> Any:
+    """Load the numbered examples as one batch (loader workers may unpickle this function)."""
     return next(iter(data.subset(numbers, batch_size=len(numbers))))
 
 
@@ -168,14 +184,7 @@ def _is_seedable(loader: DataLoader[Any]) -> bool:
     )
 
 
-def _count(data: Iterable[Any]) -> int:
-    try:
-        return len(data)  # type: ignore[arg-type]
-    except TypeError:  # no length: count in one pass, since the schedule needs the number of steps
-        return sum(1 for _ in data)
-
-
-def _pool(batches: Sequence[Any]) -> Any | None:
+def pool(batches: Sequence[Any]) -> Any | None:
     """Return all samples as one batch, or None if the batches cannot be joined."""
     signatures = set()
     for batch in batches:
@@ -194,40 +203,33 @@ def _pool(batches: Sequence[Any]) -> Any | None:
 _KEYS = {"samples", "labels", "batch"}
 
 
-def numbered(data: Iterable[Any], *, need_labels: bool = True) -> list[Any] | DataLoader[Any]:
+def numbered(
+    data: Iterable[Any], *, need_labels: bool = True, start: int = 0
+) -> list[Any] | DataLoader[Any]:
     """Give every sample a number that stays with it however `Stream` shuffles.
 
     Args:
         data: A list of batches, `Batches`, or a `DataLoader` over a map-style data set.
         need_labels: Raise when a batch has no labels; otherwise its labels are zeros.
+        start: Number of the first sample of a list.
 
     Returns:
         Data whose batches are dicts: `batch` as it was, its `labels`, and the numbers `samples`.
     """
     if isinstance(data, (list, tuple)):
-        result, start = [], 0
-        for batch in data:
-            size = batch_length(batch)
-            result.append(_number(batch, torch.arange(start, start + size), need_labels))
-            start += size
-        return result
+        ends = accumulate((batch_length(batch) for batch in data), initial=start)
+        return [
+            _number(batch, torch.arange(first, end), need_labels)
+            for batch, (first, end) in zip(data, pairwise(ends), strict=True)
+        ]
     if isinstance(data, Batches):
-        return DataLoader(
-            range(data.count),  # type: ignore[arg-type]
-            batch_size=data.batch_size,
-            collate_fn=partial(_load, partial(from_batches, data), need_labels),
-        )
+        data = _as_loader(data)
     if isinstance(data, DataLoader) and _is_seedable(data):
-        return DataLoader(
+        return loader_like(
+            data,
             range(len(data.dataset)),  # type: ignore[arg-type]
-            batch_size=data.batch_size,
+            collate_fn=partial(_load, data.dataset, data.collate_fn, need_labels),
             drop_last=data.drop_last,
-            num_workers=data.num_workers,
-            pin_memory=data.pin_memory,
-            worker_init_fn=data.worker_init_fn,
-            collate_fn=partial(
-                _load, partial(_from_dataset, data.dataset, data.collate_fn), need_labels
-            ),
         )
     raise DataError(
         f"Samples of a {type(data).__name__} cannot be told apart from pass to pass. Pass a list "
@@ -248,26 +250,17 @@ def keys_of(batch: Any) -> list[tuple[Any, ...]]:
 
 
 def _number(batch: Any, samples: Tensor, need_labels: bool) -> dict[str, Any]:
-    return {"samples": samples, "labels": _labels(batch, need_labels), "batch": batch}
-
-
-def _labels(batch: Any, needed: bool) -> Tensor:
     labels = split_batch(batch)[2]
-    if labels is None and not needed:
-        return torch.zeros(batch_length(batch), dtype=torch.long)
-    if labels is None:
+    if labels is None and need_labels:
         raise DataError("A batch has no labels. Give (inputs, labels), or dicts with 'labels'.")
-    return labels
-
-
-# Plain functions, not closures: a loader's workers may have to unpickle them.
+    if labels is None:
+        labels = torch.zeros(len(samples), dtype=torch.long)
+    return {"samples": samples, "labels": labels, "batch": batch}
 
 
 def _load(
-    load: Callable[[Sequence[int]], Any], need_labels: bool, numbers: Sequence[int]
+    dataset: Any, collate: Callable[[Any], Any], need_labels: bool, numbers: Sequence[int]
 ) -> dict[str, Any]:
-    return _number(load(numbers), torch.tensor(numbers), need_labels)
-
-
-def _from_dataset(dataset: Any, collate: Callable[[Any], Any], numbers: Sequence[int]) -> Any:
-    return collate([dataset[number] for number in numbers])
+    """Load numbered examples (no closure: loader workers may unpickle it)."""
+    batch = collate([dataset[number] for number in numbers])
+    return _number(batch, torch.tensor(numbers), need_labels)

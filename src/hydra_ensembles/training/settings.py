@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
-
-PRECISIONS = ("no", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
 class Settings:
     """What determines the result of training, apart from the model, the data and the seed.
 
-    Every training function takes one. It also takes the common fields as arguments, which override
-    it. Each checkpoint holds the settings: a run resumes only with equal ones.
+    `finetune`, `finetune_branch`, `distill` and `make_teachers` take one as `settings=`, and the
+    arguments `epochs` and `learning_rate`, which override its fields. Each checkpoint holds the
+    settings: a run resumes only with equal ones.
 
     Attributes:
         epochs: Passes over the data.
@@ -32,12 +32,18 @@ class Settings:
         outlier_weight: Weight of the loss on outliers.
         trunk_rate: `distill`: learning rate of the trunk as a share of the branch's; 0 freezes it.
         views: `distill`: different variants of each example; epoch e sees variant e mod views.
+        augment: `distill`: whether views after the first are lightly augmented.
         teacher_temperature: `distill`: divides the logits of teachers and members in the loss.
         joint: `distill`: share of the loss, in [0, 1), in which the mean of the members'
             probabilities learns the mean of their teachers; the rest is each member's own loss.
         parts: Number of parts per batch, whose gradients are summed in order: less memory, and the
             same bits for any number of processes that share the parts. 0 means one part per
             process, and results then differ by rounding.
+
+    Example:
+        >>> settings = Settings(weight_decay=0.05, mixed_precision="bf16")
+        >>> finetune(model, train, settings=settings, epochs=3)
+        >>> distill(model, teachers, train, settings=replace(DISTILL, trunk_rate=1.0))
     """
 
     epochs: int = 1
@@ -55,45 +61,53 @@ class Settings:
     outlier_weight: float = 0.0
     trunk_rate: float = 0.0
     views: int = 1
+    augment: bool = True
     teacher_temperature: float = 1.0
     joint: float = 0.0
     parts: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "views"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; at least 1 is needed.")
-        if self.parts < 0:
-            raise ValueError(
-                f"parts is {self.parts}; expected 1 or more, or 0 for one per process."
-            )
-        if not 0 <= self.distill <= 1:
-            raise ValueError(f"distill is {self.distill}; expected a share in [0, 1].")
-        if not 0 <= self.joint < 1:
-            raise ValueError(f"joint is {self.joint}; expected a share of the loss in [0, 1).")
-        if not 0 <= self.warmup < 1:
-            raise ValueError(f"warmup is {self.warmup}; expected a share of the steps in [0, 1).")
-        if self.trunk_rate < 0:
-            raise ValueError(f"trunk_rate is {self.trunk_rate}; expected 0 (frozen) or more.")
-        if self.teacher_temperature <= 0:
-            raise ValueError(f"teacher_temperature is {self.teacher_temperature}; expected > 0.")
-        if self.max_grad_norm <= 0:
-            raise ValueError(f"max_grad_norm is {self.max_grad_norm}; expected > 0.")
-        if self.keep not in ("last", "best"):
-            raise ValueError(f'keep is {self.keep!r}; expected "last" or "best".')
-        if self.mixed_precision not in PRECISIONS:
-            raise ValueError(
-                f"mixed_precision is {self.mixed_precision!r}, but must be one of {PRECISIONS}."
-            )
+        for name, (holds, expected) in _EXPECTED.items():
+            value = getattr(self, name)
+            if not holds(value):
+                raise ValueError(f"{name} is {value!r}; expected {expected}.")
 
-    def updated(self, given: dict[str, Any]) -> Settings:
-        """Return a copy with the given fields; None and unknown names are ignored."""
-        names = {field.name for field in fields(self)}
-        return replace(self, **{k: v for k, v in given.items() if k in names and v is not None})
+    def updated(self, epochs: int | None, learning_rate: float | None) -> Settings:
+        """Return a copy with a function's everyday arguments; None keeps the field."""
+        return replace(
+            self,
+            epochs=self.epochs if epochs is None else epochs,
+            learning_rate=self.learning_rate if learning_rate is None else learning_rate,
+        )
 
-    def check_validation(self, validation: Any) -> None:
+    def check_validation(self, validation: object) -> None:
         """Raise when the best epoch is wanted but there is no validation data to find it."""
         if self.keep == "best" and validation is None:
             raise ValueError(
                 'keep="best" needs validation data: pass validation=..., or keep="last".'
             )
+
+
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "epochs": (lambda epochs: epochs >= 1, "1 or more"),
+    "views": (lambda views: views >= 1, "1 or more"),
+    "parts": (lambda parts: parts >= 0, "1 or more, or 0 for one per process"),
+    "distill": (lambda share: 0 <= share <= 1, "a share in [0, 1]"),
+    "joint": (lambda share: 0 <= share < 1, "a share of the loss in [0, 1)"),
+    "warmup": (lambda share: 0 <= share < 1, "a share of the steps in [0, 1)"),
+    "trunk_rate": (lambda rate: rate >= 0, "0 (frozen) or more"),
+    "teacher_temperature": (lambda temperature: temperature > 0, "a number above 0"),
+    "max_grad_norm": (lambda norm: norm > 0, "a number above 0"),
+    "keep": (lambda keep: keep in ("last", "best"), '"last" or "best"'),
+    "mixed_precision": (
+        lambda precision: precision in ("no", "bf16", "fp16"),
+        '"no", "bf16" or "fp16"',
+    ),
+}
+
+FINETUNE = Settings()
+"""The defaults of `finetune`."""
+BRANCH = Settings(bootstrap=True, outlier_weight=0.2)
+"""The defaults of `finetune_branch`."""
+DISTILL = Settings(epochs=10, learning_rate=5e-4, distill=1.0, outlier_weight=1.0, views=4)
+"""The defaults of `distill`."""

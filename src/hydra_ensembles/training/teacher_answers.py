@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +18,14 @@ from ..data.processes import in_order
 from ..data.progress import Progress
 from ..errors import DataError, FormatError
 from .teachers import Answer, Teacher
+from .views import ExampleSet
 
 DIGEST = ".sha256"
 """Suffix of the file that holds a table's SHA-256."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """Examples that teachers answer: the data, or the outliers.
-
-    Attributes:
-        name: Used in the names of its files.
-        count: Number of examples.
-        views: Views per example.
-        batches: Returns the batches of view v, in the order of the examples.
-    """
-
-    name: str
-    count: int
-    views: int
-    batches: Callable[[int], Iterable[Any]]
-
-
-class Answers:
-    """Log-probabilities of T teachers by part, view and example.
+class TeacherLogits:
+    """Log-probabilities of T teachers by set, view and example.
 
     A teacher with several members (an ensemble) counts as that many teachers. With a folder the
     answers are files that are read row by row. One teacher is open at a time, and answers that are
@@ -53,90 +36,104 @@ class Answers:
     def __init__(
         self,
         teachers: Sequence[Teacher],
-        parts: Sequence[Part],
+        sets: Iterable[ExampleSet],
         *,
         classes: int,
         folder: Path | None,
         progress: bool = True,
     ) -> None:
-        self.classes = classes
-        self.parts = {part.name: part for part in parts}
-        self._tables: dict[tuple[str, int], list[np.ndarray]] = {
-            (part.name, view): [] for part in parts for view in range(part.views)
+        self.classes, self.folder, self.progress = classes, folder, progress
+        self._tables: dict[tuple[str, int], list[np.ndarray]] = {}
+        wanted = {
+            (examples.name, view): examples for examples in sets for view in range(examples.views)
         }
         for teacher in teachers:  # tables first: they are known before the others have answered
             if teacher.table is not None:
-                check_classes(teacher.name, teacher.table.shape[2], classes)
+                self._check_classes(teacher.name, teacher.table.shape[2])
         for place, teacher in enumerate(teachers):
-            tables = _answers_of(teacher, place, parts, classes, folder, progress)
-            for key, table in tables.items():
-                self._tables[key].append(table)
+            for key, table in self._answers_of(teacher, place, wanted).items():
+                self._tables.setdefault(key, []).append(table)
         self.teachers = sum(table.shape[1] for table in next(iter(self._tables.values())))
 
-    def rows(self, part: str, view: int, examples: Tensor) -> Tensor:
-        """Return the answers to one view of the given examples, `[example, teacher, class]`."""
+    def rows(self, name: str, view: int, examples: Tensor) -> Tensor:
+        """Return the answers to one view of a set's examples, `[example, teacher, class]`."""
         index = examples.numpy()
-        tables = [np.asarray(table[index]) for table in self._tables[part, view]]
+        tables = [np.asarray(table[index]) for table in self._tables[name, view]]
         return torch.from_numpy(np.concatenate(tables, 1))
 
-
-def check_classes(name: str, found: int, expected: int) -> None:
-    """Raise when a teacher's classes are not as many as those of the model that learns."""
-    if found != expected:
-        raise DataError(
-            f"{name} answers with {found} classes, but the model to teach has {expected}. Pass "
-            "teachers of the same classes in the same order, or give the model another classifier."
-        )
-
-
-def _answers_of(
-    teacher: Teacher,
-    place: int,
-    parts: Sequence[Part],
-    classes: int,
-    folder: Path | None,
-    progress: bool,
-) -> dict[tuple[str, int], np.ndarray]:
-    """Return one teacher's tables `[example, member, class]`, opening it only if one is missing."""
-    if teacher.table is not None:
-        (part,) = parts  # a table covers the data itself: no other view, no outliers
-        if len(teacher.table) != part.count:
+    def _check_classes(self, name: str, found: int) -> None:
+        if found != self.classes:
             raise DataError(
-                f"The table of {teacher.name} has {len(teacher.table)} rows, but the data has "
-                f"{part.count} examples. Give one row per example, in the data's order."
+                f"{name} answers with {found} classes, but the model to teach has {self.classes}. "
+                "Pass teachers of the same classes in the same order, or give the model another "
+                "classifier."
             )
-        return {(part.name, 0): teacher.table}
-    wanted = {(part.name, view): part for part in parts for view in range(part.views)}
-    paths = {
-        key: None if folder is None else folder / f"teacher-{place}-{key[0]}-{key[1]}.npy"
-        for key in wanted
-    }
-    tables: dict[tuple[str, int], np.ndarray] = {}
-    places = list(wanted)
-    absent: list[int] = processes.on_first(
-        lambda: [i for i, key in enumerate(places) if not _is_file(paths[key])]
-    )
-    missing = [places[i] for i in absent]
-    if missing:
-        assert teacher.open is not None
-        with teacher.open() as answer:
-            for key in missing:
-                views = wanted[key].views
-                view = f", view {key[1] + 1} of {views}" if views > 1 else ""
-                label = f"{teacher.name} answers {key[0]}{view}" if progress else ""
-                tables[key] = _table(answer, wanted[key], key[1], label, teacher.name, classes)
-                path = paths[key]
-                if path is not None and processes.is_first():
-                    _keep(path, tables[key])
-    processes.wait()
-    for key, path in paths.items():
-        if path is not None and (path.exists() or key not in tables):
-            tables[key] = read_answers(path)
-    return tables
 
+    def _answers_of(
+        self, teacher: Teacher, place: int, wanted: Mapping[tuple[str, int], ExampleSet]
+    ) -> dict[tuple[str, int], np.ndarray]:
+        """Return a teacher's tables `[example, member, class]`; open it only if one is missing."""
+        if teacher.table is not None:
+            ((key, examples),) = wanted.items()  # a table covers the data itself, not other views
+            if len(teacher.table) != examples.count:
+                raise DataError(
+                    f"The table of {teacher.name} has {len(teacher.table)} rows, but the data has "
+                    f"{examples.count} examples. Give one row per example, in the data's order."
+                )
+            return {key: teacher.table}
+        paths = {
+            (name, view): self.folder / f"teacher-{place}-{name}-{view}.npy"
+            for name, view in wanted
+            if self.folder is not None
+        }
+        absent: list[int] = processes.on_first(
+            lambda: [
+                i for i, key in enumerate(wanted) if key not in paths or not paths[key].exists()
+            ]
+        )
+        keys, tables = list(wanted), {}
+        if absent:
+            assert teacher.open is not None
+            with teacher.open() as answer:
+                for key in (keys[i] for i in absent):
+                    tables[key] = self._table(answer, wanted[key], key[1], teacher.name)
+                    if key in paths and processes.is_first():
+                        _keep(paths[key], tables[key])
+        processes.wait()
+        return tables | {
+            key: read_answers(path)
+            for key, path in paths.items()
+            if path.exists() or key not in tables
+        }
 
-def _is_file(path: Path | None) -> bool:
-    return path is not None and path.exists()
+    def _table(self, answer: Answer, examples: ExampleSet, view: int, name: str) -> np.ndarray:
+        """Ask an open teacher about all examples of a view."""
+        halving = Halving(examples.name)
+
+        def work(index: int, batch: Any) -> dict[str, Tensor]:
+            rows = torch.cat([rows for _, rows in halving(answer, batch)])
+            self._check_classes(name, rows.shape[-1])
+            if bool(rows.isnan().any()):
+                raise DataError(
+                    f"The answers of {name} to the {examples.name} hold NaN. Check its weights."
+                )
+            return {"answer": rows}
+
+        label = f"{name} answers {examples.name}"
+        if examples.views > 1:
+            label += f", view {view + 1} of {examples.views}"
+        answers = in_order(examples.batches(view), work, name=f"{examples.name} {view}")
+        tables = []
+        with Progress(label, examples.count, enabled=self.progress, unit="examples") as bar:
+            for result in telling_lost_workers(answers, examples.name):
+                tables.append(result["answer"])
+                bar.update(len(tables[-1]))
+        table = torch.cat(tables).numpy()
+        if len(table) != examples.count:
+            raise DataError(
+                f"{name} gave {len(table)} answers for {examples.count} examples ({examples.name})."
+            )
+        return table
 
 
 def _keep(path: Path, table: np.ndarray) -> None:
@@ -156,36 +153,9 @@ def read_answers(path: Path) -> np.ndarray:
             f"{path} is damaged: its SHA-256 is not the one in {digest.name}. {advice}"
         )
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+        table: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise FormatError(f"{path} is not a table of answers ({error}). {advice}") from None
-
-
-def _table(
-    answer: Answer, part: Part, view: int, label: str, name: str, classes: int
-) -> np.ndarray:
-    halving = Halving(part.name)
-
-    def work(index: int, batch: Any) -> dict[str, Tensor]:
-        rows = torch.cat([rows for _, rows in halving(answer, batch)])
-        check_classes(name, rows.shape[-1], classes)
-        if bool(rows.isnan().any()):
-            raise DataError(
-                f"The answers of {name} to the {part.name} hold NaN. Check its weights."
-            )
-        return {"answer": rows}
-
-    answers = in_order(part.batches(view), work, name=f"{part.name} {view}")
-    parts = []
-    with Progress(label, part.count, enabled=bool(label), unit="examples") as bar:
-        for result in telling_lost_workers(answers, part.name):
-            parts.append(result["answer"])
-            bar.update(len(parts[-1]))
-    table = torch.cat(parts).numpy()
-    if len(table) != part.count:
-        raise DataError(
-            f"{name} gave {len(table)} answers for {part.count} examples ({part.name})."
-        )
     return table
 
 

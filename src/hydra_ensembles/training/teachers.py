@@ -1,13 +1,9 @@
-"""`make_teachers`: cheap teachers from one model, for those who have no ensemble.
-
-Teachers: anything that gives class probabilities, opened one at a time.
-"""
+"""Teachers of `distill`, opened one at a time; `make_teachers` makes cheap ones of one model."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,14 +14,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
-from .._records import model_fingerprint, sha256_of
+from .._records import model_fingerprint, sha256_of, sha256_of_file
 from ..costs.budget import fit_budget
 from ..data import processes
 from ..data.eval_mode import evaluating
 from ..data.model_runs import call_model, member_logits, member_logits_of
-from ..errors import DataError, FormatError
+from ..errors import DataError, FormatError, MissingDependencyError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fuse_members import fuse
 from ..heads.head_mask import HeadMask
@@ -35,7 +30,7 @@ from ..registry import Registry
 from .branch_run import finetune_branch
 from .checkpoint import FILE_NAME, read_checkpoint, with_prefix
 from .finetune_run import finetune
-from .sample_order import generator
+from .sample_order import derive_seed
 from .settings import Settings
 
 Answer = Callable[[Any], Tensor]
@@ -100,11 +95,16 @@ def _from_path(path: Path, host: nn.Module) -> Teacher:
     name = str(path)
     if path.is_dir() and (path / FILE_NAME).exists():
         path = path / FILE_NAME
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+
+    def identify() -> str:
+        return " ".join(sha256_of_file(file) for file in files)
+
     if path.is_dir():
-        return Teacher(name, lambda: _files_sha(path), lambda: _opened(_from_folder(path, host)))
+        return Teacher(name, identify, lambda: _opened(_from_folder(path, host)))
     if path.suffix == ".npy":
-        table = _table(torch.from_numpy(np.load(path, allow_pickle=False)), name)
-        return Teacher(name, lambda: _files_sha(path), table=table)
+        values = torch.from_numpy(np.load(path, allow_pickle=False))
+        return Teacher(name, identify, table=_table(values, name))
     if path.suffix != ".safetensors":
         raise DataError(
             f"The teacher {path} has an unknown suffix; expected a folder, .npy or .safetensors."
@@ -115,9 +115,8 @@ def _from_path(path: Path, host: nn.Module) -> Teacher:
         names = list(file.keys())
         if len(names) == 1 or "probabilities" in names:
             key = names[0] if len(names) == 1 else "probabilities"
-            table = _table(file.get_tensor(key), name)
-            return Teacher(name, lambda: _files_sha(path), table=table)
-    return Teacher(name, lambda: _files_sha(path), lambda: _opened(_from_weights(path, host)))
+            return Teacher(name, identify, table=_table(file.get_tensor(key), name))
+    return Teacher(name, identify, lambda: _opened(_from_weights(path, host)))
 
 
 def _from_folder(folder: Path, host: nn.Module) -> nn.Module:
@@ -127,7 +126,8 @@ def _from_folder(folder: Path, host: nn.Module) -> nn.Module:
     load = getattr(type(host), "from_pretrained", None)
     if callable(load):
         of_transformers = type(host).__module__.startswith("transformers.")
-        return load(folder, use_safetensors=True) if of_transformers else load(folder)
+        model: nn.Module = load(folder, **({"use_safetensors": True} if of_transformers else {}))
+        return model
     weights = sorted(folder.glob("*.safetensors"))
     if len(weights) != 1:
         raise FormatError(
@@ -197,16 +197,6 @@ def _table(values: Tensor, name: str) -> np.ndarray:
 def _identity(model: nn.Module) -> str:
     known = [getattr(model, name, None) for name in ("temperature", "member_temperatures")]
     return f"{model_fingerprint(model)} {known}"
-
-
-def _files_sha(path: Path) -> str:
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    total = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as content:
-            while chunk := content.read(1 << 20):
-                total.update(chunk)
-    return total.hexdigest()
 
 
 How = Literal["lora", "branch", "snapshots", "full"]
@@ -301,7 +291,7 @@ def make_teachers(
         host=host_model(model),
         data=data,
         seeds=[seed + place for place in range(count)],
-        settings=(settings or default).updated({"epochs": epochs, "learning_rate": learning_rate}),
+        settings=(settings or default).updated(epochs, learning_rate),
         rank=rank,
         branch_layer=branch_layer,
         folder=None if folder is None else Path(folder),
@@ -310,22 +300,10 @@ def make_teachers(
     return [teacher.eval() for teacher in make(job)]
 
 
-def _register(
-    name: str, default: Settings
-) -> Callable[[Callable[[Job], list[nn.Module]]], Callable[[Job], list[nn.Module]]]:
-    def add(make: Callable[[Job], list[nn.Module]]) -> Callable[[Job], list[nn.Module]]:
-        ways.register(name)((make, default))
-        return make
-
-    return add
-
-
-@_register("full", Settings(epochs=3, learning_rate=1e-4, bootstrap=True))
 def _full(job: Job) -> list[nn.Module]:
     return [job.tune(job.host.model, seed) for seed in job.seeds]
 
 
-@_register("snapshots", Settings(epochs=3, learning_rate=2e-4))
 def _snapshots(job: Job) -> list[nn.Module]:
     teachers, model = [], job.host.model
     for seed in job.seeds:
@@ -334,7 +312,6 @@ def _snapshots(job: Job) -> list[nn.Module]:
     return teachers
 
 
-@_register("branch", Settings(epochs=3, learning_rate=5e-4, bootstrap=True))
 def _branch(job: Job) -> list[nn.Module]:
     layer = job.branch_layer
     if layer is None:
@@ -360,54 +337,55 @@ def _branch(job: Job) -> list[nn.Module]:
     return teachers
 
 
-@_register("lora", Settings(epochs=3, learning_rate=1e-3, weight_decay=0.0, bootstrap=True))
 def _lora(job: Job) -> list[nn.Module]:
+    try:
+        from peft import LoraConfig, LoraModel
+    except ImportError as error:
+        raise MissingDependencyError(
+            'how="lora" needs peft. Install it with: pip install "hydra-ensembles[train]". '
+            'Or choose how="branch".'
+        ) from error
+    projections = {
+        part
+        for site in job.host.sites
+        for part in (site.packed, site.query, site.key, site.value, site.output)
+    }
+    modules = dict(job.host.model.named_modules())
+    parents = {name: modules[name.rpartition(".")[0]] for name in modules}
+    names = [  # peft updates a whole nn.MultiheadAttention, which reads its weights directly
+        name
+        for name, module in modules.items()
+        if (isinstance(module, nn.MultiheadAttention) and module.out_proj in projections)
+        or (
+            module in projections
+            and getattr(module, "weight", torch.empty(0)).ndim == 2
+            and not isinstance(parents[name], nn.MultiheadAttention)
+        )
+    ]
+    # GPT-2's Conv1D keeps its weight as [in, out]
+    transposed = any(type(part).__name__ == "Conv1D" for part in projections)
+    config = LoraConfig(
+        r=job.rank, lora_alpha=2 * job.rank, target_modules=names, fan_in_fan_out=transposed
+    )
     after = tuple(f"{path}." for path in modules_after_blocks(job.host))
-
-    def is_trained(name: str, parameter: nn.Parameter) -> bool:
-        if ".parametrizations." in name:
-            return not name.endswith(".original")
-        return name.startswith(after)
-
     teachers = []
     for seed in job.seeds:
-        model = _with_updates(job.host, job.rank, seed)
-        trained = job.tune(model, seed, is_trained)
-        teachers.append(_merged(trained))
+        with torch.random.fork_rng(devices=[]):  # peft draws from the global generator
+            torch.manual_seed(derive_seed("lora", seed))
+            adapters = LoraModel(copy.deepcopy(job.host.model), config, "teacher")
+        adapters.model = job.tune(
+            adapters.model, seed, lambda name, _: ".lora_" in name or name.startswith(after)
+        )
+        teacher = adapters.merge_and_unload()
+        for name, parameter in job.host.model.named_parameters():  # peft froze them
+            teacher.get_parameter(name).requires_grad_(parameter.requires_grad)
+        teachers.append(teacher)
     return teachers
 
 
-class LowRank(nn.Module):
-    """A weight W becomes W + B A with A [rank, in] random and B [out, rank] zero at the start."""
-
-    def __init__(self, weight: Tensor, rank: int, draw: torch.Generator) -> None:
-        super().__init__()
-        out, inner = weight.shape
-        start = torch.randn(rank, inner, generator=draw) / inner**0.5
-        self.first = nn.Parameter(start.to(weight))
-        self.second = nn.Parameter(weight.new_zeros(out, rank))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        """Add the update."""
-        return weight + 2.0 * self.second @ self.first
-
-
-def _with_updates(host: HostModel, rank: int, seed: int) -> nn.Module:
-    """Return a copy whose attention projections have low-rank updates."""
-    result = host_model(copy.deepcopy(host.model), family=host.family)
-    draw = generator("lora", seed)
-    for site in result.sites:
-        for part in (site.packed, site.query, site.key, site.value, site.output):
-            weight = getattr(part, "weight", None)
-            if isinstance(weight, nn.Parameter) and weight.ndim == 2:
-                update = LowRank(weight.detach(), rank, draw)
-                parametrize.register_parametrization(part, "weight", update)  # type: ignore[arg-type]
-    return result.model
-
-
-def _merged(model: nn.Module) -> nn.Module:
-    """Merge the low-rank updates into plain weights, in place."""
-    for module in list(model.modules()):
-        if parametrize.is_parametrized(module, "weight"):
-            parametrize.remove_parametrizations(module, "weight")
-    return model
+ways.register("full")((_full, Settings(epochs=3, learning_rate=1e-4, bootstrap=True)))
+ways.register("snapshots")((_snapshots, Settings(epochs=3, learning_rate=2e-4)))
+ways.register("branch")((_branch, Settings(epochs=3, learning_rate=5e-4, bootstrap=True)))
+ways.register("lora")(
+    (_lora, Settings(epochs=3, learning_rate=1e-3, weight_decay=0.0, bootstrap=True))
+)

@@ -50,15 +50,11 @@ def untied(ensemble: HydraEnsemble, *, mlps: bool = False) -> HydraEnsemble:
     return result
 
 
-def still(ensemble: HydraEnsemble) -> HydraEnsemble:
-    """Return a frozen copy in eval mode, for prediction."""
-    result = copy.deepcopy(ensemble).eval().requires_grad_(False)
-    result.mode = "fused"
-    return result
-
-
 class _Reached(Exception):
     """Carries the trunk's output out of the host, whose later blocks need not run."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.states = states
 
 
 class CachedTrunk(nn.Module):
@@ -141,5 +137,5 @@ class CachedTrunk(nn.Module):
             with torch.no_grad(), model.body.options(at_branch=stop):
                 model.member_logits(batch)
         except _Reached as reached:
-            return reached.args[0]
+            return reached.states
         raise HydraError("The host ran without its blocks. Please report this.")

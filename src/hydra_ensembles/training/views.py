@@ -1,6 +1,4 @@
-"""What members are taught on: views of the data, and label-destroying variants of it.
-
-Views of data: lightly changed examples, and variants whose label is destroyed.
+"""What `distill` trains on: lightly augmented views of the data, and label-destroying variants.
 
 Every view is a pure function of a seed, the example's number and the view's number. A teacher's
 answer to it can therefore be computed once and saved, and a resumed run sees the same examples.
@@ -8,12 +6,13 @@ answer to it can therefore be computed once and saved, and a resumed run sees th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from ..data.batches import columns, describe, images_of, join, take, without_labels
 from ..data.corruptions.base import Draws
@@ -21,12 +20,8 @@ from ..data.loaders import Batches, Data, as_data
 from ..data.proxies import Context, ImageContext, Proxy, TokenContext, apply_proxy, proxies
 from ..errors import DataError
 from .outlier_exposure import FIRST_NUMBER, Cycle
-from .sample_order import Stream, _pool, derive_seed, numbered
+from .sample_order import Stream, derive_seed, loader_like, numbered, pool
 from .settings import Settings
-from .teacher_answers import Part
-
-IMAGE_KINDS = ("shuffle", "mix", "noise", "tile")
-TEXT_KINDS = ("shuffle_words", "token_noise", "halves")
 
 
 def _light_images(pixels: Tensor, draws: Draws, context: ImageContext) -> Tensor:
@@ -61,7 +56,11 @@ def _invert(pixels: Tensor, draws: Draws, context: ImageContext) -> Tensor:
     return 1 - torch.where(both, shuffled, pixels)
 
 
-LIGHT = {"image": Proxy("image", _light_images), "text": Proxy("text", _light_tokens)}
+IMAGE_VARIANTS = {
+    **{name: proxies[name] for name in ("shuffle", "mix", "noise", "tile")},
+    "invert": Proxy("image", _invert),
+}
+TEXT_VARIANTS = {name: proxies[name] for name in ("shuffle_words", "token_noise", "halves")}
 
 
 class Views:
@@ -70,31 +69,23 @@ class Views:
     Args:
         data: The examples; some of them are mixed into others.
         seed: Determines every draw.
-        kinds: Names of label-destroying proxies, and `"invert"` for images. By default: shuffled
-            patches, mixtures, noise, tiled crops and inverted images; or shuffled words, replaced
-            tokens and halves of two sentences.
-        augment: Whether light views are changed at all.
+
+    Attributes:
+        kinds: Names of the label-destroying variants.
     """
 
-    def __init__(
-        self, data: Data, *, seed: int, kinds: tuple[str, ...] | None = None, augment: bool = True
-    ) -> None:
+    def __init__(self, data: Data, *, seed: int) -> None:
         first = next(iter(data))
         if images_of(first) is not None:
-            self.modality = "image"
-        elif isinstance(first, Mapping) and "input_ids" in first:
-            self.modality = "text"
+            self._light, self._proxies = Proxy("image", _light_images), IMAGE_VARIANTS
+        elif _is_text(first):
+            self._light, self._proxies = Proxy("text", _light_tokens), TEXT_VARIANTS
         else:
             raise DataError(
                 "Views are made of images [B, C, H, W] or of token ids under 'input_ids'; "
-                f"{describe(first)}. Pass augment=False and outliers=None, or outliers of your own."
+                f"{describe(first)}. Set augment=False in the settings, and pass ood=None."
             )
-        self.seed, self.augment = seed, augment
-        default = (*IMAGE_KINDS, "invert") if self.modality == "image" else TEXT_KINDS
-        self.kinds = kinds or default
-        self._proxies = [
-            Proxy("image", _invert) if k == "invert" else proxies[k] for k in self.kinds
-        ]
+        self.seed, self.kinds = seed, list(self._proxies)
         transform = getattr(data, "transform", None)
         self._context = Context(
             data,
@@ -106,21 +97,22 @@ class Views:
 
     def light(self, batch: Any, samples: Tensor, view: int) -> Any:
         """Return a lightly augmented batch; view 0 is the batch itself."""
-        if view == 0 or not self.augment:
+        if view == 0:
             return batch
         seeds = self._seeds("light", samples, view)
-        return apply_proxy(LIGHT[self.modality], batch, seeds, self._context)
+        return apply_proxy(self._light, batch, seeds, self._context)
 
     def destroyed(self, batch: Any, samples: Tensor, view: int) -> Any:
         """Return a batch of label-destroying variants, one kind per example, chosen by its seed."""
         batch = without_labels(batch)
         seeds = self._seeds("destroyed", samples, view)
-        kinds = seeds % len(self._proxies)
+        kinds = seeds % len(self.kinds)
         order, variants = [], []
         for kind in kinds.unique().tolist():
             rows = (kinds == kind).nonzero().flatten()
+            proxy = self._proxies[self.kinds[kind]]
             part = take(batch, rows.tolist())
-            variants.append(apply_proxy(self._proxies[kind], part, seeds[rows], self._context))
+            variants.append(apply_proxy(proxy, part, seeds[rows], self._context))
             order.append(rows)
         return take(join(variants), torch.cat(order).argsort().tolist())
 
@@ -129,116 +121,141 @@ class Views:
         return torch.tensor(numbers, dtype=torch.long)
 
 
-POOL_BYTES = 2**29
-"""Memory for views, so that they are made only once for all teachers."""
+POOL_BYTES = 2**28
+"""Memory for the views of one set, so that they are made only once for all teachers."""
+
+Change = Callable[[Any, Tensor, int], Any]
+"""Makes a view of a batch from the examples' numbers and the view's number."""
 
 
-class Lessons:
+class ExampleSet:
+    """Numbered examples and their views: the data, or the outliers.
+
+    Args:
+        name: Used in the names of files and in errors.
+        source: What `numbered` returns.
+        views: Views per example.
+        change: Makes the views; None shows the examples as they are.
+        first: Number of the first view of the first example.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: list[Any] | DataLoader[Any],
+        views: int = 1,
+        change: Change | None = None,
+        *,
+        first: int = 0,
+    ) -> None:
+        self.name, self.source, self.views, self.first = name, source, views, first
+        self.count = sum(len(batch["samples"]) for batch in self._in_order())
+        self._change = change
+        self._pools: dict[int, Any] = {}
+        self._room = POOL_BYTES
+
+    def view_of(self, view: int, batch: dict[str, Any]) -> Any:
+        """Return the view of a numbered batch."""
+        if view in self._pools:
+            return take(self._pools[view], batch["samples"])
+        if self._change is None:
+            return batch["batch"]
+        return self._change(batch["batch"], batch["samples"], view)
+
+    def numbers(self, view: int, samples: Tensor) -> Tensor:
+        """Return one unique number per view of an example."""
+        return self.first + view * self.count + samples
+
+    def batches(self, view: int) -> Iterator[Any]:
+        """Yield the unlabelled batches of a view, in the order of the examples."""
+        made: list[Any] = []
+        room = 0 if view in self._pools else self._room
+        for batch in self._in_order():
+            shown = self.view_of(view, batch)
+            room = 0 if shown is batch["batch"] else room  # not made: nothing to keep
+            shown = without_labels(shown)
+            yield shown
+            room -= _bytes(shown)
+            if room > 0:
+                made.append(shown)
+            else:
+                made.clear()
+        joined = pool(made) if made else None
+        if joined is not None:
+            self._pools[view], self._room = joined, room
+
+    def numbered_views(self) -> Iterator[dict[str, Any]]:
+        """Yield all views of all examples, numbered, in a fixed order."""
+        for view in range(self.views):
+            for batch in self._in_order():
+                samples = self.numbers(view, batch["samples"])
+                yield {**batch, "samples": samples, "batch": self.view_of(view, batch)}
+
+    def _in_order(self) -> Iterator[Any]:
+        if isinstance(self.source, DataLoader):  # also the last batch, which training may drop
+            return iter(loader_like(self.source, drop_last=False))
+        return iter(self.source)
+
+
+class DistillationData:
     """What members are taught on: numbered views of the data, and outliers.
 
     Args:
         data: Batches, the same at each pass.
         outliers: `"auto"`, batches, batches by family, or None.
-        settings: Only `views` is read, and whether labels are needed (`distill` below 1).
+        settings: How many views are used, and whether labels are needed (`distill` below 1).
         seed: Determines the views and the outliers' order.
-        augment: Whether views after the first are augmented.
+
+    Attributes:
+        sets: The data and, if there are any, the outliers, by name.
+        kinds: Kinds or families of the outliers.
+        made: Whether the outliers are variants of the data.
     """
 
-    def __init__(
-        self, data: Any, outliers: Any, settings: Settings, *, seed: int, augment: bool
-    ) -> None:
-        self.seed, self.views = seed, settings.views
-        self._pools: dict[tuple[str, int], Any] = {}
-        self._room = POOL_BYTES
-        makes = outliers == "auto" if isinstance(outliers, str) else False
-        if isinstance(outliers, str) and not makes:
-            raise ValueError(f'outliers is {outliers!r}; expected batches, a mapping, or "auto".')
-        if isinstance(data, Batches) and "input_ids" in _names(data):
+    def __init__(self, data: Any, outliers: Any, settings: Settings, *, seed: int) -> None:
+        self.seed = seed
+        if isinstance(outliers, str) and outliers != "auto":
+            raise ValueError(f'ood is {outliers!r}; expected batches, a mapping, or "auto".')
+        self.made = isinstance(outliers, str)
+        if isinstance(data, Batches) and _is_text(next(iter(data.subset([0])))):
             data = list(data)  # texts keep one padding, so that the trunk's outputs can be cached
-        wanted = makes or (augment and self.views > 1)
-        self._views = Views(data, seed=seed, augment=augment) if wanted else None
-        if self._views is None:
-            self.views = 1
-        self.data = numbered(data, need_labels=settings.distill < 1)
-        self.given: list[Any] | None = None
-        self.kinds: list[str] = list(self._views.kinds) if makes and self._views else []
-        if outliers is not None and not makes:
+        views = min(settings.views, settings.epochs)
+        light = settings.augment and views > 1
+        maker = Views(data, seed=seed) if light or self.made else None
+        source = numbered(data, need_labels=settings.distill < 1)
+        self.kinds: list[str] = []
+        self.sets = {
+            "data": ExampleSet("data", source, views, maker.light)
+            if light and maker
+            else ExampleSet("data", source)
+        }
+        if self.made:
+            assert maker is not None
+            self.kinds = maker.kinds
+            self.sets["outliers"] = ExampleSet(
+                "outliers", source, views, maker.destroyed, first=FIRST_NUMBER
+            )
+        elif outliers is not None:
             families = outliers if hasattr(outliers, "items") else {"outliers": outliers}
             self.kinds = list(families)
-            batches = [b for family in families.values() for b in as_data(family)]
+            batches = [batch for family in families.values() for batch in as_data(family)]
             if not batches:
-                raise DataError("The outliers have no batches. Leave them out, or fill them.")
-            self.given = list(numbered(batches, need_labels=False))
-        self.count = sum(len(b["samples"]) for b in self._in_order(self.data))
-        self.parts = [Part("data", self.count, self.views, self._batches("data"))]
-        if self.given is not None:
-            total = sum(len(b["samples"]) for b in self.given)
-            self.parts.append(Part("outliers", total, 1, self._batches("outliers")))
-        elif makes:
-            self.parts.append(Part("outliers", self.count, self.views, self._batches("outliers")))
+                raise DataError("The ood data has no batches. Pass ood=None, or fill it.")
+            given = numbered(batches, need_labels=False)
+            self.sets["outliers"] = ExampleSet("outliers", given, first=FIRST_NUMBER)
 
     def outlier_cycle(self) -> Cycle | None:
         """Return the outliers in their own order, or None if there are none."""
-        if len(self.parts) == 1:
+        if "outliers" not in self.sets:
             return None
-        source = self.data if self.given is None else self.given
+        source = self.sets["outliers"].source
         return Cycle(Stream(source, seed=derive_seed("outliers", self.seed)))
 
-    def number(self, part: str, view: int, samples: Tensor) -> Tensor:
-        """Return one unique number per view of an example."""
-        first = 0 if part == "data" else FIRST_NUMBER
-        return first + view * self.count + samples
 
-    def view_of(self, part: str, view: int, batch: dict[str, Any]) -> Any:
-        """Return the view of a numbered batch."""
-        if (part, view) in self._pools:
-            return take(self._pools[part, view], batch["samples"])
-        if part == "outliers" and self.given is None:
-            assert self._views is not None
-            return self._views.destroyed(batch["batch"], batch["samples"], view)
-        if self._views is None or part == "outliers":
-            return batch["batch"]
-        return self._views.light(batch["batch"], batch["samples"], view)
-
-    def numbered_views(self) -> Iterator[dict[str, Any]]:
-        """Yield all views of all examples, numbered, in a fixed order."""
-        for part in self.parts:
-            source = self.given if part.name == "outliers" and self.given else self.data
-            for view in range(part.views):
-                for batch in self._in_order(source):
-                    samples = self.number(part.name, view, batch["samples"])
-                    yield {
-                        **batch,
-                        "samples": samples,
-                        "batch": self.view_of(part.name, view, batch),
-                    }
-
-    def _batches(self, part: str) -> Callable[[int], Iterable[Any]]:
-        def batches(view: int) -> Iterator[Any]:
-            source = self.given if part == "outliers" and self.given is not None else self.data
-            changes = self._views is not None and (part == "outliers" or view > 0)
-            shown: list[Any] = []
-            for batch in self._in_order(source):
-                shown.append(without_labels(self.view_of(part, view, batch)))
-                yield shown[-1]
-                if not changes or (part, view) in self._pools or _bytes(shown) > self._room:
-                    shown.clear()
-                    changes = False
-            if shown and (pool := _pool(shown)) is not None:
-                self._pools[part, view] = pool
-                self._room -= _bytes(shown)
-
-        return batches
-
-    def _in_order(self, data: Any) -> Iterator[Any]:
-        return Stream(data, seed=0, shuffle=False).epoch(0)
+def _is_text(batch: Any) -> bool:
+    return isinstance(batch, Mapping) and "input_ids" in batch
 
 
-def _bytes(batches: Sequence[Any]) -> int:
-    leaves = [leaf for batch in batches for _, leaf in columns(batch) if isinstance(leaf, Tensor)]
+def _bytes(batch: Any) -> int:
+    leaves = [leaf for _, leaf in columns(batch) if isinstance(leaf, Tensor)]
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-
-
-def _names(data: Batches) -> tuple[str, ...]:
-    first = next(iter(data.subset([0])))
-    return tuple(first) if hasattr(first, "keys") else ()

@@ -42,10 +42,6 @@ def command(
         float, typer.Option(help="Of that policy: how much of known data may be called new.")
     ] = 0.05,
     promise: options.Promise = "conformal",
-    ray: Annotated[
-        bool, typer.Option("--ray", help="Run the candidates of the search as Ray tasks.")
-    ] = False,
-    workers: Annotated[int, typer.Option(min=1, help="Ray tasks at a time.")] = 2,
     output: options.Output = Path("hydra-ensemble"),
     reading: Reading = READING,
     config: options.Config = None,
@@ -81,8 +77,6 @@ def command(
         score=score,
         seed=reading.seed,
         folder=output / "state",
-        ray=ray,
-        workers=workers,
         progress=not json,
     )
     names = loaded.class_names or getattr(calibration, "class_names", None)

@@ -40,7 +40,7 @@ def command(
     json: options.Json = False,
 ) -> None:
     """Search the heads that carry an objective (HeadMap); a stopped search goes on."""
-    from ...search.headmap import find_effects
+    from ...search.headmap import find_circuit
     from ..models import check_sources
 
     if keep is not None and max_cost is not None:
@@ -53,14 +53,15 @@ def command(
     output.mkdir(parents=True, exist_ok=True)
     write_config(output, begin=True)
     say(f"Searching heads for {objective} with {sizes(known, outliers)}", json=json)
-    found = find_effects(
+    found = find_circuit(
         host,
         id=known,
         ood=outliers or None,
         objective=objective,
         keep=keep,
         max_cost=max_cost,
-        condition=condition,  # type: ignore[arg-type]
+        condition=condition,  # type: ignore[call-overload]
+        effects=True,
         folder=output / "state",
         progress=not json,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,11 +53,11 @@ def command(
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:
-    """Teach each member of a fused model by a teacher of its own.
+    """Distil one teacher into each member of a fused model.
 
-    Answers and checkpoints are kept in OUTPUT/state: the same command goes on after a stop.
+    The teachers' answers and checkpoints are kept in OUTPUT/state: run the same command to resume.
     """
-    from ...training import distill, make_teachers
+    from ...training import DISTILL, distill, make_teachers
     from ..models import check_sources
 
     if bool(teachers) == bool(make):
@@ -92,12 +93,10 @@ def command(
         members=members,
         max_cost=max_cost,
         validation=held,
-        outliers=outliers or "auto",
+        ood=outliers or "auto",
+        settings=replace(DISTILL, trunk_rate=trunk_rate, views=views, mixed_precision=precision),
         epochs=epochs,
         learning_rate=learning_rate,
-        trunk_rate=trunk_rate,
-        views=views,
-        mixed_precision=precision,
         seed=reading.seed,
         folder=output / "state",
         progress=not json,

@@ -40,7 +40,7 @@ COMMON = (
     "pixelate",
     "jpeg_compression",
 )
-"""The fifteen; `speckle_noise`, `gaussian_blur`, `spatter` and `saturate` are the extras."""
+"""The fifteen; `gaussian_blur` and `saturate` are extras."""
 
 
 def corrupt(

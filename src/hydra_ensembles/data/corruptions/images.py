@@ -48,13 +48,6 @@ def impulse_noise(images: Tensor, severity: int, draws: Draws) -> Tensor:
     return images.masked_fill(chance < share, 1.0).masked_fill(chance < share / 2, 0.0)
 
 
-@corruptions.register("speckle_noise")
-def speckle_noise(images: Tensor, severity: int, draws: Draws) -> Tensor:
-    """Add noise in proportion to brightness (an extra, not among the fifteen)."""
-    scale = at(images, severity, (0.06, 0.1, 0.12, 0.16, 0.2), (0.15, 0.2, 0.35, 0.45, 0.6))
-    return images * (1 + scale * draws.normal(*images.shape[1:]))
-
-
 # --- blur: focus, frosted glass, motion and zoom
 
 
@@ -214,27 +207,6 @@ def fog(images: Tensor, severity: int, draws: Draws) -> Tensor:
     brightest = images.amax((1, 2, 3), keepdim=True)
     layer = plasma(draws, (images.shape[-2], images.shape[-1]), decay)
     return (images + amount * layer) * brightest / (brightest + amount)
-
-
-@corruptions.register("spatter")
-def spatter(images: Tensor, severity: int, draws: Draws) -> Tensor:
-    """Splash water (severity 1 to 3) or mud (4, 5) on the lens (an extra)."""
-    share, sigma, strength = at(
-        images,
-        severity,
-        ((0.05, 0.7, 0.5), (0.08, 0.8, 0.5), (0.12, 1, 0.5), (0.1, 0.7, 0.9), (0.16, 0.6, 0.9)),
-        ((0.1, 4, 0.6), (0.15, 3, 0.6), (0.2, 2, 0.6), (0.15, 3, 0.95), (0.25, 3, 0.95)),
-    )
-    field = smooth(draws.normal(1, *images.shape[-2:]), pixels(images, sigma))
-    field = field / field.std((2, 3), keepdim=True).clamp_min(1e-6)
-    border = field.flatten(1).quantile(1 - share, dim=1).view(-1, 1, 1, 1)
-    drops = strength * ((field - border) * 6).sigmoid()
-    drops = drops.masked_fill(field < border, 0)
-    colours = [175, 238, 238] if severity <= 3 else [63, 42, 20]
-    colour = torch.tensor(colours, device=images.device).view(1, 3, 1, 1) / 255
-    if images.shape[1] != 3:
-        colour = colour.mean(1, keepdim=True)
-    return images * (1 - drops) + colour * drops
 
 
 # --- digital: light, geometry and encoding

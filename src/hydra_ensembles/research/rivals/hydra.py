@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ...builder import Circuits, Select, build
+from ...builder import build
+from ...builder.methods import Circuits, Select
 from ...criteria import score_heads
 from ...data.splits import sample
 from ...fusion.fuse_members import fuse

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...data.eval_mode import evaluating
 from ...data.model_runs import member_logits
-from ...hosts.operation_count import operation_counter
+from ...hosts.operation_count import multiply_adds
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,9 @@ def relative_cost(model: nn.Module, host: nn.Module, batch: Any) -> RelativeCost
 
 
 def _multiply_adds(model: nn.Module, batch: Any) -> int:
-    counter = operation_counter()
     # plain matrix products inside attention: fused kernels are not all known to the counter
-    with evaluating(model), sdpa_kernel(SDPBackend.MATH), counter:
-        member_logits(model, batch)
-    return counter.get_total_flops() // 2
+    with evaluating(model), sdpa_kernel(SDPBackend.MATH):
+        return multiply_adds(lambda: member_logits(model, batch))
 
 
 def _parameters(model: nn.Module) -> int:

@@ -11,11 +11,11 @@ from hydra_ensembles.costs.budget import Budget
 from hydra_ensembles.errors import FormatError, MaskError
 from hydra_ensembles.heads.head_mask import HeadMask, HeadScores
 from hydra_ensembles.hosts import host_model
-from hydra_ensembles.search.candidate_table import Table
-from hydra_ensembles.search.ensemble_search import Candidates, search_members
-from hydra_ensembles.search.mask_pool import all_rows, make_pool, mutations
+from hydra_ensembles.search.candidate_table import Table, joined
+from hydra_ensembles.search.halving import halve
+from hydra_ensembles.search.mask_pool import all_rows, make_pool
 from hydra_ensembles.search.search_state import SearchState, TensorStore
-from hydra_ensembles.search.selection import EnsembleObjective, Selector, split_rows
+from hydra_ensembles.search.selection import EnsembleObjective, Selector, select_members
 from hydra_ensembles.search.trunk_cache import Outputs, Prefix
 from hydra_ensembles.uncertainty import score_logits
 
@@ -62,12 +62,10 @@ def test_all_additions_at_once_equal_one_by_one():
                 assert found.auroc[family] == pytest.approx(by, abs=1e-4)
 
 
-def test_greedy_with_refinement_finds_the_best_pair():
-    table = Table(outputs(8))
-    selector = Selector(table)
-    best = max(itertools.combinations_with_replacement(range(8), 2), key=selector.gain)
-    found = selector.forward(2, beam=8)[0]
-    assert selector.gain(selector.refine(found)) == pytest.approx(selector.gain(best))
+def test_a_beam_over_all_candidates_finds_the_best_pair():
+    selector = Selector(Table(outputs(8)))
+    best = max(itertools.combinations(range(8), 2), key=selector.gain)
+    assert selector.gain(selector.forward(2, beam=8)[0]) == pytest.approx(selector.gain(best))
 
 
 def test_members_differ_unless_the_budget_forces_them_to_be_equal():
@@ -105,13 +103,6 @@ def test_the_objective_asks_for_mean_worst_and_likelihood():
     assert EnsembleObjective().value(same, same) == 0
 
 
-def test_rows_are_split_without_overlap():
-    parts = split_rows({"id": 101, "ood/a": 10}, {"select": 0.7, "stop": 0.3}, seed=1)
-    for name, size in (("id", 101), ("ood/a", 10)):
-        joined = torch.cat([parts[p][name] for p in parts])
-        assert sorted(joined.tolist()) == list(range(size))
-
-
 def test_pools_are_exhaustive_for_few_heads_and_bounded_for_many():
     host = host_model(sharp("timm"))
     pool = make_pool(host, [0, 1], size=100)
@@ -122,8 +113,6 @@ def test_pools_are_exhaustive_for_few_heads_and_bounded_for_many():
     pool = make_pool(wide, [1, 2], size=40, tables={"taylor": table}, seed=0)
     assert len(pool) == 40 and {"host", "taylor", "random"} == set(pool.values())
     assert all(bool(mask[0].all()) and all(mask.kept) for mask in pool)
-    new = mutations(list(pool)[:3], [1, 2], count=10, known=pool)
-    assert new and not set(new) & set(pool)
     assert pool == make_pool(wide, [1, 2], size=40, tables={"taylor": table}, seed=0)
 
 
@@ -136,40 +125,19 @@ def test_budgets_choose_layers_and_heads():
         Budget.of(host, batch, 0.1).branch_layers(3)
 
 
-def test_search_stays_within_the_budget_and_reports_intervals():
-    model = sharp("bert")
-    host = host_model(model)
-    from ..builder.test_building import sentences
-
-    data = sentences()
-    odd = [{k: v.flip(1) for k, v in b.items() if k != "labels"} for b in data]
-    prefix = Prefix(host, {"id": data, "ood/flip": odd})
-    layers = [1, 2]
-    prefix.advance(torch.ones(4, dtype=torch.bool))
-    candidates = Candidates(prefix, make_pool(host, layers, size=30))
-    budget = Budget.of(host, data[0], 1.4)
-    parts = split_rows({"id": 60, "ood/flip": 60}, {"select": 0.7, "stop": 0.3})
-    found = search_members(
-        candidates, budget, members=3, layers=layers, select=parts["select"], hold=parts["stop"]
-    )
-    assert found.cost <= 1.4 and len(found.masks) == 3
-    assert found.selection.held_out >= 0  # the unpruned host is among the finalists
-    low, high = found.selection.intervals["AUROC ood/flip"]
-    assert low <= high
-
-
 class Stopped(Exception):
     pass
 
 
-def a_search(folder=None, stop=None):
-    """Search members of a small host; stop after some block runs. Returns them, and the runs."""
-    host = host_model(sharp("bert"))
+def a_search(folder=None, stop=None, members=3, max_cost=1.5):
+    """Select members of a small host; stop after some block runs. Return them, and the runs."""
     from ..builder.test_building import sentences
 
+    host = host_model(sharp("bert"))
     data = sentences(30)
     odd = [{k: v.flip(1) for k, v in b.items() if k != "labels"} for b in data]
-    prefix = Prefix(host, {"id": data, "ood/flip": odd})
+    sets = {"first:id": data[:1], "rest:id": data[1:], "rest:ood/flip": odd}
+    prefix = Prefix(host, sets, labelled=["first:id", "rest:id"])
     prefix.advance(torch.ones(4, dtype=torch.bool))
     runs = 0
 
@@ -179,29 +147,44 @@ def a_search(folder=None, stop=None):
         if runs == stop:
             raise Stopped
 
-    state, store = SearchState(folder, {"seed": 3}), None
-    if folder is not None:
-        store = TensorStore(folder / "candidates")
-    candidates = Candidates(prefix, make_pool(host, [1, 2], size=20), tick=tick, store=store)
-    found = search_members(
-        candidates, Budget.of(host, data[0], 1.5), layers=[1, 2], seed=3, state=state
+    state = SearchState(folder, {"seed": 3})
+    store = None if folder is None else TensorStore(folder / "candidates")
+    pool = make_pool(host, [1, 2], size=30)
+    objective = EnsembleObjective()
+    left = halve(
+        prefix, pool, ["first"], objective=objective, members=members, state=state, tick=tick
     )
-    return found, runs
+    found = prefix.logits(list(left), tick=tick, store=store)
+    table = Table(Outputs(joined(found.logits), joined(found.labels)))
+    budget = Budget.of(host, data[0], max_cost)
+    rows = {"id": torch.arange(20), "ood/flip": torch.arange(20)}
+    hold = {name: torch.arange(20, 30) for name in rows}
+    chosen = select_members(
+        table, list(left), budget, members=members, select=rows, hold=hold, seed=3
+    )
+    return chosen, [list(left)[i] for i in chosen.members], budget, runs
+
+
+def test_selection_stays_within_the_budget_and_reports_intervals():
+    chosen, masks, budget, _ = a_search(max_cost=1.4)
+    assert budget.ratio(masks) <= 1.4 and len(masks) == 3
+    assert chosen.held_out >= 0  # the unpruned host is among the finalists
+    low, high = chosen.intervals["AUROC ood/flip"]
+    assert low <= high
 
 
 def test_a_search_stopped_anywhere_ends_the_same(tmp_path):
-    whole, runs = a_search()
-    steps = set()
+    *whole, _, runs = a_search()
+    rungs = set()
     for part in (0.1, 0.4, 0.7, 0.95):
         folder = tmp_path / str(part)
         with pytest.raises(Stopped):
             a_search(folder, stop=int(part * runs))
-        steps.add(len(SearchState(folder, {"seed": 3}).find("round")))
-        kept = len(list((folder / "candidates").glob("*")))
-        assert kept or part == 0.1
-        assert a_search(folder)[0] == whole
-        assert a_search(folder)[0] == whole  # and once more, all from the folder
-    assert len(steps) > 1, "no stop came after a round"
+        rungs.add(len(SearchState(folder, {"seed": 3}).find("rung")))
+        again, once_more = (a_search(folder)[:2] for _ in range(2))
+        assert list(again) == list(once_more) == whole
+    assert len(list((folder / "candidates").glob("*"))) > 0
+    assert rungs == {0, 1}, "no stop came before, or none after a rung"
 
 
 def test_damaged_logits_are_refused(tmp_path):

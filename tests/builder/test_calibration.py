@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hydra_ensembles import build
-from hydra_ensembles.builder.calibration import _folds, cross_fit, fit_temperatures
+from hydra_ensembles.builder.calibration import _folds, cross_fit
 from hydra_ensembles.uncertainty import log_mean_probability, mean_probability, scale_logits
 
 from .. import zoo
@@ -24,6 +24,10 @@ def sharp(size: int, members: int = 3, factor: float = 3.0, seed: int = 0):
     return factor * each, labels, factor * z
 
 
+def fit_temperatures(*columns: torch.Tensor, **options: torch.Tensor):
+    return cross_fit(*columns, **options)[0]
+
+
 def nll(logits: torch.Tensor, labels: torch.Tensor) -> float:
     return float(-log_mean_probability(logits).gather(-1, labels[:, None]).mean())
 
@@ -31,7 +35,7 @@ def nll(logits: torch.Tensor, labels: torch.Tensor) -> float:
 def test_too_sure_members_are_calibrated_and_it_shows():
     logits, labels, host = sharp(200)
     found = fit_temperatures(logits, labels, host)
-    report = found["calibration"]
+    report = found["figures"]
     assert report["way"] != "none" and report["examples"] == 200 and "note" not in report
     for who in ("ensemble", "host"):
         for figure in ("NLL", "ECE"):
@@ -52,7 +56,7 @@ def test_examples_that_nothing_is_fitted_on_are_judged_by_all_that_is():
     fitted = torch.arange(200) < 150
     found, judged = cross_fit(logits, labels, host, held_out=~fitted, fitted=fitted)
     alone = fit_temperatures(logits[fitted], labels[fitted], host[fitted])
-    assert found["calibration"]["fitted_on"] == 150 and found["calibration"]["examples"] == 50
+    assert found["figures"]["fitted_on"] == 150 and found["figures"]["examples"] == 50
     scaled = scale_logits(
         logits,
         temperature=found["temperature"],
@@ -60,14 +64,14 @@ def test_examples_that_nothing_is_fitted_on_are_judged_by_all_that_is():
     )
     assert torch.equal(judged[~fitted], scaled[~fitted])
     assert not torch.equal(judged[fitted], scaled[fitted])  # out of fold
-    if alone["calibration"]["way"] == found["calibration"]["way"]:
+    if alone["figures"]["way"] == found["figures"]["way"]:
         assert alone["temperature"] == pytest.approx(found["temperature"], rel=1e-3)
 
 
 def test_what_would_harm_is_refused_and_said():
     logits, labels, host = sharp(60, factor=1.0, seed=3)
     found = fit_temperatures(logits, labels, host)
-    report = found["calibration"]
+    report = found["figures"]
     assert found["temperature"] == 1.0 and found["member_temperatures"] == [1.0] * 3
     assert report["way"] == "none" and "stay" in report["note"]
     assert report["ensemble"]["NLL"][0] == report["ensemble"]["NLL"][1]
@@ -78,7 +82,7 @@ def test_what_is_refused_would_not_improve_the_figures_that_the_note_quotes():
     for seed in range(8):
         logits, labels, host = sharp(60, factor=1.2, seed=seed)
         held_out = torch.arange(60) >= 36
-        report = fit_temperatures(logits, labels, host, held_out=held_out)["calibration"]
+        report = fit_temperatures(logits, labels, host, held_out=held_out)["figures"]
         quoted = re.findall(r"NLL ([\d.]+), ECE ([\d.]+) %", report.get("note", ""))
         if report["way"] == "none" and quoted:
             refused += 1
@@ -93,13 +97,13 @@ def test_all_right_and_tiny_sets_are_safe():
     for rows, right in ((slice(0, 40), True), (slice(0, 4), False), (slice(0, 1), False)):
         target = mean_probability(logits[rows]).argmax(-1) if right else labels[rows]
         found = fit_temperatures(logits[rows], target, host[rows])
-        assert found["temperature"] == 1.0 and found["calibration"]["note"]
+        assert found["temperature"] == 1.0 and found["figures"]["note"]
 
 
 def test_figures_are_of_the_examples_that_did_not_select():
     logits, labels, host = sharp(100)
     held_out = torch.arange(100) >= 60
-    report = fit_temperatures(logits, labels, host, held_out=held_out)["calibration"]
+    report = fit_temperatures(logits, labels, host, held_out=held_out)["figures"]
     assert (report["examples"], report["fitted_on"]) == (40, 100)
     assert report["ensemble"]["NLL"][0] == pytest.approx(nll(logits[60:], labels[60:]), rel=1e-5)
 
@@ -116,7 +120,7 @@ def test_build_reports_host_and_ensemble_before_and_after():
     with torch.no_grad():  # a host that is far too sure
         model.head.weight.mul_(30.0)
     ensemble = build(model, pictures(), method="random", max_cost=None, score="msp", progress=False)
-    report = ensemble.record["decisions"]["calibration"]
+    report = ensemble.record["calibration"]["figures"]
     assert report["examples"] == 24 and report["fitted_on"] == 60
     assert report["ensemble"]["NLL"][1] < report["ensemble"]["NLL"][0]
     assert ensemble.temperature * max(ensemble.member_temperatures) > 1.5
