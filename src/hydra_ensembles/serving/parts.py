@@ -199,7 +199,7 @@ def _column(name: str, values: list[Any]) -> Any:
         "decision": pyarrow.string(),
         "error": pyarrow.string(),
         "class": pyarrow.int64(),
-        "abstain": pyarrow.bool_(),
+        "why": pyarrow.string(),
         "probabilities": pyarrow.list_(pyarrow.float32()),
     }
     kind = next((k for end, k in kinds.items() if name.endswith(end)), pyarrow.float32())
