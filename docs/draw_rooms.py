@@ -58,12 +58,15 @@ def modules() -> dict[str, Path]:
     return files
 
 
-def imports(name: str, files: dict[str, Path]) -> set[str]:
+def imports(name: str, files: dict[str, Path], *, types: bool = True) -> set[str]:
     """Return the modules that a module imports: at the top, inside functions, for types only."""
     path = files[name]
     package = list(path.relative_to(SOURCE).parts[:-1])
     targets = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if not types:
+        tree.body = [node for node in tree.body if not _is_for_types(node)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             targets |= {a.name for a in node.names if a.name.startswith("hydra_ensembles.")}
         elif isinstance(node, ast.ImportFrom):
@@ -77,10 +80,14 @@ def imports(name: str, files: dict[str, Path]) -> set[str]:
     return {n for n in known if n in files and n != name}
 
 
-def graph() -> dict[str, set[str]]:
-    """Return what every module imports."""
+def _is_for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def graph(*, types: bool = True) -> dict[str, set[str]]:
+    """Return what every module imports; without `types`, only what runs."""
     files = modules()
-    return {name: imports(name, files) for name in files}
+    return {name: imports(name, files, types=types) for name in files}
 
 
 def cycles(arrows: dict[str, set[str]]) -> list[list[str]]:

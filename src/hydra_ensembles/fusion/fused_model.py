@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -238,7 +239,8 @@ class FusedModel(HostInterface):
                 positions=positions,
                 streams=len(plan.ends) if body.folds else 1,
             )
-        with body.options(summaries=collector):
+        # a compiled graph cannot set options, and without summaries there are none to set
+        with nullcontext() if collector is None else body.options(summaries=collector):
             if body.folds:
                 outputs = [self.host(*args, **kwargs)]
             else:
