@@ -217,17 +217,14 @@ def batches(records: Iterable[Record], size: int, *, idle: float = 0.05) -> Iter
             return
 
 
-def answers_to(
+def shared_answers(
     records: Iterable[Record], answer: Callable[[list[Record]], list[Any]], size: int
 ) -> Iterator[list[Any]]:
-    """Yield the answers to batches of records, in order; several processes share the work.
+    """Yield the answers to batches of records, in order, when several processes share the work.
 
     The first process reads the records and gets the answers; the others get none.
     """
     several = processes.size()
-    if several == 1:
-        yield from map(answer, batches(records, size))
-        return
     groups = batches(records, size * several) if processes.is_first() else iter(())
     while True:
         group = next(groups, None)

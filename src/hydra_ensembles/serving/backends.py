@@ -151,7 +151,7 @@ class ExportedBackend:
         if isinstance(rows[0], str):
             arrays = self.exported.prepare(list(rows))
         else:
-            arrays = stacked(rows)
+            arrays = {name: np.stack([_arrays(row)[name] for row in rows]) for name in rows[0]}
         return replace(self.exported.answer(arrays), class_names=self.class_names)
 
     def explain(self, row: Row) -> dict[str, Any] | None:
@@ -163,9 +163,7 @@ class ExportedBackend:
         return None
 
 
-def stacked(rows: Sequence[Row]) -> dict[str, np.ndarray]:
-    """Return the arrays of rows as a batch."""
-    arrays = [row for row in rows if not isinstance(row, str)]
-    if len(arrays) < len(rows):
+def _arrays(row: Row) -> Mapping[str, np.ndarray]:
+    if isinstance(row, str):
         raise DataError("A batch holds texts and tensors; expected one kind.")
-    return {name: np.stack([row[name] for row in arrays]) for name in arrays[0]}
+    return row

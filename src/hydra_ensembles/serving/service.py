@@ -54,6 +54,7 @@ class Service:
         self.batcher: Batcher
         self._drift_window, self._drift_every = drift_window, drift_every
         self._drift: DriftWatch | None = None
+        self._scores: list[float] = []  # of answers since the last full window
         self._readers: ThreadPoolExecutor
         self._decoders: ThreadPoolExecutor
         self._turns: Turns
@@ -90,7 +91,10 @@ class Service:
     def _note(self, answers: Prediction, took: float, waits: Sequence[float]) -> None:
         self.metrics.note_batch(answers, took, waits)
         if self._drift is not None and answers.novelty_score is not None:
-            self._drift.add(answers.novelty_score.tolist())
+            self._scores.extend(answers.novelty_score.tolist())
+            if len(self._scores) >= self._drift_window:
+                self._drift.add(self._scores)
+                self._scores = []
 
     async def read(self, size: int, function: Callable[[], T]) -> T:
         """Run work of a request, by its size in bytes or pixels.
@@ -134,13 +138,12 @@ class Service:
             raise Refusal(422, f"{self.name} reads texts, not images.")
         self.counted(contents)
         sizes = await self.read(0, lambda: [pixels_of(content) for content in contents])
-        too_large = Refusal(
-            413,
+        too_large = (
             f"The images of this request have more than {self.limits.pixels} pixels. Make them "
-            "smaller or send fewer.",
+            "smaller or send fewer."
         )
         if sum(sizes) > self.limits.pixels:
-            raise too_large
+            raise Refusal(413, too_large)
 
         def decode() -> list[Row]:
             try:
@@ -148,7 +151,7 @@ class Service:
                 images = (open_image(content, most_pixels=most) for content in contents)
                 return [self.backend.prepare(image) for image in images]
             except PixelLimitError:
-                raise too_large from None
+                raise Refusal(413, too_large) from None
             except DataError as error:
                 raise Refusal(422, str(error)) from None
 

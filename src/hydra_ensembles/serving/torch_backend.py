@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
 from ..data.eval_mode import twin
-from ..data.image_data import image_batch
 from ..errors import DataError, UnsupportedModelError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.inputs import image_key, prepare
 from ..prediction import Prediction
 from ..uncertainty import Drift, Policy
-from .backends import ALARM, Row, TensorSpec, stacked
+from .backends import ALARM, Row, TensorSpec
 
 
 class TorchBackend:
@@ -63,6 +63,8 @@ class TorchBackend:
         names = (ensemble.id2label or {}).values()
         self.class_names: Sequence[str] | None = list(class_names or names) or None
         self.score = ensemble.score
+        self._transform, self._dtype = ensemble.transform, ensemble.dtype
+        self._key = image_key(ensemble)
         self.has_novelty, self.has_policy = ensemble.novelty is not None, policy is not None
         self.alarm = (policy.alarm if policy else None) or ALARM
         self.rule = "always answer" if policy is None else str(policy)
@@ -85,10 +87,9 @@ class TorchBackend:
 
     def prepare(self, image: Any) -> Row:
         """Turn a PIL image into a row, by the ensemble's own transform."""
-        transform = self.ensemble.transform
-        if transform is None:
+        if self._transform is None:
             raise DataError("This model reads texts, not images.")
-        return {"pixel_values": transform(image).numpy()}
+        return {"pixel_values": self._transform(image).numpy()}
 
     def predict(self, rows: Sequence[Row]) -> Prediction:
         """Predict rows of one kind."""
@@ -98,11 +99,14 @@ class TorchBackend:
     def _batch(self, rows: Sequence[Row]) -> Any:
         if isinstance(rows[0], str):
             return prepare(self.ensemble, list(rows))
-        columns = {name: torch.from_numpy(array) for name, array in stacked(rows).items()}
+        arrays = [row for row in rows if not isinstance(row, str)]
+        columns = {
+            name: torch.from_numpy(np.stack([row[name] for row in arrays])) for name in arrays[0]
+        }
         if self.reads == "text":
             return columns
-        images = columns["pixel_values"].to(self.ensemble.dtype)
-        return image_batch(images, None, image_key(self.ensemble))
+        images = columns["pixel_values"].to(self._dtype)
+        return images if self._key is None else {self._key: images}
 
     def explain(self, row: Row) -> dict[str, Any] | None:
         """Return the terms and the nearest known examples behind a row's novelty."""

@@ -90,7 +90,8 @@ def command(
     command goes on after a stop.
     """
     from ...answer_each import BatchLimit
-    from ...data.records import answers_to, read_records
+    from ...data import processes
+    from ...data.records import batches, read_records, shared_answers
     from ...fusion import fit_policy
     from ...uncertainty import Policy
     from ..models import check_sources
@@ -141,7 +142,11 @@ def command(
         target = sys.stdout
         if output is not None and is_first():
             target = stack.enter_context(_written(output))
-        for rows in answers_to(records, answer, reading.batch_size):
+        if processes.size() == 1:
+            answered = map(answer, batches(records, reading.batch_size))
+        else:
+            answered = shared_answers(records, answer, reading.batch_size)
+        for rows in answered:
             for row in rows:
                 total += 1
                 failed += "error" in row
@@ -176,20 +181,19 @@ def answer_records(
     Args:
         loaded: The model and what prepares its inputs.
         records: The records of one batch.
-        policy: Of a model that has none of its own.
+        policy: Of a model that is not an ensemble; an ensemble decides by its own.
         probabilities: Add all classes' probabilities.
         limit: Remembers how many inputs fit in memory at once.
     """
     import torch
 
     from ...answer_each import InputError, answer_each
-    from ...data.image_data import image_batch
     from ...errors import DataError
     from ...fusion.inputs import token_limit
     from ...fusion.policy_data import answer_of
     from ...runtime.images import open_image
 
-    model, tokenize = loaded.model, loaded.texts
+    model, tokenize = loaded.model, None if loaded.tokenizer is None else loaded.texts
 
     def prepare(record: Record) -> Any:
         if tokenize is not None:
@@ -200,7 +204,8 @@ def answer_records(
 
     def predict(inputs: list[Any]) -> list[Any]:
         if tokenize is None:
-            batch = image_batch(torch.stack(inputs), None, loaded.key)
+            images = torch.stack(inputs)
+            batch: Any = images if loaded.key is None else {loaded.key: images}
         else:
             most = token_limit(getattr(model, "config", None), tokenize)
             batch = dict(
@@ -208,9 +213,12 @@ def answer_records(
                     inputs, padding=True, truncation=True, max_length=most, return_tensors="pt"
                 )
             )
-        answer = replace(answer_of(model, batch), class_names=loaded.class_names)
-        if answer.code is None and policy is not None:
-            answer = policy.apply(answer)
+        if hasattr(model, "policy"):
+            answer = model.predict(batch)
+        else:
+            answer = answer_of(model, batch)
+            answer = answer if policy is None else policy.apply(answer)
+        answer = replace(answer, class_names=loaded.class_names)
         rows = answer.rows(probabilities=probabilities)
         finite = answer.finite.tolist()
         return [
