@@ -307,8 +307,11 @@ class FusedModel(HostInterface):
             >>> answer.labels, answer.novelty > 0.95
             (['positive', 'negative'], tensor([False, False]))
         """
-        args, kwargs, _ = read_batch(prepare(self, batch), next(self.parameters()).device)
-        model = in_eval(self)
+        if not isinstance(batch, (Tensor, Mapping)):  # those are the host's inputs already
+            batch = prepare(self, batch)
+        args, kwargs, _ = read_batch(batch, next(self.parameters()).device)
+        training = any(module.training for module in self.modules())
+        model = twin(self).eval() if training else self
         logits, _, summaries = model.run(args, kwargs, summaries=self.novelty is not None)
         logits = logits.float()
         if model._gives_classes is False:

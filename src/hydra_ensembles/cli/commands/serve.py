@@ -12,7 +12,7 @@ from ..errors import Stop
 from ..output import say, waiting
 
 if TYPE_CHECKING:
-    from ...serving.backend import Backend
+    from ...serving.backends import Backend
 
 
 def command(
@@ -155,7 +155,7 @@ def load_backend(
 
 def _by_onnx(folder: Path, threads: int | None, class_names: str | None) -> Backend:
     from ...runtime import load
-    from ...serving.exported_backend import ExportedBackend
+    from ...serving.backends import ExportedBackend
     from ..class_names import read_names
 
     names = read_names(class_names)
