@@ -11,7 +11,7 @@ from torch import nn
 
 from hydra_ensembles import build, verify
 from tests import zoo
-from tests.costs.test_counting import deberta, longformer, swin
+from tests.costs.test_formula import deberta, longformer, swin
 
 
 def known(make: Callable[[], nn.Module]) -> list[dict[str, Any] | tuple[Any, ...]]:

@@ -121,7 +121,7 @@ def test_heads_of_one_pruned_model_fill_its_budget(name: str) -> None:
                 more[layer] = min(zoo.HEADS, more[layer] + 1)
                 mask = scores(1).top_k(more)
                 assert more == list(counts) or counter.ratio([mask]) > limit
-        with pytest.raises(MaskError, match="leaves no room for 1 member of"):
+        with pytest.raises(MaskError, match="1 member of"):
             Budget.of(counter, None, 0.9 * low).heads(layers)
 
 
@@ -134,19 +134,17 @@ def test_a_given_number_of_heads_decides_where_members_part() -> None:
     assert Budget.of(counter, None, 1.3).option(3) == fit_budget(
         counter, members=3, max_cost=1.3, batch=None
     )
-    with pytest.raises(MaskError, match="leaves no room for 3 members"):
+    with pytest.raises(MaskError, match="3 members"):
         Budget.of(counter, None, 0.3).option(3, keep=2)
 
 
 def test_errors_say_what_would_fit() -> None:
     model, inputs = zoo.host("vit"), zoo.batch("vit")
-    with pytest.raises(
-        MaskError, match=r"max_cost=0.3 leaves no room for 3 members.*cost 0\.\d+ x"
-    ):
+    with pytest.raises(MaskError, match=r"3 members.*cost 0\.\d+ x"):
         fit_budget(model, members=3, max_cost=0.3, batch=inputs)
-    with pytest.raises(MaskError, match="2 score tables for 3 members"):
+    with pytest.raises(MaskError, match="2 score tables"):
         budgeted_masks(model, [scores(0), scores(1)], members=3, batch=inputs)
-    with pytest.raises(MaskError, match="HeadScores has 1 layers"):
+    with pytest.raises(MaskError, match="1 layers"):
         budgeted_masks(model, HeadScores([[1.0, 2.0]]), batch=inputs)
 
 

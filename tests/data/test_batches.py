@@ -149,7 +149,7 @@ def test_as_data_takes_what_people_have() -> None:
 def test_a_generator_is_refused_with_a_way_out() -> None:
     with pytest.raises(DataError, match=r"only once.*list"):
         check_reiterable(images(2) for _ in range(2))
-    with pytest.raises(DataError, match="expected a DataLoader"):
+    with pytest.raises(DataError, match="found int"):
         as_data(3)
     with pytest.raises(DataError, match="only once"):
         Mapped(iter([images(2)]), lambda: lambda batch: batch)

@@ -124,8 +124,6 @@ def table(rows: Any) -> np.ndarray:
 
 def effects(model: nn.Module, **options: Any) -> Any:
     """Search a circuit and return it with the harm of removing each head (`mask`, `effects`)."""
-    if hasattr(hydra, "find_effects"):
-        return hydra.find_effects(model, **options)
     return hydra.find_circuit(model, effects=True, **options)
 
 

@@ -1,4 +1,4 @@
-"""The data of a build: who selects, who stops, who is held out, and the outliers of each."""
+"""The data of a build: what selects, what decides, what is held out, and the outliers of each."""
 
 from __future__ import annotations
 
@@ -108,32 +108,25 @@ class Parts:
         }
 
     def fitting(self) -> list[str]:
-        """Return the parts that temperatures are fitted on: all, or `validation` where given.
+        """Return the parts that fit temperatures: all, or `validation` if given.
 
-        Those other than `select` took no part in choosing heads; figures are reported on them.
+        All but `select` took no part in choosing heads; figures are reported on them.
         """
         return ["stop", "temperature"] if self.validated else list(self.data)
 
-    def fingerprints(self, classes: int | None = None) -> dict[str, str]:
-        """Check every data set and return its hash; proxies included, the result depends on them.
-
-        Args:
-            classes: The host's number of classes, which labels must be within.
-        """
+    def fingerprints(self, classes: int) -> dict[str, str]:
+        """Check every data set (labels within `classes`) and return its hash, proxies included."""
         found = {}
         for part, data in self.data.items():
-            validates = self.validated and part != "select"
-            name = "validation" if validates else "calibration"
+            name = "validation" if self.validated and part != "select" else "calibration"
             found[part] = fingerprint(checked(data, name=name, classes=classes, labelled=True))
-        for part, sets in self.sets.items():
-            for name, data in sets.items():
-                if name == "id":
-                    continue
-                key = f"{part}:{name}"
-                if isinstance(data, ProxyData):
-                    found[key] = data.fingerprint()
-                else:
-                    found[key] = fingerprint(checked(data, name=name.removeprefix("ood/")))
+        for part in self.sets:
+            for name, outliers in self.outliers(part).items():
+                found[f"{part}:ood/{name}"] = (
+                    outliers.fingerprint()
+                    if isinstance(outliers, ProxyData)
+                    else fingerprint(checked(outliers, name=name))
+                )
         return found
 
     def examples(self) -> dict[str, int]:
@@ -141,21 +134,20 @@ class Parts:
         return {part: data.count for part, data in self.data.items()}
 
 
-# What a method of `build` works on.
 @dataclass(frozen=True)
 class Task:
-    """What a method works on.
+    """What a method of `build` works on.
 
     Attributes:
         host: The host model.
         parts: The data.
         members: Number of members M.
         budget: Bounds their counted cost.
-        seed: Of everything random.
+        seed: Random seed.
         state: Finished steps of this build.
         store: Keeps tensors of a stopped build; None keeps none.
         progress: Whether to report progress.
-        batch_seconds: What the host took for one batch, measured.
+        batch_seconds: Measured time of the host on one batch.
     """
 
     host: HostModel
@@ -166,10 +158,10 @@ class Task:
     state: SearchState
     store: TensorStore | None
     progress: bool
-    batch_seconds: float = 0.0
+    batch_seconds: float
 
     def expect(self, batches: float, what: str) -> None:
-        """Say how long work will take that is worth so many batches through the whole host."""
+        """Announce how long work takes that costs as much as some batches through the host."""
         length = duration(batches * self.batch_seconds)
         announce(
             f"{what}: about {length} (one batch takes {self.batch_seconds:.2g} s)",

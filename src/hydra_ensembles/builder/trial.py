@@ -1,16 +1,15 @@
-"""Try a model on data of one's own: build, calibrate, learn what is known, decide; all held out.
+"""Try a model on your own data: build, calibrate, fit novelty and a policy; all figures held out.
 
-The data is split in two (stratified, seeded). *Learn* (two thirds) selects the members, fits the
-temperatures and teaches novelty. *Decide* (one third) is seen by none of them: the policy is fitted
-on it, so that its promises hold.
+The data is split in two (stratified, seeded). *Learn* (two thirds) selects the members and fits
+temperatures and novelty. *Decide* (one third) is seen by none of them: the policy is fitted on it,
+so that its guarantees hold.
 
-What is said about single files is out of sample too. Novelty is cross-fitted: every file is ranked
-by statistics that were fitted without it (five folds over all data; the trunk runs once). Figures
-of calibration are those of examples that took no part in choosing members, under temperatures that
-were fitted without them.
+The novelty of single files is out of sample too: every file is ranked by statistics that were
+fitted without it (five folds over all data; the model runs once). Figures of calibration are those
+of examples that took no part in choosing members, under temperatures fitted without them.
 
-Without labels, members are chosen so that they keep the host's own answers, and novelty and its
-alarm are all that is fitted.
+Without labels, members are chosen to keep the host's own answers, and only novelty and its alarm
+are fitted.
 """
 
 from __future__ import annotations
@@ -45,35 +44,34 @@ from ..uncertainty.novelty import Novelty
 from ..uncertainty.policy import check_reachable
 from .build_run import build
 from .calibration import apply_calibration_, cross_fit, run_ensemble
-from .data_parts import Parts, in_memory
+from .data_parts import SHARES, in_memory
 
 LEARN = 2 / 3
 LEAST = 40
-"""Fewest examples: novelty and an alarm of 5 % need so many."""
+"""Fewest examples: novelty and an alarm of 5 % need as many."""
 FOLDS = 5
-NEIGHBOURS = 1
 HOST, WARM, ENSEMBLE = "your model", "your model + temperature", "Hydra"
 """Names of the results."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What came out of a try; all columns are in the order of the data.
+    """The result of `try_model`; all columns are in the order of the data.
 
     Attributes:
         ensemble: With temperatures, novelty and a policy; ready to be saved.
-        answer: What it says about every example: uncertainty as calibrated out of fold, novelty
-            out of fold, the policy's decision by these.
+        answer: Its prediction for every example: uncertainty and novelty out of fold, and the
+            policy's decision by these.
         labels: `[example]`, or None.
-        neighbours: The most alike of the known examples, another one, `[example]`.
+        neighbours: The most similar other example, `[example]`.
         held_out: Examples that took no part in choosing members, `[example]`.
         decide: Examples that the policy was fitted on, `[example]`.
         results: Figures on held-out examples of the host, of the host with a temperature and of the
             ensemble with its temperatures; empty without labels. Both temperatures were fitted by
-            the same rule (`cross_fit`), out of fold: what they do is not the members' work.
-        calibration: What temperatures do, held out and out of fold; empty without labels.
+            the same rule (`cross_fit`), out of fold, so that members get no credit for theirs.
+        calibration: What temperatures change, held out and out of fold; empty without labels.
         policy: When to answer.
-        policy_note: Why the policy promises less than was asked for; empty when it does not.
+        policy_note: Why the policy guarantees less than was asked for; empty when it does not.
         ratio: Counted cost relative to the host.
     """
 
@@ -103,22 +101,26 @@ def try_model(
     folder: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Trial:
-    """Make an ensemble of a model and say, held out, what it is worth on some data.
+    """Build an ensemble of a model and measure, held out, what it gains on some data.
 
     Args:
-        model: A host model with a classifier; left as it was.
+        model: A host model with a classifier; it is not changed.
         data: Data like that to come, which the model was not trained on; some hundred examples,
-            with labels or without.
+            with or without labels.
         members, max_cost: See `build`.
         risk, alarm, method: See `fit_policy`.
-        seed: Of splits, folds and the search.
-        folder: Keep finished steps here, so that a stopped try goes on.
+        seed: Random seed of splits, folds and the search.
+        folder: Keep finished steps here, so that a stopped try resumes.
         progress: Report progress.
+
+    Example:
+        >>> trial = try_model(model, data)
+        >>> trial.ensemble.save_pretrained("vit-hydra")
     """
     source = in_memory(data, pad_id=pad_token(model), progress=progress)
     if source.count < LEAST:
         raise DataError(
-            f"{source.count} examples are too few to hold some out: give {LEAST} or more, better "
+            f"{source.count} examples are too few to hold some out: give at least {LEAST}, better "
             "some hundred."
         )
     check_class_order(model, source, seed=seed)
@@ -128,7 +130,7 @@ def try_model(
     labelled = with_labels(source, targets)
     halves = split(labelled, {"learn": LEARN, "decide": 1 - LEARN}, seed=seed)
     learn, decide = (_mask(halves[name], source.count) for name in ("learn", "decide"))
-    chosen = Parts(halves["learn"], None, "auto", seed, proxies=False).data["select"]
+    chosen = split(halves["learn"], SHARES, seed=seed)["select"]  # as `build` splits it
     ensemble = build(
         model,
         halves["learn"],
@@ -191,7 +193,7 @@ def try_model(
 
 
 def with_labels(data: Batches, labels: Tensor) -> Batches:
-    """Return data with these labels in the place of its own."""
+    """Return data with these labels instead of its own."""
 
     def load(rows: Sequence[int]) -> Any:
         batch = without_labels(next(iter(data.subset(rows, batch_size=len(rows)))))
@@ -206,7 +208,7 @@ def with_labels(data: Batches, labels: Tensor) -> Batches:
 
 
 def _mask(part: Batches, count: int) -> Tensor:
-    """Return True for the rows of a part of data that counts from 0."""
+    """Return which rows a part holds, bool `[count]`."""
     rows = torch.zeros(count, dtype=torch.bool)
     rows[list(part.indices)] = True
     return rows
@@ -239,15 +241,13 @@ def _out_of_fold(
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     rank, score = torch.empty(count), torch.empty(count)
     nearest = torch.empty(count, dtype=torch.long)
-    folds = progress_bar(
-        range(FOLDS), description="how new each is", enabled=progress, unit="folds"
-    )
+    folds = progress_bar(range(FOLDS), description="novelty", enabled=progress, unit="folds")
     for fold in folds:
         rows = order[fold::FOLDS]
         others = torch.ones(count, dtype=torch.bool)
         others[rows] = False
         novelty = _fit(ensemble, summaries, logits, labels, others)
-        evidence = novelty.explain(summaries[rows], logits[rows], NEIGHBOURS)
+        evidence = novelty.explain(summaries[rows], logits[rows], 1)
         rank[rows], score[rows] = evidence.novelty.float(), evidence.score.float()
         nearest[rows] = others.nonzero().flatten()[evidence.neighbours[:, 0]]
     return rank, score, nearest
@@ -264,7 +264,7 @@ def _policy(
     alarm: float,
     method: str,
 ) -> tuple[Policy, str]:
-    """Fit the policy on the part that nothing has seen; without errors where it is too small."""
+    """Fit the policy on the unseen part; without a bound on errors where that part is too small."""
     assert ensemble.novelty is not None
     answer = predict_from_logits(
         logits[decide],
@@ -279,15 +279,14 @@ def _policy(
     try:
         check_reachable(policy, answer.uncertainty, errors, score)
     except DataError as error:
-        note = f"{error} Until then only what is new is withheld."
+        note = f"{error} Until then only new inputs are withheld."
         return choose_policy(answer.uncertainty, errors, risk=None, **settings), note
     return policy, ""
 
 
 def _results(name: str, logits: Tensor, labels: Tensor) -> Results:
     """Return the figures of some logits, with intervals."""
-    answers = Answers(logits, labels)
-    examples = {"id": columns_of(answers, scores=["msp"])}
+    examples = {"id": columns_of(Answers(logits, labels), scores=["msp"])}
     settings = {
         "scores": ["msp"],
         "members": logits.shape[1],

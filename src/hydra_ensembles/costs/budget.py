@@ -1,6 +1,6 @@
 """The budget: where members branch and how many heads they keep, within a bound on cost.
 
-Costs are counted multiply-adds against the plain host model (`counting.CostModel`). Before heads
+Costs are counted multiply-adds against the plain host model (`formula.CostModel`). Before heads
 are known, a budget must hold for *any* heads that members may choose: at the branch, where they
 share projections, the union of their heads is taken as large as it can be. `Budget` also counts the
 members of a search.
@@ -286,12 +286,9 @@ def option_cost(
     everyone = tuple(range(members))
 
     def heads(layer: int) -> tuple[tuple[int, ...], ...]:
-        count, of = (
-            keep_per_layer[layer],
-            shape[layer],
-        )  # staggered, so that the union is as large as possible
-        if untied:  # no two members share a head
-            of = members * count
+        # staggered, so that the union is as large as possible; untied members share no head
+        count = keep_per_layer[layer]
+        of = members * count if untied else shape[layer]
         return tuple(tuple(sorted((m * count + i) % of for i in range(count))) for m in everyone)
 
     layers = [

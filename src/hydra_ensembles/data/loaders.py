@@ -10,7 +10,7 @@ import copy
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -132,6 +132,8 @@ class Mapped:
 def as_data(source: Any, *, batch_size: int = 32) -> Data:
     """Make data of a dataset, a loader, a list of batches, or of one large batch in memory.
 
+        data = as_data((images, labels), batch_size=64)
+
     Args:
         source: a `DataLoader` or a list of batches (returned as they are); a map-style dataset
             whose items are tensors, `(input, label)` or mappings; one batch: a tensor, a mapping
@@ -139,10 +141,9 @@ def as_data(source: Any, *, batch_size: int = 32) -> Data:
         batch_size: examples per batch, where we make the batches.
     """
     if isinstance(source, (Tensor, Mapping, tuple)):
-        count = batch_length(source)
         return Batches(
             lambda rows: take(source, _as_slice(rows)),
-            range(count),
+            range(batch_length(source)),
             batch_size=batch_size,
             labels=labels_of(source),
         )
@@ -162,8 +163,8 @@ def check_reiterable(data: Data, *, name: str = "data") -> Data:
     """Return the data if it can be read more than once, else raise; `name` is for the error."""
     if not hasattr(data, "__iter__"):
         raise DataError(
-            f"Found a {type(data).__name__} in place of data; expected a DataLoader, a list of "
-            "batches or any other re-iterable of batches. as_data(...) makes one of a dataset."
+            f"Expected data: a DataLoader, a list of batches or any other re-iterable of batches; "
+            f"found {type(data).__name__}. as_data(...) makes data of a dataset."
         )
     if iter(data) is data:
         raise DataError(
@@ -192,33 +193,27 @@ def indexable(data: Data, *, pad_id: int | None = None) -> Batches:
     batches = [batch for batch in check_reiterable(data) if batch_length(batch)]
     if not batches:
         raise DataError("The data is empty: it gave no example.")
-    ends = list(accumulate(batch_length(batch) for batch in batches))
+    *starts, count = accumulate((batch_length(batch) for batch in batches), initial=0)
     like = padded_one(batches)
 
     def load(rows: Sequence[int]) -> Batch:
-        runs: list[tuple[int, list[int]]] = []
-        for row in rows:
-            index = bisect_right(ends, row)
-            local = row - (ends[index - 1] if index else 0)
-            if runs and runs[-1][0] == index:
-                runs[-1][1].append(local)
-            else:
-                runs.append((index, [local]))
-        parts = [take(batches[index], _as_slice(local)) for index, local in runs]
+        parts = []
+        for index, run in groupby(rows, key=lambda row: bisect_right(starts, row) - 1):
+            parts.append(take(batches[index], _as_slice([row - starts[index] for row in run])))
         return join(parts, like=like, pad_id=pad_id)
 
     labels = [labels_of(batch) for batch in batches]
     known = [label for label in labels if label is not None]
     return Batches(
         load,
-        range(ends[-1]),
+        range(count),
         batch_size=max(batch_length(batch) for batch in batches),
         labels=torch.cat(even(known, IGNORED)) if len(known) == len(batches) else None,
     )
 
 
 def _as_slice(rows: Sequence[int]) -> Sequence[int] | slice:
-    """Return a slice for consecutive rows: a view in place of a copy."""
+    """Return a slice for consecutive rows: a view instead of a copy."""
     if rows and all(after == before + 1 for before, after in pairwise(rows)):
         return slice(rows[0], rows[-1] + 1)
     return rows

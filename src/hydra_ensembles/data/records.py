@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import DataError
+from .image_data import SUFFIXES
+from .text_files import TEXT_COLUMNS, read_rows
 
 MOST_BYTES = 2**20
 """Longer lines are refused: no host reads a text of a million letters."""
@@ -24,8 +26,6 @@ ANSWERED = frozenset(
     )
 )
 """Keys of an answer; an input's own values under these names do not pass into it."""
-
-_LINES = (".jsonl", ".ndjson", ".txt")
 
 
 @dataclass
@@ -55,7 +55,9 @@ def read_records(files: Iterable[str], *, text: bool, column: str | None) -> Ite
     """
     for file in files:
         if file == "-":
-            yield from records_of_lines(_standard_input(), text=text, column=column)
+            lines = getattr(sys.stdin, "buffer", None)  # a program may have put a text there
+            lines = io.BytesIO(sys.stdin.read().encode()) if lines is None else lines
+            yield from records_of_lines(lines, text=text, column=column)
         elif text:
             yield from _of_text_file(Path(file), column)
         else:
@@ -64,8 +66,6 @@ def read_records(files: Iterable[str], *, text: bool, column: str | None) -> Ite
 
 def _of_images(file: str) -> Iterator[Record]:
     """Yield a file, or the files of a folder; those that are not images are skipped."""
-    from .image_data import SUFFIXES
-
     path = Path(file)
     try:
         inside = sorted(p for p in path.rglob("*") if not p.is_dir()) if path.is_dir() else None
@@ -82,11 +82,9 @@ def _of_images(file: str) -> Iterator[Record]:
 
 def _of_text_file(path: Path, column: str | None) -> Iterator[Record]:
     """Yield the texts of a file; one that cannot be read is one record with an error."""
-    from .text_files import read_rows
-
     place, keys, suffix = {"file": str(path)}, _keys(True, column), path.suffix.lower()
     try:
-        if suffix in _LINES:
+        if suffix in (".jsonl", ".ndjson", ".txt"):
             with path.open("rb") as lines:
                 objects = suffix != ".txt"
                 yield from records_of_lines(
@@ -151,8 +149,6 @@ def records_of_lines(
 
 def _keys(text: bool, column: str | None) -> Sequence[str]:
     """Return the names under which an input is looked for."""
-    from .text_files import TEXT_COLUMNS
-
     return ("file",) if not text else TEXT_COLUMNS if column is None else (column,)
 
 
@@ -187,11 +183,6 @@ def _record(
 def _kind(value: Any) -> str:
     names = {type(None): "null", dict: "an object", list: "a list", bool: "true or false"}
     return {**names, str: "a string"}.get(type(value), "a number")
-
-
-def _standard_input() -> BinaryIO:
-    stream = getattr(sys.stdin, "buffer", None)  # none when the text was put there by a program
-    return io.BytesIO(sys.stdin.read().encode()) if stream is None else stream
 
 
 def batches(records: Iterable[Record], size: int, *, idle: float = 0.05) -> Iterator[list[Record]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -238,13 +239,15 @@ class FusedModel(HostInterface):
                 positions=positions,
                 streams=len(plan.ends) if body.folds else 1,
             )
-        with body.options(summaries=collector):
+        # a compiled graph cannot set options, and without summaries there are none to set
+        with nullcontext() if collector is None else body.options(summaries=collector):
             if body.folds:
                 outputs = [self.host(*args, **kwargs)]
             else:
                 outputs = body.each_stream(lambda: self.host(*args, **kwargs), positions)
         folded = [main_output(output) for output in outputs]
-        streams = torch.cat(folded).unflatten(0, (len(plan.ends), -1))
+        streams = torch.cat(folded) if len(folded) > 1 else folded[0]
+        streams = streams.unflatten(0, (len(plan.ends), -1))
         if plan.streams != tuple(range(len(streams))):
             streams = streams.index_select(0, torch.tensor(plan.streams, device=streams.device))
         logits = streams.transpose(0, 1)

@@ -36,6 +36,10 @@ def gate(model: nn.Module | HostModel, gates: Gates) -> Iterator[None]:
     Raises:
         UnsupportedModelError: When the context closes, if an attention layer ran without calling
             its output projection as a module: its gates had no effect.
+
+    Example:
+        >>> with gate(model, mask):
+        ...     logits = model(**batch).logits
     """
     host = host_model(model)
     if isinstance(gates, HeadMask):
@@ -44,10 +48,14 @@ def gate(model: nn.Module | HostModel, gates: Gates) -> Iterator[None]:
     if len(gates) != len(host):
         raise MaskError(
             f"{len(gates)} gates but {host.name} has {len(host)} layers: give one tensor (or None) "
-            "a layer."
+            "per layer."
         )
     ran: set[int] = set()
     gated: set[int] = set()
+
+    def note(site: AttentionSite, module: nn.Module, layers: set[int]) -> Any:
+        return module.register_forward_pre_hook(lambda *_: layers.add(site.layer))
+
     shared = shared_layers(model) if isinstance(model, nn.Module) else None
     if shared is not None:
         assert isinstance(model, nn.Module)
@@ -58,14 +66,14 @@ def gate(model: nn.Module | HostModel, gates: Gates) -> Iterator[None]:
         stack.enter_context(opened([site.module for site in host.sites]))
         for site, row in zip(host.sites, gates, strict=True):
             if row is not None:
-                stack.callback(_hook(site, row).remove)
-                stack.callback(_note(site.module, site.layer, ran).remove)
-                stack.callback(_note(site.output, site.layer, gated).remove)
+                scaling = site.output.register_forward_pre_hook(_scaling(site, row))
+                for hook in (scaling, note(site, site.module, ran), note(site, site.output, gated)):
+                    stack.callback(hook.remove)
         yield
     if ran - gated:
         raise UnsupportedModelError(
             f"{host.name} never calls the output projection of layer {min(ran - gated)} as a "
-            "module, so its heads cannot be gated: it hands the weights to a function. Load it "
+            "module, so its heads cannot be gated: it passes the weights to a function. Load it "
             'with another attn_implementation ("eager" or "sdpa"), if it has one.'
         )
 
@@ -98,15 +106,6 @@ def _gate_calls(
         yield
 
 
-def _note(module: nn.Module, layer: int, layers: set[int]) -> Any:
-    """Note that a module of a layer was called."""
-    return module.register_forward_pre_hook(lambda *_: layers.add(layer))
-
-
-def _hook(site: AttentionSite, row: Tensor) -> Any:
-    return site.output.register_forward_pre_hook(_scaling(site, row))
-
-
 def _scaling(site: AttentionSite, row: Tensor) -> Callable[..., tuple[Any, ...]]:
     """Return what scales the heads at the input of a site's output projection."""
     if row.shape[-1] != site.num_heads or row.dim() > 2:
@@ -132,7 +131,7 @@ def prune_heads_(model: nn.Module, mask: HeadMask) -> nn.Module:
     """Remove heads from a model physically, in place, whole layers included.
 
     Rows of W_Q, W_K, W_V and columns of W_O go; a layer without heads adds only its output bias.
-    What was kept is recorded on the model (`hydra_head_mask`), so that `fuse` can take it.
+    The kept heads are recorded on the model (`hydra_head_mask`), so that `fuse` can take it.
 
     Args:
         model: A host model (the module itself).
@@ -140,6 +139,9 @@ def prune_heads_(model: nn.Module, mask: HeadMask) -> nn.Module:
 
     Returns:
         The same model.
+
+    Example:
+        >>> prune_heads_(model, scores.top_k(0.5))
     """
     host = host_model(model)
     check_fits(mask, host)
@@ -153,7 +155,7 @@ def prune_heads_(model: nn.Module, mask: HeadMask) -> nn.Module:
         site.kept_groups(mask.indices(site.layer))
     for site in host.sites:
         if not bool(mask[site.layer].all()):
-            site.keep_(mask.indices(site.layer))
+            site.cut_(mask.indices(site.layer))
     model.hydra_head_mask = mask if before is None else _compose(before, mask)  # type: ignore[assignment]
     return model
 

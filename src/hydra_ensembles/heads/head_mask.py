@@ -44,8 +44,8 @@ class HeadMask(HeadTable):
     def _checked(self, layer: int, values: Tensor) -> Tensor:
         if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
             raise MaskError(
-                f"Layer {layer} of a HeadMask holds {values.tolist()} but a mask is 0/1 or "
-                "True/False. For soft gates pass a list of tensors to gate()."
+                f"Layer {layer} of a HeadMask holds {values.tolist()}: expected 0/1 or True/False. "
+                "For soft gates pass a list of tensors to gate()."
             )
         return values.to(torch.bool)
 
@@ -55,27 +55,13 @@ class HeadMask(HeadTable):
         return cls([torch.ones(n, dtype=torch.bool) for n in head_counts(like)])
 
     @classmethod
-    def empty(cls, like: Any) -> HeadMask:
-        """Keep no head."""
-        return cls([torch.zeros(n, dtype=torch.bool) for n in head_counts(like)])
-
-    @classmethod
-    def from_kept(cls, like: Any, kept: Sequence[tuple[int, int]]) -> HeadMask:
-        """Keep only the `(layer, head)` pairs in `kept`."""
-        rows = [torch.zeros(n, dtype=torch.bool) for n in head_counts(like)]
-        for layer, head in kept:
-            rows[layer][head] = True
-        return cls(rows)
-
-    @classmethod
     def random(
         cls, like: Any, *, keep: Keep = 0.5, scope: str = "layer", seed: int = 0
     ) -> HeadMask:
         """Keep heads at random, seeded."""
         generator = torch.Generator().manual_seed(seed)
-        return HeadScores([torch.rand(n, generator=generator) for n in head_counts(like)]).top_k(
-            keep, scope=scope
-        )
+        scores = HeadScores([torch.rand(n, generator=generator) for n in head_counts(like)])
+        return scores.top_k(keep, scope=scope)
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -132,7 +118,7 @@ class HeadMask(HeadTable):
         return HeadMask([~row for row in self.rows])
 
     def __le__(self, other: HeadMask) -> bool:
-        """Tell whether every head kept here is kept in `other` too."""
+        """Return whether every head kept here is kept in `other` too."""
         return (self - other).total_kept == 0
 
     def overlap(self, other: HeadMask) -> float:
@@ -196,9 +182,6 @@ class HeadScores(HeadTable):
         """Return all scores in one vector, layer by layer."""
         return torch.cat(self.rows)
 
-    def _split(self, flat: Tensor) -> list[Tensor]:
-        return list(flat.split(list(self.shape)))
-
     def map(self, function: Callable[[Tensor], Tensor]) -> HeadScores:
         """Apply a function to every layer's row."""
         return HeadScores([function(row) for row in self.rows], name=self.name)
@@ -223,26 +206,24 @@ class HeadScores(HeadTable):
 
         Args:
             keep: A fraction of the heads (a float in [0, 1]), a number of heads (an int), or a
-                list with one of these for each layer. A fraction is rounded, at least one head.
+                list with one such value per layer. A fraction is rounded, at least one head.
             scope: `"layer"` ranks within each layer; `"model"` ranks all layers together (then a
                 layer may lose all its heads).
         """
-        if scope == "model":
-            if not isinstance(keep, (int, float)):
-                raise MaskError('keep must be one number with scope="model", not a list by layer.')
-            flat = self.flat()
-            count = keep_count(keep, len(flat))
-            kept = torch.zeros(len(flat), dtype=torch.bool)
-            kept[_highest(flat, count)] = True
-            return HeadMask(self._split(kept))
         check_name("scope", scope, ("layer", "model"))
-        counts = keep_counts(keep, self.shape)
-        rows = []
-        for row, count in zip(self.rows, counts, strict=True):
-            kept = torch.zeros(len(row), dtype=torch.bool)
-            kept[_highest(row, count)] = True
-            rows.append(kept)
-        return HeadMask(rows)
+
+        def highest(values: Tensor, count: int) -> Tensor:
+            kept = torch.zeros(len(values), dtype=torch.bool)
+            kept[_highest(values, count)] = True
+            return kept
+
+        if scope == "layer":
+            counts = keep_counts(keep, self.shape)
+            return HeadMask([highest(*row) for row in zip(self.rows, counts, strict=True)])
+        if not isinstance(keep, (int, float)):
+            raise MaskError('keep must be one number with scope="model", not a list by layer.')
+        flat = self.flat()
+        return HeadMask(highest(flat, keep_count(keep, len(flat))).split(list(self.shape)))
 
     def ranking(self) -> list[tuple[int, int]]:
         """Return `(layer, head)` pairs from the most to the least important."""
@@ -277,11 +258,6 @@ class HeadScores(HeadTable):
 
     def __neg__(self) -> HeadScores:
         return self.map(torch.neg)
-
-    def __eq__(self, other: object) -> bool:
-        return super().__eq__(other)
-
-    __hash__ = HeadTable.__hash__
 
     def __str__(self) -> str:
         digits = len(str(len(self) - 1))

@@ -1,13 +1,13 @@
 """The plan of a fused ensemble: which streams run where, so that nothing equal is computed twice.
 
 Pure data: from the members' masks (and what differs between fine-tuned members) to a tree of
-streams. Members that agree so far run as one stream; where they part, siblings read one input.
+streams. Members that agree so far run as one stream; where they split, siblings read one input.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import MaskError
@@ -142,14 +142,12 @@ class Plan:
             "streams": list(self.streams),
             "layers": [
                 {
-                    "layer": p.layer,
-                    "parents": list(p.parents),
-                    "members": list(p.members),
-                    "heads": [list(h) for h in p.heads],
-                    "shared": p.shared,
-                    "readout_only": p.readout_only,
+                    **asdict(layer),
+                    "parents": list(layer.parents),
+                    "members": list(layer.members),
+                    "heads": [list(heads) for heads in layer.heads],
                 }
-                for p in self.layers
+                for layer in self.layers
             ],
             "trunk_heads": [list(h) for h in self.trunk_heads],
         }
@@ -186,10 +184,10 @@ def make_plan(
     """Plan the streams of M members.
 
     Args:
-        masks: One mask a member.
+        masks: One mask per member.
         signatures: `[member][layer]`, for members whose weights differ; by default members are one
             unchanged model and differ by their masks only.
-        classifiers: One identity a member of what stands after the blocks; equal by default.
+        classifiers: One identity per member of what comes after the blocks; equal by default.
         share_trunk: Run members as one stream as long as they agree.
         share_branch: Let siblings that read one input project and attend their heads once.
         readout_only: Run the last block for the readout tokens only.
@@ -255,7 +253,7 @@ def _same_norms(
     signatures: Sequence[Sequence[LayerSignature]],
     layer: int,
 ) -> bool:
-    """Tell whether all siblings read their parent through the same norm."""
+    """Return whether all siblings read their parent through the same norm."""
     norms: dict[int, set[Hashable]] = {}
     for parent, member in zip(parents, members, strict=True):
         norms.setdefault(parent, set()).add(signatures[member][layer].norm)

@@ -30,7 +30,9 @@ from .probes import (
 )
 from .reasons import at_layer, describe_parameters, knows_argument
 
-_NO_NAMES = "its norms and its MLP have names that we do not know (register_family() tells them)"
+_NO_NAMES = (
+    "its norms and its MLP have names that we do not know (describe them by register_family())"
+)
 
 
 @dataclass(frozen=True)

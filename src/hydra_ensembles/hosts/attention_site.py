@@ -37,8 +37,8 @@ class AttentionSite:
         module: The module whose forward does the attention.
         output: The output projection, at whose input a head is gated.
         head_dim, num_heads, kv_heads, scale, causal: Its geometry.
-        softcap: What its scores are bent to stay below, or None.
-        table: Its table by relative position, or None.
+        softcap: Soft bound of its scores, or None.
+        table: Its relative position table, or None.
     """
 
     def __init__(self, layer: int, block: nn.Module, family: Family) -> None:
@@ -53,7 +53,7 @@ class AttentionSite:
         self.value = parts.get("value")
         self.module = self._owner(block)
         self.norm_after = self._norm_after(block)
-        self.counts_itself = True  # whether the attention module itself tells its heads
+        self.counts_itself = True  # whether the attention module knows its number of heads
         self.head_dim = self._head_dim(block)
         self.scale = float(
             getattr(self.module, "scaling", None)
@@ -95,8 +95,8 @@ class AttentionSite:
                 self.counts_itself = False
                 return columns // number
         raise UnsupportedModelError(
-            f"Layer {self.layer}: {type(self.module).__name__} tells neither its head width "
-            f"({', '.join(_HEAD_WIDTH)}) nor its number of heads ({', '.join(_HEAD_NUMBER)}). "
+            f"Layer {self.layer}: {type(self.module).__name__} has neither a head width "
+            f"({', '.join(_HEAD_WIDTH)}) nor a number of heads ({', '.join(_HEAD_NUMBER)}). "
             "Set one of these attributes on the attention module."
         )
 
@@ -127,7 +127,7 @@ class AttentionSite:
 
     @property
     def grid(self) -> Grid | None:
-        """The pictures that its table by relative position is made for, where it has one."""
+        """The image size that its relative position table is made for, if it has one."""
         return None if self.table is None else self.table.grid
 
     @property
@@ -142,7 +142,7 @@ class AttentionSite:
         return tuple(None if isinstance(n, nn.Identity) else n for n in found)  # type: ignore[return-value]
 
     def unknown_parameters(self) -> list[str]:
-        """Name the attention's parameters that are no projection: they cannot be cut by heads."""
+        """Return the names of parameters that are not projections and cannot be cut by heads."""
         known = {id(p) for part in self._parts() for p in part.parameters()}
         known |= {id(p) for norm in self.head_norms if norm is not None for p in norm.parameters()}
         if self.norm_after is not None:
@@ -247,21 +247,12 @@ class AttentionSite:
         if reason is not None:
             return reason
         if self.table is not None and self.num_heads not in (0, self.table.weight.shape[1]):
-            return "its table of relative positions has not one column for each head"
+            return "its relative position table does not have one column per head"
         unknown = self.unknown_parameters()
         if unknown:
             words = describe_parameters(unknown, of_attention=True)
             return f"its attention also has {words}, which cannot be cut by heads"
         return None
-
-    def keep_(self, heads: list[int]) -> None:
-        """Remove every head but these, physically, in place."""
-        reason = self.why_not_removable()
-        if reason is not None:
-            raise UnsupportedModelError(
-                f"Heads of layer {self.layer} cannot be removed: {reason}. Use gate() instead."
-            )
-        self.cut_(heads)
 
     def cut_(self, heads: list[int]) -> None:
         """Remove every head but these, in place, whether or not the attention's code allows it."""
@@ -354,7 +345,7 @@ class AttentionSite:
             self._empty_()
 
     def _empty_(self) -> None:
-        """Let an attention without heads add its output bias alone."""
+        """Let an attention without heads add only its output bias."""
         inside = any(child is self.output for child in self.module.modules())
         path = next((n for n, m in self.module.named_modules() if m is self.output), "")
         returns_tuple = self.family.returns_tuple

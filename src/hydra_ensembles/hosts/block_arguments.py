@@ -1,6 +1,6 @@
-"""What our own arithmetic makes of a block's arguments: masks, biases, rotary positions.
+"""Read a block's arguments for our own arithmetic: masks, biases, rotary positions.
 
-An argument that is not understood is a refusal, never dropped.
+An argument that we do not know is refused, never dropped.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .block_calls import without_cache
 from .reasons import describe_argument
 
 MASKS = ("attention_mask", "attn_mask")
-"""What hosts call the mask that is added to (or kept in) the attention's scores."""
+"""Hosts' names for the mask of the attention scores."""
 
 BIASES = ("position_bias", "shared_rel_pos", "shared_rel_pos_bias")
-"""What hosts call a bias of each head that is added to the scores of all blocks."""
+"""Hosts' names for a bias per head that is added to the scores of all blocks."""
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -36,7 +36,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 class UnknownArgumentError(UnsupportedModelError):
-    """Raised when a block is handed an argument that our own arithmetic would have to drop."""
+    """Raised when a host passes its blocks an argument that our own arithmetic would drop."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -59,14 +59,14 @@ def read_arguments(
 
     Args:
         names: The block's positional parameters after the states (see `parameter_names`).
-        args, kwargs: What the host handed over, beside the states.
+        args, kwargs: All arguments but the states.
         x: The states, for their type and length.
-        rotary: The form of the host's rotary positions (see `rotary`), where it is known.
-        heads: The number of heads that a bias must have; None: a bias is refused.
-        grid: The pictures that a table by relative position is made for, where there is one.
+        rotary: The form of the host's rotary positions (see `attention.FORMS`), if known.
+        heads: The number of heads that a bias must have; None to refuse a bias.
+        grid: The image size that a relative position table is made for, if there is one.
 
     Raises:
-        UnsupportedModelError: Naming the argument that is not understood.
+        UnsupportedModelError: Names the argument that we do not know.
     """
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     if len(args) > len(names):
@@ -74,14 +74,17 @@ def read_arguments(
     mask, causal, angles, bias = None, None, None, None
     if grid is not None and grid.tokens != x.shape[1]:
         raise UnsupportedModelError(
-            f"there are {x.shape[1]} tokens, and the table of relative positions is for "
-            f"{grid.tokens}, which the host would interpolate"
+            f"there are {x.shape[1]} tokens, but the relative position table is for {grid.tokens}; "
+            "the host would interpolate it"
         )
     for name, value in named.items():
         value = without_cache(value)
         if value is None or name in _WITHOUT_EFFECT:
             continue
-        if name in ("resolution", "interpolate_pos_encoding") and _same_size(name, value, grid):
+        if name == "interpolate_pos_encoding" and value is False:
+            continue
+        size = None if grid is None else grid.resolution
+        if name == "resolution" and size in (None, tuple(value)):
             continue
         if rotary == UNUSED and name in ARGUMENTS:
             continue
@@ -103,16 +106,9 @@ def read_arguments(
 
 
 def is_bias(name: str, value: Any) -> bool:
-    """Tell whether an argument is a bias of each head; some hosts hand it over as the mask."""
+    """Return whether an argument is a bias per head; some hosts pass it as the mask."""
     by_head = isinstance(value, Tensor) and value.dim() == 4 and value.shape[1] > 1
     return name in BIASES or (name in MASKS and by_head)
-
-
-def _same_size(name: str, value: Any, grid: Grid | None) -> bool:
-    """Tell whether pictures have the size that the host's positions are made for."""
-    if name == "interpolate_pos_encoding":
-        return value is False
-    return grid is None or grid.resolution is None or tuple(value) == grid.resolution
 
 
 def _bias(value: Any, heads: int, x: Tensor) -> Tensor | None:
@@ -133,7 +129,7 @@ def four_dimensional(mask: Any, x: Tensor) -> Tensor:
     """
     if not isinstance(mask, Tensor):
         raise UnsupportedModelError(
-            f"The host hands its blocks a {type(mask).__name__} as attention mask: expected a "
+            f"The host passes a {type(mask).__name__} as attention mask to its blocks: expected a "
             'tensor. Load it with attn_implementation="sdpa" or "eager".'
         )
     if mask.dim() == 2:

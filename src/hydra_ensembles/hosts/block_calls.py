@@ -273,7 +273,7 @@ def capture_calls(host: HostView, blocks: Sequence[Block], inputs: Inputs) -> li
         if not projections[layer]:
             raise ClosedAttentionError(
                 f"{host.name} never calls the output projection of block {layer} as a module: it "
-                "hands the weights to a function, so heads cannot be switched off there. Load it "
+                "passes the weights to a function, so heads cannot be switched off there. Load it "
                 'with another attn_implementation ("eager" or "sdpa"), or use the timm model of '
                 "the same name, if there is one."
             )

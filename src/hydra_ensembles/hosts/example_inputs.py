@@ -1,4 +1,4 @@
-"""Small inputs that a model takes, made from what it tells about itself."""
+"""Small inputs that a model takes, made from its config and its modules."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _texts(config: Any, device: torch.device | None) -> list[Inputs]:
 def _sounds_and_videos(
     model: Any, main: str, device: torch.device | None, dtype: torch.dtype
 ) -> list[dict[str, Tensor]]:
-    """Make inputs of the shapes that speech and video models tell in their configs."""
+    """Make inputs of the shapes in the configs of speech and video models."""
     config = model.config
     shape: tuple[int, ...] | None = None
     bands = getattr(config, "num_mel_bins", None)
@@ -153,7 +153,7 @@ def example_batch(model: nn.Module, *, tokens: int = 128) -> tuple[Any, str]:
 
 
 def image_size(model: nn.Module) -> tuple[int, int, int] | None:
-    """Return channels, height and width of the images that a model takes, when it tells."""
+    """Return channels, height and width of the images that a model takes, if known."""
     for module in model.modules():
         size = getattr(module, "img_size", None)  # timm's patch embedding
         if size is not None and module is not model:

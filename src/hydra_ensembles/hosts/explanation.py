@@ -55,7 +55,11 @@ class Explanation:
 
 
 def explain(model: nn.Module | HostModel, *, family: Family | None = None) -> Explanation:
-    """Say what can be pruned in a model, which engine fuses it, and what cannot be done and why."""
+    """Say what can be pruned in a model, which engine fuses it, and what cannot be done and why.
+
+    Example:
+        >>> print(explain(model))
+    """
     name = model.name if isinstance(model, HostModel) else type(model).__name__
     try:
         return _explain(host_model(model, family=family))

@@ -118,7 +118,7 @@ def why_not_cut(block: Block, there: Sequence[int], call: BlockCall) -> str | No
     if not difference <= TOLERANCE:
         return f"without some heads its block computes something else (off by {difference:.2g})"
     if not _same_rest(form, expected_form):
-        return "its block hands something by heads to the blocks above"
+        return "its block passes something with one value per head to the blocks above"
     return None
 
 

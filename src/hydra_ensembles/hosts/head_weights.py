@@ -16,7 +16,7 @@ class HeadWeights:
 
     Shapes: `query`, `key`, `value` [heads, head width, model width], their biases
     [heads, head width] or None; `output` [heads, model width, head width]; `positions`
-    [heads, entries], the heads' columns of a table by relative position (see `relative`), or None.
+    [heads, entries], the heads' columns of a relative position table, or None.
     """
 
     query: Tensor

@@ -140,14 +140,14 @@ class HostModel(HostView):
         return _Passes(calls, seen, why_none, why_closed)
 
     def passes(self) -> list[list[BlockCall]]:
-        """Return what the host hands to its blocks in forward passes: `[pass][layer]`.
+        """Return what the host passes to its blocks in forward passes: `[pass][layer]`.
 
         Example inputs are made where we know how; `observe` adds a real batch.
         """
         return self._passes.calls
 
     def observe(self, inputs: Inputs) -> list[BlockCall]:
-        """Run the host on real inputs; remember and return what it handed to its blocks."""
+        """Run the host on real inputs; remember and return what it passed to its blocks."""
         calls = capture_calls(self, self.blocks, inputs)
         self._passes = replace(self._passes, calls=[*self.passes()[-1:], calls], inputs=inputs)
         for name in ("forms", "arithmetic", "_proof", "_removal", "_hosting"):
@@ -289,7 +289,9 @@ class HostModel(HostView):
             same = largest_difference(again.float(), whole.float()) < 1e-3
         except Exception:  # its loop needs what only a real block returns
             same = False
-        return None if same else "the host answers from more than the states of its last block"
+        return (
+            None if same else "the host's output depends on more than the states of its last block"
+        )
 
 
 def host_model(

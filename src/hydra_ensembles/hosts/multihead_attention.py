@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
+from .attention import attend
 
 
 def _forward(
@@ -31,26 +32,25 @@ def _forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, None]:
-    weight, bias = self.in_proj_weight, self.in_proj_bias
-    width = weight.shape[0] // 3
-    parts = []
-    for i, x in enumerate((query, key, value)):
-        rows = slice(i * width, (i + 1) * width)
-        y = F.linear(x, weight[rows], None if bias is None else bias[rows])
-        parts.append(y.unflatten(-1, (width // self.head_dim, self.head_dim)).transpose(1, 2))
-    q, k, v = parts
-    if key_padding_mask is not None:
-        hidden = key_padding_mask[:, None, None, :]
-        hidden = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, float("-inf"))
-        attn_mask = hidden if attn_mask is None else hidden + _additive(attn_mask, q.dtype)
-    elif attn_mask is not None:
-        attn_mask = _additive(attn_mask, q.dtype)
-    if attn_mask is not None and attn_mask.dim() == 3:  # [batch * heads, T, S]
-        attn_mask = attn_mask.unflatten(0, (query.shape[0], -1))
-    x = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=attn_mask, dropout_p=self.dropout if self.training else 0.0
+    weights = self.in_proj_weight.chunk(3)
+    biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+    heads = len(weights[0]) // self.head_dim
+    q, k, v = (
+        F.linear(x, weight, bias).unflatten(-1, (heads, self.head_dim))
+        for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
     )
-    return self.out_proj(x.transpose(1, 2).flatten(2)), None
+    mask = None if attn_mask is None else _additive(attn_mask, q.dtype)
+    if mask is not None and mask.dim() == 3:  # [batch * heads, T, S]
+        mask = mask.unflatten(0, (query.shape[0], -1))
+    if key_padding_mask is not None:
+        padding = _additive(key_padding_mask[:, None, None, :], q.dtype)
+        mask = padding if mask is None else padding + mask
+    return self.out_proj(_attend(self, q, k, v, mask)), None
+
+
+def _attend(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    dropout = self.dropout if self.training else 0.0
+    return attend(q, k, v, mask=mask, scale=self.head_dim**-0.5, dropout=dropout).flatten(2)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,17 +64,14 @@ def _wavlm(
     self: Any, hidden_states: Tensor, attention_mask: Tensor | None, gated_position_bias: Tensor
 ) -> tuple[Tensor, None]:
     """Compute what WavLM computes with `F.multi_head_attention_forward`."""
-    parts = (self.q_proj, self.k_proj, self.v_proj)
     q, k, v = (
-        part(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts
+        part(hidden_states).unflatten(-1, (-1, self.head_dim))
+        for part in (self.q_proj, self.k_proj, self.v_proj)
     )
     mask = gated_position_bias.unflatten(0, (len(hidden_states), -1)).to(q.dtype)
     if attention_mask is not None:
         mask = mask.masked_fill(attention_mask.ne(1)[:, None, None], float("-inf"))
-    x = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0
-    )
-    return self.out_proj(x.transpose(1, 2).flatten(2)), None
+    return self.out_proj(_attend(self, q, k, v, mask)), None
 
 
 def _shifted_window(self: Any, x: Tensor) -> Tensor:
@@ -113,25 +110,21 @@ def _open_method(module: nn.Module) -> tuple[str, Callable[..., Any]] | None:
 
 
 def open_attention_(module: nn.Module) -> None:
-    """Open a closed attention module in place; leave other modules alone."""
+    """Open a closed attention module in place; leave other modules as they are."""
     method = _open_method(module)
     if method is None:
         return
     if isinstance(module, nn.MultiheadAttention):
-        _check(module)
+        if not module._qkv_same_embed_dim or not module.batch_first:
+            raise UnsupportedModelError(
+                "nn.MultiheadAttention with batch_first=False or with keys and values of another "
+                "width is not supported. Build the model with batch_first=True."
+            )
+        if module.bias_k is not None or module.add_zero_attn:
+            raise UnsupportedModelError(
+                "nn.MultiheadAttention with add_bias_kv or add_zero_attn is not supported."
+            )
     setattr(module, method[0], types.MethodType(method[1], module))
-
-
-def _check(module: nn.MultiheadAttention) -> None:
-    if not module._qkv_same_embed_dim or not module.batch_first:
-        raise UnsupportedModelError(
-            "nn.MultiheadAttention with batch_first=False or with keys and values of another width "
-            "is not supported. Build the model with batch_first=True."
-        )
-    if module.bias_k is not None or module.add_zero_attn:
-        raise UnsupportedModelError(
-            "nn.MultiheadAttention with add_bias_kv or add_zero_attn is not supported."
-        )
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class PromptClassifier(nn.Module):
         labels: What follows the prompt, one text per class, as it would be written there (most
             tokenizers want the leading space: `" positive"`); or a mapping of class names to them.
         calibrate: Subtract log P(label | prompt with an empty text), so that labels that are likely
-            anywhere are not preferred (Zhao et al., 2021).
+            anywhere are not preferred (Zhao et al., 2021, https://arxiv.org/abs/2102.09690).
         max_length: Longest prompt in tokens; longer texts are cut at their end.
 
     Example:
@@ -184,7 +184,13 @@ class PromptClassifier(nn.Module):
             ids, mask = _with_endings(input_ids, mask, self.label_tokens[:, :-1].clamp_min(0))
         else:
             ids = input_ids
-        hidden = self._states(ids, mask)
+        model: Any = self.lm
+        takes = inspect.signature(model.base_model.forward).parameters
+        more = (
+            {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)} if "position_ids" in takes else {}
+        )
+        output = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False, **more)
+        hidden = output.last_hidden_state
         last = _last_real(mask) - (longest - 1)
         steps = last[:, None] + torch.arange(longest, device=ids.device)
         read = hidden.gather(1, steps[..., None].expand(-1, -1, hidden.shape[-1]))
@@ -199,14 +205,6 @@ class PromptClassifier(nn.Module):
         logits = logits + self.label_bias
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return PromptOutput(logits=logits, loss=loss)
-
-    def _states(self, ids: Tensor, mask: Tensor) -> Tensor:
-        model: Any = self.lm
-        positions = (mask.cumsum(1) - 1).clamp_min(0)
-        takes = inspect.signature(model.base_model.forward).parameters
-        more = {"position_ids": positions} if "position_ids" in takes else {}
-        output = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False, **more)
-        return output.last_hidden_state
 
     def _head(self, states: Tensor) -> Tensor:
         """Apply the output embedding, and the logit scaling or softcap that some models have."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_SIZE = "the height and width of the picture"
+_SIZE = "the height and width of the image"
 _ROTARY = "rotary positions"
 _RELATIVE = "relative positions"
 _ARGUMENTS = {
@@ -22,14 +22,14 @@ _ARGUMENTS = {
     "rel_pos": _RELATIVE,
     "relative_position_embeddings": _RELATIVE,
     "alibi": "a bias by distance",
-    "resolution": "pictures of another size",
+    "resolution": "images of another size",
     "interpolate_pos_encoding": "positions to interpolate",
     "input_dimensions": _SIZE,
     "feat_size": _SIZE,
     "size": _SIZE,
     "height": _SIZE,
     "H": _SIZE,
-    "q_global": "queries made from the whole picture",
+    "q_global": "queries made from the whole image",
     "encoder_hidden_states": "the states of an encoder",
     "layout_inputs": "states of the page's layout",
     "is_index_masked": "windows of near tokens",
@@ -49,7 +49,7 @@ _PARTS = (
 
 
 def knows_argument(name: str) -> bool:
-    """Tell whether there are words for an argument of a block."""
+    """Return whether there are words for an argument of a block."""
     return name in _ARGUMENTS
 
 

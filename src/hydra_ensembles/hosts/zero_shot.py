@@ -73,6 +73,10 @@ class ZeroShotClassifier(nn.Module):
         tokenizer: Texts to the text tower's inputs.
         encode_text: Embeds a list of texts, [texts, width] (e.g. by a masked mean).
         batch_size: Texts embedded at once.
+
+    Example:
+        >>> host = ZeroShotClassifier(clip, ["cat", "dog"], ["a photo of a {}."], tokenizer)
+        >>> host(pixel_values).logits
     """
 
     main_input_name = "pixel_values"

@@ -32,7 +32,7 @@ from .readout_states import Parting, Reader, layer_scale
 from .ridge import Fit, Linear, Moments, fit
 
 HELD_OUT = 5
-"""Every fifth example judges the ridge."""
+"""Every fifth example is held out to choose the ridge."""
 LEAST = 20
 """Fewest examples to fit to."""
 APART = 0.5
@@ -59,8 +59,8 @@ def fold(
         s_m = a + u W_m + b_m,  then host m's own norm, pooler and classifier,
 
     with W_m, b_m fitted by ridge regression to host m's own residual sum. Members share everything
-    else, so that the ensemble costs about as much as one host. Every fifth example judges the
-    ridge; a member whose fit is not better on them than host m's own W, b keeps these.
+    else, so the ensemble costs about as much as one host. Every fifth example is held out to choose
+    the ridge; a member whose fit is not better on them than host m's own W, b keeps the latter.
 
     Args:
         models: Two or more hosts of one architecture with the same classes, fine-tuned from the
@@ -71,7 +71,7 @@ def fold(
         trunk: `"mean"` of the weights; the number of a host; or `"auto"`, the mean if the hosts
             seem to come from one pretrained model, else host 0.
         held_out: Labelled data that fits one temperature; without it nothing is calibrated.
-        seed: Which examples judge the ridge.
+        seed: Determines which examples are held out to choose the ridge.
         progress: Report progress and what was done.
 
     Returns:
@@ -81,6 +81,10 @@ def fold(
         UnsupportedModelError: When the hosts differ in architecture or classes, or do not read a
             fixed token.
         DataError: When the data has too few examples, NaN or infinity.
+
+    Example:
+        >>> ensemble = fold([host0, host1, host2], inputs, held_out=labelled)
+        >>> ensemble.predict(batch).mutual_information
     """
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         models = [models]
@@ -108,7 +112,14 @@ def fold(
         "trunk": chosen,
         "examples": rows.examples,
         "seed": seed,
-        "members": [_described(result) for result in fits],
+        "members": [
+            {
+                "ridge": result.ridge,
+                "error": result.error,
+                "error of the host's own layer": result.given_error,
+            }
+            for result in fits
+        ],
         "notes": _notes(fits),
     }
     if held_out is None:
@@ -127,9 +138,6 @@ def fold(
     for note in ensemble.record["notes"]:
         announce(note, enabled=progress)
     return ensemble
-
-
-# --- hosts ----------------------------------------------------------------------------------------
 
 
 def _merged(model: nn.Module) -> nn.Module:
@@ -186,7 +194,9 @@ def _check_alike(hosts: Sequence[nn.Module]) -> None:
             )
     masks = [getattr(host, "hydra_head_mask", None) for host in hosts]
     if any(a != b for a, b in pairwise(masks)):
-        raise UnsupportedModelError("The hosts are pruned in different ways. Fold hosts alike.")
+        raise UnsupportedModelError(
+            "The hosts are pruned in different ways. Fold hosts with one head mask."
+        )
 
 
 def _trunk_of(
@@ -226,9 +236,6 @@ def _distance(hosts: Sequence[nn.Module], blocks_path: str) -> float:
         apart += (values - mean).square().flatten(1).sum(1)
         size += float(mean.square().sum())
     return float((apart / max(size, 1e-300)).max().sqrt())
-
-
-# --- rows and fits --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -279,7 +286,7 @@ def _read(
         check_inputs(batch, where)
         try:
             states = [reader(batch) for reader in readers]
-            own = trunk(batch) if at is None else states[at]
+            shared = trunk(batch) if at is None else states[at]
         except HydraError:
             raise
         except Exception as error:
@@ -287,14 +294,14 @@ def _read(
                 f"The hosts failed on {where} ({type(error).__name__}: {error}). Give inputs as "
                 "the hosts take them."
             ) from error
-        if not all(bool(some.total.isfinite().all()) for some in (own, *states)):
+        if not all(bool(state.total.isfinite().all()) for state in (shared, *states)):
             raise DataError(
                 f"The hosts' states hold NaN or infinity on {where}. Fix or remove these examples, "
                 "and check the hosts' weights."
             )
-        entering = own.total - own.update
-        targets = torch.cat([some.total - entering for some in states], 1)
-        return {"features": own.features, "targets": targets}
+        entering = shared.total - shared.update
+        targets = torch.cat([state.total - entering for state in states], 1)
+        return {"features": shared.features, "targets": targets}
 
     rows = _Rows()
     results = in_order(data, work, name="data to fold on")
@@ -309,15 +316,6 @@ def _read(
         )
     rows.flush_()
     return rows
-
-
-def _described(result: Fit) -> dict[str, Any]:
-    """Describe a fit as plain data."""
-    return {
-        "ridge": result.ridge,
-        "error": result.error,
-        "error of the host's own layer": result.given_error,
-    }
 
 
 def _notes(fits: Sequence[Fit]) -> list[str]:
@@ -337,9 +335,6 @@ def _notes(fits: Sequence[Fit]) -> list[str]:
             "fit was better."
         )
     return notes
-
-
-# --- members --------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

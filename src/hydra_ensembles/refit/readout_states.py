@@ -25,7 +25,7 @@ from .ridge import Linear
 
 @dataclass(frozen=True)
 class Parting:
-    """Where the members of a folded model part.
+    """Where the members of a folded model branch.
 
     Attributes:
         second: Path of the last block's last linear layer.
@@ -39,11 +39,11 @@ class Parting:
 
     @classmethod
     def of(cls, host: HostModel) -> Parting:
-        """Find where members part.
+        """Find where members branch.
 
         Raises:
-            UnsupportedModelError: When the host reads no fixed token, or its last block is not
-                understood.
+            UnsupportedModelError: When the host does not read a fixed token, or our arithmetic does
+                not cover its last block.
         """
         reason = _why_not(host)
         if reason is not None:
@@ -82,13 +82,13 @@ def _why_not(host: HostModel) -> str | None:
     if reason is None and last_linear(block) is None:
         reason = "the MLP of its last block does not end with a linear layer"
     if reason is None and layer_scale(block) is None:
-        reason = "something else than a scale follows the MLP of its last block"
+        reason = "something other than a scale follows the MLP of its last block"
     return reason
 
 
 @torch.no_grad()
 def layer_scale(block: Block) -> Tensor | None:
-    """Return by what a block multiplies its MLP's output [width]; None if it does something else.
+    """Return the factor of a block's MLP output [width]; None if what follows is not a factor.
 
     What follows the MLP is run on ones and on random states.
     """

@@ -131,7 +131,7 @@ def solve(
     start = torch.zeros_like(uy) if towards is None else towards.double()
     scale = float(uu.diagonal().mean())
     weight = start
-    if scale > 0:  # features that never vary say nothing: the weights stay
+    if scale > 0:  # constant features carry no information: the weights stay
         system = uu + ridge * scale * torch.eye(len(uu), dtype=uu.dtype)
         factor = torch.linalg.cholesky(system)
         weight = start + torch.cholesky_solve(uy - uu @ start, factor)

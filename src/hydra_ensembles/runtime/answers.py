@@ -46,9 +46,16 @@ class Answer:
     def of(
         cls, outputs: Mapping[str, np.ndarray], class_names: tuple[str, ...] | None = None
     ) -> Answer:
-        """Make an answer of a program's outputs; those that it does not know are left out."""
-        known = {f.name for f in fields(cls)} - {"class_names"}
-        return cls(**{k: v for k, v in outputs.items() if k in known}, class_names=class_names)
+        """Make an answer of a program's outputs."""
+        values = {k: v for k, v in outputs.items() if k not in ("class", "decision")}
+        decision = np.minimum(outputs["decision"], len(DECISIONS) - 1)  # 3 is unsure and new
+        return cls(
+            label=outputs["class"],
+            decision=decision,
+            abstain=decision != 0,
+            class_names=class_names,
+            **values,
+        )
 
     @property
     def confidence(self) -> np.ndarray:

@@ -14,7 +14,7 @@ from ..errors import DataError, FormatError, MissingDependencyError
 from ..registry import unknown_name
 from .answers import Answer
 from .contract import Contract, read_contract
-from .images import Pictures
+from .images import ImageReader
 from .texts import Texts
 
 
@@ -63,15 +63,9 @@ class ExportedEnsemble:
         providers: Sequence[str] = ("CPUExecutionProvider",),
     ) -> None:
         self.contract = contract
-        here = [kind for kind in ("onnx", "int8") if kind in contract.programs]
-        if not here:
-            raise FormatError(
-                f"{contract.folder} holds no ONNX program, only {', '.join(contract.programs)}. "
-                'Export it with formats=["onnx"].'
-            )
-        self.program = here[0] if program is None else program
-        if self.program not in here:
-            raise unknown_name("program", self.program, here)
+        self.program = next(iter(contract.programs)) if program is None else program
+        if self.program not in contract.programs:
+            raise unknown_name("program", self.program, contract.programs)
         self._session = _session(contract, contract.programs[self.program], threads, providers)
         self._check_ports()
         self._prepare = _preparation(contract)
@@ -222,7 +216,7 @@ def _preparation(contract: Contract) -> Any:
     if settings is None:
         return None
     if settings["kind"] == "image":
-        return Pictures.from_contract(settings)
+        return ImageReader.from_contract(settings)
     try:
         content = contract.file(settings["file"]).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:

@@ -1,8 +1,8 @@
 """Successive halving of candidate masks: most are dropped on a small share of the data.
 
 Each rung scores the remaining masks on a little more data and keeps the best (Jamieson & Talwalkar,
-2016). A mask's value is that of the best ensemble it was in: by itself, or added to the best masks
-of the rung, so that masks which complement others survive.
+2016, https://arxiv.org/abs/1502.07943). A mask is worth as much as the best ensemble it was in: on
+its own, or added to the best masks of the rung, so that masks which complement others survive.
 """
 
 from __future__ import annotations

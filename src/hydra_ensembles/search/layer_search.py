@@ -43,7 +43,7 @@ class LayerSearch:
         labelled = [name for name in self.sets if name in ("id", "shift")]
         prefix = Prefix(self.host, self.sets, cache_bytes=self.cache_bytes, labelled=labelled)
         rows = [self._below(step, layer) for layer, step in enumerate(state.steps)]
-        base = self._climb(prefix, rows)
+        base = self._resume(prefix, rows)
         remaining = [layer for layer in self.layers if layer >= prefix.layer]
         work = sum((self.host.head_counts[i] + self.baselines) * (depth - i) for i in remaining)
         work *= prefix.batches
@@ -55,11 +55,11 @@ class LayerSearch:
                 if prefix.layer == depth - 1:
                     return state.steps
                 row = self._below(step, prefix.layer)
-                place = _known(row)
+                place = _single_off(row)
                 base = None if place is None else runs[place]
                 prefix.advance(row)
 
-    def _climb(self, prefix: Prefix, rows: Sequence[Tensor]) -> Outputs | None:
+    def _resume(self, prefix: Prefix, rows: Sequence[Tensor]) -> Outputs | None:
         """Advance to where a search stopped; repeat the pass that gave its next baseline.
 
         The pass has the same shape, so that the baseline has the same bits.
@@ -81,7 +81,7 @@ class LayerSearch:
         """
         source: tuple[int, int] | None = None
         for layer, row in enumerate(rows):
-            place = _known(row)
+            place = _single_off(row)
             if place != 0:
                 source = None if place is None else (layer, place)
             elif source is None and layer in self.layers:
@@ -96,7 +96,7 @@ class LayerSearch:
         return ~selected if self.condition == "knockout" else selected
 
     def _pass(self, prefix: Prefix, base: Outputs | None, tick: Any) -> list[Any]:
-        """Run a layer as it is, unless known, and with each head off by itself."""
+        """Run a layer as it is, unless that is known, and with each single head off."""
         layer = prefix.layer
         if layer not in self.layers:
             return [base]
@@ -122,46 +122,44 @@ class LayerSearch:
                 "baseline": 0.0,
             }
         if not self.baselines:
-            return {"selected": self._kept(layer, self._values(runs[1:])).tolist()}
+            return {"selected": self._selected(layer, self._values(runs[1:]))}
         harms, errors = self._effects(runs[0], runs[1:])
         return {
-            "selected": self._kept(layer, harms).tolist(),
+            "selected": self._selected(layer, harms),
             "effect": harms.tolist(),
             "standard_error": errors.tolist(),
             "baseline": sum(goal.value(runs[0]) for goal in self.goals),
         }
 
-    def _kept(self, layer: int, harms: Tensor) -> Tensor:
-        return HeadScores([harms]).top_k([self.counts[layer]])[0]
+    def _selected(self, layer: int, harms: Tensor) -> list[bool]:
+        kept: list[bool] = HeadScores([harms]).top_k([self.counts[layer]])[0].tolist()
+        return kept
 
     def _values(self, changed: Sequence[Outputs]) -> Tensor:
         """Return the objective without each head: its harm, up to a constant of the layer."""
-        tables = [
-            torch.tensor([goal.value(one) for one in changed], dtype=torch.float64)
-            for goal in self.goals
-        ]
-        for goal, table in zip(self.goals, tables, strict=True):
-            _check(goal, table)
+        tables = [_finite(goal, [goal.value(one) for one in changed]) for goal in self.goals]
         return tables[0] if len(tables) == 1 else average_harm(tables)
 
     def _effects(self, base: Outputs, changed: Sequence[Outputs]) -> tuple[Tensor, Tensor]:
-        tables, spreads = [], []
+        """Return the harm of removing each head, and its standard error."""
+        tables, errors = [], []
         for goal in self.goals:
-            pairs = torch.tensor([effect(goal, c, base) for c in changed], dtype=torch.float64)
-            _check(goal, pairs[:, 0])
-            tables.append(pairs[:, 0])
-            spreads.append(pairs[:, 1])
+            pairs = [effect(goal, one, base) for one in changed]
+            tables.append(_finite(goal, [harm for harm, _ in pairs]))
+            errors.append(torch.tensor([error for _, error in pairs], dtype=torch.float64))
         if len(self.goals) == 1:
-            return tables[0], spreads[0]
-        return average_harm(tables), average_error(tables, spreads)
+            return tables[0], errors[0]
+        return average_harm(tables), average_error(tables, errors)
 
 
-def _check(goal: Objective, values: Tensor) -> None:
-    if not bool(values.isfinite().all()):
-        raise DataError(f"The objective {goal.name!r} gave {values.tolist()}: not finite.")
+def _finite(goal: Objective, values: Sequence[float]) -> Tensor:
+    table = torch.tensor(values, dtype=torch.float64)
+    if not bool(table.isfinite().all()):
+        raise DataError(f"The objective {goal.name!r} gave {values}: not finite.")
+    return table
 
 
-def _known(row: Tensor) -> int | None:
+def _single_off(row: Tensor) -> int | None:
     """Return which run of a layer's pass has these heads on: 0 for all, 1 + h without head h."""
     off = (~row).nonzero().flatten().tolist()
     return None if len(off) > 1 else 1 + off[0] if off else 0

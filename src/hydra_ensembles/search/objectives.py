@@ -100,7 +100,8 @@ def nll_shift(score: str | Score = "msp") -> Objective:
 
 def _loss(name: str, data: str) -> Objective:
     def parts(outputs: Outputs) -> Parts:
-        _need(outputs, data, name)
+        if data not in outputs.logits:
+            raise DataError(f"The objective {name!r} needs data under {data!r}: pass {data}=.")
         losses = negative_log_likelihood(outputs.logits[data], outputs.labels[data])
         return {data: losses.double()}
 
@@ -157,11 +158,6 @@ def average(score: str | Score = "msp") -> Objective:
         return sum(o.value(outputs) for o in average_of(score, sorted(kinds)))
 
     return Objective("average", value, needs=("id",))
-
-
-def _need(outputs: Outputs, data: str, name: str) -> None:
-    if data not in outputs.logits:
-        raise DataError(f"The objective {name!r} needs data under {data!r}: pass {data}=.")
 
 
 def effect(objective: Objective, changed: Outputs, base: Outputs) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,36 +14,26 @@ from ..data.proxies import ImageContext, make_proxies
 from ..data.proxies.base import spread
 from ..errors import DataError
 
-PROXY = "ood/proxy-"
 
-
-def outlier_sets(
-    id: Any, ood: Any, *, proxies: bool | Sequence[str] = False, seed: int = 0
-) -> dict[str, Any]:
-    """Return outlier data by name: given families, and proxies made from the ID data.
+def outlier_sets(id: Any, ood: Any, *, seed: int = 0) -> dict[str, Any]:
+    """Return outlier data by name.
 
     Args:
-        id: In-distribution data.
-        ood: Data, a dict of data by family, `"auto"` (proxies only) or None.
-        proxies: Whether to add proxies to given families too: all suitable kinds, or those named.
+        id: In-distribution data that proxies are made from.
+        ood: Data, a dict of data by family, `"auto"` (proxies) or None.
+        seed: Seed of the proxies.
     """
-    outliers: dict[str, Any] = {}
-    if isinstance(ood, str) and ood != "auto":
-        raise DataError(f'ood={ood!r}: expected data, a dict of data by family, or "auto".')
-    if isinstance(ood, Mapping) and not _is_batch(ood):
-        outliers = {f"ood/{name}": as_data(data) for name, data in ood.items()}
-    elif ood is not None and not isinstance(ood, str):
-        outliers = {"ood/given": as_data(ood)}
-    if proxies or ood == "auto":
-        kinds = list(proxies) if isinstance(proxies, (list, tuple)) else "auto"
-        proxy_sets = make_proxies(id, kinds, seed=seed)
-        outliers.update({f"{PROXY}{name}": data for name, data in proxy_sets.items()})
-    return outliers
-
-
-def _is_batch(value: Mapping[str, Any]) -> bool:
-    """Return whether a mapping is a batch (of tensors), not data by family."""
-    return all(hasattr(inner, "dtype") for inner in value.values())
+    if ood is None:
+        return {}
+    if isinstance(ood, str):
+        if ood != "auto":
+            raise DataError(f'ood={ood!r}: expected data, a dict of data by family, or "auto".')
+        proxies = make_proxies(id, "auto", seed=seed)
+        return {f"ood/proxy-{name}": data for name, data in proxies.items()}
+    # a mapping of tensors is a batch, not data by family
+    if isinstance(ood, Mapping) and not all(hasattr(one, "dtype") for one in ood.values()):
+        return {f"ood/{name}": as_data(data) for name, data in ood.items()}
+    return {"ood/given": as_data(ood)}
 
 
 def search_sets(
@@ -82,7 +72,7 @@ def shifted(data: Any, *, seed: int = 0) -> Any:
         return _seeded(data, noise, seed)
     if isinstance(first, Mapping) and "input_ids" in first:
         return _seeded(data, _exchange_tokens, seed)
-    raise DataError("nll-shift needs data under a corruption here: pass shift=.")
+    raise DataError("This data cannot be corrupted, which nll-shift needs: pass shift=.")
 
 
 def _exchange_tokens(batch: Any, generator: torch.Generator) -> Any:

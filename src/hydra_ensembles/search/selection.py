@@ -151,8 +151,8 @@ class Selector:
     Args:
         table: The candidates; candidate 0 is the unpruned host.
         objective: What to select for.
-        select, hold: Examples that select, and examples that decide when to stop.
-        fits: Tells whether members are within the budget.
+        select, hold: Examples that select, and examples that decide between finalists.
+        fits: Whether members are within the budget.
     """
 
     def __init__(
@@ -212,9 +212,8 @@ class Selector:
             able = (e for e in ranked if len(set(e)) == len(set(first)) and self.fits(e))
             front = list(islice(able, beam))
             if size == 0:
-                pool = [
-                    ensemble[0] for ensemble in (*front, *islice(able, max(0, shortlist - beam)))
-                ]
+                others = islice(able, max(0, shortlist - beam))
+                pool = [ensemble[0] for ensemble in (*front, *others)]
         return front
 
     def _judge(self, have: tuple[int, ...], pool: Sequence[int]) -> None:
@@ -222,23 +221,17 @@ class Selector:
         o = self.objective
         if o.ece or o.diversity or not set(o.scores) <= {"msp", "energy"}:
             return
-        keys = [(False, tuple(sorted((*have, new)))) for new in pool]
-        new = [p for p, key in zip(pool, keys, strict=True) if key not in self._known]
-        for place, figures in zip(
-            new, self.parts[False].grown(have, new, scores=o.scores), strict=True
-        ):
-            key = (False, tuple(sorted((*have, place))))
-            self._known[key] = o.value(figures, self._hosts[False])
+        keys = {new: (False, tuple(sorted((*have, new)))) for new in pool}
+        unknown = [new for new, key in keys.items() if key not in self._known]
+        grown = self.parts[False].grown(have, unknown, scores=o.scores)
+        for new, figures in zip(unknown, grown, strict=True):
+            self._known[keys[new]] = o.value(figures, self._hosts[False])
 
     def choose(self, finalists: Sequence[Sequence[int]]) -> Selection:
         """Choose by the held-out part among the ensembles with the most distinct members."""
         unique = sorted({tuple(sorted(f)) for f in finalists})
         trail = [
-            {
-                "members": list(f),
-                "gain": self.gain(f),
-                "held_out": self.gain(f, held_out=True),
-            }
+            {"members": list(f), "gain": self.gain(f), "held_out": self.gain(f, held_out=True)}
             for f in unique
         ]
         best = max(

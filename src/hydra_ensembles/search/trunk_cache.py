@@ -1,4 +1,4 @@
-"""Cached prefixes: the hidden states that enter a layer, and the logits of any masks above it."""
+"""The trunk cache: hidden states that enter a layer, and the logits of any masks above it."""
 
 from __future__ import annotations
 
@@ -41,10 +41,6 @@ class Outputs:
     def candidate(self, index: int) -> Outputs:
         """Return one candidate, as an ensemble of one member."""
         return Outputs({k: v[:, index : index + 1] for k, v in self.logits.items()}, self.labels)
-
-    def members(self, indices: Sequence[int]) -> Outputs:
-        """Return some candidates, as the members of an ensemble."""
-        return Outputs({k: v[:, list(indices)] for k, v in self.logits.items()}, self.labels)
 
     def examples(self, rows: Mapping[str, Tensor]) -> Outputs:
         """Return some examples of every data set that `rows` names."""
@@ -142,11 +138,6 @@ class Prefix:
         """Number of examples by data set."""
         return {name: sum(sizes) for name, sizes in self._sizes.items()}
 
-    @property
-    def cached(self) -> int:
-        """Number of batches whose states are kept."""
-        return len(self._cache)
-
     def over(
         self, name: str, work: Callable[[int, Tensor, Call], dict[str, Tensor]]
     ) -> Iterator[dict[str, Tensor]]:
@@ -166,7 +157,7 @@ class Prefix:
         return in_order(numbers, next_one, name=f"states of {name}", ahead=1)
 
     def _own_states(self, name: str) -> Iterator[tuple[int, Tensor, Call]]:
-        """Yield the states that enter the current layer; what is not kept is recomputed."""
+        """Yield the states that enter the current layer; those not cached are recomputed."""
         numbers = own_numbers(len(self._sizes[name]))
         if all((name, index) in self._cache for index in numbers):
             for index in numbers:
@@ -196,8 +187,7 @@ class Prefix:
     def _changed(self, name: str, index: int) -> DataError:
         return DataError(
             f"The data set {name!r} gave other examples at a second reading (batch {index}). "
-            "Give it in a fixed order (shuffle=False), or raise cache_bytes so that one "
-            "reading is enough."
+            "Use a fixed order (shuffle=False), or raise cache_bytes so that one reading is enough."
         )
 
     def advance(self, row: Tensor, *, tick: Tick | None = None) -> None:

@@ -58,9 +58,9 @@ class ExportedBackend:
         self.score = str(data["score"])
         outputs = {port["name"] for port in exported.contract.outputs}
         self.has_novelty = "novelty" in outputs
-        rule = exported.contract.rule(exported.program)
-        self.alarm = float(rule.get("alarm") or ALARM)
-        self.rule = str(rule.get("words") or rule["kind"])
+        policy = exported.contract.policy(exported.program)
+        self.alarm = float(policy["alarm"] or ALARM)
+        self.rule = str(policy["words"])
 
     def prepare(self, picture: Any) -> Row:
         """Turn a PIL image into a row, by the exported preprocessing."""
@@ -77,8 +77,8 @@ class ExportedBackend:
             }
         outputs = self.exported.run(arrays)
         return Answers(
-            label=outputs["label"],
-            decision=outputs["decision"],
+            label=outputs["class"],
+            decision=np.minimum(outputs["decision"], 2),  # 3 is unsure and new
             probabilities=outputs["probabilities"],
             uncertainty=outputs["uncertainty"],
             mutual_information=outputs["mutual_information"],

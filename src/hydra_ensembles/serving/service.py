@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ..errors import DataError
-from ..runtime.images import FORMATS, PixelLimitError, open_image
+from ..runtime.images import PixelLimitError, open_image, pixel_count
 from .answers import Answers
 from .backend import Backend, Row
 from .batch_queue import Batcher
@@ -133,7 +132,7 @@ class Service:
         if self.backend.reads != "image":
             raise Refusal(422, f"{self.name} reads texts, not pictures.")
         self.counted(contents)
-        sizes = await self.read(0, lambda: [pixels_of(content) for content in contents])
+        sizes = await self.read(0, lambda: [pixel_count(content) for content in contents])
         too_large = Refusal(
             413,
             f"The images of this request have more than {self.limits.pixels} pixels. Make them "
@@ -187,14 +186,3 @@ class Service:
                 f"There was no answer within {seconds:g} seconds: the service is overloaded. Try "
                 "again later.",
             ) from None
-
-
-def pixels_of(content: bytes) -> int:
-    """Return the number of pixels that an image's header tells; 0 for what will be refused."""
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            return image.width * image.height
-    except Exception:  # whatever foreign bytes do to a decoder; opening it again says it properly
-        return 0

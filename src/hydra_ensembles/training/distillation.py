@@ -97,13 +97,13 @@ def distill(
 
     Args:
         model: The host: the trunk and every member start from its weights. It is not changed.
-        teachers: One of these, or a list: a model; an ensemble (each of its members is a teacher);
-            a callable, called as the host is, that returns logits or probabilities (a resumed run
-            knows it by its place and name only); a table of
-            probabilities `[example, class]` in the data's order (a tensor, an array, a `.npy` or
-            `.safetensors` file); a path to a checkpoint of a `finetune` run of this model, or to a
-            folder of `save_pretrained`, which is opened when its turn comes. With as many teachers
-            as members, each member has one; with more, member m learns from the mean of teachers m,
+        teachers: One teacher, or a list. A teacher is a model; an ensemble, whose members all
+            teach; a callable, called as the host is, that returns logits or probabilities (a
+            resumed run identifies it only by its position and name); a table of probabilities
+            `[example, class]` in the data's order (a tensor, an array, a `.npy` or `.safetensors`
+            file); a path to a checkpoint of a `finetune` run of this model, or to a folder of
+            `save_pretrained`, which is opened when its turn comes. With as many teachers as
+            members, each member has one; with more, member m learns from the mean of teachers m,
             m + M, m + 2 M, ... (one member: the mean of all); with fewer, from teacher m mod T.
         data: Batches with or without labels, the same at each pass: a list of batches, a
             `DataLoader` over a map-style data set or what `load_data` returns.
@@ -189,9 +189,9 @@ def distill(
     ratio = cost(start, batch).relative_to(cost(host.model, batch)).multiply_adds
     if masks is None and ratio > max_cost + 1e-6:
         raise MaskError(f"The members cost {ratio:.3f} x, more than max_cost={max_cost}.")
-    lessons = DistillationData(train, ood, settings, seed=seed)
+    training_data = DistillationData(train, ood, settings, seed=seed)
     if place is not None:
-        processes.on_first(lambda: _check_folder(place, lessons, sources, start, settings))
+        processes.on_first(lambda: _check_folder(place, training_data, sources, start, settings))
     trained = CachedTrunk(start, cache_bytes, frozen=settings.trunk_rate == 0)
     trunk_names = {n for n, p in trained.named_parameters() if not p.requires_grad}
     if settings.trunk_rate:
@@ -201,7 +201,7 @@ def distill(
     with accelerator(settings.mixed_precision) as group:
         answers = TeacherLogits(
             sources,
-            lessons.sets.values(),
+            training_data.sets.values(),
             classes=classes,
             folder=None if place is None else place / "answers",
             progress=progress,
@@ -209,7 +209,7 @@ def distill(
         shares = assign(answers.teachers, members)
         result = DistillRun(
             model=trained,
-            stream=Stream(lessons.sets["data"].source, seed=seed, shuffle=settings.shuffle),
+            stream=Stream(training_data.sets["data"].source, seed=seed, shuffle=settings.shuffle),
             settings=settings,
             seed=seed,
             accelerator=group,
@@ -219,8 +219,8 @@ def distill(
             progress=progress,
             on_step=on_step,
             action="distil",
-            outliers=lessons.outlier_cycle(),
-            lessons=lessons,
+            outliers=training_data.outlier_cycle(),
+            training_data=training_data,
             answers=answers,
             shares=shares,
             slow=frozenset(trunk_names),
@@ -232,8 +232,8 @@ def distill(
         "seed": seed,
         "teachers": [teacher.name for teacher in sources],
         "shares": shares.tolist(),
-        "examples": {name: examples.count for name, examples in lessons.sets.items()},
-        "outliers": lessons.kinds,
+        "examples": {name: examples.count for name, examples in training_data.sets.items()},
+        "outliers": training_data.kinds,
         "masks": [mask.tolist() for mask in ensemble.masks],
         "cost": ratio,
         "training": result.to_dict(),
@@ -315,7 +315,7 @@ def _start(
 
 def _check_folder(
     folder: Path,
-    lessons: DistillationData,
+    training_data: DistillationData,
     teachers: Sequence[Teacher],
     start: HydraEnsemble,
     settings: Settings,
@@ -323,13 +323,13 @@ def _check_folder(
     """Write what the run is made of into its folder; raise if the folder holds another run."""
     now = {
         "settings": asdict(settings),
-        "seed": lessons.seed,
+        "seed": training_data.seed,
         "teachers": [teacher.identify() for teacher in teachers],
         "start": model_fingerprint(start),
-        "data": fingerprint(lessons.sets["data"].batches(0)),
-        "outliers": lessons.kinds
-        if lessons.made or "outliers" not in lessons.sets
-        else fingerprint(lessons.sets["outliers"].batches(0)),
+        "data": fingerprint(training_data.sets["data"].batches(0)),
+        "outliers": training_data.kinds
+        if training_data.made or "outliers" not in training_data.sets
+        else fingerprint(training_data.sets["outliers"].batches(0)),
     }
     path = folder / RUN_FILE
     if path.exists():
@@ -345,7 +345,7 @@ def _check_folder(
 class DistillRun(BranchRun):
     """A run in which every member has its own teacher."""
 
-    lessons: DistillationData = field(kw_only=True)
+    training_data: DistillationData = field(kw_only=True)
     answers: TeacherLogits = field(kw_only=True)
     shares: Tensor = field(kw_only=True)
     slow: frozenset[str] = field(kw_only=True)
@@ -354,7 +354,7 @@ class DistillRun(BranchRun):
         return self.settings.trunk_rate if name in self.slow else 1.0
 
     def _remembered(self) -> Iterable[Any]:
-        sets = self.lessons.sets.values()
+        sets = self.training_data.sets.values()
         return chain.from_iterable(examples.numbered_views() for examples in sets)
 
     def _data_loss(self, batch: Any) -> Tensor:
@@ -366,7 +366,7 @@ class DistillRun(BranchRun):
 
     def _taught(self, name: str, turn: int, batch: Any) -> Tensor:
         """Return the members' mean loss against their teachers on a view of a batch."""
-        examples, samples = self.lessons.sets[name], batch["samples"]
+        examples, samples = self.training_data.sets[name], batch["samples"]
         view, temperature = turn % examples.views, self.settings.teacher_temperature
         target = self.answers.rows(name, view, samples).to(self.accelerator.device)
         target = (target / temperature).softmax(-1)  # [batch, teacher, class]

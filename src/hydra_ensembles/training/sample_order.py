@@ -147,7 +147,7 @@ def loader_like(
     sampler: Sequence[int] | None = None,
     drop_last: bool,
 ) -> DataLoader[Any]:
-    """Return a loader with the options of another: over its data in order, or as told here."""
+    """Return a loader with the options of another: over its data in order, unless given."""
     return DataLoader(
         loader.dataset if dataset is None else dataset,
         batch_size=loader.batch_size,
@@ -232,7 +232,7 @@ def numbered(
             drop_last=data.drop_last,
         )
     raise DataError(
-        f"Samples of a {type(data).__name__} cannot be told apart from pass to pass. Pass a list "
+        f"Samples of a {type(data).__name__} cannot be identified from pass to pass. Pass a list "
         "of batches, or a DataLoader over a map-style data set without a custom sampler."
     )
 

@@ -85,7 +85,7 @@ def _read(teacher: Any, host: nn.Module, place: int) -> Teacher:
         return Teacher(name, lambda: name, lambda: _called(teacher, name))
     raise DataError(
         f"Teacher {place} is a {type(teacher).__name__}; expected a model, a HydraEnsemble, a "
-        "callable, a table of probabilities [example, class] or a path to one of these."
+        "callable, a table of probabilities [example, class], or a path to a saved one."
     )
 
 

@@ -85,7 +85,7 @@ class CachedTrunk(nn.Module):
             return self.ensemble.member_logits(batch["batch"])
 
     def knows(self, keys: Iterable[Any]) -> bool:
-        """Return whether the trunk's output is cached for all of these samples."""
+        """Return whether the trunk's output is cached for all given samples."""
         return self.frozen and all(key in self._rows for key in keys)
 
     def remember(self, batches: Iterable[Any]) -> None:

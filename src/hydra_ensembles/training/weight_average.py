@@ -14,7 +14,7 @@ def average_weights(models: Sequence[nn.Module]) -> nn.Module:
 
     This is a uniform soup (Wortsman et al., 2022). For fine-tunings of one pretrained model it is
     often better than each of them, at the cost of one. Classifiers that started from different
-    random weights do not average well by themselves: fit a temperature, or train a little further.
+    random weights do not average well: fit a temperature, or train a little further.
 
     Args:
         models: Models of one architecture. Floating-point tensors are averaged in float64; other

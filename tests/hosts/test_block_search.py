@@ -79,14 +79,14 @@ def test_gates_without_effect_are_an_error() -> None:
     for step in model.steps:
         step["mix0"] = Closed()  # type: ignore[index]
     gated = hydra.gate(model, hydra.HeadMask([[1, 0, 1, 1], [1, 1, 1, 1]]))
-    with pytest.raises(hydra.HydraError, match="never calls the output projection"), gated:
+    with pytest.raises(hydra.HydraError, match="never calls"), gated:
         model(torch.randn(2, 5, 8))
 
 
 def test_a_hybrid_says_which_block_has_no_heads() -> None:
     model = Unknown(3)
     model.steps[1] = nn.ModuleDict({"mix0": nn.Linear(16, 16)})
-    with pytest.raises(hydra.HydraError, match="only 2 of the 3 blocks at steps"):
+    with pytest.raises(hydra.HydraError, match="2 of the 3"):
         host_model(model)
 
 
@@ -94,7 +94,7 @@ def test_adapters_are_told_to_be_merged() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["query", "value"], r=2)
     model = peft.get_peft_model(zoo.make("bert"), config)
-    with pytest.raises(hydra.HydraError, match=r"merge_and_unload\(\)"):
+    with pytest.raises(hydra.HydraError, match="merge_and_unload"):
         host_model(model)
     assert not hydra.explain(model).supported
     assert hydra.explain(model.merge_and_unload()).fusable

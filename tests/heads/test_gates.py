@@ -95,9 +95,9 @@ def test_the_model_is_as_before_after_the_context() -> None:
 
 def test_wrong_gates_are_refused() -> None:
     model = zoo.host("vit")
-    with pytest.raises(MaskError, match="2 gates but ViTForImageClassification has 3 layers"):
+    with pytest.raises(MaskError, match="2 gates"):
         hydra.gate(model, [None, None]).__enter__()
-    with pytest.raises(MaskError, match=r"expected \[heads\] or \[batch, heads\]"):
+    with pytest.raises(MaskError, match=r"\[batch, heads\]"):
         hydra.gate(model, [torch.ones(5), None, None]).__enter__()
-    with pytest.raises(MaskError, match="3 heads in layer 1"):
+    with pytest.raises(MaskError, match="layer 1"):
         hydra.gate(model, HeadMask([[1, 1, 1, 1], [1, 1, 1], [1, 1, 1, 1]])).__enter__()

@@ -32,8 +32,8 @@ def test_set_algebra(masks: tuple[HeadMask, HeadMask]) -> None:
     assert (a & b) <= a <= (a | b)
     assert a.overlap(b) == b.overlap(a)
     assert a.overlap(a) == 1.0
-    assert HeadMask.empty(a) <= a <= HeadMask.full(a)
-    assert HeadMask.from_kept(a, a.pairs()) == a
+    assert ~HeadMask.full(a) <= a <= HeadMask.full(a)
+    assert all(a[layer][head] for layer, head in a.pairs()) and len(a.pairs()) == a.total_kept
 
 
 @given(rows)
@@ -50,7 +50,7 @@ def test_json_files_and_errors(tmp_path: Path) -> None:
     assert loaded == scores
     assert loaded.name == "his"
     assert loaded.standard_error == HeadScores([[0.1, 0.2], [0.3]])
-    with pytest.raises(MaskError, match="Expected the JSON of a HeadMask but found 'HeadScores'"):
+    with pytest.raises(MaskError, match="HeadScores"):
         HeadMask.from_json(tmp_path / "scores.json")
     with pytest.raises(MaskError, match="No file"):
         HeadMask.from_json(tmp_path / "nothing.json")
@@ -75,7 +75,7 @@ def test_keep_is_a_fraction_a_number_or_a_list() -> None:
     for wrong in (1.5, -1, 4, True, "half"):
         with pytest.raises(MaskError):
             keep_count(wrong, 3)  # type: ignore[arg-type]
-    with pytest.raises(MaskError, match="one value per layer"):
+    with pytest.raises(MaskError, match="per layer"):
         scores.top_k([1])
     with pytest.raises(UnknownNameError, match="scope"):
         scores.top_k(1, scope="all")
@@ -98,7 +98,7 @@ def test_bad_tables_are_refused() -> None:
         HeadMask([[0.5, 1.0]])
     with pytest.raises(MaskError, match="not finite"):
         HeadScores([[float("nan")]])
-    with pytest.raises(MaskError, match="at least one layer"):
+    with pytest.raises(MaskError, match="at least one"):
         HeadMask([])
     with pytest.raises(MaskError, match="shape"):
         HeadMask(torch.ones(2, 2, 2))
