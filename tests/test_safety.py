@@ -25,7 +25,6 @@ WRITES = {
     "_records.py": "writes beside and renames",
     "fusion/folder_writer.py": "writes a folder beside and renames",
     "cli/commands/predict.py": "writes beside and renames",
-    "training/teacher_answers.py": "writes into memory",
 }
 """Who may open a file for writing; everybody else calls `write_whole`."""
 
