@@ -251,7 +251,7 @@ def test_sweep(shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_predict_streams_files_and_abstains_at_a_risk(
     shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held_out = ("--held-out", shelf / "digits", "--risk", 0.95, "--promise", "conformal")
+    held_out = ("--held-out", shelf / "digits", "--risk", 0.95, "--guarantee", "conformal")
     assert run("predict", ensemble, shelf / "noise", *held_out, "--probabilities") == 0
     printed = capsys.readouterr()
     lines = [json.loads(line) for line in printed.out.splitlines()]

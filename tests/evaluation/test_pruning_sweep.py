@@ -20,7 +20,7 @@ from hydra_ensembles.heads.gates import gate
 from hydra_ensembles.heads.head_mask import HeadMask, HeadScores
 from hydra_ensembles.hosts import host_model
 from hydra_ensembles.research import pruning_sweep as module
-from hydra_ensembles.research.pruning_figures import (
+from hydra_ensembles.research.figures import (
     plot_alpha,
     plot_head_scores,
     plot_prune_sweep,

@@ -246,5 +246,5 @@ def test_what_is_wrong_is_said() -> None:
     with pytest.raises(DataError, match="which of the labelled"):
         choose_policy(torch.rand(4), novelty_score=torch.rand(4))
     for wrong in ({"threshold": 1}, {"threshold": 1, "novelty_threshold": 1, "risk": 7}):
-        with pytest.raises(FormatError, match="no policy"):
+        with pytest.raises(FormatError, match="valid policy"):
             Policy.from_dict(wrong)
