@@ -112,7 +112,7 @@ def __getattr__(name: str) -> Any:
 
         raise MissingDependencyError(
             f"{name} needs the whole library with torch, and this install has the runtime only "
-            f"({error}). Install hydra-ensembles in the place of hydra-ensembles-runtime."
+            f"({error}). Install hydra-ensembles instead of hydra-ensembles-runtime."
         ) from error
     globals()[name] = value
     return value

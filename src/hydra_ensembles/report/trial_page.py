@@ -130,7 +130,7 @@ def alarms(trial: Trial, names: Sequence[str], kind: str = "files") -> Section:
 
 def policy(found: Policy, note: str, kind: str = "files") -> Section:
     """Set promised and measured rates side by side."""
-    promised, rates = found.promises(), found.measured
+    promised, rates = found.guarantees(), found.measured
     rows: list[dict[str, Any]] = []
     for name in promised:
         measured = "–" if rates is None else f"{100 * getattr(rates, name):.1f} %"
