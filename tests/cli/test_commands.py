@@ -325,5 +325,5 @@ def test_export_writes_programs_that_answer_as_the_ensemble(
     images = {"pixel_values": next(iter(digits(16, seed=0).test))["pixel_values"][:4]}
     expected = HydraEnsemble.from_pretrained(ensemble).predict(images)
     outputs = program.run({name: tensor.numpy() for name, tensor in images.items()})
-    assert outputs["class"].tolist() == expected.label.tolist()
+    assert outputs["class"].tolist() == expected.class_index.tolist()
     assert run("export", ensemble, "-o", out, "--example", tmp_path / "nothing") == 3

@@ -119,7 +119,7 @@ class RowAnswers:
             return []
         answer = self.ensemble.predict(inputs).cpu()
         columns = {
-            "class": answer.label,
+            "class": answer.class_index,
             "probability": answer.confidence,
             "uncertainty": answer.uncertainty,
             "mutual_information": answer.mutual_information,
@@ -129,8 +129,8 @@ class RowAnswers:
             "probabilities": answer.probabilities if self.probabilities else None,
         }
         lists = {name: value.tolist() for name, value in columns.items() if value is not None}
-        if answer.decisions is not None:
-            lists["decision"] = answer.decisions
+        if answer.decision is not None:
+            lists["decision"] = answer.decision
         names = self.ensemble.id2label or {}
         return [
             {

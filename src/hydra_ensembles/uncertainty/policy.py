@@ -138,8 +138,16 @@ class Policy:
                 f"The policy has an alarm rate of {self.alarm} but there is no novelty: call "
                 "ensemble.fit_novelty_(known), or fit the policy with alarm=None."
             )
-        new = (~(novelty_score <= self.novelty_threshold)).long()
-        return unsure + NEW * new.reshape(-1, *[1] * (uncertainty.ndim - 1))
+        new = (~(novelty_score <= self.novelty_threshold)).long() * NEW
+        return unsure + new.reshape(-1, *[1] * (uncertainty.ndim - 1))
+
+    def finite(self) -> Policy:
+        """Return the policy with thresholds that JSON and an exported program can hold."""
+        largest = float(torch.finfo(torch.float32).max)
+        unsure, new = (
+            min(max(limit, -largest), largest) for limit in (self.threshold, self.novelty_threshold)
+        )
+        return replace(self, threshold=unsure, novelty_threshold=new)
 
     def apply(self, answer: Prediction) -> Prediction:
         """Return an answer with the policy's decisions."""
@@ -149,14 +157,6 @@ class Policy:
                 f"{answer.score!r}. Fit the policy again with fit_policy()."
             )
         return replace(answer, code=self.decide(answer.uncertainty, answer.novelty_score))
-
-    def finite(self) -> Policy:
-        """Return the policy with thresholds that JSON and an exported program can hold."""
-        largest = float(torch.finfo(torch.float32).max)
-        unsure, new = (
-            min(max(limit, -largest), largest) for limit in (self.threshold, self.novelty_threshold)
-        )
-        return replace(self, threshold=unsure, novelty_threshold=new)
 
     def guarantees(self) -> dict[str, str]:
         """Return the guarantee for each decision, in words."""
