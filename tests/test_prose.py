@@ -35,7 +35,7 @@ ALLOWED = {
 
 ROOMS_TO_DO = [
     *("fusion", "serving", "runtime", "cli", "integrations"),
-    *("report", "evaluation", "research", "training", "refit"),
+    *("report", "evaluation", "research"),
 ]
 PAGES_TO_DO = [
     *("CONTRIBUTING.md", "docs/architecture.md", "docs/try.md", "docs/tutorials/index.md"),
