@@ -168,8 +168,8 @@ def ranked(count: int, wrong: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 SURE_AND_WRONG = ranked(400, [0, 2, 4, 6, *range(200, 240)])
 OUT_OF_REACH: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "too few for conformal": (ranked(40, [39]), {"risk": 0.005}, "at least 199 labelled"),
-    "too few for selective": (ranked(100, [99]), {"method": "selective"}, "at least 115 labelled"),
+    "too few for conformal": (ranked(40, [39]), {"risk": 0.005}, "199 labelled"),
+    "too few for selective": (ranked(100, [99]), {"method": "selective"}, "115 labelled"),
     "the surest are wrong": (SURE_AND_WRONG, {"risk": 0.005}, "enough examples"),
     "empirical": (ranked(400, [1, *range(3, 60)]), {"method": "empirical"}, "enough examples"),
 }
@@ -241,9 +241,9 @@ def test_what_is_wrong_is_said() -> None:
         choose_policy(torch.rand(3), torch.zeros(4), alarm=None)
     with pytest.raises(DataError, match="NaN"):
         choose_policy(torch.tensor([math.nan]), torch.tensor([True]), alarm=None)
-    with pytest.raises(DataError, match="novelty score of every"):
+    with pytest.raises(DataError, match="novelty score"):
         choose_policy(*good)
-    with pytest.raises(DataError, match="which of the labelled"):
+    with pytest.raises(DataError, match=r"labelled.*wrong"):
         choose_policy(torch.rand(4), novelty_score=torch.rand(4))
     for wrong in ({"threshold": 1}, {"threshold": 1, "novelty_threshold": 1, "risk": 7}):
         with pytest.raises(FormatError, match="valid policy"):
