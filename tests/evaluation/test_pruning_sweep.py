@@ -220,7 +220,7 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, sweep):
     assert len(set(measured)) == len(sweep.outcomes) and len(measured) == len(sweep.outcomes) + 1
     assert resumed.to_json() == sweep.to_json()
     other = [(pixels * 2, labels) for pixels, labels in TEST]
-    with pytest.raises(FormatError, match="the data has changed"):
+    with pytest.raises(FormatError, match="data has changed"):
         prune_sweep(
             vit(), other, criteria=["his"], calibration=CALIBRATION, folder=tmp_path, progress=False
         )

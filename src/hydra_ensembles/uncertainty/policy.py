@@ -87,15 +87,15 @@ class Rates:
 
 @dataclass(frozen=True)
 class Policy:
-    """When to answer, when to abstain as unsure and when as new; with what is guaranteed.
+    """When to answer, when to abstain as unsure and when as new, with guaranteed rates.
 
     Attributes:
         threshold: Answer when the uncertainty is at most this; -inf never, inf always.
         novelty_threshold: An input with a higher novelty score is new; inf never.
-        risk: Guaranteed rate of wrong answers; None turns the check of uncertainty off.
+        risk: Guaranteed rate of wrong answers; None turns this check off.
         alarm: Guaranteed false-alarm rate on known data; None turns the novelty check off.
         method: `conformal`, `selective`, `empirical`, or `given` for thresholds set by hand.
-        delta: Of `selective`: probability that the guarantee may fail.
+        delta: For `selective`: the probability that the guarantee fails.
         score: Name of the uncertainty that `threshold` is about.
         examples: Labelled examples that it was fitted on.
         measured: Rates on these examples, each decided on by thresholds fitted without it.
@@ -159,7 +159,7 @@ class Policy:
         return replace(answer, code=self.decide(answer.uncertainty, answer.novelty_score))
 
     def guarantees(self) -> dict[str, str]:
-        """Return what is guaranteed about each decision, in words."""
+        """Return the guarantee for each decision, in words."""
         found = dict.fromkeys(DECISIONS, "no guarantee")
         if self.risk is not None and self.method == "conformal":
             found["answer"] = f"answered and wrong: at most {self.risk:.3g} of all, on average"
@@ -201,11 +201,11 @@ class Policy:
         if self.method == GIVEN:
             return f"{rule} (thresholds set by hand)"
         lines = [f"{rule} ({self.method}, {self.examples} examples)"]
-        guaranteed = self.guarantees()
-        for name in guaranteed:
+        guarantees = self.guarantees()
+        for name in guarantees:
             if name == "new" and self.alarm is None:
                 continue
-            lines.append(f"  {name:<7} {self._measured(name):<30} {guaranteed[name]}")
+            lines.append(f"  {name:<7} {self._measured(name):<30} {guarantees[name]}")
         if self.never_answers:
             lines.append("  No threshold keeps this risk on so few examples: everything abstains.")
         return "\n".join(lines)
@@ -243,7 +243,7 @@ def choose_policy(
         risk: In (0, 1): rate of wrong answers; None answers all that is not new.
         alarm: In (0, 1): rate of known data that may be called new; None leaves novelty alone.
         method: `conformal`, `selective` or `empirical`.
-        delta: In (0, 1): probability that the guarantee of `selective` may fail.
+        delta: In (0, 1): the probability that the guarantee of `selective` fails.
         score: What the uncertainty is called.
         seed: Of the folds that the rates are measured on.
     """
@@ -447,7 +447,7 @@ def _tested(wrong: Tensor, answered: Tensor, risk: float, delta: float) -> int |
     sizes = start_sizes(int(answered[-1]) - 1, risk, delta)
     if not sizes:
         return None
-    # P(Binomial(answered - 1, risk) <= wrong); the example at the threshold is no draw
+    # P(Binomial(answered - 1, risk) <= wrong); the example at the threshold is not a draw
     draws = (answered - 1).numpy()
     p = torch.from_numpy(bdtr(wrong.numpy().clip(max=draws), draws, risk))
     passed = (p <= delta / len(sizes)).tolist()

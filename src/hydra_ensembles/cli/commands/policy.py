@@ -74,6 +74,6 @@ def _dtype_of(folder: Path) -> str:
     from ...fusion.folder_schema import read_config
 
     try:
-        return str(read_config(folder)["dtype"])
+        return read_config(folder).dtype
     except FormatError:  # loading says what is wrong with it
         return "float32"

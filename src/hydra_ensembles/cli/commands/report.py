@@ -101,8 +101,8 @@ def make_report(
         from ...fusion.folder_schema import read_config
 
         saved = read_config(folder)
-        masks = [HeadMask(rows) for rows in saved["masks"]]
-        branch = int(saved["plan"].get("trunk", 0))
+        masks = [HeadMask(rows) for rows in saved.masks]
+        branch = saved.plan.trunk
         card = folder / "README.md"
         parts = card.read_text(encoding="utf-8").split("```") if card.is_file() else []
         summary = parts[1].strip() if len(parts) > 1 else ""

@@ -12,7 +12,7 @@ from ..errors import Stop
 from ..output import say, waiting
 
 if TYPE_CHECKING:
-    from ...serving.backend import Backend
+    from ...serving.backends import Backend
 
 
 def command(
@@ -152,7 +152,7 @@ def load_backend(
                 2,
             )
         from ...runtime import load  # without torch
-        from ...serving.exported_backend import ExportedBackend
+        from ...serving.backends import ExportedBackend
         from ..class_names import read_names
 
         with waiting(f"Loading {folder}"):
