@@ -23,12 +23,12 @@ from lab.records import this_commit
 from lab.tasks import open_task
 from torch import Tensor
 
-from hydra_ensembles import prune_sweep
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.criteria import HeadImportanceEntropy
 from hydra_ensembles.criteria.attention_entropy import AttentionEntropy
 from hydra_ensembles.data.splits import sample
 from hydra_ensembles.evaluation.intervals import Interval
+from hydra_ensembles.research import prune_sweep
 from hydra_ensembles.research.pruning_sweep_results import PruneSweep, unpack
 
 OUT = Path(__file__).parents[1] / "docs" / "results"

@@ -1,4 +1,4 @@
-"""Pruning sweeps: criteria, ratios and calibration draws, measured by `hydra.prune_sweep`."""
+"""Pruning sweeps: criteria, ratios and calibration draws, measured by `research.prune_sweep`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hydra_ensembles import prune_sweep
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.criteria import HeadImportanceEntropy
 from hydra_ensembles.data.splits import sample
+from hydra_ensembles.research import prune_sweep
 from hydra_ensembles.research.pruning_sweep_results import PruneSweep
 
 from .page import grid

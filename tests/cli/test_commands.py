@@ -251,7 +251,7 @@ def test_sweep(shelf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_predict_streams_files_and_abstains_at_a_risk(
     shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held_out = ("--held-out", shelf / "digits", "--risk", 0.95, "--promise", "conformal")
+    held_out = ("--held-out", shelf / "digits", "--risk", 0.95, "--guarantee", "conformal")
     assert run("predict", ensemble, shelf / "noise", *held_out, "--probabilities") == 0
     printed = capsys.readouterr()
     lines = [json.loads(line) for line in printed.out.splitlines()]
@@ -325,5 +325,5 @@ def test_export_writes_programs_that_answer_as_the_ensemble(
     images = {"pixel_values": next(iter(digits(16, seed=0).test))["pixel_values"][:4]}
     expected = HydraEnsemble.from_pretrained(ensemble).predict(images)
     outputs = program.run({name: tensor.numpy() for name, tensor in images.items()})
-    assert outputs["class"].tolist() == expected.label.tolist()
+    assert outputs["class"].tolist() == expected.class_index.tolist()
     assert run("export", ensemble, "-o", out, "--example", tmp_path / "nothing") == 3

@@ -20,7 +20,7 @@ from hydra_ensembles.heads.gates import gate
 from hydra_ensembles.heads.head_mask import HeadMask, HeadScores
 from hydra_ensembles.hosts import host_model
 from hydra_ensembles.research import pruning_sweep as module
-from hydra_ensembles.research.pruning_figures import (
+from hydra_ensembles.research.figures import (
     plot_alpha,
     plot_head_scores,
     plot_prune_sweep,
@@ -220,7 +220,7 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, sweep):
     assert len(set(measured)) == len(sweep.outcomes) and len(measured) == len(sweep.outcomes) + 1
     assert resumed.to_json() == sweep.to_json()
     other = [(pixels * 2, labels) for pixels, labels in TEST]
-    with pytest.raises(FormatError, match="the data has changed"):
+    with pytest.raises(FormatError, match="data has changed"):
         prune_sweep(
             vit(), other, criteria=["his"], calibration=CALIBRATION, resume=path, progress=False
         )

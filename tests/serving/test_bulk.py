@@ -89,13 +89,13 @@ def test_every_row_is_answered_once_as_predict_answers_it(shelf: Path, answered:
     content = parquet.read_table(shelf / "rows" / "b.parquet")["image"][2].as_py()["bytes"]
     answer = ensemble.predict(Image.open(io.BytesIO(content)))
     row = rows[35]
-    assert row["predicted_label"] == str(int(answer.label))
+    assert row["predicted_label"] == answer.labels[0]
     for name in ("uncertainty", "mutual_information", "novelty"):
         assert row[f"predicted_{name}"] == pytest.approx(float(getattr(answer, name)), abs=1e-5)
     assert row["predicted_error"] is None
-    assert row["predicted_decision"] == answer.decisions[0]
-    assert row["predicted_abstain"] == bool(answer.abstain)
-    assert rows[7]["predicted_label"] is None and rows[7]["predicted_abstain"] is True
+    assert row["predicted_decision"] == answer.decision[0]
+    assert row["predicted_why"] == answer.why[0]
+    assert rows[7]["predicted_label"] is None and rows[7]["predicted_decision"] is None
     assert "Cannot read the image" in rows[7]["predicted_error"]
     assert len(list(answered.glob("a-*"))) == 5 and len(list(answered.glob("b-*"))) == 3
 
@@ -158,7 +158,7 @@ def test_datasets_map_answers_rows(shelf: Path) -> None:
     told = table.map(ensemble.as_map_function(probabilities=True), batched=True, batch_size=5)
     answer = ensemble.predict(images)
     assert told["label"] == list(range(12))  # its own columns stay
-    assert told["predicted_class"] == answer.label.tolist()
+    assert told["predicted_class"] == answer.class_index.tolist()
     torch.testing.assert_close(
         torch.tensor(told["predicted_probabilities"]), answer.probabilities, atol=1e-5, rtol=0
     )

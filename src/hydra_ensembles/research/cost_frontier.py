@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._records import check_same_run, model_fingerprint, read_record, to_record
+from .._records import check_same_run, read_record, to_record
+from .._tensors import model_fingerprint
 from ..costs.budget import Option, counter_of, fill, masks_for, option_cost
 from ..data import processes
 from ..data.loaders import check_reiterable

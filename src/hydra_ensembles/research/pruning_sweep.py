@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._records import check_same_run, model_fingerprint, read_record, to_record
+from .._records import check_same_run, read_record, to_record
+from .._tensors import model_fingerprint
 from ..criteria import Criterion, as_criterion, ranked, score_heads
 from ..criteria.criterion import Loss
 from ..data import processes

@@ -211,7 +211,6 @@ def _contract(
     }
     names = ensemble.id2label
     class_names = [names[i] for i in range(classes)] if names and len(names) == classes else None
-    libraries = library_versions("onnx", "onnxscript", "onnxruntime")
     largest = Policy().finite().threshold
 
     def policy_record(policy: Policy, words: str) -> dict[str, Any]:
@@ -228,7 +227,7 @@ def _contract(
     return {
         "format": FORMAT,
         "format_version": list(FORMAT_VERSION),
-        "libraries": libraries,
+        "libraries": library_versions("onnx", "onnxscript", "onnxruntime"),
         "task": task,
         "host": type(ensemble.host).__name__,
         "members": members,

@@ -77,7 +77,7 @@ def known_images() -> list[dict[str, torch.Tensor]]:
 def held_out_images(ensemble: hydra.HydraEnsemble) -> list[dict[str, torch.Tensor]]:
     """Return labelled images, a quarter of them called wrong: some answers are withheld."""
     held_out = images(32, 50)
-    labels = ensemble.predict(held_out).label
+    labels = ensemble.predict(held_out).class_index
     labels[::4] = (labels[::4] + 1) % 5
     return [{**held_out, "labels": labels}]
 

@@ -45,7 +45,7 @@ def assert_answers(outputs: dict[str, np.ndarray], answer: hydra.Prediction) -> 
         wanted = getattr(answer, name).numpy()
         np.testing.assert_allclose(outputs[name], wanted, atol=1e-4, rtol=1e-5, err_msg=name)
     classes = outputs["class"] if "class" in outputs else outputs["label"]
-    np.testing.assert_array_equal(classes, answer.label.numpy())
+    np.testing.assert_array_equal(classes, answer.class_index.numpy())
     if answer.novelty is not None:
         np.testing.assert_allclose(outputs["novelty"], answer.novelty.numpy(), atol=2.5e-2)
         np.testing.assert_allclose(outputs["novelty_score"], answer.novelty_score, atol=5e-2)
@@ -62,7 +62,7 @@ def test_programs_answer_as_the_ensemble(exported: Any, size: int) -> None:
     assert_answers(outputs, answer)
     codes = ensemble.policy.decide(answer.uncertainty, answer.novelty_score)
     np.testing.assert_array_equal(outputs["decision"], codes.numpy())
-    np.testing.assert_array_equal(np.minimum(outputs["decision"], 2), answer.decision.numpy())
+    np.testing.assert_array_equal(outputs["decision"], answer.code.numpy())
 
 
 def test_some_answers_are_withheld(exported: Any) -> None:
@@ -70,7 +70,7 @@ def test_some_answers_are_withheld(exported: Any) -> None:
     batch = images(64, seed=400)
     model, arrays = runtime.load(folder), {k: v.numpy() for k, v in batch.items()}
     answer = model.predict(arrays)
-    assert answer.decisions == ensemble.predict(batch).decisions
+    assert answer.decisions == ensemble.predict(batch).decision
     assert set(answer.decisions) == {"answer", "unsure", "new"}
     assert set(model.run(arrays)["decision"].tolist()) == {0, 1, 2, 3}
 
@@ -124,7 +124,7 @@ def test_images_are_prepared_inside(exported: Any, tmp_path: Path) -> None:
         photo.save(tmp_path / f"{number}.png")
     found = model.predict([tmp_path / f"{n}.png" for n in range(3)])
     assert_answers(found.arrays(), answer)
-    assert found.names == [ensemble.id2label[int(label)] for label in answer.label]
+    assert found.names == [ensemble.id2label[int(label)] for label in answer.class_index]
     assert_answers(model.predict(photos[0]).arrays(), answer[0])
 
 

@@ -45,7 +45,7 @@ print(answer.names[0], float(answer.probabilities[0, 0]))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     name, probability = done.stdout.split()
     expected = ensemble.predict([Image.fromarray(np.full((20, 20, 3), 9, np.uint8))])
-    assert name == ensemble.id2label[int(expected.label)]
+    assert name == ensemble.id2label[int(expected.class_index)]
     assert float(probability) == pytest.approx(float(expected.probabilities[0, 0]), abs=1e-4)
 
 
@@ -112,7 +112,7 @@ def test_damage_is_found_before_a_file_is_opened(copied: Copy) -> None:
     [
         ({"format": "other"}, "not the contract"),
         ({"format_version": [3, 0]}, "Upgrade"),
-        ({"format_version": [1, 1]}, "Export again"),
+        ({"format_version": [1, 1]}, "older than"),
         ({"format_version": "1"}, "expected two numbers"),
         ({"classes": 6}, "5 class names"),
         ({"members": -1}, "members has"),

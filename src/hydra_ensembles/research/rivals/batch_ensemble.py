@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...training import finetune
-from .classifier_features import find_classifier, first_batch
-from .member_stack import Folded
-from .surgery import block_linears, replace_
-from .task import Task, baselines, missing
+from .parts import Folded, block_linears, find_classifier, first_batch, replace_
+from .task import Task, baselines, library
 
 
 class TokenwiseBatchLinear(nn.Module):
@@ -20,7 +18,8 @@ class TokenwiseBatchLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, members: int, *, spread: float, draws: Any) -> None:
         super().__init__()
-        self.layer = _batch_linear().from_linear(linear, num_estimators=members)
+        layers = library("torch_uncertainty.layers", "torch-uncertainty")
+        self.layer = layers.BatchLinear.from_linear(linear, num_estimators=members)
         with torch.no_grad():
             self.layer.linear.weight.copy_(linear.weight)
             for factor in (self.layer.r_group, self.layer.s_group):
@@ -33,14 +32,6 @@ class TokenwiseBatchLinear(nn.Module):
         """Map `[member * batch, ..., in]` to `[member * batch, ..., out]`."""
         # rows of one member stay together when tokens are folded into them
         return self.layer(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
-
-
-def _batch_linear() -> Any:
-    try:
-        from torch_uncertainty.layers import BatchLinear
-    except ImportError as error:
-        raise missing("torch-uncertainty") from error
-    return BatchLinear
 
 
 @baselines.register("batch-ensemble")

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from ...training import finetune
-from .classifier_features import find_classifier, first_batch
-from .member_stack import MemberStack
+from .parts import MemberStack, find_classifier, first_batch
 from .task import Task, baselines
 
 
@@ -24,7 +23,7 @@ def deep_ensemble(host: nn.Module, task: Task, *, fresh_head: bool = True) -> nn
     Args:
         host: A trained classifier.
         task: Needs `train`.
-        fresh_head: Draw each member's last linear layer anew (where the host ends in one);
+        fresh_head: Initialise each member's last linear layer (where the host ends in one);
             members that also start from one head stay close to each other.
     """
     train = task.need("train")

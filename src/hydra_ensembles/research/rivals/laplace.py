@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ...registry import check_name
-from .classifier_features import Featured, collect, need_classifier
 from .laplace_variance import logit_variance
-from .task import Task, baselines, missing
+from .parts import Featured, collect, need_classifier
+from .task import Task, baselines, library
 
 STRUCTURES = ("kron", "full", "diag")
 PRIORS = ("marginal-likelihood", "validation")
@@ -100,14 +100,11 @@ def fit_posterior(layer: nn.Linear, features: Tensor, labels: Tensor, *, structu
     head = nn.Sequential(nn.Identity(), copy.deepcopy(layer)).eval()
     loader = DataLoader(TensorDataset(features, labels), batch_size=BATCH)
     with _quiet():
-        try:
-            from laplace import Laplace
-        except ImportError as error:
-            raise missing("laplace-torch") from error
+        laplace_torch = library("laplace", "laplace-torch")
         curvature = {}  # the library's own
         if structure == "kron":
             curvature = {"backend": _linear_curvature(layer.bias is not None)}
-        posterior = Laplace(
+        posterior = laplace_torch.Laplace(
             head,
             "classification",
             subset_of_weights="last_layer",
@@ -158,7 +155,7 @@ def _refuse_too_large(layer: nn.Linear, structure: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide two warnings of the library that say nothing about this use of it."""
+    """Hide two warnings of the library that do not concern this use of it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.jit.script.*")
         warnings.filterwarnings("ignore", message="By default `link_approx`")
