@@ -23,7 +23,7 @@ TEMPLATES = ["a photo of a {}", "a handwritten {}"]
 
 
 def train(model: CLIPModel, tokenizer: BertTokenizer, batches: list, epochs: int) -> CLIPModel:
-    """Train images and their captions to match (Radford et al., 2021), briefly."""
+    """Pull images and their captions together (Radford et al., 2021), briefly."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     texts = [TEMPLATES[0].format(name) for name in NAMES]
     tokens = tokenizer(texts, padding=True, return_tensors="pt")
