@@ -3,7 +3,8 @@
     python examples/clip.py
 
 The dual encoder is tiny and trained here on digits and their names, so this runs anywhere in
-seconds. For your own, use `CLIPModel`, `CLIPTokenizer` (or an open_clip model) and your class names.
+seconds. For your own model, use `CLIPModel`, `CLIPTokenizer` (or an open_clip model) and your class
+names.
 """
 
 from __future__ import annotations

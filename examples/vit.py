@@ -2,8 +2,8 @@
 
     python examples/vit.py
 
-The host is tiny and trained here on digits, so this runs anywhere in seconds. For your own model and
-data, use `AutoModelForImageClassification.from_pretrained(...)` and
+The host is tiny and trained here on digits, so this runs anywhere in seconds. For your own model
+and data, use `AutoModelForImageClassification.from_pretrained(...)` and
 `image_folder("calibration/", processor)`.
 """
 
@@ -42,7 +42,7 @@ def main(epochs: int = 20, folder: Path | None = None) -> dict[str, hydra.Result
     )[0].model.eval()
     print(hydra.explain(model))
 
-    # 2. which heads matter? (only to look at: build runs its own search)
+    # 2. which heads matter? (only to look at: build does its own search)
     print(hydra.score_heads(model, data.validation, criterion="hies", progress=False))
 
     # 3. the ensemble, on data that the host was not trained on; nothing is trained
