@@ -4,7 +4,7 @@
     python benchmarks/eight_bits.py deit-tiny --data DATA
 
 The models and data of `export.py`. Novelty and the policy of the 8-bit program are fitted to its
-own features, on the data that they were fitted on for the full weights; the policy promises that
+own features, on the data that they were fitted on for the full weights; the policy guarantees that
 10 % of known data is called new and that 10 % is answered and wrong. Both programs then answer the
 test data in batches of 16; the 8-bit one also answers some of it one by one, since a batch shares
 the scale by which activations are rounded. Figures go to `results/eight-bits.json`.
@@ -59,7 +59,6 @@ def measure(subject: export.Subject) -> dict[str, Any]:
         made = subject.ensemble.export(
             Path(name) / "exported",
             example=subject.batch(subject.test[0][:17]),
-            formats=["onnx"],
             int8=True,
             known=subject.known,
             held_out=subject.held_out,

@@ -41,7 +41,7 @@ from fault_works import WORKS, Watched, loaded, two_ensembles
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.errors import HydraError
 from hydra_ensembles.hosts.tiny_vit import TinyViT
-from hydra_ensembles.serving.checkup import check_folder, repair
+from hydra_ensembles.serving.folder_check import check_folder, repair
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # every file is brought to the disk
 RESULTS = Path(__file__).parent / "results" / "faults.json"

@@ -29,9 +29,9 @@ from fuzz_folders import (
 
 import hydra_ensembles as hydra
 from hydra_ensembles import runtime
-from hydra_ensembles._records import sha256_of_file
+from hydra_ensembles._records import SEAL, sealed, sha256_of_file
 from hydra_ensembles.errors import HydraError
-from hydra_ensembles.runtime.contract import CONTRACT, DIGEST, signed
+from hydra_ensembles.runtime.contract import CONTRACT
 
 PROGRAM = "model.onnx"
 READ = (CONTRACT, PROGRAM, "tokenizer.json")
@@ -47,13 +47,13 @@ def sign_files(folder: Path) -> None:
         name: {"sha256": sha256_of_file(folder / name), "bytes": (folder / name).stat().st_size}
         for name in contract["files"]
     }
-    (folder / CONTRACT).write_text(json.dumps(signed(contract)))
+    (folder / CONTRACT).write_text(json.dumps(sealed(contract)))
 
 
 def change_contract(folder: Path, draw: random.Random, *, sign: bool, remove: bool = False) -> bool:
     """Replace (or remove) a random value of the contract."""
     contract = json.loads((folder / CONTRACT).read_text())
-    found = [place for place in places(contract) if place[0] != DIGEST]
+    found = [place for place in places(contract) if place[0] != SEAL]
     field = draw.choice(sorted({place[0] for place in found}))
     *path, last = draw.choice([place for place in found if place[0] == field])
     holder = contract
@@ -63,11 +63,7 @@ def change_contract(folder: Path, draw: random.Random, *, sign: bool, remove: bo
         del holder[last]
     else:
         holder[last] = copy.deepcopy(draw.choice(VALUES))
-    try:
-        text = json.dumps(signed(contract) if sign else contract)
-    except ValueError:  # signed() has no NaN: somebody could write it by hand
-        text = json.dumps(contract)
-    (folder / CONTRACT).write_text(text)
+    (folder / CONTRACT).write_text(json.dumps(sealed(contract) if sign else contract))
     return sign
 
 
@@ -150,7 +146,7 @@ def lead_out(folder: Path, draw: random.Random) -> bool:
         name = draw.choice(["../outside/model.onnx", str(outside / PROGRAM), "a/../../outside/x"])
         contract["files"][name] = contract["files"][PROGRAM]
         contract["programs"]["onnx"] = name
-        (folder / CONTRACT).write_text(json.dumps(signed(contract)))
+        (folder / CONTRACT).write_text(json.dumps(sealed(contract)))
         return False
     lead_away(path, outside, way, draw, devices=["/dev/zero", "/dev/urandom"])
     return False
@@ -187,7 +183,7 @@ class Artefacts:
             if name == "hosted":  # it traces like the others
                 continue
             ensemble = hydra.HydraEnsemble.from_pretrained(folder)
-            ensemble.export(place / name, formats=["onnx"])
+            ensemble.export(place / name)
             arrays = (
                 {key: value.numpy() for key, value in batch.items()}
                 if isinstance(batch, dict)
@@ -228,7 +224,7 @@ class Artefacts:
             return RAW, f"{type(error).__name__}: {error}"
         try:
             answer = loaded.predict(arrays)
-        except HydraError as error:  # a signed program may refuse what the contract promises
+        except HydraError as error:  # a signed program may refuse what the contract says
             return (REFUSED if sign else LATE), str(error)
         except Exception as error:
             return LATE, f"{type(error).__name__}: {error}"

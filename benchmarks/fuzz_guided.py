@@ -75,7 +75,7 @@ def make_seeds(place: Path) -> None:
     ensemble.fit_novelty_([pictures], progress=False)
     hydra.fit_policy(ensemble, [(pictures, torch.arange(32) % 10)], risk=0.9, progress=False)
     ensemble.save_pretrained(place / "saved")
-    ensemble.export(place / "exported", formats=["torch"], example=pictures[:17])
+    ensemble.export(place / "exported", example=pictures[:17])
     weights = (place / "saved" / "model.safetensors").read_bytes()
     seeds = {
         "config": (place / "saved" / "config.json").read_bytes(),
@@ -113,6 +113,7 @@ def fuzz(target: str, place: Path, runs: int, seed: int) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["hydra_ensembles"]):
+        from hydra_ensembles._records import SEAL, sealed
         from hydra_ensembles.errors import FormatError
         from hydra_ensembles.fusion import folder_reader as loading
         from hydra_ensembles.fusion import folder_schema as folder_format
@@ -135,7 +136,7 @@ def fuzz(target: str, place: Path, runs: int, seed: int) -> None:
     name, read = readers[target]
     digest = {
         "config": (folder_format.DIGEST, folder_format.digest_of),
-        "contract": (contract.DIGEST, contract.digest_of),
+        "contract": (SEAL, lambda data: sealed(data)[SEAL]),
     }.get(target)
     counts = {"refused": 0, "read": 0}
 

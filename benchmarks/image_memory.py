@@ -34,11 +34,11 @@ DOORS = ("runtime", "processor")
 def prepare(door: str, path: str, gigabytes: int) -> None:
     """Prepare one image as a door does, and print the peak memory in MB and what happened."""
     if door == "runtime":
-        from hydra_ensembles.runtime import Pictures
+        from hydra_ensembles.runtime import ImageReader
 
         normal = (0.5, 0.5, 0.5)
-        pictures = Pictures((224, 224), 0.875, "bicubic", normal, normal)
-        work: Any = lambda file: pictures([file])  # noqa: E731
+        reader = ImageReader((224, 224), 0.875, "bicubic", normal, normal)
+        work: Any = lambda file: reader([file])  # noqa: E731
     else:
         from PIL import Image
         from transformers import CLIPImageProcessor

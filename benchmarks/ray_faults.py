@@ -2,7 +2,7 @@
 
     python benchmarks/ray_faults.py
 
-A small ensemble answers pictures of digits, Parquet in and out, in a pool of two actors. Three
+A small ensemble answers images of digits, Parquet in and out, in a pool of two actors. Three
 times one of them gets SIGKILL while parts are half done. The rows are then counted and compared
 with those of a run in one process. Another run is killed as a whole, three times, and started
 again. `results/ray-faults.json` has the counts.
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def prepare(root: Path, rows: int) -> None:
-    """Save an ensemble, and a Parquet file of encoded pictures."""
+    """Save an ensemble, and a Parquet file of encoded images."""
     import pyarrow
     import pyarrow.parquet
     import torch
@@ -86,15 +86,16 @@ def prepare(root: Path, rows: int) -> None:
         }
     )
     (root / "rows").mkdir()
-    pyarrow.parquet.write_table(table, root / "rows" / "rows.parquet", row_group_size=1000)
+    pyarrow.parquet.write_table(table, root / "rows" / "rows.parquet", row_group_size=250)
 
 
 def answer(ensemble: Path, rows: Path, output: Path, rows_per_part: int, *, ray: bool) -> None:
     """Answer the rows."""
-    from hydra_ensembles.serving.bulk import BulkOptions, predict_files
+    from hydra_ensembles.serving.bulk import predict_files
 
-    options = BulkOptions(rows_per_part=rows_per_part)
-    predict_files(ensemble, [rows], output, options=options, ray=ray, workers=2, progress=False)
+    predict_files(
+        ensemble, [rows], output, rows_per_part=rows_per_part, ray=ray, workers=2, progress=False
+    )
 
 
 def start(root: Path, output: Path, given: argparse.Namespace) -> subprocess.Popen[bytes]:
@@ -111,7 +112,7 @@ def kill_workers(root: Path, given: argparse.Namespace) -> dict[str, Any]:
     killed: list[dict[str, int]] = []
     most = -(-given.rows // given.rows_per_part)
     while run.poll() is None:
-        done = len(list(output.glob("part-*")))
+        done = len(list(output.glob("rows-*")))
         # spread over the run: after each quarter of the parts
         if len(killed) < KILLS and done >= (len(killed) + 1) * most // (KILLS + 1):
             workers = actors(run.pid)
@@ -129,7 +130,7 @@ def kill_runs(root: Path, given: argparse.Namespace) -> dict[str, Any]:
     for turn in range(KILLS):
         run = start(root, output, given)
         goal = (turn + 1) * -(-given.rows // given.rows_per_part) // (KILLS + 1)
-        while run.poll() is None and len(list(output.glob("part-*"))) < goal:
+        while run.poll() is None and len(list(output.glob("rows-*"))) < goal:
             time.sleep(0.05)
         children = descendants(run.pid)
         for process in [run.pid, *children]:
@@ -138,7 +139,7 @@ def kill_runs(root: Path, given: argparse.Namespace) -> dict[str, Any]:
             except ProcessLookupError:
                 continue
         run.wait()
-        kept.append(len(list(output.glob("part-*"))))
+        kept.append(len(list(output.glob("rows-*"))))
     last = start(root, output, given)
     code = last.wait()
     return {"exit_code": code, "parts_kept_after_kills": kept, **counted(root, output, given)}
@@ -153,14 +154,13 @@ def counted(root: Path, output: Path, given: argparse.Namespace) -> dict[str, An
         "every_row_once": [row["row"] for row in rows] == list(range(given.rows)),
         "equal_to_one_process": rows == alone,
         "half_written_files": len(list(output.glob(".*.partial"))),
-        "done": (output / "done.json").exists(),
     }
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet
 
-    files = sorted(folder.glob("part-*.parquet"))
+    files = sorted(folder.glob("rows-*.parquet"))
     rows = [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
     return sorted(rows, key=lambda row: row["row"])
 

@@ -26,7 +26,6 @@ WRITES = {
     "fusion/folder_writer.py": "writes a folder beside and renames",
     "cli/commands/predict.py": "writes beside and renames",
     "training/teacher_answers.py": "writes into memory",
-    "serving/checksums.py": "a temporary file",
 }
 """Who may open a file for writing; everybody else calls `write_whole`."""
 

@@ -278,7 +278,7 @@ def test_a_file_or_folder_that_another_process_writes_is_refused(
         assert run("build", shelf / "host", "--data", shelf / "digits", "-o", folder) == 9
         assert "choose another folder with --output" in capsys.readouterr().err
         assert run("eval", ensemble, "--data", shelf / "digits", "-o", folder) == 9
-        assert run("export", ensemble, folder) == 9
+        assert run("export", ensemble, "-o", folder) == 9
     assert (tmp_path / "answers.jsonl.partial").read_text() == "of the other"
     assert not file.exists() and list(folder.iterdir()) == []
     assert run("predict", ensemble, shelf / "noise", "-o", file) == 0
@@ -314,17 +314,16 @@ def test_what_predict_skips_is_no_failure(
 def test_export_writes_programs_that_answer_as_the_ensemble(
     shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from hydra_ensembles.serving.program import load_program
+    from hydra_ensembles import runtime
 
     out = tmp_path / "exported"
-    example = ("--example", shelf / "digits", "--format", "torch", "--json")
-    assert run("export", ensemble, out, *example) == 0
+    example = ("--example", shelf / "digits", "--json")
+    assert run("export", ensemble, "-o", out, *example) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["largest_difference"]["torch"]["probabilities"] < 1e-4
-    program = load_program(out)
+    assert told["largest_difference"]["onnx"]["probabilities"] < 1e-4
+    program = runtime.load(out)
     images = {"pixel_values": next(iter(digits(16, seed=0).test))["pixel_values"][:4]}
     expected = HydraEnsemble.from_pretrained(ensemble).predict(images)
-    outputs = program({name: tensor.numpy() for name, tensor in images.items()})
-    assert outputs["label"].tolist() == expected.label.tolist()
-    assert run("export", ensemble, out, "--format", "coreml") == 2
-    assert run("export", ensemble, out, "--example", tmp_path / "nothing") == 3
+    outputs = program.run({name: tensor.numpy() for name, tensor in images.items()})
+    assert outputs["class"].tolist() == expected.class_index.tolist()
+    assert run("export", ensemble, "-o", out, "--example", tmp_path / "nothing") == 3

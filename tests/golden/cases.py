@@ -271,7 +271,7 @@ def program_values(name: str) -> Values:
     inputs = asked(name, dtype)
     arrays = inputs if isinstance(inputs, dict) else {"pixel_values": inputs}
     with tempfile.TemporaryDirectory() as folder:
-        hydra.export(ensemble, Path(folder) / "exported", formats=["onnx"], example=arrays)
+        hydra.export(ensemble, Path(folder) / "exported", example=arrays)
         program = adapter.load_exported(Path(folder) / "exported")
         found = adapter.columns(program.predict({k: v.numpy() for k, v in arrays.items()}))
         found |= {f"raw/{k}": v for k, v in adapter.columns(program.predict(raw)).items()}

@@ -129,7 +129,7 @@ def test_the_onnx_export_agrees(name: str, tmp_path: Path) -> None:
 
     ensemble = folded(name)
     batch = zoo.batch(name, 3, seed=99)
-    ensemble.export(tmp_path, formats=["onnx"], example=batch)
+    ensemble.export(tmp_path, example=batch)
     inputs = batch if isinstance(batch, dict) else {"pixel_values": batch}
     answer = load_exported(tmp_path).predict({k: v.numpy() for k, v in inputs.items()})
     expected = ensemble.predict(batch).probabilities

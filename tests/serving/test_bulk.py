@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from hydra_ensembles.cli.main import main
 from hydra_ensembles.data import ImageTransform, digits
 from hydra_ensembles.errors import DataError, FormatError
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
-from hydra_ensembles.serving.bulk import BulkOptions, predict_files
+from hydra_ensembles.serving.bulk import predict_files
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -35,7 +34,7 @@ def png(image: torch.Tensor) -> bytes:
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved ensemble with novelty and a rule, and pictures in two Parquet files."""
+    """A saved ensemble with novelty and a rule, and images in two Parquet files."""
     root = tmp_path_factory.mktemp("bulk")
     data = digits(16, seed=0)
     host = TinyViT(TinyViTConfig(width=24, heads=4, layers=2, mlp_width=24), seed=1).eval()
@@ -48,32 +47,29 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ensemble.fit_novelty_(data.validation, progress=False)
     hydra.fit_policy(ensemble, data.test, risk=0.5, alarm=0.05, progress=False)
     ensemble.save_pretrained(root / "ensemble")
-    pictures = next(iter(data.test.subset(range(ROWS), batch_size=ROWS)))["pixel_values"]
-    images = [{"bytes": png(image), "path": None} for image in pictures]
-    images[7] = {"bytes": b"no picture", "path": None}
+    pixels = next(iter(data.test.subset(range(ROWS), batch_size=ROWS)))["pixel_values"]
+    images = [{"bytes": png(image), "path": None} for image in pixels]
+    images[7] = {"bytes": b"not an image", "path": None}
     (root / "rows").mkdir()
     for name, start, end in (("a", 0, 33), ("b", 33, ROWS)):
         table = pyarrow.table(
             {"id": [f"x{i}" for i in range(start, end)], "image": images[start:end]}
         )
-        parquet.write_table(table, root / "rows" / f"{name}.parquet", row_group_size=10)
+        parquet.write_table(table, root / "rows" / f"{name}.parquet", row_group_size=8)
     return root
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
     rows = [
         row
-        for file in sorted(folder.glob("part-*"))
+        for file in sorted(folder.glob("*.parquet"))
         for row in parquet.read_table(file).to_pylist()
     ]
-    return sorted(rows, key=lambda row: row["row"])
+    return rows
 
 
-OPTIONS = BulkOptions(rows_per_part=8, batch_size=5)
-
-
-def run(shelf: Path, output: Path, **options: Any) -> dict[str, Any]:
-    given = {"options": OPTIONS, "progress": False, **options}
+def run(shelf: Path, output: Path, **options: Any) -> dict[str, int]:
+    given: dict[str, Any] = {"rows_per_part": 8, "batch_size": 5, "progress": False, **options}
     return predict_files(shelf / "ensemble", [shelf / "rows"], output, **given)
 
 
@@ -86,12 +82,12 @@ def answered(shelf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_row_is_answered_once_as_predict_answers_it(shelf: Path, answered: Path) -> None:
     rows = read(answered)
-    assert [row["row"] for row in rows] == list(range(ROWS))
+    assert [row["row"] for row in rows] == [*range(33), *range(ROWS - 33)]
     assert [row["id"] for row in rows] == [f"x{i}" for i in range(ROWS)]
-    assert "image" not in rows[0]  # pictures do not come along
+    assert "image" not in rows[0]  # images are not copied
     ensemble = hydra.HydraEnsemble.from_pretrained(shelf / "ensemble")
-    picture = parquet.read_table(shelf / "rows" / "b.parquet")["image"][2].as_py()["bytes"]
-    answer = ensemble.predict(Image.open(io.BytesIO(picture)))
+    content = parquet.read_table(shelf / "rows" / "b.parquet")["image"][2].as_py()["bytes"]
+    answer = ensemble.predict(Image.open(io.BytesIO(content)))
     row = rows[35]
     assert row["predicted_label"] == answer.labels[0]
     for name in ("uncertainty", "mutual_information", "novelty"):
@@ -101,19 +97,18 @@ def test_every_row_is_answered_once_as_predict_answers_it(shelf: Path, answered:
     assert row["predicted_why"] == answer.why[0]
     assert rows[7]["predicted_label"] is None and rows[7]["predicted_decision"] is None
     assert "Cannot read the image" in rows[7]["predicted_error"]
-    assert json.loads((answered / "done.json").read_text())["rows"] == ROWS
+    assert len(list(answered.glob("a-*"))) == 5 and len(list(answered.glob("b-*"))) == 3
 
 
 def test_a_rerun_computes_only_what_is_missing_or_damaged(shelf: Path, tmp_path: Path) -> None:
     run(shelf, tmp_path)
     before = read(tmp_path)
-    files = sorted(tmp_path.glob("part-*"))
+    files = sorted(tmp_path.glob("*.parquet"))
     kept = files[0].stat().st_mtime_ns
     files[1].unlink()
     files[2].write_bytes(files[2].read_bytes()[:-20])  # cut short
-    files[4].replace(files[3])  # a whole file of another part
-    (tmp_path / ".part-000001.parquet.77.partial").write_bytes(b"half")
-    assert run(shelf, tmp_path)["computed"] == 4
+    (tmp_path / ".a-00001.parquet.77.partial").write_bytes(b"half")
+    assert run(shelf, tmp_path)["computed"] == 2
     assert read(tmp_path) == before
     assert files[0].stat().st_mtime_ns == kept
     assert not list(tmp_path.glob(".*"))
@@ -123,16 +118,22 @@ def test_a_rerun_computes_only_what_is_missing_or_damaged(shelf: Path, tmp_path:
 def test_another_run_in_the_same_folder_is_refused(
     shelf: Path, answered: Path, tmp_path: Path
 ) -> None:
+    before = read(answered)
     with pytest.raises(FormatError, match="rows_per_part was 8, is 9"):
-        run(shelf, answered, options=BulkOptions(rows_per_part=9))
-    other = tmp_path / "c.parquet"
+        run(shelf, answered, rows_per_part=9)
+    other = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"image": ["nothing.png"]}), other)
     with pytest.raises(FormatError, match="input files"):
-        predict_files(shelf / "ensemble", [other], answered, options=OPTIONS, progress=False)
-    with pytest.raises(DataError, match="not a folder of a saved ensemble"):
+        predict_files(
+            shelf / "ensemble", [other], answered, rows_per_part=8, batch_size=5, progress=False
+        )
+    assert read(answered) == before
+    with pytest.raises(DataError, match="one name"):
+        predict_files(shelf / "ensemble", [other, shelf / "rows"], tmp_path / "out")
+    with pytest.raises(DataError, match="not a saved ensemble"):
         predict_files(tmp_path, [other], tmp_path / "out", progress=False)
     other.write_bytes(b"PAR1")
-    with pytest.raises(DataError, match="cannot be read as Parquet"):
+    with pytest.raises(DataError, match="cannot be read"):
         predict_files(shelf / "ensemble", [other], tmp_path / "out", progress=False)
 
 
@@ -151,8 +152,8 @@ def test_the_command_line_answers_parquet_files(
 def test_datasets_map_answers_rows(shelf: Path) -> None:
     datasets = pytest.importorskip("datasets")
     ensemble = hydra.HydraEnsemble.from_pretrained(shelf / "ensemble")
-    pictures = parquet.read_table(shelf / "rows" / "a.parquet")["image"].to_pylist()[8:20]
-    images = [Image.open(io.BytesIO(picture["bytes"])) for picture in pictures]
+    encoded = parquet.read_table(shelf / "rows" / "a.parquet")["image"].to_pylist()[8:20]
+    images = [Image.open(io.BytesIO(content["bytes"])) for content in encoded]
     table = datasets.Dataset.from_dict({"image": images, "label": list(range(12))})
     told = table.map(ensemble.as_map_function(probabilities=True), batched=True, batch_size=5)
     answer = ensemble.predict(images)

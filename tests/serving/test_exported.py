@@ -19,7 +19,7 @@ TEXTS = ["a very good film", "bad", "a dull dull story films"]
 def exported(tmp_path_factory: pytest.TempPathFactory, text_ensemble: HydraEnsemble) -> Path:
     pytest.importorskip("onnxscript")
     folder = tmp_path_factory.mktemp("exported") / "films"
-    text_ensemble.export(folder, formats=["onnx"])
+    text_ensemble.export(folder)
     return folder
 
 

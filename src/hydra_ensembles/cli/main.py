@@ -31,7 +31,7 @@ COMMANDS = {
     "sweep": "Prune by each criterion to each ratio; measure what is left.",
     "policy": "Fit when a saved ensemble answers and when it abstains; save it there.",
     "predict": "Predict files or standard input to JSON lines; abstain at a risk.",
-    "export": "Write ONNX and torch.export programs that run without this library.",
+    "export": "Write an ONNX program that runs without torch.",
     "serve": "Answer over HTTP: Open Inference Protocol, /predict, /metrics, a page.",
     "report": "Write one HTML page from saved results.",
     "try": "Your model, your data: cost, calibration, your strangest files, as a page.",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..runtime.images import converted, picture_array, resampling
+from ..runtime.images import ImageReader, converted, resampling
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -84,16 +84,15 @@ class ImageTransform:
 
     def __call__(self, image: Any) -> Tensor:
         """Turn a PIL image into a tensor `[C, H, W]`."""
-        array = picture_array(
-            image,
-            size=self._sides,
-            crop=self.crop,
-            interpolation=self.interpolation,
-            mean=self.mean,
-            std=self.std,
+        reader = ImageReader(
+            self._sides,
+            self.crop,
+            self.interpolation,
+            self.mean,
+            self.std,
             exif_orientation=self.exif_orientation,
         )
-        return torch.from_numpy(array)
+        return torch.from_numpy(reader.array(image))
 
 
 @dataclass(frozen=True)

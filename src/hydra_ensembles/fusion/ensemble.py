@@ -197,16 +197,14 @@ class HydraEnsemble(FusedModel):
         self,
         folder: Any,
         *,
-        formats: Sequence[str] = ("onnx", "torch"),
         example: Any = None,
         int8: bool = False,
         known: Any = None,
         held_out: Any = None,
         alarm: float | None = 0.05,
         tolerance: float = 1e-4,
-        key: Any = None,
     ) -> Any:
-        """Write programs that run without this library: ONNX, and a `torch.export` archive.
+        """Write an ONNX program that runs without torch.
 
         Preprocessing, thresholds and statistics are inside; see `hydra_ensembles.export` for the
         arguments and `hydra_ensembles.runtime` for running it without torch.
@@ -214,14 +212,12 @@ class HydraEnsemble(FusedModel):
         return public_function("export")(
             self,
             folder,
-            formats=formats,
             example=example,
             int8=int8,
             known=known,
             held_out=held_out,
             alarm=alarm,
             tolerance=tolerance,
-            key=key,
         )
 
     def push_to_hub(

@@ -246,7 +246,8 @@ class FusedModel(HostInterface):
             else:
                 outputs = body.each_stream(lambda: self.host(*args, **kwargs), positions)
         folded = [main_output(output) for output in outputs]
-        streams = torch.cat(folded).unflatten(0, (len(plan.ends), -1))
+        streams = torch.cat(folded) if len(folded) > 1 else folded[0]
+        streams = streams.unflatten(0, (len(plan.ends), -1))
         if plan.streams != tuple(range(len(streams))):
             streams = streams.index_select(0, torch.tensor(plan.streams, device=streams.device))
         logits = streams.transpose(0, 1)

@@ -14,5 +14,5 @@ from .contract import Contract as Contract
 from .contract import read_contract as read_contract
 from .exported_ensemble import ExportedEnsemble as ExportedEnsemble
 from .exported_ensemble import load as load
-from .images import Pictures as Pictures
+from .images import ImageReader as ImageReader
 from .texts import Texts as Texts

@@ -1,13 +1,12 @@
 """The contract of an exported folder: what goes in, what comes out, and the files it is made of.
 
-`contract.json` is plain data. It names the SHA-256 of every other file and of its own content, so
-a file that was truncated, replaced or mixed up is found before it is opened. A checksum tells
-damage, not intent: whoever can write the folder can write a new contract too.
+`contract.json` is plain data. It holds the SHA-256 of every other file and of its own content, so a
+file that was truncated, replaced or mixed up is found before it is opened. A checksum finds damage,
+not intent: whoever can write the folder can write a new contract too.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -15,36 +14,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._records import inside, sha256_of, sha256_of_file
+from .._records import SEAL, inside, read_sealed, sha256_of_file
 from ..errors import FormatError
 
 FORMAT = "hydra-ensembles-export"
-FORMAT_VERSION = (1, 1)
+FORMAT_VERSION = (2, 0)
 CONTRACT = "contract.json"
-DIGEST = "contract_sha256"
 MOST_BYTES = 64 * 2**20
 """A larger contract is not read: real ones have some kilobytes."""
 
-TASKS = ("image-classification", "text-classification", "token-classification", "classification")
-PROGRAMS = ("onnx", "int8", "torch")
-DTYPES = ("float32", "int64", "int32", "bool")
-
 OUTPUTS: dict[str, tuple[str, str, str]] = {
-    "label": ("int64", "each", "the most probable class, the lower one on a tie"),
+    "class": ("int64", "each", "the most probable class, the lower one on a tie"),
     "probabilities": ("float32", "each class", "mean of the members' softmax"),
     "uncertainty": ("float32", "each", "the score that `score` names; higher when less sure"),
     "mutual_information": ("float32", "each", "how far the members disagree, in nats"),
+    "member_logits": ("float32", "members", "the members' logits, temperatures applied"),
     "novelty": ("float32", "example", "share of the known data that is less novel, in [0, 1]"),
     "novelty_score": ("float32", "example", "what `novelty` ranks; unbounded"),
-    "decision": ("int64", "each", "0 answer, 1 abstain as unsure, 2 abstain as new, by `rule`"),
-    "abstain": ("bool", "each", "True where `decision` is not 0"),
-    "member_logits": ("float32", "members", "the members' logits, temperatures applied"),
+    "decision": ("int64", "each", "0 answer, 1 unsure, 2 new, 3 unsure and new, by `policies`"),
 }
 """Outputs by name: type, shape ("each": per example, or per token of a token classifier), meaning.
 
 `novelty` and `novelty_score` are there when novelty was fitted."""
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
 
 
 @dataclass(frozen=True)
@@ -61,12 +52,12 @@ class Contract:
 
     @property
     def task(self) -> str:
-        """What the model does, one of `TASKS`."""
+        """What the model does, such as `image-classification`."""
         return str(self.data["task"])
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Names of the classes by number, or None when nobody named them."""
+        """Names of the classes by number, or None when they have none."""
         names = self.data["class_names"]
         return None if names is None else tuple(names)
 
@@ -82,53 +73,41 @@ class Contract:
 
     @property
     def programs(self) -> dict[str, str]:
-        """Names of the programs' files by kind: `onnx`, `int8`, `torch`."""
+        """Names of the programs' files by kind: `onnx`, `int8`."""
         return dict(self.data["programs"])
 
-    def rule(self, program: str) -> dict[str, Any]:
-        """Return when a program abstains: one with 8-bit weights has thresholds of its own."""
-        return dict(self.data.get("rules", {}).get(program) or self.data["rule"])
+    def policy(self, program: str) -> dict[str, Any]:
+        """Return when a program abstains: one with 8-bit weights has its own thresholds."""
+        return dict(self.data["policies"][program])
 
     def file(self, name: str) -> Path:
-        """Return the path of a file, once its content is what the contract says."""
+        """Return the path of a file after checking its size and SHA-256."""
         expected = self.data["files"].get(name)
         if expected is None:
-            raise FormatError(f"{CONTRACT} in {self.folder} names no file {name!r:.60}.")
+            raise FormatError(f"{CONTRACT} in {self.folder} does not list a file {name!r:.60}.")
         path = inside(self.folder, name)
         try:
-            size = path.stat().st_size if path.is_file() else None
+            if not path.is_file():
+                raise FormatError(
+                    f"{self.folder} has a {CONTRACT} but no {name}: the folder is incomplete. Copy "
+                    "it again, or export the ensemble again."
+                )
+            size = path.stat().st_size
+            if size != expected["bytes"] or sha256_of_file(path) != expected["sha256"]:
+                raise FormatError(
+                    f"{path} is not the file that was exported: it was truncated, replaced or "
+                    "changed. Copy the folder again, or export the ensemble again."
+                )
         except OSError as error:
             raise FormatError(f"Cannot read {path}: {error}.") from error
-        if size is None:
-            raise FormatError(
-                f"{self.folder} has a {CONTRACT} but no {name}: the folder is incomplete. Copy it "
-                "again, or export the ensemble again."
-            )
-        if size != expected["bytes"] or sha256_of_file(path) != expected["sha256"]:
-            raise FormatError(
-                f"{path} is not the file that was exported: it was truncated, replaced or changed. "
-                "Copy the folder again, or export the ensemble again."
-            )
         return path
-
-
-def digest_of(data: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a contract's content, whatever its spacing; its own left out."""
-    rest = {key: value for key, value in data.items() if key != DIGEST}
-    return sha256_of(json.dumps(rest, sort_keys=True, ensure_ascii=True).encode())
-
-
-def signed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a contract as it is read back from JSON, with its digest."""
-    plain = json.loads(json.dumps(data, allow_nan=False))
-    return {**plain, DIGEST: digest_of(plain)}
 
 
 def read_contract(folder: Any) -> Contract:
     """Read and check the contract of an exported folder; its other files are not opened.
 
     Raises:
-        FormatError: There is none, it is damaged, newer than this library, or not ours.
+        FormatError: There is none, it is damaged, of another version, or not ours.
     """
     folder = Path(folder)
     path = inside(folder, CONTRACT)
@@ -139,188 +118,154 @@ def read_contract(folder: Any) -> Contract:
         )
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"{path.stat().st_size} bytes are too many for a contract")
-        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is damaged ({error}). Export the ensemble again.") from None
+            raise FormatError(f"{path} has {path.stat().st_size} bytes, too many for a contract.")
+        data = read_sealed(path, "a contract", "Export the ensemble again.")
     except OSError as error:
         raise FormatError(f"Cannot read {path}: {error}.") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+    if data.get("format") != FORMAT:
         raise FormatError(f"{path} is not the contract of an exported ensemble.")
-    _check_version(data.get("format_version"), path)
-    problem = problem_of(data)
-    if problem is None and digest_of(data) != data[DIGEST]:
-        problem = "its content does not have the digest that it names: it was changed by hand"
-    if problem:
+    found, (major, minor) = data.get("format_version"), FORMAT_VERSION
+    if not (isinstance(found, list) and len(found) == 2 and all(type(n) is int for n in found)):
+        raise FormatError(f"{path} has the format version {found!r:.60}; expected two numbers.")
+    if found[0] != major:
+        advice = "Upgrade hydra-ensembles" if found[0] > major else "Export again with this version"
+        raise FormatError(
+            f"{path} has format {found[0]}.{found[1]}; this version of hydra-ensembles reads "
+            f"{major}.{minor}. {advice}."
+        )
+    if problem := problem_of(data):
         raise FormatError(f"{path}: {problem}. Export the ensemble again.")
     return Contract(folder, data)
 
 
 def problem_of(data: Mapping[str, Any]) -> str | None:
     """Say what is wrong with a contract, or return None."""
-    missing = FIELDS.keys() - data.keys()
-    if missing:
+    if missing := FIELDS.keys() - data.keys():
         return f"it lacks {', '.join(sorted(missing))}"
-    for name, check in FIELDS.items():
+    for name, spec in FIELDS.items():
         try:
-            good = check(data[name])
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
+            good = fits(data[name], spec)
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError):
             good = False
         if not good:
-            return f"{name} is {data[name]!r:.80}, which cannot be"
-    if not _are_rules(data.get("rules", {})):
-        return f"rules is {data['rules']!r:.80}, which cannot be"
-    names = [port["name"] for port in (*data["inputs"], *data["outputs"])]
-    if len(set(names)) < len(names):
-        return "two inputs or outputs have one name"
+            return f"{name} has an invalid value: {data[name]!r:.80}"
+    ports = {port["name"] for port in (*data["inputs"], *data["outputs"])}
+    if len(ports) < len(data["inputs"]) + len(data["outputs"]):
+        return "two inputs or outputs have the same name"
+    if needed := OUTPUTS.keys() - {"novelty", "novelty_score"} - ports:
+        return f"its outputs lack {', '.join(sorted(needed))}"
+    if not data["programs"] or data["programs"].keys() != data["policies"].keys():
+        return "programs and policies must name the same programs, at least one"
     if unknown := set(data["programs"].values()) - set(data["files"]):
         return f"the program {sorted(unknown)[0]!r:.60} is not among its files"
     if data["class_names"] is not None and len(data["class_names"]) != data["classes"]:
-        return f"{len(data['class_names'])} names for {data['classes']} classes"
+        return f"{len(data['class_names'])} class names for {data['classes']} classes"
     preparation = data["preprocessing"]
-    if preparation and preparation["kind"] == "text" and preparation["file"] not in data["files"]:
-        return "its tokenizer is not among its files"
+    if preparation and preparation["kind"] == "text":
+        return None if preparation["file"] in data["files"] else "its tokenizer is not a file of it"
+    if preparation and not len(preparation["mean"]) == len(preparation["std"]) in (1, 3):
+        return "preprocessing needs one mean and one std per channel, for 1 or 3 channels"
     return None
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number that JSON has")
+def fits(value: Any, spec: Any) -> bool:
+    """Tell whether a value fits a specification, as they stand in `FIELDS`.
+
+    A type or a function checks the value, a tuple lists alternatives, `[spec]` is a list,
+    `{"name": spec}` a record with at least these fields, `{key spec: spec}` a mapping of any size;
+    anything else must be equal.
+    """
+    if isinstance(spec, tuple):
+        return any(fits(value, one) for one in spec)
+    if isinstance(spec, list):
+        return type(value) is list and all(fits(one, spec[0]) for one in value)
+    if isinstance(spec, dict):
+        if all(isinstance(name, str) for name in spec):
+            return all(fits(value[name], one) for name, one in spec.items())
+        ((key, one),) = spec.items()
+        return all(fits(k, key) and fits(v, one) for k, v in value.items())
+    if isinstance(spec, type):
+        return type(value) is spec
+    return bool(spec(value)) if callable(spec) else bool(value == spec)
 
 
-def _check_version(found: Any, path: Path) -> None:
-    good = isinstance(found, list) and len(found) == 2 and all(type(n) is int for n in found)
-    if not good:
-        raise FormatError(f"{path} has the format version {found!r:.60}; expected two numbers.")
-    if found[0] > FORMAT_VERSION[0]:
-        raise FormatError(
-            f"{path} has format {found[0]}.{found[1]}, newer than {FORMAT_VERSION[0]}."
-            f"{FORMAT_VERSION[1]} which this library reads. Upgrade hydra-ensembles."
-        )
+def _name(value: Any) -> bool:
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}", value) is not None
 
 
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and _NAME.fullmatch(value) is not None
-
-
-def _is_count(value: Any) -> bool:
+def _count(value: Any) -> bool:
     return type(value) is int and 0 < value < 2**31
 
 
-def _is_number(value: Any) -> bool:
+def _number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _maybe_number(value: Any) -> bool:
-    return value is None or _is_number(value)
+def _shape(value: Any) -> bool:
+    return value[0] == "batch" and len(value) < 10 and fits(value, [(_count, _name)])
 
 
-def _are_ports(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and 0 < len(value) < 100
-        and all(
-            _is_name(port["name"])
-            and port["dtype"] in DTYPES
-            and 0 < len(port["shape"]) < 10
-            and all(_is_name(size) or _is_count(size) for size in port["shape"])
-            and port["shape"][0] == "batch"
-            for port in value
-        )
-    )
-
-
-def _are_outputs(value: Any) -> bool:
-    needed = set(OUTPUTS) - {"novelty", "novelty_score"}
-    return _are_ports(value) and needed <= {port["name"] for port in value}
-
-
-def _are_files(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        _is_name(name)
-        and re.fullmatch(r"[0-9a-f]{64}", entry["sha256"]) is not None
-        and type(entry["bytes"]) is int
-        and entry["bytes"] >= 0
-        for name, entry in value.items()
-    )
-
-
-def _are_programs(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and bool(value)
-        and all(kind in PROGRAMS and _is_name(name) for kind, name in value.items())
-    )
-
-
-def _is_rule(value: Any) -> bool:
-    return (
-        isinstance(value["kind"], str)
-        and _maybe_number(value["uncertainty_above"])
-        and _maybe_number(value["novelty_score_above"])
-    )
-
-
-def _are_rules(value: Any) -> bool:
-    try:
-        return isinstance(value, dict) and all(
-            kind in PROGRAMS and _is_rule(rule) for kind, rule in value.items()
-        )
-    except (TypeError, KeyError):
-        return False
-
-
-def _is_preparation(value: Any) -> bool:
-    if value is None:
-        return True
-    if value["kind"] == "image":
-        sides = value["size"]
-        return (
-            len(sides) == 2
-            and all(_is_count(side) and side <= 2**14 for side in sides)
-            and (value["crop"] is None or 0 < float(value["crop"]) <= 8)
-            and isinstance(value["interpolation"], str)
-            and len(value["mean"]) == len(value["std"]) in (1, 3)
-            and all(_is_number(v) for v in (*value["mean"], *value["std"]))
-            and all(v > 0 for v in value["std"])
-            and type(value.get("exif_orientation", False)) is bool
-        )
-    template = value["template"]
-    return (
-        value["kind"] == "text"
-        and _is_name(value["file"])
-        and _is_count(value["max_length"])
-        and type(value["pad_id"]) is int
-        and value["pad_id"] >= 0
-        and isinstance(value["pad_token"], str)
-        and value["padding_side"] in ("left", "right")
-        and value["truncation_side"] in ("left", "right")
-        and (template is None or (isinstance(template, str) and template.count("{}") == 1))
-    )
-
-
-def _are_names(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(isinstance(n, str) for n in value))
-
+_PORTS = [{"name": _name, "dtype": ("float32", "int64", "int32", "bool"), "shape": _shape}]
+_PROGRAM, _SIDE = ("onnx", "int8"), ("left", "right")
 
 FIELDS: dict[str, Any] = {
-    "libraries": lambda v: isinstance(v, dict),
-    "task": lambda v: v in TASKS,
-    "host": lambda v: isinstance(v, str),
-    "members": _is_count,
-    "classes": _is_count,
-    "inputs": _are_ports,
-    "outputs": _are_outputs,
-    "class_names": _are_names,
-    "score": lambda v: isinstance(v, str),
-    "temperature": _maybe_number,
-    "member_temperatures": lambda v: v is None or all(_is_number(t) for t in v),
-    "novelty": lambda v: v is None or _is_count(v["examples"]),
-    "rule": _is_rule,
-    "limits": lambda v: all(_is_name(size) and _is_count(most) for size, most in v.items()),
-    "preprocessing": _is_preparation,
-    "programs": _are_programs,
-    "files": _are_files,
-    "agreement": lambda v: isinstance(v, dict),
-    DIGEST: lambda v: isinstance(v, str),
+    "libraries": dict,
+    "task": (
+        "image-classification",
+        "text-classification",
+        "token-classification",
+        "classification",
+    ),
+    "host": str,
+    "members": _count,
+    "classes": _count,
+    "inputs": lambda value: 0 < len(value) < 100 and fits(value, _PORTS),
+    "outputs": lambda value: len(value) < 100 and fits(value, _PORTS),
+    "class_names": (None, [str]),
+    "score": str,
+    "temperature": (None, _number),
+    "member_temperatures": (None, [_number]),
+    "novelty": (None, {"examples": _count}),
+    "policies": {
+        _PROGRAM: {
+            "uncertainty_above": (None, _number),
+            "novelty_score_above": (None, _number),
+            "risk": (None, _number),
+            "alarm": (None, _number),
+            "words": str,
+        }
+    },
+    "limits": {_name: _count},
+    "preprocessing": (
+        None,
+        {
+            "kind": "image",
+            "size": lambda size: len(size) == 2 and fits(size, [_count]) and max(size) <= 2**14,
+            "crop": (None, lambda crop: _number(crop) and 0 < crop <= 8),
+            "interpolation": str,
+            "mean": [_number],
+            "std": [lambda std: _number(std) and std > 0],
+            "exif_orientation": bool,
+        },
+        {
+            "kind": "text",
+            "file": _name,
+            "max_length": _count,
+            "pad_id": lambda value: type(value) is int and value >= 0,
+            "pad_token": str,
+            "padding_side": _SIDE,
+            "truncation_side": _SIDE,
+            "template": (None, lambda text: text.count("{}") == 1),
+        },
+    ),
+    "programs": {_PROGRAM: _name},
+    "files": {
+        _name: {
+            "sha256": lambda value: re.fullmatch("[0-9a-f]{64}", value) is not None,
+            "bytes": lambda value: type(value) is int and value >= 0,
+        }
+    },
+    "agreement": dict,
+    SEAL: str,
 }
-"""Fields of a contract beside its format: each value by itself."""
+"""Specification of every field beside the format (see `fits`)."""

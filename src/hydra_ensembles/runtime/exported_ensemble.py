@@ -14,7 +14,7 @@ from ..errors import DataError, FormatError, MissingDependencyError
 from ..prediction import Prediction, join
 from ..registry import unknown_name
 from .contract import Contract, read_contract
-from .images import Pictures
+from .images import ImageReader
 from .texts import Texts
 
 
@@ -63,15 +63,9 @@ class ExportedEnsemble:
         providers: Sequence[str] = ("CPUExecutionProvider",),
     ) -> None:
         self.contract = contract
-        here = [kind for kind in ("onnx", "int8") if kind in contract.programs]
-        if not here:
-            raise FormatError(
-                f"{contract.folder} holds no ONNX program, only {', '.join(contract.programs)}. "
-                'Export it with formats=["onnx"].'
-            )
-        self.program = here[0] if program is None else program
-        if self.program not in here:
-            raise unknown_name("program", self.program, here)
+        self.program = next(iter(contract.programs)) if program is None else program
+        if self.program not in contract.programs:
+            raise unknown_name("program", self.program, contract.programs)
         self._session = _session(contract, contract.programs[self.program], threads, providers)
         self._check_ports()
         self._prepare = _preparation(contract)
@@ -80,6 +74,12 @@ class ExportedEnsemble:
     def class_names(self) -> tuple[str, ...] | None:
         """Names of the classes by number, or None."""
         return self.contract.class_names
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether the program decides; without thresholds, predictions have no decisions."""
+        policy = self.contract.policy(self.program)
+        return policy["uncertainty_above"] is not None or policy["novelty_score_above"] is not None
 
     @property
     def task(self) -> str:
@@ -105,10 +105,9 @@ class ExportedEnsemble:
         logits = outputs["member_logits"]
         votes, members = logits.argmax(-1), logits.shape[1]
         differing = (votes[:, :, None] != votes[:, None, :]).sum((1, 2))
-        decides = self.contract.rule(self.program)["kind"] != "none"
         return Prediction(
             probabilities=outputs["probabilities"],
-            class_index=outputs["class" if "class" in outputs else "label"],
+            class_index=outputs["class"],
             uncertainty=outputs["uncertainty"],
             mutual_information=outputs["mutual_information"],
             disagreement=(differing / max(members * (members - 1), 1)).astype(np.float32),
@@ -116,7 +115,7 @@ class ExportedEnsemble:
             score=self.contract.data["score"],
             novelty=outputs.get("novelty"),
             novelty_score=outputs.get("novelty_score"),
-            code=outputs["decision"] if decides else None,
+            code=outputs["decision"] if self.has_policy else None,
             class_names=self.class_names,
         )
 
@@ -241,7 +240,7 @@ def _preparation(contract: Contract) -> Any:
     if settings is None:
         return None
     if settings["kind"] == "image":
-        return Pictures.from_contract(settings)
+        return ImageReader.from_contract(settings)
     try:
         content = contract.file(settings["file"]).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:

@@ -99,6 +99,17 @@ def open_image(source: Any, *, most_pixels: int = MOST_PIXELS, draft: bool = Fal
         ) from error
 
 
+def pixel_count(content: bytes) -> int:
+    """Return the number of pixels in an image's header; 0 for what `open_image` refuses."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            return image.width * image.height
+    except Exception:  # a decoder may raise anything on a broken file
+        return 0
+
+
 def check_size(image: Any, most_pixels: float = math.inf, name: str = "") -> None:
     """Raise when an image has too many pixels, or is too long for its width or height."""
     size = f"{image.width} x {image.height} pixels"
@@ -138,93 +149,73 @@ def _upright(image: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """From pictures to the array that an exported model takes.
+class ImageReader:
+    """From images to the array that an exported model takes.
 
     Attributes:
         size: Height and width of the answer.
-        crop: Share of the resized picture that the centre crop keeps; None squeezes the whole
-            picture into the size instead.
+        crop: Share of the resized image that the centre crop keeps; None squeezes the whole image
+            into the size instead.
         interpolation: `bicubic`, `bilinear`, `nearest`, ... as Pillow names them.
         mean, std: One per channel; their length (1 or 3) decides between grey and colour.
-        most_pixels: Larger pictures are refused before they are decoded.
+        most_pixels: Larger images are refused before they are decoded.
         exif_orientation: Turn an image upright by its EXIF orientation first.
     """
 
     size: tuple[int, int]
     crop: float | None
     interpolation: str
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: Sequence[float]
+    std: Sequence[float]
     most_pixels: int = MOST_PIXELS
     exif_orientation: bool = True
 
     @classmethod
-    def from_contract(cls, data: Mapping[str, Any]) -> Pictures:
+    def from_contract(cls, data: Mapping[str, Any]) -> ImageReader:
         """Read the preprocessing of a contract."""
         resampling(data["interpolation"])
         return cls(
-            (data["size"][0], data["size"][1]),
-            data["crop"],
-            data["interpolation"],
-            tuple(data["mean"]),
-            tuple(data["std"]),
-            exif_orientation=data.get("exif_orientation", False),  # older contracts lack it
+            size=(data["size"][0], data["size"][1]),
+            crop=data["crop"],
+            interpolation=data["interpolation"],
+            mean=data["mean"],
+            std=data["std"],
+            exif_orientation=data["exif_orientation"],
         )
 
     def __call__(self, items: Sequence[Any]) -> np.ndarray:
-        """Turn pictures, paths or pixels `[H, W, 3]` (uint8) into one array `[batch, C, H, W]`."""
-        arrays = [
-            picture_array(
-                open_image(item, most_pixels=self.most_pixels),
-                size=self.size,
-                crop=self.crop,
-                interpolation=self.interpolation,
-                mean=self.mean,
-                std=self.std,
-                exif_orientation=self.exif_orientation,
-            )
-            for item in items
-        ]
-        return np.stack(arrays)
+        """Turn images, paths or pixels `[H, W, 3]` (uint8) into one array `[batch, C, H, W]`."""
+        return np.stack([self.array(open_image(i, most_pixels=self.most_pixels)) for i in items])
 
-
-def picture_array(
-    picture: Any,
-    *,
-    size: tuple[int, int],
-    crop: float | None,
-    interpolation: str,
-    mean: Sequence[float],
-    std: Sequence[float],
-    exif_orientation: bool,
-) -> np.ndarray:
-    """Turn a PIL image into a normalised float32 array `[C, H, W]` (see `Pictures`)."""
-    height, width = size
-    mode = "RGB" if len(mean) == 3 else "L"
-    picture = converted(picture, mode, exif_orientation=exif_orientation)
-    how = resampling(interpolation)
-    if crop is None:
-        picture = _resized(picture, (width, height), how)
-    else:
-        # shorter side to floor(size / crop), as timm and torchvision do
-        scale = max(
-            math.floor(height / crop) / picture.height, math.floor(width / crop) / picture.width
-        )
-        wide = max(width, int(picture.width * scale + 1e-6))
-        high = max(height, int(picture.height * scale + 1e-6))
-        left, top = round((wide - width) / 2.0), round((high - height) / 2.0)
-        kept = (left, top, left + width, top + height)
-        if wide * high <= WHOLE * width * height:
-            picture = _resized(picture, (wide, high), how).crop(kept)
+    def array(self, image: Any) -> np.ndarray:
+        """Turn a PIL image into a normalised float32 array `[C, H, W]`."""
+        height, width = self.size
+        mode = "RGB" if len(self.mean) == 3 else "L"
+        image = converted(image, mode, exif_orientation=self.exif_orientation)
+        how = resampling(self.interpolation)
+        if self.crop is None:
+            image = image.resize((width, height), how)
         else:
-            across, down = picture.width / wide, picture.height / high
-            box = (kept[0] * across, kept[1] * down, kept[2] * across, kept[3] * down)
-            picture = picture.resize((width, height), how, box=box)
-    pixels = np.asarray(picture, dtype=np.uint8).reshape(height, width, -1).transpose(2, 0, 1)
-    scaled = pixels.astype(np.float32) / np.float32(255)
-    centre, spread = (np.asarray(v, dtype=np.float32).reshape(-1, 1, 1) for v in (mean, std))
-    return np.ascontiguousarray((scaled - centre) / spread)
+            # shorter side to floor(size / crop), as timm and torchvision do
+            high, wide = (math.floor(side / self.crop) for side in self.size)
+            scale = max(high / image.height, wide / image.width)
+            wide = max(width, int(image.width * scale + 1e-6))
+            high = max(height, int(image.height * scale + 1e-6))
+            left, top = round((wide - width) / 2.0), round((high - height) / 2.0)
+            kept = (left, top, left + width, top + height)
+            if wide * high <= WHOLE * width * height:
+                image = image.resize((wide, high), how).crop(kept)
+            else:
+                across, down = image.width / wide, image.height / high
+                box = (kept[0] * across, kept[1] * down, kept[2] * across, kept[3] * down)
+                image = image.resize((width, height), how, box=box)
+        pixels = np.asarray(image, dtype=np.uint8).reshape(height, width, -1).transpose(2, 0, 1)
+        scaled = pixels.astype(np.float32) / np.float32(255)
+        centre, spread = (
+            np.asarray(values, dtype=np.float32).reshape(-1, 1, 1)
+            for values in (self.mean, self.std)
+        )
+        return np.ascontiguousarray((scaled - centre) / spread)
 
 
 @functools.cache
@@ -234,7 +225,3 @@ def resampling(name: str) -> Any:
 
     check_name("interpolation", name.lower(), [kind.name.lower() for kind in Image.Resampling])
     return Image.Resampling[name.upper()]
-
-
-def _resized(picture: Any, size: tuple[int, int], how: Any) -> Any:
-    return picture if picture.size == size else picture.resize(size, how)

@@ -64,7 +64,7 @@ class Texts:
             if self._template is not None:
                 return self._prompts(texts)
             encodings = self._tokenizer.encode_batch(list(texts))
-        except (UnicodeError, TypeError) as error:  # a lone surrogate is no text
+        except (UnicodeError, TypeError) as error:  # a lone surrogate
             raise DataError(f"Cannot tokenize the texts: {error}.") from error
         return {
             name: np.array([getattr(e, PARTS[name]) for e in encodings], dtype=np.int64)

@@ -137,10 +137,10 @@ class ExportedBackend:
         self.class_names: Sequence[str] | None = class_names or exported.class_names
         self.score = str(data["score"])
         self.has_novelty = "novelty" in {port["name"] for port in exported.contract.outputs}
-        rule = exported.contract.rule(exported.program)
-        self.has_policy = rule["kind"] != "none"
-        self.alarm = float(rule.get("alarm") or ALARM)
-        self.rule = str(rule.get("words") or rule["kind"])
+        policy = exported.contract.policy(exported.program)
+        self.has_policy = exported.has_policy
+        self.alarm = float(policy["alarm"] or ALARM)
+        self.rule = str(policy["words"])
 
     def prepare(self, image: Any) -> Row:
         """Turn a PIL image into a row, by the exported preprocessing."""

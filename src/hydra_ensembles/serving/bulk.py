@@ -1,194 +1,264 @@
-"""Predict millions of rows: Parquet files through a saved ensemble, in processes or by Ray Data."""
+"""Predict the rows of Parquet files into Parquet files, in one process or by Ray Data.
+
+A part is some row groups of an input file. Its answers are one output file, written beside its
+place and renamed when it is complete: however often workers are killed or repeat a part, every row
+is answered exactly once. Ray's own `write_parquet` does not number rows and leaves half-written
+files when a run is killed, so the actors read and write their parts by pyarrow.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._records import sha256_of
-from ..data import processes
-from ..data.processes import own_numbers
+from .._records import PARTIAL, check_same_run, holding, sha256_of, write_whole
 from ..data.progress import Progress
-from ..data.ray_cluster import import_ray, start_ray
-from ..errors import DataError
+from ..errors import DataError, MissingDependencyError
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.row_function import RowAnswers
-from .parts import Part, Plan, clean, plan, write_part
+
+SETTINGS = b"hydra_ensembles"
+"""Where an output file keeps what it was made of: the model, the options and the input."""
+STORE_BYTES = 200 * 2**20
+"""Memory for the object store of a Ray that is started here."""
 
 
 @dataclass(frozen=True)
-class BulkOptions:
-    """How rows are answered.
+class Part:
+    """Some row groups of an input file, and where their answers go.
 
     Attributes:
-        column: Of the texts or pictures; by default the usual names.
-        keep: Columns of the input that come along; by default all but pictures.
-        probabilities: Add all classes' probabilities.
-        batch_size: Rows that run through the model together.
-        rows_per_part: Rows of one output file, which is also what a stop can lose.
-        device: Where the model runs.
-        threads: Of torch, per worker.
+        file: The input.
+        groups: Numbers of its row groups.
+        first, rows: Number of the first row in the file, and how many there are.
+        output: The file of answers.
+        settings: What the answers depend on: plain data.
     """
 
-    column: str | None = None
-    keep: tuple[str, ...] | None = None
-    probabilities: bool = False
-    batch_size: int = 32
-    rows_per_part: int = 16384
-    device: str | None = None
-    threads: int = 1
+    file: str
+    groups: list[int]
+    first: int
+    rows: int
+    output: str
+    settings: dict[str, Any]
 
-    def settings(self) -> dict[str, Any]:
-        """Return what the answers depend on."""
-        return {
-            "column": self.column,
-            "keep": None if self.keep is None else list(self.keep),
-            "probabilities": self.probabilities,
-        }
+    def is_done(self) -> bool:
+        """Tell whether the answers are there; raise when they were made with other settings."""
+        try:
+            saved = json.loads(_parquet().read_schema(self.output).metadata[SETTINGS])
+        except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: written again
+            return False
+        check_same_run(self.output, saved, self.settings)
+        return True
 
 
-@processes.holds("output")
 def predict_files(
     ensemble: str | os.PathLike[str],
     sources: Sequence[str | os.PathLike[str]],
     output: str | os.PathLike[str],
     *,
-    options: BulkOptions | None = None,
+    column: str | None = None,
+    probabilities: bool = False,
+    batch_size: int = 32,
+    rows_per_part: int = 16384,
+    device: str | None = None,
     ray: bool = False,
     workers: int = 1,
     progress: bool = True,
-) -> dict[str, Any]:
+) -> dict[str, int]:
     """Predict the rows of Parquet files into Parquet files, each row exactly once.
 
-    The output has one file per part with the column `row`, the input's columns and
-    `predicted_label`, `predicted_uncertainty`, ...; `predicted_error` says why a row has no answer.
-    A run that was stopped goes on: only what is missing is computed. `done.json` is written last.
+    `rows.parquet` becomes `rows-00000.parquet`, `rows-00001.parquet`, ... with the column `row`
+    (its number in the input), the input's columns without images, and `predicted_label`,
+    `predicted_uncertainty`, ...; `predicted_error` says why a row has no answer. A run that was
+    stopped goes on: only missing and damaged files are computed.
 
     Args:
         ensemble: A folder of `save_pretrained`; every worker loads it.
         sources: Parquet files, or folders of them.
         output: A folder.
-        options: See `BulkOptions`.
+        column: The column of texts or images; by default the usual names.
+        probabilities: Whether to add the probabilities of all classes.
+        batch_size: Rows that run through the model together.
+        rows_per_part: Least rows of an output file (row groups stay whole).
+        device: Where the model runs.
         ray: Work in a pool of Ray Data actors, on the cluster of `RAY_ADDRESS` or on this machine.
-            Without it, in this process, or in all processes of `torchrun`.
         workers: Actors of the pool.
-        progress: Report progress, in rows.
+        progress: Show a bar on a terminal, in rows.
 
     Returns:
         The totals: `rows`, `parts`, and `computed`, the parts of this run.
+
+    Example:
+        >>> predict_files("vit-hydra", ["photos/"], "answers", ray=True, workers=8)
+        {'rows': 2000000, 'parts': 123, 'computed': 123}
     """
-    chosen, folder, home = options or BulkOptions(), Path(output), Path(ensemble)
-    work = _plan(home, sources, chosen)
-    processes.on_first(lambda: work.begin(folder))
-    processes.on_first(lambda: clean(folder))
-    numbers: list[int] = processes.on_first(lambda: [p.number for p in work.missing(folder)])
-    todo = [work.parts[number] for number in numbers]
-    steps = (
-        _by_ray(home, work, todo, folder, chosen, workers)
-        if ray
-        else _here(home, work, todo, folder, chosen)
-    )
-    done = work.rows - sum(part.rows for part in todo)
-    with Progress("predict", work.rows, enabled=progress, unit="rows", done=done) as bar:
-        for rows in steps:
-            bar.update(rows)
-    processes.wait()
-    totals: dict[str, Any] = processes.on_first(lambda: work.finish(folder))
-    return {**totals, "computed": len(todo)}
+    folder, home = Path(output), str(Path(ensemble).resolve())
+    answering = {"column": column, "probabilities": probabilities}
+    with holding(folder):
+        config = Path(home, "config.json")
+        if not config.is_file():
+            raise DataError(
+                f"{ensemble} is not a saved ensemble (no config.json). Save one with "
+                "ensemble.save_pretrained(folder), or build one with hydra-ensembles build."
+            )
+        # the config has the hashes of all other files
+        settings = {"model": sha256_of(config.read_bytes()), **answering}
+        parts = _parts(sources, folder.resolve(), rows_per_part, settings)
+        for killed in folder.glob(f".*{PARTIAL}"):
+            killed.unlink(missing_ok=True)
+        missing = [part for part in parts if not part.is_done()]
+        rows = sum(part.rows for part in parts)
+        done = rows - sum(part.rows for part in missing)
+        arguments = (home, missing, {**answering, "batch_size": batch_size}, device)
+        with Progress("predict", rows, enabled=progress, unit="rows", done=done) as bar:
+            if missing:
+                for answered in _by_ray(arguments, workers) if ray else _here(arguments):
+                    bar.update(answered)
+    return {"rows": rows, "parts": len(parts), "computed": len(missing)}
 
 
-def _plan(home: Path, sources: Sequence[Any], options: BulkOptions) -> Plan:
-    config = home / "config.json"
-    if not config.is_file():
-        raise DataError(
-            f"{home} is not a folder of a saved ensemble (no config.json). Save one with "
-            "ensemble.save_pretrained(folder), or build it with hydra-ensembles build."
-        )
-    # it holds the hashes of all other files
-    settings = {"model": sha256_of(config.read_bytes()), **options.settings()}
-    return plan(sources, rows_per_part=options.rows_per_part, settings=settings)
-
-
-def _here(
-    home: Path, work: Plan, todo: Sequence[Part], folder: Path, options: BulkOptions
-) -> Iterator[int]:
-    """Do the parts in this process, or the share of this process."""
-    mine = [todo[number] for number in own_numbers(len(todo))]
-    if not mine:
-        return
-    with processes.alone():
-        worker = PartWorker(str(home), work, str(folder), options)
-    for part in mine:
-        worker.write(part)
-        yield part.rows * processes.size()  # the others do as much at the same time
+def _parts(
+    sources: Sequence[str | os.PathLike[str]],
+    output: Path,
+    rows_per_part: int,
+    settings: dict[str, Any],
+) -> list[Part]:
+    """Return the parts of Parquet files, or of folders of them, in the order of their names."""
+    if rows_per_part < 1:
+        raise ValueError(f"rows_per_part={rows_per_part}: expected at least 1.")
+    files: dict[str, Path] = {}
+    for source in sources:
+        path = Path(source).expanduser().resolve()
+        for file in sorted(path.glob("*.parquet")) if path.is_dir() else [path]:
+            if files.setdefault(file.stem, file) != file:
+                raise DataError(f"Two input files have one name: {files[file.stem]} and {file}.")
+    parts: list[Part] = []
+    for stem, file in files.items():
+        try:
+            metadata = _parquet().read_metadata(file)
+            with file.open("rb") as content:  # the footer describes all that is in the file
+                content.seek(-8 - metadata.serialized_size, os.SEEK_END)
+                footer = sha256_of(content.read())
+        except (OSError, ValueError) as error:
+            raise DataError(f"{file} cannot be read as Parquet: {error}") from error
+        facts = {**settings, "rows_per_part": rows_per_part, "inputs": footer}
+        number = first = end = 0
+        groups: list[int] = []
+        for group in range(metadata.num_row_groups):
+            groups.append(group)
+            end += metadata.row_group(group).num_rows
+            if end - first >= rows_per_part or (end == metadata.num_rows and end > first):
+                place = output / f"{stem}-{number:05d}.parquet"
+                parts.append(Part(str(file), groups, first, end - first, str(place), facts))
+                number, first, groups = number + 1, end, []
+    if not parts:
+        raise DataError("There is nothing to predict: found no Parquet file with a row.")
+    return parts
 
 
 class PartWorker:
-    """Loads an ensemble once and does parts: what an actor of the pool is."""
+    """Loads an ensemble once and answers parts: an actor of the pool.
 
-    def __init__(self, home: str, work: Plan, folder: str, options: BulkOptions) -> None:
+    Args:
+        ensemble: Its folder.
+        parts: All parts.
+        options: Those of `HydraEnsemble.as_map_function`.
+        device: Where the model runs.
+    """
+
+    def __init__(
+        self, ensemble: str, parts: Sequence[Part], options: dict[str, Any], device: str | None
+    ) -> None:
         import torch
 
-        from ..hosts import tiny_vit  # noqa: F401  (makes the demo's family known)
+        from ..hosts import tiny_vit  # noqa: F401  (registers the demo's family)
 
-        torch.set_num_threads(options.threads)
-        ensemble = HydraEnsemble.from_pretrained(home)
-        self.ensemble = ensemble.to(options.device) if options.device else ensemble
-        self.work, self.folder, self.options = work, Path(folder), options
-        self.answers = RowAnswers(
-            self.ensemble,
-            column=options.column,
-            probabilities=options.probabilities,
-            batch_size=options.batch_size,
-        )
-
-    def write(self, part: Part) -> None:
-        """Do a part, unless somebody has done it."""
-        if not self.work.is_done(self.folder, part):
-            write_part(self.work, part, self.folder, self.answers, keep=self.options.keep)
+        torch.set_num_threads(1)
+        loaded = HydraEnsemble.from_pretrained(ensemble)
+        self.parts = parts
+        self.answer = (loaded.to(device) if device else loaded).as_map_function(**options)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Do the parts of a batch of Ray Data; return what was done, not the answers."""
-        numbers = [int(number) for number in batch["number"]]
-        for number in numbers:
-            self.write(self.work.parts[number])
-        return {"number": batch["number"], "rows": batch["rows"]}
+        """Answer the parts of a batch of Ray Data; return their numbers of rows."""
+        chosen = [self.parts[int(number)] for number in batch["id"]]
+        for part in chosen:
+            if not part.is_done():  # Ray repeats a part when it loses a worker
+                self.write(part)
+        return {"rows": [part.rows for part in chosen]}
+
+    def write(self, part: Part) -> None:
+        """Answer a part and write it, completely or not at all."""
+        import pyarrow
+
+        table = _parquet().ParquetFile(part.file).read_row_groups(part.groups)
+        read = self.answer.input_column(table.column_names)
+        answers = self.answer({read: table[read].to_pylist()})
+        if not pyarrow.types.is_string(table.schema.field(read).type):
+            table = table.drop_columns([read])  # images
+        numbers = pyarrow.array(range(part.first, part.first + part.rows), pyarrow.int64())
+        columns = {**dict(zip(table.column_names, table.columns, strict=True)), "row": numbers}
+        # the type of a column must not depend on the rows of a part
+        types = dict.fromkeys(("label", "decision", "why", "error"), pyarrow.string())
+        types |= {"class": pyarrow.int64()}
+        types |= {"probabilities": pyarrow.list_(pyarrow.float32())}
+        for name, values in answers.items():
+            kind = types.get(name.removeprefix(self.answer.prefix), pyarrow.float32())
+            columns[name] = pyarrow.array(values, kind)
+        settings = {SETTINGS: json.dumps(part.settings).encode()}
+        content = pyarrow.BufferOutputStream()
+        _parquet().write_table(pyarrow.table(columns).replace_schema_metadata(settings), content)
+        write_whole(part.output, content.getvalue().to_pybytes())
 
 
-def _by_ray(
-    home: Path, work: Plan, todo: Sequence[Part], folder: Path, options: BulkOptions, workers: int
-) -> Iterator[int]:
-    """Do the parts in a pool of actors; a part whose actor dies is given to another one."""
-    if not todo:
-        return
-    import_ray()  # or it says what to install
-    import ray
-    import ray.data
+def _here(arguments: tuple[Any, ...]) -> Iterator[int]:
+    """Answer parts in this process."""
+    worker = PartWorker(*arguments)
+    for part in worker.parts:
+        worker.write(part)
+        yield part.rows
 
-    started = start_ray(workers + 1)
+
+def _by_ray(arguments: tuple[Any, ...], workers: int) -> Iterator[int]:
+    """Answer parts in a pool of actors; a part whose actor dies is given to another one."""
     try:
-        context = ray.data.DataContext.get_current()
-        context.enable_progress_bars = False
-        context.execution_options.verbose_progress = False
-        items = [{"number": part.number, "rows": part.rows} for part in todo]
-        pool = ray.data.from_items(items, override_num_blocks=min(len(items), 4096)).map_batches(
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise MissingDependencyError(
+            "A pool of workers needs Ray: pip install 'hydra-ensembles[ray]'."
+        ) from error
+    started, local = not ray.is_initialized(), not os.environ.get("RAY_ADDRESS")
+    if started:
+        sizes: dict[str, Any] = {"num_cpus": workers + 1, "object_store_memory": STORE_BYTES}
+        ray.init(log_to_driver=False, **sizes if local else {}, include_dashboard=False)
+    try:
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        _, parts, _, device = arguments
+        numbers = ray.data.range(len(parts), override_num_blocks=min(len(parts), 4096))
+        pool = numbers.map_batches(
             PartWorker,
-            fn_constructor_args=(
-                str(home.resolve()),
-                work,
-                str(folder.resolve()),
-                options,
-            ),
+            fn_constructor_args=arguments,
             batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=min(workers, len(items))),
-            num_cpus=options.threads,
-            num_gpus=1 if (options.device or "").startswith("cuda") else 0,
+            compute=ray.data.ActorPoolStrategy(size=min(workers, len(parts))),
+            num_cpus=1,
+            num_gpus=1 if (device or "").startswith("cuda") else 0,
         )
         for row in pool.iter_rows():
             yield int(row["rows"])
     finally:
         if started:
             ray.shutdown()
+
+
+def _parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Parquet files need pyarrow: pip install 'hydra-ensembles[ray]'."
+        ) from error
+    return pyarrow.parquet

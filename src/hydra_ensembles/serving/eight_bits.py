@@ -1,15 +1,15 @@
 """A program with 8-bit weights that knows its own features.
 
-Rounding weights to 8 bits hardly moves what the members say, but it moves the features that novelty
-measures by more than known examples differ in their quiet directions: ranked among distances of the
-full weights, every input is new. So the quantised program itself is run on known data, and novelty
-and thresholds are fitted to what comes out of it.
+8-bit weights barely change the members' logits. But in directions where the known data varies
+little, they shift the features more than the data does: against full-precision statistics every
+input would look novel. So the quantised program itself is run on known and held-out data, and
+novelty and thresholds are refitted to its features.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,200 +19,144 @@ from torch import Tensor
 
 from ..data.batches import split_batch
 from ..errors import DataError
-from ..fusion import HydraEnsemble
+from ..fusion import HydraEnsemble, fit_policy
 from ..fusion.inputs import is_raw, prepare
 from ..fusion.known_data import novelty_fit, text_logits
-from ..uncertainty import Policy, choose_policy, predict_from_logits
-from ..uncertainty.novelty import Novelty
-from ..uncertainty.policy import GIVEN, check_reachable
+from ..prediction import Prediction
+from ..uncertainty import Policy
+from ..uncertainty.policy import GIVEN
 from .export_example import TEXT_INPUTS, Example, named
-from .graph import AnsweringGraph, FeaturesGraph, trace, write_onnx
-from .quantizing import quantize
-from .rules import Rule, finite, rule_of
-
-FULL, SMALL = "full.onnx", "features.onnx"
+from .graph import AnsweringGraph, FeaturesGraph, prediction_of, write_onnx
 
 
 class EightBits:
-    """Writes the 8-bit program of an ensemble.
+    """The features of an ensemble with 8-bit weights, as a model that `fit_policy` takes.
+
+    Activations are rounded by a scale that a batch shares. So every second batch is run row by row:
+    what is fitted knows both kinds of batches.
 
     Args:
         ready: What `frozen` returned; its novelty is replaced by that of the 8-bit program.
-        policy: The ensemble's policy, or None.
         inputs: What it is traced with.
-        limits: The largest sizes, by name.
-        folder: Where the full program is and the small one goes.
+        path: Where the program goes.
     """
 
-    def __init__(
-        self,
-        ready: HydraEnsemble,
-        policy: Policy | None,
-        inputs: Example,
-        limits: dict[str, int],
-        folder: Path,
-    ) -> None:
-        self.ready, self.policy, self.inputs = ready, policy, inputs
-        self.limits, self.folder = limits, folder
+    policy: Policy | None = None
+    session: Any
 
-    def write(self, name: str, rule: Rule, known: Any, held_out: Any, alarm: float | None) -> Rule:
-        """Write the program; return its rule.
+    def __init__(self, ready: HydraEnsemble, inputs: Example, path: Path) -> None:
+        self.ready, self.inputs, self.path = ready, inputs, path
+        self.novelty, self.batches = ready.novelty, 0
 
-        Args:
-            name: Of the file.
-            rule: Of the full weights.
-            known: Data that novelty is fitted on; None for an ensemble without novelty.
-            held_out: Labelled data that the policy is fitted on; None keeps what can be kept.
-            alarm: Of an ensemble without a policy.
-        """
-        features = None
-        if known is not None or held_out is not None:
-            features = self._features()
-        if self.ready.novelty is not None:
-            assert features is not None
-            self.ready.novelty = self._novelty(features, known)
-        if held_out is not None and self.policy is not None and self.policy.method != GIVEN:
-            assert features is not None
-            policy = self._policy(features, held_out, self.policy)
-            rule = Rule("policy", finite(policy), str(policy))
-        elif self.policy is not None:
-            rule = self._kept(self.policy)
-        else:
-            rule = rule_of(self.ready, alarm)
-        graph = AnsweringGraph(self.ready, self.inputs.names, rule).eval()
-        self._write(graph, graph.output_names, name)
-        return rule
-
-    def _write(self, graph: Any, outputs: list[str], name: str) -> None:
-        whole = self.folder / FULL
+    def write(self, graph: AnsweringGraph | FeaturesGraph) -> None:
+        """Write a graph as a program with 8-bit weights."""
+        full = self.path.with_name("full.onnx")
         try:
-            write_onnx(trace(graph, self.inputs, self.limits), self.inputs, outputs, whole)
-            quantize(whole, self.folder / name)
+            write_onnx(graph, self.inputs, full)
+            quantize(full, self.path)
         finally:
-            whole.unlink(missing_ok=True)
+            full.unlink(missing_ok=True)
 
-    def _features(self) -> Any:
-        """Return a session that computes features with 8-bit weights, as the program will."""
+    def fit_(self, known: Any, policy: Policy | None, held_out: Any) -> Policy | None:
+        """Refit novelty to known data and a policy to held-out data; return the policy.
+
+        The uncertainty threshold of a policy that was set by hand stays as it is.
+        """
         import onnxruntime
 
-        graph = FeaturesGraph(self.ready, self.inputs.names).eval()
-        path = self.folder / SMALL
-        try:
-            self._write(graph, list(graph.output_names), SMALL)
-            return onnxruntime.InferenceSession(
-                path.read_bytes(), providers=["CPUExecutionProvider"]
-            )
-        finally:
-            path.unlink(missing_ok=True)
-
-    def _batches(
-        self, session: Any, data: Iterable[Any], what: str
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Yield member logits, summaries and labels of every batch; every other one row by row."""
-        empty = True
-        for number, given in enumerate(data):
-            labels = None
-            if is_raw(given):
-                args, kwargs, _ = split_batch(prepare(self.ready, given))
-            else:
-                args, kwargs, labels = split_batch(given)
-            values = named(self.ready, args, kwargs)
-            if set(values) != set(self.inputs.tensors):
-                raise DataError(
-                    f"Batch {number} of the {what} has the inputs {', '.join(values)}; the example "
-                    f"has {', '.join(self.inputs.tensors)}. Prepare both alike."
-                )
-            tensors = {
-                key: value.detach().cpu().to(self.inputs.tensors[key].dtype)
-                for key, value in values.items()
-            }
-            # activations are rounded by a scale that a batch shares: know both kinds of batches
-            parts = one_by_one(tensors) if number % 2 else [tensors]
-            made = [session.run(None, {k: t.numpy() for k, t in p.items()}) for p in parts]
-            said = [
-                text_logits(torch.from_numpy(m[0]), p) for m, p in zip(made, parts, strict=True)
-            ]
-            summaries = torch.cat([torch.from_numpy(m[1]) for m in made])
-            yield torch.cat(said), summaries, labels if made[0][0].ndim == 3 else None
-            empty = False
-        if empty:
-            raise DataError(f"The {what} is empty: it gave no batch.")
-
-    def _novelty(self, session: Any, known: Any) -> Novelty:
-        """Fit novelty to the features of the 8-bit program."""
+        self.write(FeaturesGraph(self.ready, self.inputs.names))
+        self.session = onnxruntime.InferenceSession(
+            self.path.read_bytes(), providers=["CPUExecutionProvider"]
+        )
         fit = None
-        for logits, summaries, labels in self._batches(session, known, "known data"):
+        for batch in () if known is None else known:
+            labels = None if is_raw(batch) else split_batch(batch)[2]
+            logits, summaries = self.features(batch)
+            fit = fit or novelty_fit(self.ready, logits.shape[-1])
+            fit.add_(summaries, logits, labels if labels is None or labels.ndim == 1 else None)
+        if self.novelty is not None:
             if fit is None:
-                fit = novelty_fit(self.ready, logits.shape[-1])
-            fit.add_(summaries, logits, labels)
-        assert fit is not None
-        return fit.finish()
-
-    def _policy(self, session: Any, held_out: Any, policy: Policy) -> Policy:
-        """Fit the thresholds to the answers of the 8-bit program, with the same promises."""
-        uncertainty, scores, errors = [], [], []
-        for logits, summaries, labels in self._batches(session, held_out, "held-out data"):
-            answer = predict_from_logits(
-                logits,
-                score=self.ready.score,
-                temperature=self.ready.temperature,
-                member_temperatures=self.ready.member_temperatures,
-                logit_scale=getattr(self.ready.host, "logit_scale", None),
-            )
-            if labels is None and policy.risk is not None:
-                raise DataError(
-                    f"The held-out data has no labels, which the policy's risk of {policy.risk} is "
-                    "about."
-                )
-            uncertainty.append(answer.uncertainty)
-            if labels is not None:
-                errors.append(answer.class_index != labels.cpu())
-            if self.ready.novelty is not None:
-                scores.append(self.ready.novelty(summaries, logits)[1])
-        wrong = torch.cat(errors) if len(errors) == len(uncertainty) else None
-        novelty_score = torch.cat(scores) if scores else None
-        refitted = choose_policy(
-            torch.cat(uncertainty),
-            wrong,
-            novelty_score=novelty_score,
+                raise DataError("The known data is empty: it gave no batch.")
+            self.novelty = self.ready.novelty = fit.finish()
+        if policy is None or (policy.method == GIVEN and policy.alarm is None):
+            return policy
+        if policy.method == GIVEN:
+            assert self.novelty is not None and policy.alarm is not None
+            return replace(policy, novelty_threshold=self.novelty.threshold(policy.alarm))
+        return fit_policy(
+            self,
+            held_out,
             risk=policy.risk,
             alarm=policy.alarm,
             method=policy.method,
             delta=0.1 if policy.delta is None else policy.delta,
-            score=policy.score,
+            progress=False,
         )
-        check_reachable(refitted, torch.cat(uncertainty), wrong, novelty_score)
-        return refitted
 
-    def _kept(self, policy: Policy) -> Rule:
-        """Return a policy of the full weights as far as it holds: its alarm is ranked anew."""
-        words = f"answer when {policy.score} <= {policy.threshold:.4g}, as with the full weights"
-        if policy.alarm is not None and self.ready.novelty is not None:
-            words += f", and newer than at most {1 - policy.alarm:.4g} of the known data"
-            newest = self.ready.novelty.threshold(policy.alarm)
-            policy = replace(policy, novelty_threshold=newest)
-        if policy.risk is not None and policy.method != GIVEN:
-            warnings.warn(
-                "The 8-bit program keeps the uncertainty's threshold of the full weights: the "
-                f"policy's promise (risk {policy.risk:.3g}) is not made for it. Give held_out=, "
-                "labelled data, to fit it anew.",
-                stacklevel=4,
+    def features(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the member logits and token summaries of a batch."""
+        batch = prepare(self.ready, batch) if is_raw(batch) else batch
+        args, kwargs, _ = split_batch(batch)
+        values = named(self.ready, args, kwargs)
+        if set(values) != set(self.inputs.tensors):
+            raise DataError(
+                f"Batch {self.batches} has the inputs {', '.join(values)}; the example has "
+                f"{', '.join(self.inputs.tensors)}. Prepare both alike."
             )
-        return Rule("policy", finite(replace(policy, measured=None)), words)
+        batch = {n: v.detach().cpu().to(self.inputs.tensors[n].dtype) for n, v in values.items()}
+        parts = list(_rows(batch)) if self.batches % 2 else [batch]
+        self.batches += 1
+        outputs = [self.session.run(None, {n: t.numpy() for n, t in p.items()}) for p in parts]
+        logits = [
+            text_logits(torch.from_numpy(o[0]), p) for o, p in zip(outputs, parts, strict=True)
+        ]
+        return torch.cat(logits), torch.cat([torch.from_numpy(o[1]) for o in outputs])
+
+    def predict(self, batch: Any) -> Prediction:
+        """Predict a batch by the ensemble's score and temperatures, and the novelty fitted here."""
+        logits, summaries = self.features(batch)
+        answer = prediction_of(self.ready, logits)
+        if self.novelty is None:
+            return answer
+        novelty, score = self.novelty(summaries, logits)
+        return replace(answer, novelty=novelty, novelty_score=score)
 
 
-def one_by_one(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return the rows of a batch, each without the padding that it has beside longer texts."""
-    rows = len(next(iter(tensors.values())))
-    singles = [
-        {name: tensor[row : row + 1] for name, tensor in tensors.items()} for row in range(rows)
-    ]
-    mask = tensors.get("attention_mask")
-    if mask is None:
-        return singles
-    for row, single in enumerate(singles):
-        real = mask[row].nonzero().flatten()
-        if len(real):
-            span = slice(int(real[0]), int(real[-1]) + 1)
-            single.update({n: t[:, span] for n, t in single.items() if n in TEXT_INPUTS})
-    return singles
+def _rows(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield each row as a batch, without the padding that longer texts beside it need."""
+    mask = batch.get("attention_mask")
+    for row in range(len(next(iter(batch.values())))):
+        single = {name: tensor[row : row + 1] for name, tensor in batch.items()}
+        tokens = [] if mask is None else mask[row].nonzero().flatten().tolist()
+        if tokens:
+            span = slice(tokens[0], tokens[-1] + 1)
+            single |= {name: t[:, span] for name, t in single.items() if name in TEXT_INPUTS}
+        yield single
+
+
+def quantize(source: Path, target: Path) -> None:
+    """Write a program with 8-bit weights in its linear layers and embeddings, by ONNX Runtime.
+
+    Only weights of two axes are quantised. The statistics of novelty have three: their distances
+    compare features in thousandths.
+    """
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    model = onnx.load(str(source))
+    del model.graph.value_info[:]  # transposed weights have other shapes; they are inferred again
+    tables = {weight.name for weight in model.graph.initializer if len(weight.dims) == 2}
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)  # it advises to preprocess, which torch's exporter has done
+    try:
+        quantize_dynamic(
+            model,
+            str(target),
+            op_types_to_quantize=["MatMul", "Gemm", "Gather"],
+            nodes_to_exclude=[n.name for n in model.graph.node if not tables & set(n.input)],
+            per_channel=True,
+            weight_type=QuantType.QInt8,
+        )
+    finally:
+        root.setLevel(level)

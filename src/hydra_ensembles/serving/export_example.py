@@ -29,25 +29,22 @@ class Example:
 
     Attributes:
         tensors: Inputs by name, `[rows, ...]`, at least `ROWS` rows (repeated when there are less).
-        by_name: Whether the host takes them by name, not by place.
+        by_name: Whether the host takes them by name, not by position.
         real: Whether they were given, not made up.
         host: Name of the host's class.
+        most_tokens: The most tokens that a text may have; None where there are no tokens.
     """
 
     tensors: dict[str, Tensor]
     by_name: bool
     real: bool
-    host: str = ""
+    host: str
+    most_tokens: int | None
 
     @property
     def names(self) -> list[str]:
         """Names of the inputs when the host takes them by name, else none."""
         return list(self.tensors) if self.by_name else []
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether the number of tokens is free."""
-        return "input_ids" in self.tensors
 
     def rows(self, count: int, *, start: int = 0) -> dict[str, Tensor]:
         """Return some rows of every input."""
@@ -60,7 +57,7 @@ class Example:
     def dims(self, name: str) -> list[str | int]:
         """Return the shape of an input, with names for what is free."""
         shape = list(self.tensors[name].shape)
-        free = ["batch", "tokens"] if name in TEXT_INPUTS and self.has_tokens else ["batch"]
+        free = ["batch", "tokens"] if name in TEXT_INPUTS and self.most_tokens else ["batch"]
         return [*free, *shape[len(free) :]]
 
 
@@ -69,30 +66,24 @@ def example_of(ensemble: HydraEnsemble, given: Any) -> Example:
 
     Args:
         ensemble: What is exported.
-        given: A batch of the host, pictures or texts; or None.
+        given: A batch of the host, images or texts; or None.
     """
-    if given is None:
-        return _made_up(ensemble)
-    args, kwargs, _ = split_batch(prepare(ensemble, given) if is_raw(given) else given)
-    return _example(ensemble, args, kwargs, real=True)
-
-
-def _made_up(ensemble: HydraEnsemble) -> Example:
-    if ensemble.tokenizer is not None and not isinstance(ensemble.host, PromptClassifier):
-        texts = ["a joy to watch", "no", "the longest of these few made-up sentences, by far"]
-        args, kwargs, _ = split_batch(prepare(ensemble, texts))
-        return _example(ensemble, args, kwargs, real=False)
-    found = examples(ensemble.host)
-    if not found:
+    host, real = type(ensemble.host).__name__, given is not None
+    if (
+        not real
+        and ensemble.tokenizer is not None
+        and not isinstance(ensemble.host, PromptClassifier)
+    ):
+        given = ["a joy to watch", "no", "the longest made-up sentence, by far"]
+    if given is not None:
+        args, kwargs, _ = split_batch(prepare(ensemble, given) if is_raw(given) else given)
+    elif made := examples(ensemble.host):
+        args, kwargs = made[-1]
+    else:
         raise DataError(
-            f"It is not known what {type(ensemble.host).__name__} takes. Give "
-            "export(..., example=batch), a batch of real inputs."
+            f"The inputs of {host} are not known. Give export(..., example=batch), a batch of real "
+            "inputs."
         )
-    args, kwargs = found[-1]
-    return _example(ensemble, args, kwargs, real=False)
-
-
-def _example(ensemble: HydraEnsemble, args: Any, kwargs: dict[str, Any], *, real: bool) -> Example:
     values = named(ensemble, args, kwargs)
     wrong = [n for n, v in values.items() if not isinstance(v, Tensor) or not v.ndim]
     if wrong or not values:
@@ -103,14 +94,20 @@ def _example(ensemble: HydraEnsemble, args: Any, kwargs: dict[str, Any], *, real
     rows = {len(value) for value in values.values()}
     if len(rows) > 1 or rows == {0}:
         raise DataError(f"The inputs of the example have {sorted(rows)} rows; expected one size.")
-    by_name = not args
     index = torch.arange(max(ROWS, rows.pop()))
     tensors = {
         name: value.detach().cpu()[index % len(value)].contiguous()
         for name, value in values.items()
     }
     tensors = {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
-    return Example(tensors, by_name, real, type(ensemble.host).__name__)
+    limit = None
+    if "input_ids" in tensors:
+        config = ensemble.config
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        is_prompt = isinstance(ensemble.host, PromptClassifier)
+        limit = ensemble.host.max_length if is_prompt else token_limit(config, ensemble.tokenizer)
+        limit = limit or 4096
+    return Example(tensors, not args, real, host, limit)
 
 
 def named(ensemble: HydraEnsemble, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -118,18 +115,8 @@ def named(ensemble: HydraEnsemble, args: Any, kwargs: dict[str, Any]) -> dict[st
     names = list(inspect.signature(type(ensemble.host).forward).parameters)[1:]
     values = {**dict(zip(names, args, strict=False)), **kwargs}
     values = {name: value for name, value in values.items() if value is not None}
-    if len(values) == 1 and args:  # timm and open_clip call images by place, as x or image
+    if len(values) == 1 and args:  # timm and open_clip take images as x or image
         (value,) = values.values()
         if isinstance(value, Tensor) and value.ndim == 4:
             return {"pixel_values": value}
     return values
-
-
-def most_tokens(ensemble: HydraEnsemble) -> int:
-    """Return how many tokens a text may have."""
-    host: Any = ensemble.host
-    if isinstance(host, PromptClassifier):
-        return host.max_length
-    config = ensemble.config
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return token_limit(config, ensemble.tokenizer) or 4096

@@ -1,9 +1,8 @@
-"""Export an ensemble: one folder with programs, preprocessing and a contract. No pickle.
+"""Export an ensemble: one folder with ONNX programs, preprocessing and a contract. No pickle.
 
-The ensemble is traced once (`torch.export`, any size of batch, any number of tokens). That one
-graph becomes `model.pt2` and, by torch's ONNX exporter, `model.onnx`. Every program is then loaded
-again from its file and compared with `ensemble.predict` at batches of 1, 3 and 17; only after that
-is anything put in its place.
+The ensemble is traced once (`torch.export`, any size of batch, any number of tokens) and written by
+torch's ONNX exporter. The program is then loaded again from its file and compared with
+`ensemble.predict` at batches of 1, 3 and 17. Only after that are the files moved into the folder.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from .._records import (
     holding,
     names_to_disk,
     own_suffix,
+    sealed,
     sha256_of_file,
     use_new_file_mode,
     write_whole,
@@ -29,21 +28,25 @@ from .._records import (
 from ..errors import DataError, FormatError, MissingDependencyError, UnsupportedModelError
 from ..fusion import HydraEnsemble
 from ..hosts.architecture import library_versions
-from ..registry import check_name
-from ..runtime.contract import CONTRACT, FORMAT, FORMAT_VERSION, OUTPUTS, problem_of, signed
+from ..runtime.contract import CONTRACT, FORMAT, FORMAT_VERSION, OUTPUTS, problem_of, read_contract
+from ..uncertainty import Policy
+from ..uncertainty.policy import GIVEN
 from .agreement import BATCHES, compare
-from .checksums import SIGNATURE, write_sums
+from .checksums import write_sums
 from .eight_bits import EightBits
-from .export_example import Example, example_of, most_tokens
-from .graph import AnsweringGraph, frozen, in_float32, trace, write_onnx
+from .export_example import Example, example_of
+from .graph import (
+    AnsweringGraph,
+    exported_policy,
+    frozen,
+    in_float32,
+    write_onnx,
+)
 from .preparation import image_preparation, text_preparation
-from .program import save_program
-from .rules import Rule, rule_of
-from .sbom import write_sbom
 
-FORMATS = ("onnx", "torch")
-FILES = {"onnx": "model.onnx", "torch": "model.pt2", "int8": "model.int8.onnx"}
-_BESIDE = ".exporting"
+FILES = {"onnx": "model.onnx", "int8": "model.int8.onnx"}
+STAGING = ".exporting"
+"""How the name of the folder starts in which an export is made."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Export:
 
     Attributes:
         folder: Where it is.
-        programs: Names of the programs' files by kind.
+        programs: Names of the programs' files by kind: `onnx`, `int8`.
         differences: By program and output, the largest difference to `ensemble.predict` in float32.
     """
 
@@ -64,182 +67,163 @@ class Export:
         lines = [f"exported to {self.folder}"]
         for kind, name in self.programs.items():
             size = (self.folder / name).stat().st_size / 2**20
-            found = self.differences[kind]
-            worst = max(found["probabilities"], found["member_logits"])
+            worst = max(self.differences[kind][key] for key in ("probabilities", "member_logits"))
             lines.append(f"  {name:16} {size:8.1f} MiB  differs by at most {worst:.1e}")
         return "\n".join(lines)
 
 
 def export(
     ensemble: HydraEnsemble,
-    folder: Any,
+    folder: str | os.PathLike[str],
     *,
-    formats: Sequence[str] = FORMATS,
     example: Any = None,
     int8: bool = False,
     known: Any = None,
     held_out: Any = None,
     alarm: float | None = 0.05,
     tolerance: float = 1e-4,
-    key: str | os.PathLike[str] | None = None,
 ) -> Export:
-    """Export an ensemble to a folder that runs without this library's training code.
+    """Export an ensemble to a folder that `hydra_ensembles.runtime` runs without torch.
 
-    `model.onnx` runs by `hydra_ensembles.runtime` without torch, `model.pt2` by `load_program` or
-    `torch.export.load`. `contract.json` says what goes in and what comes out.
+    `model.onnx` is the whole answer as one program; `contract.json` says what goes in and what
+    comes out.
 
     Args:
         ensemble: A classifier. Programs compute in float32, whatever its own precision is.
-        folder: Where to write; an earlier export there is replaced once the new one is whole.
-        formats: Any of `"onnx"` and `"torch"`.
-        example: Real inputs, to trace and to compare with: a batch of the host, pictures or texts.
+        folder: Where to write; an earlier export there is replaced once the new one is complete.
+        example: Real inputs to trace and to compare with: a batch of the host, images or texts.
             Made up where it is known what the host takes.
-        int8: Also write `model.int8.onnx`, with the linear layers' weights in 8 bits.
-        known: For `int8`: known data, as `fit_novelty_` takes it. 8-bit weights move the features
-            that novelty measures, so the 8-bit program learns anew, from its own features, what is
-            known (every other batch row by row, since a batch shares the scale of its activations).
-            Needed when the ensemble has novelty.
-        held_out: For `int8`: labelled data, as `fit_policy` takes it, that the thresholds of the
-            8-bit program are fitted on anew. Without it the threshold of the uncertainty stays that
-            of the full weights, and the alarm is a rank among `known`.
-        alarm: For an ensemble without a policy: abstain when an input is newer than all but this
-            share of the known data. None answers everything.
+        int8: Also write `model.int8.onnx`, with 8-bit weights in the linear layers.
+        known: With `int8`: in-distribution data, as `fit_novelty_` takes it, to refit novelty for
+            the 8-bit program. Needed when the ensemble has novelty.
+        held_out: With `int8`: labelled data, as `fit_policy` takes it, to refit the policy for the
+            8-bit program. Needed when the ensemble has a fitted policy.
+        alarm: For an ensemble without a policy: abstain when an input is more novel than all but
+            this share of the known data. None answers everything.
         tolerance: Largest difference to `ensemble.predict` in float32, relative to values above 1.
-        key: A private key of ssh to sign `SHA256SUMS` with; `doctor` checks the signature.
 
     Raises:
-        UnsupportedModelError: The host cannot be traced, or gives no classes.
+        UnsupportedModelError: The host cannot be traced, or is not a classifier.
         VerificationError: A program does not answer as the ensemble does.
+
+    Example:
+        >>> ensemble.export("exported", example=batch)
+        >>> runtime.load("exported").predict(["a joy to watch"])
     """
-    if isinstance(formats, str):
-        formats = [formats]
-    for name in formats:
-        check_name("format", name, FORMATS)
-    if not formats or (int8 and "onnx" not in formats):
-        raise ValueError(f'formats={list(formats)}: give at least one, and "onnx" for int8.')
     if not isinstance(ensemble, HydraEnsemble):
         raise UnsupportedModelError(
             f"Only a HydraEnsemble can be exported, not a {type(ensemble).__name__}. One model "
             "becomes an ensemble of one member with fuse(model, [HeadMask.full(model)])."
         )
-    _check_small(ensemble, int8, known, held_out)
-    if "onnx" in formats:
-        _check_packages()
-    ensemble = in_float32(ensemble)
-    inputs = example_of(ensemble, example)
-    rule = rule_of(ensemble, alarm)
-    ready = frozen(ensemble, inputs.batch(inputs.rows(3)))
-    graph = AnsweringGraph(ready, inputs.names, rule).eval()
-    target = Path(folder)
-    with _staging(target) as beside:
-        limits = {"tokens": most_tokens(ensemble)} if inputs.has_tokens else {}
-        program = trace(graph, inputs, limits)
-        programs, rules = {}, {}
-        if "onnx" in formats:
-            programs["onnx"] = FILES["onnx"]
-            write_onnx(program, inputs, graph.output_names, beside / FILES["onnx"])
-            if int8:
-                programs["int8"] = FILES["int8"]
-                small = EightBits(ready, ensemble.policy, inputs, limits, beside)
-                rules["int8"] = small.write(FILES["int8"], rule, known, held_out, alarm)
-        if "torch" in formats:
-            programs["torch"] = FILES["torch"]
-            save_program(program, beside / FILES["torch"])
-        contract = _contract(ensemble, inputs, graph, rule, limits, programs, beside)
-        contract["rules"] = {kind: own.to_dict() for kind, own in rules.items()}
-        write_sbom(beside, list(programs.values()), name=contract["host"])
-        _write_contract(contract, beside)
-        agreement = compare(ensemble, inputs, rule, beside, tolerance)
-        contract["agreement"] = {
-            "batches": list(BATCHES),
-            "real_inputs": inputs.real,
-            "largest_difference": agreement,
-        }
-        _write_contract(contract, beside)
-        write_sums(beside, key=key)
-        _put_in_place(beside, target)
-    return Export(target, programs, agreement)
-
-
-def _check_small(ensemble: HydraEnsemble, int8: bool, known: Any, held_out: Any) -> None:
-    """Refuse an 8-bit program that would decide by statistics of other features than its own."""
-    if not int8:
-        if known is not None or held_out is not None:
-            raise ValueError("known= and held_out= are for the 8-bit program: pass int8=True.")
-        return
-    if ensemble.novelty is not None and known is None:
+    if not int8 and (known is not None or held_out is not None):
+        raise ValueError("known= and held_out= are for the 8-bit program: pass int8=True.")
+    if int8 and ensemble.novelty is not None and known is None:
         raise DataError(
             "8-bit weights move the features that novelty measures: with the statistics of the "
             "full weights the 8-bit program would call most inputs new. Give known=, data as "
-            "fit_novelty_() takes it (hydra-ensembles export --known DATA), so that it learns what "
-            "is known from its own features; or set ensemble.novelty = None and "
-            "ensemble.policy = None to export it without."
+            "fit_novelty_() takes it (hydra-ensembles export --known DATA), to refit novelty; or "
+            "set ensemble.novelty = None and ensemble.policy = None to export without it."
         )
     if held_out is not None and ensemble.policy is None:
         raise ValueError("held_out= fits a policy, but this ensemble has none: fit_policy() first.")
-
-
-def _check_packages() -> None:
+    if int8 and held_out is None and ensemble.policy and ensemble.policy.method != GIVEN:
+        raise DataError(
+            "The guarantee of the ensemble's policy does not hold for 8-bit weights. Give "
+            "held_out=, labelled data as fit_policy() takes it (hydra-ensembles export --held-out "
+            "DATA), to refit it; or set ensemble.policy = None to export without it."
+        )
     try:
-        import onnx
-        import onnxruntime
-        import onnxscript
+        import onnx as onnx
+        import onnxruntime as onnxruntime
+        import onnxscript as onnxscript
     except ImportError as error:
         raise MissingDependencyError(
             "ONNX export needs onnx, onnxscript and onnxruntime: pip install "
             "'hydra-ensembles[export]'."
         ) from error
-    del onnx, onnxruntime, onnxscript
-
-
-@contextmanager
-def _staging(target: Path) -> Iterator[Path]:
-    """Hold the target and make a folder in it for new files, which goes whatever happens."""
+    ensemble = in_float32(ensemble)
+    inputs = example_of(ensemble, example)
+    policies = {"onnx": exported_policy(ensemble.policy, ensemble, alarm)}
+    ready = frozen(ensemble, inputs.batch(inputs.rows(3)))
+    target = Path(folder)
     with holding(target), writing(target):
-        for killed in target.glob(f"{_BESIDE}*"):
+        for killed in target.glob(f"{STAGING}*"):
             shutil.rmtree(killed, ignore_errors=True)
-        beside = target / f"{_BESIDE}{own_suffix()}"
+        staging = target / f"{STAGING}{own_suffix()}"
         try:
-            beside.mkdir()
-            yield beside
+            staging.mkdir()
+            graph = AnsweringGraph(ready, inputs.names, policies["onnx"][0])
+            write_onnx(graph, inputs, staging / FILES["onnx"])
+            if int8:
+                small = EightBits(ready, inputs, staging / FILES["int8"])
+                policy = ensemble.policy
+                if known is not None or held_out is not None:
+                    policy = small.fit_(known, policy, held_out)
+                policies["int8"] = exported_policy(policy, ready, alarm)
+                small.write(AnsweringGraph(ready, inputs.names, policies["int8"][0]))
+            contract = _contract(ensemble, inputs, graph.output_names, policies, staging)
+            _write_contract(contract, staging)
+            differences = compare(ensemble, inputs, policies["onnx"][0], staging, tolerance)
+            contract["agreement"] = {
+                "batches": list(BATCHES),
+                "real_inputs": inputs.real,
+                "largest_difference": differences,
+            }
+            _write_contract(contract, staging)
+            write_sums(staging)
+            _put_in_place(staging, target)
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
+    return Export(target, contract["programs"], differences)
 
 
 def _contract(
     ensemble: HydraEnsemble,
     inputs: Example,
-    graph: AnsweringGraph,
-    rule: Rule,
-    limits: dict[str, int],
-    programs: dict[str, str],
-    beside: Path,
+    outputs: list[str],
+    policies: Mapping[str, tuple[Policy, str]],
+    staging: Path,
 ) -> dict[str, Any]:
-    logits = _answer_shape(ensemble, inputs)
-    members, classes = logits[1], logits[-1]
-    tokens: list[str | int] = ["tokens"] if len(logits) == 4 else []
-    if inputs.has_tokens:
-        preparation = text_preparation(ensemble, list(inputs.tensors), beside)
+    """Return the contract, without the files and the agreement; write the tokenizer's files."""
+    answer = ensemble.predict(inputs.batch(inputs.rows(1)))
+    _, members, *tokens, classes = answer.member_logits.shape
+    free: list[str | int] = ["tokens"] if tokens else []
+    is_image = "pixel_values" in inputs.tensors
+    if inputs.most_tokens:
+        preparation = text_preparation(ensemble, inputs, staging)
         task = "token-classification" if tokens else "text-classification"
     else:
-        pictures = len(inputs.tensors) == 1 and "pixel_values" in inputs.tensors
-        preparation = image_preparation(ensemble.transform) if pictures else None
-        task = "image-classification" if "pixel_values" in inputs.tensors else "classification"
+        task = "image-classification" if is_image else "classification"
+        alone = is_image and len(inputs.tensors) == 1
+        preparation = image_preparation(ensemble.transform) if alone else None
     if preparation and preparation["kind"] == "image":
         shape = inputs.dims("pixel_values")
         if shape != ["batch", len(preparation["mean"]), *preparation["size"]]:
             raise FormatError(
-                f"ensemble.transform makes pictures of {preparation['size']}, but the example has "
-                f"the shape {shape}. Give an example that was made by it."
+                f"ensemble.transform makes images of {preparation['size']}, but the example has "
+                f"the shape {shape}. Give an example that was prepared by the transform."
             )
     shapes: dict[str, list[str | int]] = {
-        "each": ["batch", *tokens],
-        "each class": ["batch", *tokens, classes],
+        "each": ["batch", *free],
+        "each class": ["batch", *free, classes],
         "example": ["batch"],
-        "members": ["batch", members, *tokens, classes],
+        "members": ["batch", members, *free, classes],
     }
     names = ensemble.id2label
-    known = names is not None and len(names) == classes
+    class_names = [names[i] for i in range(classes)] if names and len(names) == classes else None
+    largest = Policy().finite().threshold
+
+    def policy_record(policy: Policy, words: str) -> dict[str, Any]:
+        limits = (policy.threshold, policy.novelty_threshold)
+        unsure, new = (None if limit == largest else limit for limit in limits)
+        return {
+            "uncertainty_above": unsure,
+            "novelty_score_above": new,
+            "risk": policy.risk,
+            "alarm": policy.alarm,
+            "words": words,
+        }
+
     return {
         "format": FORMAT,
         "format_version": list(FORMAT_VERSION),
@@ -257,61 +241,46 @@ def _contract(
             for name, tensor in inputs.tensors.items()
         ],
         "outputs": [
-            {
-                "name": name,
-                "dtype": OUTPUTS[name][0],
-                "shape": shapes[OUTPUTS[name][1]],
-                "meaning": OUTPUTS[name][2],
-            }
-            for name in graph.output_names
+            {"name": name, "dtype": dtype, "shape": shapes[shape], "meaning": meaning}
+            for name, (dtype, shape, meaning) in OUTPUTS.items()
+            if name in outputs
         ],
-        "class_names": [names[i] for i in range(classes)] if names and known else None,
+        "class_names": class_names,
         "score": ensemble.score,
         "temperature": ensemble.temperature,
         "member_temperatures": ensemble.member_temperatures,
         "novelty": None if ensemble.novelty is None else {"examples": ensemble.novelty.examples},
-        "rule": rule.to_dict(),
-        "limits": limits,
+        "policies": {kind: policy_record(*found) for kind, found in policies.items()},
+        "limits": {"tokens": inputs.most_tokens} if inputs.most_tokens else {},
         "preprocessing": preparation,
-        "programs": programs,
+        "programs": {kind: FILES[kind] for kind in policies},
         "agreement": {},
     }
 
 
-def _answer_shape(ensemble: HydraEnsemble, inputs: Example) -> list[int]:
-    answer = ensemble.predict(inputs.batch(inputs.rows(1)))
-    return list(answer.member_logits.shape)
-
-
-def _write_contract(contract: dict[str, Any], beside: Path) -> None:
-    paths = [p for p in sorted(beside.iterdir()) if p.is_file() and p.name != CONTRACT]
+def _write_contract(contract: dict[str, Any], staging: Path) -> None:
+    paths = [p for p in sorted(staging.iterdir()) if p.is_file() and p.name != CONTRACT]
     files = {p.name: {"sha256": sha256_of_file(p), "bytes": p.stat().st_size} for p in paths}
-    whole = signed({**contract, "files": files})
-    problem = problem_of(whole)
+    complete = sealed({**contract, "files": files})
+    problem = problem_of(complete)
     if problem:
         raise FormatError(f"This ensemble cannot be exported: {problem}.")
-    write_whole(beside / CONTRACT, json.dumps(whole, indent=1) + "\n")
+    write_whole(staging / CONTRACT, json.dumps(complete, indent=1) + "\n")
 
 
-def _put_in_place(beside: Path, target: Path) -> None:
-    """Rename all files, the contract last; then remove what an earlier export alone had."""
-    earlier = _named_files(target / CONTRACT)
-    use_new_file_mode(beside)
-    names = sorted(path.name for path in beside.iterdir() if path.name != CONTRACT)
+def _put_in_place(staging: Path, target: Path) -> None:
+    """Rename all files, the contract last; then remove files that only an earlier export had."""
+    try:
+        earlier = set(read_contract(target).data["files"])
+    except FormatError:  # there is none, or it is damaged: remove nothing
+        earlier = set()
+    use_new_file_mode(staging)
+    names = sorted(path.name for path in staging.iterdir() if path.name != CONTRACT)
     for name in (*names, CONTRACT):
-        with (beside / name).open("rb") as file:
+        with (staging / name).open("rb") as file:
             os.fsync(file.fileno())
     for name in (*names, CONTRACT):
-        os.replace(beside / name, target / name)
-    for name in (earlier | {SIGNATURE}) - set(names):
+        os.replace(staging / name, target / name)
+    for name in earlier - set(names):
         (target / name).unlink(missing_ok=True)
     names_to_disk(target)
-
-
-def _named_files(contract: Path) -> set[str]:
-    from ..runtime.contract import read_contract
-
-    try:
-        return set(read_contract(contract.parent).data["files"])
-    except FormatError:  # none there, or a damaged one: nothing is removed on its word
-        return set()

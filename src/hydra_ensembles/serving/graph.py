@@ -1,7 +1,7 @@
 """An ensemble as one function of tensors: prepared inputs in, the contract's outputs out.
 
-This is what is exported. It runs the ensemble's own code, with the packed weights in the place of
-the head banks and the statistics of novelty as buffers of their own.
+This is what is exported. It runs the ensemble's own code, with packed weights instead of the head
+banks and the statistics of novelty as buffers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,12 @@ from torch import Tensor, nn
 from ..data.eval_mode import twin
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..fusion import FusedBlock, HydraEnsemble
-from ..fusion.known_data import features_of
+from ..fusion.known_data import features_of, text_logits
 from ..prediction import Prediction
 from ..runtime.contract import OUTPUTS
-from ..uncertainty import predict_from_logits
-from ..uncertainty.novelty import from_tensors
+from ..uncertainty import Policy, predict_from_logits
+from ..uncertainty.novelty import Novelty, from_tensors
 from .export_example import Example
-from .rules import Rule
 
 
 class AnsweringGraph(nn.Module):
@@ -32,24 +32,17 @@ class AnsweringGraph(nn.Module):
 
     Args:
         ensemble: What `frozen` returned.
-        names: Names of the inputs, in their order; empty when the host takes them by place.
-        rule: When to abstain.
+        names: Names of the inputs, in order; empty when the host takes them by position.
+        policy: When to abstain, with finite thresholds.
     """
 
-    def __init__(self, ensemble: HydraEnsemble, names: Sequence[str], rule: Rule) -> None:
+    def __init__(self, ensemble: HydraEnsemble, names: Sequence[str], policy: Policy) -> None:
         super().__init__()
         self.ensemble = ensemble
         self._names = tuple(names)
-        self._rule = rule
-        self.novelty: nn.Module | None = None
-        if ensemble.novelty is not None:
-            self.novelty = NoveltyGraph(ensemble.novelty.single())
-
-    @property
-    def output_names(self) -> list[str]:
-        """Names of what `forward` returns."""
-        new = self.novelty is not None
-        return [n for n in OUTPUTS if new or not n.startswith("novelty")]
+        self._policy = policy
+        self.novelty = None if ensemble.novelty is None else NoveltyGraph(ensemble.novelty.single())
+        self.output_names = [n for n in OUTPUTS if self.novelty or not n.startswith("novelty")]
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of the contract, in its order."""
@@ -58,19 +51,12 @@ class AnsweringGraph(nn.Module):
             logits, summaries = self.ensemble.member_logits(batch).float(), None
         else:
             logits, summaries = features_of(self.ensemble, batch)
-        answer = predict_from_logits(
-            logits,
-            score=self.ensemble.score,
-            temperature=self.ensemble.temperature,
-            member_temperatures=self.ensemble.member_temperatures,
-            logit_scale=getattr(self.ensemble.host, "logit_scale", None),
-        )
-        outputs = outputs_of(answer)
+        answer = prediction_of(self.ensemble, logits)
         if self.novelty is not None:
-            outputs["novelty"], outputs["novelty_score"] = self.novelty(summaries, logits)
-        outputs["decision"] = self._rule(outputs["uncertainty"], outputs.get("novelty_score"))
-        outputs["abstain"] = outputs["decision"] != 0
-        # an output of its own, even where it is the same tensor: graphs name outputs by tensor
+            novelty, score = self.novelty(summaries, text_logits(logits, batch))
+            answer = replace(answer, novelty=novelty, novelty_score=score)
+        outputs = outputs_of(answer, self._policy)
+        # clone: ONNX names outputs by tensor, so one tensor cannot be two outputs
         return tuple(outputs[name].contiguous().clone() for name in self.output_names)
 
 
@@ -79,14 +65,12 @@ class FeaturesGraph(nn.Module):
 
     Args:
         ensemble: What `frozen` returned.
-        names: Names of the inputs, in their order; empty when the host takes them by place.
+        names: Names of the inputs, in order; empty when the host takes them by position.
     """
-
-    output_names = ("member_logits", "summaries")
 
     def __init__(self, ensemble: HydraEnsemble, names: Sequence[str]) -> None:
         super().__init__()
-        self.ensemble = ensemble
+        self.ensemble, self.output_names = ensemble, ["member_logits", "summaries"]
         self._names = tuple(names)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,48 +80,77 @@ class FeaturesGraph(nn.Module):
         return logits.contiguous().clone(), summaries.contiguous().clone()
 
 
-def outputs_of(answer: Prediction) -> dict[str, Tensor]:
-    """Return the outputs of a prediction by name, in the contract's types; no rule applied."""
-    found = {
-        "label": answer.class_index,
+def prediction_of(ensemble: HydraEnsemble, logits: Tensor) -> Prediction:
+    """Turn raw member logits into a prediction by the ensemble's score and temperatures."""
+    return predict_from_logits(
+        logits,
+        score=ensemble.score,
+        temperature=ensemble.temperature,
+        member_temperatures=ensemble.member_temperatures,
+        logit_scale=getattr(ensemble.host, "logit_scale", None),
+    )
+
+
+def outputs_of(answer: Prediction, policy: Policy) -> dict[str, Tensor]:
+    """Return a prediction and its decision as the outputs of the contract."""
+    outputs = {
+        "class": answer.class_index,
         "probabilities": answer.probabilities.float(),
         "uncertainty": answer.uncertainty.float(),
         "mutual_information": answer.mutual_information.float(),
         "member_logits": answer.member_logits.float(),
     }
-    if answer.novelty is not None and answer.novelty_score is not None:
-        found["novelty"] = answer.novelty.float()
-        found["novelty_score"] = answer.novelty_score.float()
-    return found
+    score = answer.novelty_score
+    if answer.novelty is not None and score is not None:
+        outputs |= {"novelty": answer.novelty.float(), "novelty_score": score.float()}
+    outputs["decision"] = policy.decide(outputs["uncertainty"], outputs.get("novelty_score"))
+    return outputs
 
 
 class NoveltyGraph(nn.Module):
-    """The statistics of novelty as buffers, so that they bear names in what is exported."""
+    """The statistics of novelty as buffers, so that they have names in the exported program."""
 
-    def __init__(self, novelty: Any) -> None:
+    def __init__(self, novelty: Novelty) -> None:
         super().__init__()
         self._facts: dict[str, Any] = {**novelty.facts(), "names": []}
-        self._keys: list[str] = []
+        self._buffers_by_name: dict[str, str] = {"bank": "bank", "bank_positions": "bank"}
+        self.register_buffer("bank", torch.zeros(0))
         for name, tensor in novelty.tensors().items():
             if not name.startswith(("bank", "hashes")):  # known examples, which no score needs
-                self._keys.append(name)
+                self._buffers_by_name[name] = name.replace(".", "_")
                 self.register_buffer(name.replace(".", "_"), tensor.detach().cpu().contiguous())
-        self.register_buffer("bank", torch.zeros(0))
-        self._empty = {"bank": "bank", "bank_positions": "bank"}
 
     def forward(self, summaries: Tensor, member_logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return novelty and its score."""
-        names = {**{name: name.replace(".", "_") for name in self._keys}, **self._empty}
-        tensors: dict[str, Tensor] = {name: getattr(self, key) for name, key in names.items()}
+        tensors = {name: getattr(self, buffer) for name, buffer in self._buffers_by_name.items()}
         novelty, score = from_tensors(tensors, self._facts)(summaries, member_logits)
         return novelty.float(), score.float()
 
 
-def in_float32(ensemble: HydraEnsemble) -> HydraEnsemble:
-    """Return the ensemble as programs compute, on the CPU and in float32; a copy if need be.
+def exported_policy(
+    policy: Policy | None, ensemble: HydraEnsemble, alarm: float | None
+) -> tuple[Policy, str]:
+    """Return a policy with finite thresholds, and what it says in words.
 
-    Programs are compared with this one: a comparison with answers in half precision would have to
-    let errors of the size of their rounding pass.
+    Without a policy, that is an alarm for inputs more novel than all but `alarm` of the known data;
+    without novelty, everything is answered.
+    """
+    if policy is not None:
+        return policy.finite(), str(policy)
+    if alarm is None or ensemble.novelty is None:
+        return Policy().finite(), "always answer: there is no policy"
+    if not 0 < alarm < 1:
+        raise ValueError(f"alarm={alarm}: expected a number between 0 and 1, such as 0.05.")
+    newest = ensemble.novelty.single().threshold(alarm)
+    words = f"new when novelty is above {1 - alarm:.4g}, as is {alarm:.3g} of the known data"
+    return Policy(novelty_threshold=newest, alarm=alarm, score=ensemble.score).finite(), words
+
+
+def in_float32(ensemble: HydraEnsemble) -> HydraEnsemble:
+    """Return the ensemble on the CPU and in float32, as programs compute; a copy if needed.
+
+    Programs are compared with this ensemble: against answers in half precision, the tolerance would
+    have to be as large as their rounding.
     """
     novelty = ensemble.novelty
     if novelty is not None and novelty.precision != "float32":
@@ -145,7 +158,7 @@ def in_float32(ensemble: HydraEnsemble) -> HydraEnsemble:
             f"Novelty was fitted in {novelty.precision}, but exported programs compute in float32, "
             "where the features differ. Call ensemble.float().fit_novelty_(known), and "
             "fit_policy() if there is a policy; or set ensemble.novelty = None and "
-            "ensemble.policy = None to export it without."
+            "ensemble.policy = None to export without it."
         )
     same = ensemble.device.type == "cpu" and ensemble.dtype == torch.float32
     return ensemble if same else copy.deepcopy(ensemble).cpu().float()
@@ -154,88 +167,69 @@ def in_float32(ensemble: HydraEnsemble) -> HydraEnsemble:
 def frozen(ensemble: HydraEnsemble, inputs: Mapping[str, Any]) -> HydraEnsemble:
     """Return the ensemble as it is exported: fused, weights packed.
 
-    The ensemble itself stays as it is; tensors are shared with it where they need no change.
+    The ensemble itself is not changed; tensors that stay the same are shared with it.
 
     Args:
         ensemble: Any classifier, as `in_float32` returned it.
         inputs: A batch to run it on once.
     """
     ready = twin(ensemble).eval()
-    ready.mode, ready.policy = "fused", None  # the rule decides
+    ready.mode, ready.policy = "fused", None  # the graph decides
     if ready.novelty is not None:
         ready.novelty = ready.novelty.to("cpu")
     with torch.no_grad():
         ready.predict(inputs)  # hooks and caches are made here, not while it is traced
-        if not ready.is_classifier:
-            raise UnsupportedModelError(
-                f"{type(ensemble.host).__name__} gives embeddings, not classes: there is no answer "
-                "to export. Load it with a classifier, or wrap a dual encoder in "
-                "ZeroShotClassifier."
-            )
         for block in ready.body.branch:
             if isinstance(block, FusedBlock):
                 block.bank.freeze_()
     return ready
 
 
-# Trace a graph once, for any size of batch and any number of tokens; write it as ONNX.
-def trace(graph: nn.Module, inputs: Example, limits: dict[str, int]) -> Any:
-    """Trace a graph for any size of batch and any number of tokens."""
+def write_onnx(graph: AnsweringGraph | FeaturesGraph, inputs: Example, path: Path) -> None:
+    """Trace a graph for any size of batch and any number of tokens; write it as ONNX."""
+    import onnx_ir as ir
+
     sizes = {"batch": torch.export.Dim("batch", min=1, max=2**20)}
-    if limits:
-        sizes["tokens"] = torch.export.Dim("tokens", min=1, max=limits["tokens"])
+    if inputs.most_tokens:
+        sizes["tokens"] = torch.export.Dim("tokens", min=1, max=inputs.most_tokens)
     shapes = tuple(
         {axis: sizes[dim] for axis, dim in enumerate(inputs.dims(name)) if isinstance(dim, str)}
         for name in inputs.tensors
     )
     rows = inputs.rows(3)
-    if inputs.has_tokens and rows["input_ids"].shape[1] in (1, 3):  # sizes that mean one thing
+    # torch takes a size of 1 as fixed, and one of 3 as the size of the batch
+    if inputs.most_tokens and rows["input_ids"].shape[1] in (1, 3):
         rows = {n: torch.cat([t, t[:, -1:]], 1) if t.ndim == 2 else t for n, t in rows.items()}
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=DeprecationWarning)
-            warnings.filterwarnings("ignore", category=FutureWarning)
-            return torch.export.export(
-                graph, tuple(rows.values()), dynamic_shapes=(shapes,), strict=False
-            )
-    except HydraError:
-        raise
-    except Exception as error:  # torch.export has many kinds of errors, of its own and of the host
-        reason = " ".join(str(error).split())[:300]
-        fixed = "specialized it to be a constant" in reason
-        hint = " Its forward may call len(tensor): write tensor.shape[0]." if fixed else ""
-        raise UnsupportedModelError(
-            f"{inputs.host} cannot be exported for any size of batch: "
-            f"{type(error).__name__}: {reason}.{hint}"
-        ) from error
-
-
-def write_onnx(program: Any, inputs: Example, outputs: list[str], path: Path) -> None:
-    """Write a traced graph as an ONNX program, by torch's exporter."""
-    with warnings.catch_warnings(), torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.onnx.*")
-        made = torch.onnx.export(
-            program,
+        try:
+            traced = torch.export.export(
+                graph.eval(), tuple(rows.values()), dynamic_shapes=(shapes,), strict=False
+            )
+        except HydraError:
+            raise
+        except Exception as error:  # torch.export and the host raise many kinds of errors
+            reason = " ".join(str(error).split())[:300]
+            fixed = "specialized it to be a constant" in reason
+            hint = " Its forward may call len(tensor): write tensor.shape[0]." if fixed else ""
+            raise UnsupportedModelError(
+                f"{inputs.host} cannot be exported for any size of batch: "
+                f"{type(error).__name__}: {reason}.{hint}"
+            ) from error
+        made: Any = torch.onnx.export(
+            traced,
             dynamo=True,
             input_names=list(inputs.tensors),
-            output_names=outputs,
+            output_names=graph.output_names,
             verbose=False,
         )
-    assert made is not None
-    _name_sizes(made, inputs)
-    made.save(str(path))
-
-
-def _name_sizes(made: Any, inputs: Example) -> None:
-    """Call the free sizes of inputs and outputs by their names in place of torch's symbols."""
-    import onnx_ir as ir
-
-    names: dict[str, str] = {}
+    names: dict[str, str] = {}  # torch's symbols for free sizes, by our names
     for value in made.model.graph.inputs:
-        for found, wanted in zip(value.shape, inputs.dims(value.name), strict=True):
-            if isinstance(wanted, str):
-                names[str(found)] = wanted
+        for symbol, size in zip(value.shape, inputs.dims(value.name), strict=True):
+            if isinstance(size, str):
+                names[str(symbol)] = size
     for value in (*made.model.graph.inputs, *made.model.graph.outputs):
         value.shape = ir.Shape([names.get(str(size), size) for size in value.shape])
+    made.save(str(path))

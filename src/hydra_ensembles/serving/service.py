@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 
 from ..errors import DataError
 from ..prediction import Prediction
-from ..runtime.images import FORMATS, PixelLimitError, open_image
+from ..runtime.images import PixelLimitError, open_image, pixel_count
 from .backends import Backend, Row
 from .batch_queue import Batcher
 from .drift_watch import DriftWatch
@@ -137,7 +136,7 @@ class Service:
         if self.backend.reads != "image":
             raise Refusal(422, f"{self.name} reads texts, not images.")
         self.counted(contents)
-        sizes = await self.read(0, lambda: [pixels_of(content) for content in contents])
+        sizes = await self.read(0, lambda: [pixel_count(content) for content in contents])
         too_large = (
             f"The images of this request have more than {self.limits.pixels} pixels. Make them "
             "smaller or send fewer."
@@ -190,14 +189,3 @@ class Service:
                 f"There was no answer within {seconds:g} seconds: the service is overloaded. Try "
                 "again later.",
             ) from None
-
-
-def pixels_of(content: bytes) -> int:
-    """Return the number of pixels that an image's header tells; 0 for what will be refused."""
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            return image.width * image.height
-    except Exception:  # whatever foreign bytes do to a decoder; opening it again says it properly
-        return 0

@@ -127,7 +127,7 @@ class Policy:
         This is the only place that decides. What is both unsure and new is new. NaN abstains.
 
         Args:
-            uncertainty: `[example]`, by the policy's `score`.
+            uncertainty: `[example]`, or `[example, token]`, by the policy's `score`.
             novelty_score: `[example]`, the unbounded one; needed when there is an alarm.
         """
         unsure = (~(uncertainty <= self.threshold)).long() * UNSURE
@@ -138,7 +138,16 @@ class Policy:
                 f"The policy has an alarm rate of {self.alarm} but there is no novelty: call "
                 "ensemble.fit_novelty_(known), or fit the policy with alarm=None."
             )
-        return unsure + (~(novelty_score <= self.novelty_threshold)).long() * NEW
+        new = (~(novelty_score <= self.novelty_threshold)).long() * NEW
+        return unsure + new.reshape(-1, *[1] * (uncertainty.ndim - 1))
+
+    def finite(self) -> Policy:
+        """Return the policy with thresholds that JSON and an exported program can hold."""
+        largest = float(torch.finfo(torch.float32).max)
+        unsure, new = (
+            min(max(limit, -largest), largest) for limit in (self.threshold, self.novelty_threshold)
+        )
+        return replace(self, threshold=unsure, novelty_threshold=new)
 
     def apply(self, answer: Prediction) -> Prediction:
         """Return an answer with the policy's decisions."""

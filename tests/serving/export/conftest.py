@@ -75,16 +75,16 @@ def known_images() -> list[dict[str, torch.Tensor]]:
 
 
 def held_out_images(ensemble: hydra.HydraEnsemble) -> list[dict[str, torch.Tensor]]:
-    """Return labelled pictures, a quarter of them called wrong: some answers are withheld."""
+    """Return labelled images, a quarter of them called wrong: some answers are withheld."""
     held_out = images(32, 50)
-    labels = ensemble.predict(held_out).label
+    labels = ensemble.predict(held_out).class_index
     labels[::4] = (labels[::4] + 1) % 5
     return [{**held_out, "labels": labels}]
 
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[hydra.HydraEnsemble, Path]:
-    """Export the ViT ensemble once, to every format."""
+    """Export the ViT ensemble once, also with 8-bit weights."""
     folder = tmp_path_factory.mktemp("export") / "vit"
     ensemble = image_ensemble()
     data = {"known": known_images(), "held_out": held_out_images(ensemble)}

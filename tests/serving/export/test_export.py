@@ -13,11 +13,10 @@ from PIL import Image
 
 import hydra_ensembles as hydra
 from hydra_ensembles import runtime
-from hydra_ensembles.errors import DataError, HydraError, UnsupportedModelError, VerificationError
+from hydra_ensembles.errors import DataError, UnsupportedModelError, VerificationError
 from hydra_ensembles.fusion.verification import tolerance_of
 from hydra_ensembles.serving.agreement import check
-from hydra_ensembles.serving.program import load_program
-from hydra_ensembles.serving.rules import Rule, rule_of
+from hydra_ensembles.serving.graph import exported_policy
 from hydra_ensembles.uncertainty import Policy
 from tests import zoo
 from tests.serving.export.conftest import (
@@ -30,23 +29,26 @@ from tests.serving.export.conftest import (
 
 EXACT = ("probabilities", "uncertainty", "mutual_information", "member_logits")
 OUTPUTS = (
-    "label",
+    "class",
     "probabilities",
     "uncertainty",
     "mutual_information",
+    "member_logits",
     "novelty",
     "novelty_score",
     "decision",
-    "abstain",
-    "member_logits",
 )
+
+
+def columns(answer: hydra.Prediction) -> dict[str, np.ndarray]:
+    return {**vars(answer), "class": answer.class_index}
 
 
 def assert_answers(outputs: dict[str, np.ndarray], answer: hydra.Prediction) -> None:
     for name in EXACT:
         wanted = getattr(answer, name).numpy()
         np.testing.assert_allclose(outputs[name], wanted, atol=1e-4, rtol=1e-5, err_msg=name)
-    np.testing.assert_array_equal(outputs["label"], answer.label.numpy())
+    np.testing.assert_array_equal(outputs["class"], answer.class_index.numpy())
     if answer.novelty is not None:
         np.testing.assert_allclose(outputs["novelty"], answer.novelty.numpy(), atol=2.5e-2)
         np.testing.assert_allclose(outputs["novelty_score"], answer.novelty_score, atol=5e-2)
@@ -58,33 +60,37 @@ def test_programs_answer_as_the_ensemble(exported: Any, size: int) -> None:
     batch = images(size, seed=200 + size)
     answer = ensemble.predict(batch)
     arrays = {name: tensor.numpy() for name, tensor in batch.items()}
-    for run in (runtime.load(folder).run, load_program(folder)):
-        outputs = run(arrays)
-        assert tuple(outputs) == OUTPUTS
-        assert_answers(outputs, answer)
-        np.testing.assert_array_equal(outputs["decision"], answer.decision.numpy())
-        np.testing.assert_array_equal(outputs["abstain"], answer.abstain.numpy())
+    outputs = runtime.load(folder).run(arrays)
+    assert tuple(outputs) == OUTPUTS
+    assert_answers(outputs, answer)
+    codes = ensemble.policy.decide(answer.uncertainty, answer.novelty_score)
+    np.testing.assert_array_equal(outputs["decision"], codes.numpy())
+    np.testing.assert_array_equal(outputs["decision"], answer.code.numpy())
 
 
 def test_some_answers_are_withheld(exported: Any) -> None:
     ensemble, folder = exported
     batch = images(64, seed=400)
-    answer = runtime.load(folder).predict({k: v.numpy() for k, v in batch.items()})
-    assert answer.decisions == ensemble.predict(batch).decisions
-    assert set(answer.decisions) == {"answer", "unsure", "new"}
-    np.testing.assert_array_equal(answer.abstain, answer.decision != 0)
+    model, arrays = runtime.load(folder), {k: v.numpy() for k, v in batch.items()}
+    answer = model.predict(arrays)
+    assert answer.decision == ensemble.predict(batch).decision
+    assert set(answer.decision) == {"answer", "unsure", "new"}
+    assert set(model.run(arrays)["decision"].tolist()) == {0, 1, 2, 3}
 
 
-def test_without_a_policy_novelty_is_the_rule() -> None:
+def test_without_a_policy_novelty_decides() -> None:
     ensemble = image_ensemble()
     ensemble.policy = None
     answer = ensemble.predict(images(64, seed=401))
-    decision = rule_of(ensemble, 0.1)(answer.uncertainty, answer.novelty_score)
+    policy, words = exported_policy(None, ensemble, 0.1)
+    decision = policy.decide(answer.uncertainty, answer.novelty_score)
     assert torch.equal(decision, (answer.novelty > 0.9).long() * 2)
     assert decision.sum() > 0
-    assert not rule_of(ensemble, None)(answer.uncertainty, answer.novelty_score).any()
+    assert "0.1 of the known data" in words
+    everything, _ = exported_policy(None, ensemble, None)
+    assert not everything.decide(answer.uncertainty, answer.novelty_score).any()
     with pytest.raises(ValueError, match="between 0 and 1"):
-        rule_of(ensemble, 5)
+        exported_policy(None, ensemble, 5)
 
 
 def test_the_ensemble_stays_as_it_was(exported: Any) -> None:
@@ -109,20 +115,20 @@ def test_8_bits_are_smaller_and_near(exported: Any) -> None:
     assert (folder / "model.int8.onnx").stat().st_size < (folder / "model.onnx").stat().st_size
 
 
-def test_pictures_are_prepared_inside(exported: Any, tmp_path: Path) -> None:
+def test_images_are_prepared_inside(exported: Any, tmp_path: Path) -> None:
     ensemble, folder = exported
     pixels = np.random.default_rng(0).integers(0, 256, (3, 40, 30, 3), dtype=np.uint8)
-    pictures = [Image.fromarray(p) for p in pixels]
+    photos = [Image.fromarray(p) for p in pixels]
     model = runtime.load(folder)
-    answer = ensemble.predict(pictures)
-    assert_answers(model.predict(pictures).arrays(), answer)
-    assert_answers(model.predict(list(pixels), batch_size=2).arrays(), answer)
-    for number, picture in enumerate(pictures):
-        picture.save(tmp_path / f"{number}.png")
+    answer = ensemble.predict(photos)
+    assert_answers(columns(model.predict(photos)), answer)
+    assert_answers(columns(model.predict(list(pixels), batch_size=2)), answer)
+    for number, photo in enumerate(photos):
+        photo.save(tmp_path / f"{number}.png")
     found = model.predict([tmp_path / f"{n}.png" for n in range(3)])
-    assert_answers(found.arrays(), answer)
-    assert found.names == [ensemble.id2label[int(label)] for label in answer.label]
-    assert_answers(model.predict(pictures[0]).arrays(), answer[0])
+    assert_answers(columns(found), answer)
+    assert found.labels == answer.labels
+    assert_answers(columns(model.predict(photos[0])), answer[0])
 
 
 def test_the_contract_says_what_was_exported(exported: Any) -> None:
@@ -137,11 +143,11 @@ def test_the_contract_says_what_was_exported(exported: Any) -> None:
     assert (data["score"], data["temperature"]) == ("entropy", 1.3)
     assert data["member_temperatures"] == [1.0, 2.0, 0.7]
     policy = ensemble.policy
-    assert data["rule"]["uncertainty_above"] == pytest.approx(policy.threshold)
-    assert data["rule"]["novelty_score_above"] == pytest.approx(policy.novelty_threshold)
+    assert data["policies"]["onnx"]["uncertainty_above"] == pytest.approx(policy.threshold)
+    newest = data["policies"]["onnx"]["novelty_score_above"]
+    assert newest == pytest.approx(policy.novelty_threshold)
     assert data["preprocessing"]["size"] == [16, 16]
-    files = ["model.int8.onnx", "model.onnx", "model.pt2", "sbom.json"]
-    assert sorted(data["files"]) == files
+    assert sorted(data["files"]) == ["model.int8.onnx", "model.onnx"]
     assert data["agreement"]["largest_difference"]["onnx"]["probabilities"] < 1e-4
     assert not list(folder.glob(".*"))
 
@@ -150,15 +156,15 @@ def test_texts_with_a_tokenizer(tmp_path: Path) -> None:
     host = zoo._bert(num_labels=3, vocab_size=99)
     ensemble = hydra.fuse(zoo.seeded(lambda: host), late_masks(host, blocks=3)).eval()
     ensemble.tokenizer = tokenizer()
-    ensemble.export(tmp_path, formats=["onnx"])
+    ensemble.export(tmp_path)
     model = runtime.load(tmp_path)
     assert model.task == "text-classification"
     texts = ["A joy to watch!", "no", "", "fine plot " * 40, "unheard words, no joy"]
     answer = ensemble.predict(texts)
-    assert_answers(model.predict(texts).arrays(), answer)
-    assert_answers(model.predict(texts, batch_size=2).arrays(), answer)
+    assert_answers(columns(model.predict(texts)), answer)
+    assert_answers(columns(model.predict(texts, batch_size=2)), answer)
     assert model.predict("no").novelty is None
-    assert not model.predict(texts).abstain.any()
+    assert model.predict(texts).decision is None
     longest = {port["name"]: np.zeros((1, 25), np.int64) for port in model.contract.inputs}
     with pytest.raises(DataError, match="more than 24"):
         model.run(longest)
@@ -169,7 +175,7 @@ def test_a_decoder_with_padding_on_either_side(tmp_path: Path) -> None:
     ensemble = hydra.fuse(host, late_masks(host, blocks=1)).eval()
     ensemble.fit_novelty_([zoo.texts(side=s) for s in ("left", "right")] * 5, progress=False)
     given = {k: v for k, v in zoo.texts().items() if k != "labels"}
-    ensemble.export(tmp_path, formats=["onnx"], example=given)
+    ensemble.export(tmp_path, example=given)
     model = runtime.load(tmp_path)
     for side in ("left", "right"):
         batch = {k: v for k, v in zoo.texts((9, 4, 1), side=side).items() if k != "labels"}
@@ -178,16 +184,16 @@ def test_a_decoder_with_padding_on_either_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["timm", "zero-shot-clip", "distilbert"])
-def test_other_hosts_as_programs_of_torch(name: str, tmp_path: Path) -> None:
+def test_other_hosts(name: str, tmp_path: Path) -> None:
     host = zoo.make(name)
     ensemble = hydra.fuse(host, late_masks(host)).eval()
     ensemble.score = "mcm" if name == "zero-shot-clip" else "energy"
-    ensemble.export(tmp_path, formats=["torch"])
-    program = load_program(tmp_path)
-    (inputs, *_) = program.contract.inputs
+    ensemble.export(tmp_path)
+    model = runtime.load(tmp_path)
+    (inputs, *_) = model.contract.inputs
     batch = zoo.batch(name, size=5, seed=3)
     named = batch if isinstance(batch, dict) else {inputs["name"]: batch}
-    assert_answers(program({k: v.numpy() for k, v in named.items()}), ensemble.predict(batch))
+    assert_answers(model.run({k: v.numpy() for k, v in named.items()}), ensemble.predict(batch))
 
 
 def test_a_token_classifier_answers_for_every_token(tmp_path: Path) -> None:
@@ -196,49 +202,48 @@ def test_a_token_classifier_answers_for_every_token(tmp_path: Path) -> None:
     config = BertConfig(**zoo.SIZES, **zoo.TEXT, num_labels=4)
     host = zoo.seeded(lambda: BertForTokenClassification(config))
     ensemble = hydra.fuse(host, late_masks(host)).eval()
-    ensemble.export(tmp_path, formats=["torch"])
+    ensemble.fit_novelty_(
+        [zoo.batch("bert", size=8, seed=seed) for seed in range(4)], progress=False
+    )
+    ensemble.export(tmp_path, alarm=0.2)
     batch = zoo.batch("bert", size=3)
-    outputs = load_program(tmp_path)({k: v.numpy() for k, v in batch.items()})
-    assert_answers(outputs, ensemble.predict(batch))
-    assert outputs["abstain"].shape == (3, 7)
+    outputs = runtime.load(tmp_path).run({k: v.numpy() for k, v in batch.items()})
+    answer = ensemble.predict(batch)
+    assert_answers(outputs, answer)
+    new = answer.novelty.numpy() > 0.8  # a new text is new in every token
+    np.testing.assert_array_equal(outputs["decision"], np.repeat(new[:, None] * 2, 7, 1))
     assert runtime.read_contract(tmp_path).task == "token-classification"
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     tower = hydra.fuse(zoo.make("clip-vision"), late_masks(zoo.host("clip-vision")))
     with pytest.raises(UnsupportedModelError, match="embeddings, not classes"):
-        hydra.export(tower, tmp_path, formats=["torch"])
+        hydra.export(tower, tmp_path)
     with pytest.raises(UnsupportedModelError, match="Only a HydraEnsemble"):
         hydra.export(zoo.host("vit"), tmp_path)  # type: ignore[arg-type]
-    with pytest.raises(HydraError, match=r"Unknown format 'onx'\. Did you mean 'onnx'"):
-        hydra.export(tower, tmp_path, formats=["onx"])
-    with pytest.raises(ValueError, match="give at least one"):
-        hydra.export(tower, tmp_path, formats=["torch"], int8=True)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_program_that_answers_otherwise_is_refused() -> None:
     good = {
-        "label": np.array([1, 0]),
+        "class": np.array([1, 0]),
         "probabilities": np.array([[0.3, 0.7], [0.5, 0.5]], np.float32),
         "uncertainty": np.array([0.3, 0.5], np.float32),
         "mutual_information": np.array([0.1, 0.0], np.float32),
         "member_logits": np.ones((2, 1, 2), np.float32),
         "decision": np.array([0, 1]),
-        "abstain": np.array([False, True]),
     }
-    rule = Rule("policy", Policy(threshold=0.4), "")
+    policy = Policy(threshold=0.4)
 
     def compare(**changed: np.ndarray) -> None:
-        check({**good, **changed}, good, rule, tolerance=1e-4, ranks=None, what="onnx")
+        check({**good, **changed}, good, policy, tolerance=1e-4, ranks=None, what="onnx")
 
     compare()
-    compare(label=np.array([1, 1]))  # a tie
+    compare(**{"class": np.array([1, 1])})  # a tie
     for wrong in (
-        {"label": np.array([0, 0])},
+        {"class": np.array([0, 0])},
         {"probabilities": good["probabilities"] + np.float32(2e-4)},
         {"decision": np.array([2, 1])},
-        {"abstain": np.array([True, True])},
         {"member_logits": good["member_logits"] * np.float32(np.nan)},
         {"uncertainty": good["uncertainty"].astype(np.float64)},
     ):
@@ -251,7 +256,7 @@ def test_a_half_precision_ensemble_becomes_a_program_in_float32(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     ensemble = hydra.fuse(zoo.make(name), late_masks(zoo.host(name))).eval().to(dtype)
-    made = ensemble.export(tmp_path, formats=["onnx"])
+    made = ensemble.export(tmp_path)
     assert made.differences["onnx"]["probabilities"] < 1e-4
     assert ensemble.dtype == dtype
     images = zoo.batch(name, size=4)
@@ -268,7 +273,7 @@ def test_novelty_of_another_precision_is_not_exported(tmp_path: Path) -> None:
         ensemble.policy = None
         ensemble.fit_novelty_(known_images(), progress=False)
     with pytest.raises(DataError, match=r"under autocast.*ensemble\.float\(\)"):
-        ensemble.export(tmp_path, formats=["onnx"])
+        ensemble.export(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -283,16 +288,17 @@ def test_a_host_of_a_fixed_batch_is_refused_with_what_to_change(tmp_path: Path) 
     ensemble = hydra.fuse(host, late_masks(host, blocks=1))
     images = {"pixel_values": torch.rand(2, 1, 16, 16)}
     with pytest.raises(UnsupportedModelError, match=r"write tensor\.shape\[0\]"):
-        ensemble.export(tmp_path, formats=["torch"], example=images)
+        ensemble.export(tmp_path, example=images)
     assert not list(tmp_path.iterdir())
 
 
-def test_8_bits_that_decide_otherwise_are_warned_of(exported: Any, monkeypatch: Any) -> None:
-    from hydra_ensembles.serving import agreement as agreeing
+def test_8_bits_that_decide_differently_are_warned_of(exported: Any, monkeypatch: Any) -> None:
+    from hydra_ensembles.serving import agreement
     from hydra_ensembles.serving.export_example import example_of
 
     ensemble, folder = exported
     inputs = example_of(ensemble, images(17, 99))
-    monkeypatch.setattr(agreeing, "OTHERWISE", -1.0)
-    with pytest.warns(UserWarning, match="8-bit program decides otherwise than"):
-        agreeing.compare(ensemble, inputs, rule_of(ensemble, None), folder, 1e-4)
+    monkeypatch.setattr(agreement, "DIFFERENT", -1.0)
+    policy, _ = exported_policy(ensemble.policy, ensemble, None)
+    with pytest.warns(UserWarning, match="decides differently"):
+        agreement.compare(ensemble, inputs, policy, folder, 1e-4)

@@ -1,4 +1,4 @@
-"""`doctor`: is a folder whole, and if not, what can be saved."""
+"""`doctor`: are the files of a folder sound, and if not, what can be saved."""
 
 from __future__ import annotations
 
@@ -14,32 +14,27 @@ from ..output import print_json, say
 
 def command(
     folder: Annotated[
-        Path, typer.Argument(help="A saved ensemble, a run's folder, or an exported artefact.")
+        Path, typer.Argument(help="A saved ensemble, the folder of a run, or an exported folder.")
     ],
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Finish a stopped save; delete what a rerun makes again."),
+        typer.Option("--repair", help="Finish a stopped save; delete leftovers."),
     ] = False,
-    public_key: Annotated[
-        Path | None,
-        typer.Option(help="The ssh key that must have signed the artefact's checksums."),
-    ] = None,
     json: options.Json = False,
 ) -> None:
-    """Check every file of a folder: present, whole, of a known format; say what a rerun will do.
+    """Check every file of a folder by the code that reads it; say what a rerun will do.
 
     The exit code is 0 when the folder is sound, and 1 when it is not.
     """
-    from ...serving.checkup import check_folder
-    from ...serving.checkup import repair as mend
+    from ...serving.folder_check import check_folder
+    from ...serving.folder_check import repair as repair_folder
 
-    checkup = check_folder(folder, public_key=public_key)
-    done: list[str] = []
+    checkup = check_folder(folder)
+    done = repair_folder(checkup) if repair else []
     if repair:
-        done = mend(checkup)
         for words in done:
             say(words, json=json)
-        checkup = check_folder(folder, public_key=public_key)
+        checkup = check_folder(folder)
     if not checkup.findings:
         raise Stop(f"{folder} holds nothing that hydra-ensembles wrote.", 3)
     if json:

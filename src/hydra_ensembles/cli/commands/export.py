@@ -1,4 +1,4 @@
-"""`export`: a saved ensemble as programs that run without torch."""
+"""`export`: a saved ensemble as an ONNX program that runs without torch."""
 
 from __future__ import annotations
 
@@ -19,42 +19,34 @@ def command(
     ensemble: Annotated[
         str, typer.Argument(help="A saved ensemble: its folder or hub name.", show_default=False)
     ],
-    output: Annotated[Path, typer.Argument(help="Folder for the programs.", show_default=False)],
-    formats: Annotated[
-        list[str] | None,
-        typer.Option("--format", help="onnx or torch; may be repeated. Both by default."),
-    ] = None,
+    output: options.Output = Path("exported"),
     int8: Annotated[
-        bool, typer.Option("--int8", help="Also an ONNX program with 8-bit weights.")
+        bool, typer.Option("--int8", help="Also write a program with 8-bit weights.")
     ] = False,
     example: Annotated[
         Path | None,
-        typer.Option(help="Real inputs to compare with: a picture, a folder or a text file."),
+        typer.Option(help="Real inputs to compare with: an image, a folder or a text file."),
     ] = None,
     known: Annotated[
         str | None,
-        typer.Option(help="Of --int8: known data, that its novelty is fitted on anew."),
+        typer.Option(help="With --int8: in-distribution data to refit novelty."),
     ] = None,
     held_out: Annotated[
         str | None,
-        typer.Option(help="Of --int8: labelled data, that its policy is fitted on anew."),
+        typer.Option(help="With --int8: labelled data to refit the policy."),
     ] = None,
     alarm: Annotated[
         float | None,
-        typer.Option(help="Without a policy: abstain when newer than all but this share."),
+        typer.Option(help="Without a policy: rate of known data that is called new."),
     ] = 0.05,
-    sign: Annotated[
-        Path | None,
-        typer.Option(help="A private key of ssh: sign the artefact's SHA256SUMS with it."),
-    ] = None,
     reading: Reading = READING,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:
-    """Export a saved ensemble: ONNX, a torch.export archive, preprocessing and a contract.
+    """Export a saved ensemble: an ONNX program, preprocessing and a contract.
 
-    Every program is loaded again and compared with the ensemble before it is put in its place. An
-    8-bit program of an ensemble with novelty needs --known: it moves the features.
+    Every program is loaded again and compared with the ensemble before the folder is written. An
+    8-bit program needs --known if the ensemble has novelty, and --held-out if it has a policy.
     """
     from ...fusion import HydraEnsemble
     from ...serving.exporter import export
@@ -69,17 +61,15 @@ def command(
         source = replace(reading.load_model(ensemble), model=loaded)
         places = {"known": known, "held_out": held_out}
         data = {name: reading.load_known(source, place) for name, place in places.items() if place}
-    inputs = None if example is None else _inputs(example, text=loaded.tokenizer is not None)
+    inputs = None if example is None else _read(example, text=loaded.tokenizer is not None)
     with waiting("tracing, exporting and comparing"):
         made = export(
             loaded,
             output,
-            formats=formats or ["onnx", "torch"],
             example=inputs,
             int8=int8,
             **data,
             alarm=alarm,
-            key=sign,
         )
     if json:
         files = {kind: str(made.folder / name) for kind, name in made.programs.items()}
@@ -88,8 +78,8 @@ def command(
         say(str(made))
 
 
-def _inputs(path: Path, *, text: bool) -> list[Any]:
-    """Read some pictures or lines."""
+def _read(path: Path, *, text: bool) -> list[Any]:
+    """Return the first images of a folder, the first lines of a file, or one image."""
     from ...data.image_data import SUFFIXES
     from ...serving.export_example import ROWS
 
@@ -104,5 +94,5 @@ def _inputs(path: Path, *, text: bool) -> list[Any]:
     else:
         found = [str(path)]
     if not found:
-        raise Stop(f"--example {path} holds neither pictures nor lines of text.", 3)
+        raise Stop(f"--example {path} holds neither images nor lines of text.", 3)
     return found

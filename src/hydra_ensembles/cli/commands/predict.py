@@ -75,7 +75,8 @@ def command(
     ] = False,
     workers: Annotated[int, typer.Option(min=1, help="Actors of the pool.")] = 2,
     rows_per_part: Annotated[
-        int, typer.Option(min=1, help="Of Parquet files: rows of each file that is written.")
+        int,
+        typer.Option(min=1, help="Least rows of each Parquet file that is written."),
     ] = 16384,
     reading: Reading = READING,
     config: options.Config = None,
@@ -285,16 +286,20 @@ def _bulk(
     rows_per_part: int,
 ) -> None:
     """Answer Parquet files into a folder."""
-    from ...serving.bulk import BulkOptions, predict_files
+    from ...serving.bulk import predict_files
 
-    options = BulkOptions(
+    totals = predict_files(
+        model,
+        files,
+        output,
         column=reading.text_column,
         probabilities=probabilities,
         batch_size=reading.batch_size,
         rows_per_part=rows_per_part,
         device=reading.device,
+        ray=ray,
+        workers=workers,
     )
-    totals = predict_files(model, files, output, options=options, ray=ray, workers=workers)
     say(
         f"{totals['rows']} rows in {totals['parts']} parts, {totals['computed']} of them computed "
         f"now: {output}"

@@ -18,7 +18,7 @@ from hydra_ensembles.evaluation import Results
 from hydra_ensembles.fusion import HydraEnsemble
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 from hydra_ensembles.search.search_state import SearchState, TensorStore
-from hydra_ensembles.serving.checkup import check_folder, repair
+from hydra_ensembles.serving.folder_check import check_folder, repair
 from hydra_ensembles.training.checkpoint import write_checkpoint
 from hydra_ensembles.training.teacher_answers import _keep
 
@@ -61,11 +61,11 @@ def test_a_sound_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["doctor", str(folder)]) == 0
     said = capsys.readouterr().out
     assert said.endswith("Sound.\n")
-    for words in ("2 members of TinyViT", "1 steps are done", "step 3 of 8", "loads and answers"):
+    for words in ("a saved ensemble", "steps of build", "training;", "the ensemble loads"):
         assert words in said
     assert main(["doctor", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["sound"] and "a run of build" in found["kinds"]
+    assert found["sound"]
     files = {finding["file"] for finding in found["findings"]}
     missed = {p.relative_to(folder).as_posix() for p in ours(folder)} - files
     assert missed == {"state/answers/teacher-0-data-0.sha256"}
@@ -114,13 +114,13 @@ def test_exit_codes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     (folder / "model.safetensors").write_bytes(b"")
     assert main(["doctor", str(folder)]) == 1
     said = capsys.readouterr().out
-    assert "Not sound: 1 of its files." in said and "fuse(host, masks)" in said
+    assert "1 damaged or missing files." in said and "fuse(host, masks)" in said
     (tmp_path / "none").mkdir()
     assert main(["doctor", str(tmp_path / "none")]) == 3
     assert main(["doctor", str(tmp_path / "nowhere")]) == 5
 
 
-def test_repair_finishes_a_save_and_removes_what_is_made_again(folder: Path) -> None:
+def test_repair_finishes_a_save_and_removes_leftovers(folder: Path) -> None:
     other = HydraEnsemble.from_pretrained(folder)
     other.temperature = 2.5
     other.save_pretrained(folder.with_name("other"))
@@ -130,11 +130,13 @@ def test_repair_finishes_a_save_and_removes_what_is_made_again(folder: Path) -> 
     (folder / "state" / f".build.json.{2**22 + 1}.partial").write_text("{")
     alive = folder / "state" / f".build.json.{os.getpid()}.partial"
     alive.write_text("{")
-    (folder / "state" / "candidates" / "one.safetensors").write_bytes(b"half")
     checkup = check_folder(folder)
-    assert not checkup.is_sound and len(repair(checkup)) == 3
+    assert len(repair(checkup)) == 2
     again = check_folder(folder)
     assert again.is_sound and alive.exists() and not (folder / ".saving").exists()
+    assert [found.file for found in again.findings if found.state == "leftover"] == [
+        alive.relative_to(folder).as_posix()
+    ]
     assert HydraEnsemble.from_pretrained(folder).temperature == 2.5
 
 
@@ -144,7 +146,7 @@ def test_links_that_lead_out_are_told(folder: Path, tmp_path: Path) -> None:
     assert check_folder(folder).state_of("notes.json") == "damaged"
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(FormatError, match="is no folder"):
+    with pytest.raises(FormatError, match="not a folder"):
         check_folder(tmp_path / "file")
