@@ -76,6 +76,12 @@ class ExportedEnsemble:
         return self.contract.class_names
 
     @property
+    def has_policy(self) -> bool:
+        """Whether the program decides; without thresholds, predictions have no decisions."""
+        policy = self.contract.policy(self.program)
+        return policy["uncertainty_above"] is not None or policy["novelty_score_above"] is not None
+
+    @property
     def task(self) -> str:
         """What the model does, such as `image-classification`."""
         return self.contract.task
