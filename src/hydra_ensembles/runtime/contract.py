@@ -79,13 +79,6 @@ class Contract:
         """Return when a program abstains: one with 8-bit weights has its own thresholds."""
         return dict(self.data["policies"][program])
 
-    def decides(self, program: str) -> bool:
-        """Tell whether a program ever abstains: whether its policy has a threshold."""
-        policy = self.policy(program)
-        return any(
-            policy[name] is not None for name in ("uncertainty_above", "novelty_score_above")
-        )
-
     def file(self, name: str) -> Path:
         """Return the path of a file after checking its size and SHA-256."""
         expected = self.data["files"].get(name)

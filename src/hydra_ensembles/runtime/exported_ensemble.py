@@ -115,7 +115,7 @@ class ExportedEnsemble:
             score=self.contract.data["score"],
             novelty=outputs.get("novelty"),
             novelty_score=outputs.get("novelty_score"),
-            code=outputs["decision"] if self.contract.decides(self.program) else None,
+            code=outputs["decision"] if self.has_policy else None,
             class_names=self.class_names,
         )
 

@@ -138,7 +138,7 @@ class ExportedBackend:
         self.score = str(data["score"])
         self.has_novelty = "novelty" in {port["name"] for port in exported.contract.outputs}
         policy = exported.contract.policy(exported.program)
-        self.has_policy = exported.contract.decides(exported.program)
+        self.has_policy = exported.has_policy
         self.alarm = float(policy["alarm"] or ALARM)
         self.rule = str(policy["words"])
 
