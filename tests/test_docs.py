@@ -67,6 +67,33 @@ def test_every_command_of_the_readme_exists() -> None:
     assert named <= set(COMMANDS), named - set(COMMANDS)
 
 
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_files_named_in_pages_exist(page: str) -> None:
+    roots = (ROOT, ROOT / "docs", ROOT / "src" / "hydra_ensembles")
+    text = (ROOT / page).read_text(encoding="utf-8")
+    files = set(re.findall(r"`([\w./]+\.(?:py|md)|[\w./]+/)`", text))
+    missing = [file for file in sorted(files) if not any((r / file).exists() for r in roots)]
+    assert len(files) > 2 and not missing, f"{page} names {missing}"
+
+
+def test_the_page_has_every_field_of_an_answer() -> None:
+    from hydra_ensembles.prediction import FIELDS
+
+    text = (ROOT / "docs" / "reference" / "fields.md").read_text(encoding="utf-8")
+    table = text.partition("| way |")[0]
+    assert dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", table, flags=re.M)) == FIELDS
+
+
+HABITS = r"(?<!here )\bis no |\banew\b|\bby itself\b|\bin the place of\b|\bof these\b|\bpromise"
+WRITTEN = [page for page in PAGES if page.parent.name in ("concepts", "docs", ROOT.name)]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda p: p.name)
+def test_pages_are_plain_english(page: Path) -> None:
+    prose = re.sub(r"```.*?```|<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.S)
+    assert re.findall(HABITS, prose) == []
+
+
 def test_tables_are_filled_from_files(tmp_path: Path) -> None:
     make = load("docs/make_tables.py")
     folder = tmp_path / "docs" / "results"

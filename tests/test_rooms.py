@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +76,18 @@ def test_importing_is_lean(statement: str, absent: tuple[str, ...]) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_the_names_for_type_checkers_are_those_for_python() -> None:
+    source = Path(hydra_ensembles.__file__).read_text(encoding="utf-8")
+    block = next(node for node in ast.parse(source).body if isinstance(node, ast.If))
+    typed = [
+        (alias.asname, node.module)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    assert typed == list(hydra_ensembles._NAMES.items())
 
 
 def test_every_public_name_exists() -> None:

@@ -17,9 +17,10 @@ import torch
 
 import hydra_ensembles as hydra
 from hydra_ensembles import Policy
-from hydra_ensembles.cli.answering import Answering, line_of
+from hydra_ensembles.cli.commands.predict import answer_records, line_of
 from hydra_ensembles.cli.models import load_model
 from hydra_ensembles.data.records import MOST_BYTES, Record, batches, read_records, records_of_lines
+from hydra_ensembles.prediction import FIELDS
 from tests import zoo
 from tests.fusion.test_fusion import EARLY
 from tests.fusion.test_inputs import words
@@ -41,8 +42,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answered(loaded: Any, lines: bytes, **options: Any) -> list[dict[str, Any]]:
     text = loaded.tokenizer is not None
     records = records_of_lines(io.BytesIO(lines), text=text)
-    answers = Answering(loaded, **options)
-    return [json.loads(line_of(a)) for batch in batches(records, 4) for a in answers(batch)]
+    rows = [row for part in batches(records, 4) for row in answer_records(loaded, part, **options)]
+    return [json.loads(line_of(row)) for row in rows]
 
 
 NESTED = b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
@@ -73,21 +74,21 @@ def test_every_bad_line_gets_its_error_and_the_others_their_answers(texts: Path)
     assert len(found) == len(lines)
     good = answered(loaded, b"a good film")[0]
     for answer, problem in zip(found[::2], BAD.values(), strict=True):
-        assert problem in answer["error"] and answer["abstain"] is True
+        assert problem in answer["error"] and {answer[name] for name in FIELDS} == {None}
     for answer in found[1::2]:
         assert answer["label"] == good["label"] and answer["text"] == "a good film"
         assert answer["uncertainty"] == pytest.approx(good["uncertainty"], rel=1e-4)
 
 
 def test_an_inputs_own_keys_do_not_pass_as_the_answers(texts: Path) -> None:
-    given = {"text": "bad film", "id": 7, "abstain": False, "label": "z", "error": "no", "score": 1}
+    given = {"text": "bad film", "id": 7, "decision": "new", "label": "z", "error": "no"}
     (answer,) = answered(
         load_model(str(texts)), json.dumps(given).encode(), policy=Policy(threshold=-1e9)
     )
-    assert answer["id"] == 7 and answer["abstain"] is True and answer["label"] in "abcde"
-    assert answer["score"] == "msp" and "error" not in answer
+    assert answer["id"] == 7 and answer["decision"] == "unsure" and answer["label"] in "abcde"
+    assert "error" not in answer
     (refused,) = answered(load_model(str(texts)), b'{"text": 1, "label": "z", "id": 8}')
-    assert "label" not in refused and refused["id"] == 8 and refused["line"] == 1
+    assert refused["label"] is None and refused["id"] == 8 and refused["line"] == 1
 
 
 def test_pictures_that_are_none(shelf: Path, tmp_path: Path) -> None:
@@ -127,13 +128,13 @@ def test_an_answer_that_is_no_number_is_an_error(texts: Path) -> None:
     with torch.no_grad():
         loaded.model.host.classifier.bias[0] = float("nan")
     (answer,) = answered(loaded, b"good")
-    assert "error" in answer and answer["abstain"]
+    assert "NaN" in answer["error"] and answer["label"] is None
 
 
 def answers_to_files(loaded: Any, *files: Path) -> list[dict[str, Any]]:
     records = read_records(map(str, files), text=loaded.tokenizer is not None, column=None)
-    answers = Answering(loaded)
-    return [json.loads(line_of(a)) for batch in batches(records, 4) for a in answers(batch)]
+    rows = [row for part in batches(records, 4) for row in answer_records(loaded, part)]
+    return [json.loads(line_of(row)) for row in rows]
 
 
 def test_files_of_texts_row_by_row(texts: Path, tmp_path: Path) -> None:
@@ -155,9 +156,9 @@ def test_what_is_no_object_in_json_lines_is_an_error_line(texts: Path, tmp_path:
     found = answers_to_files(load_model(str(texts)), file)
     assert [answer["line"] for answer in found] == [1, 2, 3, 4, 5, 6, 7]
     for answer in found[:5]:
-        assert "expected a JSON object" in answer["error"] and answer["abstain"] is True
+        assert "expected a JSON object" in answer["error"] and answer["label"] is None
     assert "a list" in found[1]["error"] and "null" in found[3]["error"]
-    assert "blank" in found[5]["skipped"] and found[5]["abstain"] is True
+    assert "blank" in found[5]["skipped"] and found[5]["label"] is None
     assert found[6]["id"] == 7 and found[6]["label"] in "abcde"
 
 
@@ -174,7 +175,7 @@ def test_a_short_row_of_a_table_is_an_error_line_and_other_columns_stay(
     assert {answer["file"] for answer in found} == {str(table)}
     assert "1 field" in found[1]["error"] and "skipped" in found[2]
     assert "expected after" in found[5]["error"] and "not UTF-8" in found[6]["error"]
-    good = [answer for answer in found if "label" in answer]
+    good = [answer for answer in found if answer["label"] is not None]
     assert [answer["id"] for answer in good] == ["7", "9", "10", "13"]
     assert [answer["text"] for answer in good][1] == "two\nlines"
     assert all(answer["label"] in "abcde" for answer in good)  # not the table's own
@@ -194,7 +195,7 @@ def test_lines_of_texts_carry_their_number_and_blank_ones_are_told(
     for found in (answers_to_files(loaded, file), answered(loaded, b"good\n  \nbad\n")):
         assert [answer["line"] for answer in found] == [1, 2, 3]
         assert ["skipped" in answer for answer in found] == [False, True, False]
-        assert found[2]["text"] == "bad" and "label" in found[2] and "label" not in found[1]
+        assert found[2]["text"] == "bad" and found[2]["label"] and found[1]["label"] is None
 
 
 def test_other_files_of_a_folder_of_images_get_their_line(shelf: Path, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hydra_ensembles as hydra
-from hydra_ensembles.data.memory import is_out_of_memory, telling_lost_workers
+from hydra_ensembles.answer_each import is_out_of_memory
+from hydra_ensembles.data.memory import telling_lost_workers
 from hydra_ensembles.data.model_runs import collect_logits
 from hydra_ensembles.errors import DataError, HydraError
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
@@ -91,7 +92,7 @@ def test_training_says_what_to_do(tmp_path: Path) -> None:
 def test_the_command_line_halves_too(tmp_path: Path) -> None:
     from PIL import Image
 
-    from hydra_ensembles.cli.answering import Answering
+    from hydra_ensembles.cli.commands.predict import answer_records
     from hydra_ensembles.cli.models import Loaded
     from hydra_ensembles.data.records import Record
 
@@ -100,9 +101,9 @@ def test_the_command_line_halves_too(tmp_path: Path) -> None:
         Image.fromarray((image[0] * 255).byte().numpy()).save(file)
     records = [Record(str(file), {}) for file in files]
     transform = hydra.data.ImageTransform(size=16, mean=(0.5,), std=(0.5,))
-    whole = list(Answering(Loaded(small(), "x", transform=transform, key=None))(records))
+    whole = answer_records(Loaded(small(), "x", transform=transform, key=None), records)
     with pytest.warns(UserWarning, match="Memory ran out"):
-        found = list(Answering(Loaded(small(2), "x", transform=transform, key=None))(records))
+        found = answer_records(Loaded(small(2), "x", transform=transform, key=None), records)
     assert [row["class"] for row in found] == [row["class"] for row in whole]
 
 

@@ -149,7 +149,7 @@ def test_peak_memory_is_what_lives_at_once() -> None:
 
 def test_saved_results_print_and_draw(tmp_path: Path) -> None:
     from hydra_ensembles.report.svg import save
-    from hydra_ensembles.research.cost_figures import plot_benchmark
+    from hydra_ensembles.research.figures import plot_benchmark
 
     result = run()
     path = tmp_path / "deep" / "result.json"
@@ -167,8 +167,8 @@ def test_saved_results_print_and_draw(tmp_path: Path) -> None:
 
 
 def test_growth_and_frontier_draw() -> None:
-    from hydra_ensembles.research.cost_figures import plot_frontier, plot_growth
     from hydra_ensembles.research.cost_frontier import Frontier, Point
+    from hydra_ensembles.research.figures import plot_frontier, plot_growth
 
     model = zoo.host("vit")
     models = {"single": model, "1": hydra.fuse(model, MASKS[:1]), "2": hydra.fuse(model, MASKS[:2])}

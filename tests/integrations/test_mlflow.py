@@ -11,7 +11,8 @@ import torch
 
 import hydra_ensembles as hydra
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.integrations.frames import answers_frame
+from hydra_ensembles.integrations.mlflow_flavor import predict_frame
+from hydra_ensembles.prediction import FIELDS
 from tests import zoo
 from tests.fusion.test_fusion import EARLY
 from tests.fusion.test_inputs import words
@@ -45,7 +46,8 @@ def test_logged_equals_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         mlflow.set_tracking_uri(None)
     for inputs in (TEXTS, pandas.DataFrame({"text": TEXTS})):
         frame = loaded.predict(inputs)
-        names = [model.id2label[i] for i in expected.label.tolist()]
+        assert list(frame.columns) == list(FIELDS)
+        names = expected.labels
         assert frame["label"].tolist() == names
         assert frame["uncertainty"].tolist() == pytest.approx(expected.uncertainty.tolist())
         assert frame["novelty"].tolist() == pytest.approx(expected.novelty.tolist(), abs=1e-5)
@@ -73,7 +75,7 @@ def test_the_snippet_of_the_docs_runs_in_an_empty_folder(
     exec(snippet, found)
     assert (tmp_path / "empty" / "mlflow.db").is_file()
     frame = mlflow.pyfunc.load_model(found["info"].model_uri).predict(TEXTS)
-    names = [model.id2label[i] for i in model.predict(TEXTS).label.tolist()]
+    names = model.predict(TEXTS).labels
     assert frame["label"].tolist() == names
     requirements = next((tmp_path / "empty").rglob("requirements.txt")).read_text()
     assert "hydra-ensembles[hosts]" in requirements  # a host of timm loads, too
@@ -92,11 +94,11 @@ def test_frames_of_other_inputs(tmp_path: Path) -> None:
     model = ensemble(tmp_path)
     batch = zoo.batch("bert", size=5)
     arrays = {name: values.numpy() for name, values in batch.items()}
-    frame = answers_frame(model, arrays, batch_size=2)
+    frame = predict_frame(model, arrays, batch_size=2)
     torch.testing.assert_close(
-        torch.tensor(frame["probability"].to_numpy()).float(), model.predict(batch).confidence
+        torch.tensor(frame["confidence"].to_numpy()).float(), model.predict(batch).confidence
     )
     with pytest.raises(DataError, match="one column"):
-        answers_frame(model, pandas.DataFrame({"a": ["x"], "b": ["y"]}))
+        predict_frame(model, pandas.DataFrame({"a": ["x"], "b": ["y"]}))
     with pytest.raises(DataError, match="no inputs"):
-        answers_frame(model, [])
+        predict_frame(model, [])

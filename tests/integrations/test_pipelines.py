@@ -11,6 +11,7 @@ import torch
 import hydra_ensembles as hydra
 from hydra_ensembles.data import ImageTransform
 from hydra_ensembles.errors import DataError, UnknownNameError, UnsupportedModelError
+from hydra_ensembles.prediction import FIELDS
 from tests import zoo
 from tests.fusion.test_fusion import EARLY
 from tests.fusion.test_inputs import picture, words
@@ -47,7 +48,7 @@ def test_pictures(novelty: bool, capfd: pytest.CaptureFixture[str], tmp_path: Pa
                 assert entry["score"] == pytest.approx(other["score"], abs=1e-5)
                 said = float(answer.uncertainty[row])
                 assert entry["uncertainty"] == pytest.approx(said, abs=1e-5)
-                assert ("novelty" in entry) is novelty and "decision" not in entry
+                assert (entry["novelty"] is not None) is novelty and entry["decision"] is None
                 if novelty:
                     assert entry["novelty"] == pytest.approx(float(answer.novelty[row]), abs=1e-4)
     pictures[0].save(tmp_path / "0.png")
@@ -79,7 +80,7 @@ def test_texts(tmp_path: Path) -> None:
     texts = ["a good film", "bad", "films"]
     answer = ensemble.predict(texts)
     one = classify(texts[0])
-    assert [set(entry) for entry in one] == [{"label", "score", "uncertainty", "novelty"}]
+    assert [set(entry) for entry in one] == [{*FIELDS, "score"} - {"class"}]
     for row, entry in enumerate(classify(texts, batch_size=2)):
         assert entry["score"] == pytest.approx(float(answer.confidence[row]), abs=1e-5)
         assert entry["uncertainty"] == pytest.approx(float(answer.uncertainty[row]), abs=1e-5)
@@ -157,16 +158,14 @@ def test_a_long_text_is_read_in_pieces(tmp_path: Path) -> None:
 
 
 def test_a_policy_is_told(tmp_path: Path) -> None:
-    if not hasattr(hydra, "fit_policy"):
-        pytest.skip("there are no policies yet")
     ensemble = hydra.fuse(zoo.host("bert"), EARLY)
     ensemble.tokenizer = words(tmp_path)
     batch = {**zoo.batch("bert", size=200, seed=5), "labels": torch.arange(200) % 5}
     ensemble.fit_novelty_([batch], progress=False)
     hydra.fit_policy(ensemble, [batch], risk=0.5, alarm=0.05)
     [entry] = hydra.pipeline("text-classification", ensemble)("a good film")
-    decision = int(ensemble.predict("a good film").decision)
-    assert entry["decision"] == ("answer", "unsure", "new")[decision]
+    answer = ensemble.predict("a good film")
+    assert [entry["decision"], entry["why"]] == [answer.decision[0], answer.why[0]]
 
 
 def test_refusals() -> None:

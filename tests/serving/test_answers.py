@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 import hydra_ensembles as hydra
 from hydra_ensembles.fusion.ensemble import HydraEnsemble
+from hydra_ensembles.prediction import FIELDS
 from tests.serving.conftest import client_of, picture, png
 
 PICTURES = [picture(seed) for seed in range(3)]
@@ -21,11 +22,11 @@ def same(records: list[dict[str, Any]], ensemble: HydraEnsemble, inputs: Any) ->
     expected = ensemble.predict(inputs)
     assert len(records) == len(expected)
     for i, record in enumerate(records):
-        number = int(expected.label[i])
-        assert record["class"] == number
-        assert record["label"] == (ensemble.id2label or {})[number]
+        assert list(record) == list(FIELDS)
+        assert record["class"] == int(expected.class_index[i])
+        assert record["label"] == expected.labels[i]
         pairs = {
-            "probability": expected.confidence,
+            "confidence": expected.confidence,
             "uncertainty": expected.uncertainty,
             "mutual_information": expected.mutual_information,
             "novelty": expected.novelty,
@@ -34,8 +35,9 @@ def same(records: list[dict[str, Any]], ensemble: HydraEnsemble, inputs: Any) ->
         for name, column in pairs.items():
             assert column is not None
             assert record[name] == pytest.approx(float(column[i]), rel=1e-4, abs=2e-6), name
-        assert record["abstain"] is (record["novelty"] > 0.95)
-        assert record["why"] == ("too new" if record["abstain"] else "")
+        new = record["novelty"] > 0.95
+        assert record["decision"] == ("new" if new else "answer")
+        assert record["why"] == ("too new" if new else None)
 
 
 def test_the_models_tell_inputs_apart(
@@ -106,7 +108,7 @@ def test_the_alarm_level_and_the_policy_decide(image_ensemble: HydraEnsemble) ->
     with client_of(image_ensemble, alarm=0.999) as client:
         answers = client.post("/predict", json=noise).json()["answers"]
         assert [answer["why"] for answer in answers] == ["too new"] * 3
-    middle = sorted(answer["uncertainty"] for answer in answers)[1]
+    middle = sum(sorted(answer["uncertainty"] for answer in answers)[:2]) / 2
     policy = hydra.Policy(threshold=middle, score=image_ensemble.score)
     image_ensemble.policy = policy
     try:
@@ -115,7 +117,7 @@ def test_the_alarm_level_and_the_policy_decide(image_ensemble: HydraEnsemble) ->
             for answer in answers:
                 unsure = not answer["uncertainty"] <= policy.threshold
                 assert answer["decision"] == ("unsure" if unsure else "answer")
-                assert answer["why"] == ("too unsure" if unsure else "")
+                assert answer["why"] == ("too unsure" if unsure else None)
             told = client.get("/v2/models/tiny").json()["parameters"]["rule"]
             assert told == str(policy)
     finally:

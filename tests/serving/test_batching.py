@@ -9,21 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hydra_ensembles.serving.answers import Answers
+from hydra_ensembles.prediction import Prediction
 from hydra_ensembles.serving.batch_queue import Batcher
 from hydra_ensembles.serving.limits import Limits, Refusal
 
 
-def answers_of(rows: Sequence[Any]) -> Answers:
+def answers_of(rows: Sequence[Any]) -> Prediction:
     """Answer each row by its size, so that mixed-up answers are found."""
     sizes = [len(row) if isinstance(row, str) else int(row["x"].sum()) for row in rows]
     ones = np.ones(len(rows), dtype=np.float32)
-    return Answers(
-        label=np.array(sizes),
+    return Prediction(
+        class_index=np.array(sizes),
         probabilities=np.stack([ones, 0 * ones], 1),
         uncertainty=ones,
         mutual_information=ones,
-        decision=np.zeros(len(rows), dtype=np.int64),
+        disagreement=ones,
+        member_logits=np.zeros((len(rows), 1, 2), dtype=np.float32),
+        code=np.zeros(len(rows), dtype=np.int64),
     )
 
 
@@ -31,7 +33,7 @@ def run(limits: Limits, requests: list[list[Any]]) -> tuple[list[list[Any]], lis
     """Send requests at once; return the batches that were made and the labels of each request."""
     batches: list[list[Any]] = []
 
-    def predict(rows: Sequence[Any]) -> Answers:
+    def predict(rows: Sequence[Any]) -> Prediction:
         batches.append(list(rows))
         return answers_of(rows)
 
@@ -41,7 +43,7 @@ def run(limits: Limits, requests: list[list[Any]]) -> tuple[list[list[Any]], lis
         got = await asyncio.gather(*(batcher.answer(rows) for rows in requests))
         await batcher.close()
         assert batcher.waiting == 0
-        return [answers.label.tolist() for answers in got]
+        return [answers.class_index.tolist() for answers in got]
 
     return batches, asyncio.run(go())
 
@@ -70,7 +72,7 @@ def test_kinds_do_not_mix() -> None:
 def test_nobody_waits_for_a_request_that_gave_up() -> None:
     seen: list[Any] = []
 
-    def predict(rows: Sequence[Any]) -> Answers:
+    def predict(rows: Sequence[Any]) -> Prediction:
         seen.extend(rows)
         return answers_of(rows)
 
@@ -81,7 +83,7 @@ def test_nobody_waits_for_a_request_that_gave_up() -> None:
         kept = asyncio.create_task(batcher.answer(["kept"]))
         await asyncio.sleep(0)
         lost.cancel()
-        assert (await kept).label.tolist() == [4]
+        assert (await kept).class_index.tolist() == [4]
         await batcher.close()
         with pytest.raises(Refusal, match="stopping"):
             await batcher.answer(["late"])
@@ -97,7 +99,7 @@ def test_counting_that_fails_stops_nobody(caplog: pytest.LogCaptureFixture) -> N
     async def go() -> list[int]:
         batcher = Batcher(answers_of, Limits(), on_batch=broken)
         batcher.start()
-        labels = [int((await batcher.answer(["a" * n])).label[0]) for n in (1, 2, 3)]
+        labels = [int((await batcher.answer(["a" * n])).class_index[0]) for n in (1, 2, 3)]
         await batcher.close()
         return labels
 

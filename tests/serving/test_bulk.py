@@ -89,13 +89,13 @@ def test_every_row_is_answered_once_as_predict_answers_it(shelf: Path, answered:
     content = parquet.read_table(shelf / "rows" / "b.parquet")["image"][2].as_py()["bytes"]
     answer = ensemble.predict(Image.open(io.BytesIO(content)))
     row = rows[35]
-    assert row["predicted_label"] == str(int(answer.class_index))
+    assert row["predicted_label"] == answer.labels[0]
     for name in ("uncertainty", "mutual_information", "novelty"):
         assert row[f"predicted_{name}"] == pytest.approx(float(getattr(answer, name)), abs=1e-5)
     assert row["predicted_error"] is None
     assert row["predicted_decision"] == answer.decision[0]
-    assert row["predicted_abstain"] == bool(answer.abstain)
-    assert rows[7]["predicted_label"] is None and rows[7]["predicted_abstain"] is True
+    assert row["predicted_why"] == answer.why[0]
+    assert rows[7]["predicted_label"] is None and rows[7]["predicted_decision"] is None
     assert "Cannot read the image" in rows[7]["predicted_error"]
     assert len(list(answered.glob("a-*"))) == 5 and len(list(answered.glob("b-*"))) == 3
 

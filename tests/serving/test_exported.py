@@ -37,11 +37,11 @@ def test_an_exported_ensemble_answers_without_torch(
     assert model["platform"] == "hydra_ensembles_onnx"
     assert model["inputs"][0]["name"] == "text"
     for i, answer in enumerate(answers):
-        assert answer["class"] == int(expected.label[i])
+        assert answer["class"] == int(expected.class_index[i])
         assert answer["label"] == (text_ensemble.id2label or {})[answer["class"]]
-        assert answer["probability"] == pytest.approx(float(expected.confidence[i]), abs=1e-4)
+        assert answer["confidence"] == pytest.approx(float(expected.confidence[i]), abs=1e-4)
         assert answer["novelty"] == pytest.approx(float(expected.novelty[i]), abs=0.03)
-        assert answer["abstain"] is (float(expected.novelty[i]) > 0.95)
+        assert (answer["decision"] == "new") is (float(expected.novelty[i]) > 0.95)
     assert answers[0]["evidence"] is None
     assert "hydra_novelty_count 3.0" in metrics and "hydra_ensembles_onnx" in metrics
     assert facts["name"] == "films" and facts["reads"] == "text"

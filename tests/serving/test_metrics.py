@@ -45,8 +45,7 @@ def test_counts_and_histograms(text_ensemble: HydraEnsemble) -> None:
     assert value("hydra_abstentions_total", why="too unsure") == 0
     for name in ("confidence", "uncertainty", "mutual_information", "novelty", "novelty_score"):
         assert value(f"hydra_{name}_count") == 4, name
-        keys = {"confidence": "probability"}
-        total = sum(answer[keys.get(name, name)] for answer in answers)
+        total = sum(answer[name] for answer in answers)
         assert value(f"hydra_{name}_sum") == pytest.approx(total, rel=1e-4, abs=1e-5), name
     below = sum(answer["novelty"] <= 0.9 for answer in answers)
     assert value("hydra_novelty_bucket", le="0.9") == below

@@ -34,17 +34,17 @@ def test_metadata_and_health(texts: TestClient, images: TestClient) -> None:
     ]
     assert model["inputs"][0] == {"name": "text", "datatype": "BYTES", "shape": [-1]}
     assert {o["name"]: o["datatype"] for o in model["outputs"]} == {
-        "label": "INT64",
-        "class_name": "BYTES",
-        "probability": "FP32",
-        "probabilities": "FP32",
+        "label": "BYTES",
+        "class": "INT64",
+        "confidence": "FP32",
         "uncertainty": "FP32",
         "mutual_information": "FP32",
+        "disagreement": "FP32",
         "novelty": "FP32",
         "novelty_score": "FP32",
-        "decision": "INT64",
-        "abstain": "BOOL",
+        "decision": "BYTES",
         "why": "BYTES",
+        "probabilities": "FP32",
         "member_logits": "FP32",
     }
     pixels = images.get("/v2/models/tiny").json()["inputs"][1]
@@ -63,17 +63,17 @@ def test_texts_in_json(texts: TestClient, text_ensemble: HydraEnsemble) -> None:
     head = response.json()
     assert (head["model_name"], head["model_version"], head["id"]) == ("tiny", "1", "seven")
     expected = text_ensemble.predict(TEXTS)
-    assert outputs["label"]["data"] == expected.label.tolist()
-    names = text_ensemble.id2label or {}
-    assert outputs["class_name"]["data"] == [names[i] for i in expected.label.tolist()]
+    assert outputs["class"]["data"] == expected.class_index.tolist()
+    assert outputs["label"]["data"] == expected.labels
     for name in ("probabilities", "member_logits", "novelty", "uncertainty"):
         column = getattr(expected, name)
         assert outputs[name]["shape"] == list(column.shape)
         np.testing.assert_allclose(
             outputs[name]["data"], column.flatten(), rtol=1e-4, atol=1e-6, err_msg=name
         )
-    assert outputs["abstain"]["data"] == (expected.novelty > 0.95).tolist()
-    assert outputs["decision"]["data"] == (2 * (expected.novelty > 0.95)).tolist()
+    new = (expected.novelty > 0.95).tolist()
+    assert outputs["decision"]["data"] == ["new" if one else "answer" for one in new]
+    assert outputs["why"]["data"] == ["too new" if one else "" for one in new]
 
 
 def test_only_the_outputs_that_were_asked_for(texts: TestClient) -> None:
@@ -114,8 +114,8 @@ def test_binary_in_binary_out(images: TestClient, image_ensemble: HydraEnsemble)
         ],
         "outputs": [
             {"name": "probabilities", "parameters": {"binary_data": True}},
-            {"name": "label"},
-            {"name": "class_name", "parameters": {"binary_data": True}},
+            {"name": "class"},
+            {"name": "label", "parameters": {"binary_data": True}},
         ],
     }
     text = json.dumps(head).encode()
@@ -129,8 +129,8 @@ def test_binary_in_binary_out(images: TestClient, image_ensemble: HydraEnsemble)
     np.testing.assert_allclose(
         np.frombuffer(rest[:size], "<f4").reshape(2, 10), expected.probabilities, atol=1e-5
     )
-    assert second["data"] == expected.label.tolist()
-    names = [f"digit {i}".encode() for i in expected.label.tolist()]
+    assert second["data"] == expected.class_index.tolist()
+    names = [label.encode() for label in expected.labels]
     assert rest[size:] == b"".join(struct.pack("<I", len(name)) + name for name in names)
     assert third["parameters"]["binary_data_size"] == len(rest) - size
 
@@ -141,7 +141,7 @@ def test_files_of_pictures_as_bytes(images: TestClient, image_ensemble: HydraEns
     tensor: dict[str, Any] = {"name": "image", "datatype": "BYTES", "shape": [2]}
     coded = [base64.b64encode(content).decode() for content in files]
     outputs = by_name(images.post(INFER, json={"inputs": [{**tensor, "data": coded}]}))
-    expected = image_ensemble.predict(pictures).label.tolist()
+    expected = image_ensemble.predict(pictures).labels
     assert outputs["label"]["data"] == expected
     data = b"".join(struct.pack("<I", len(content)) + content for content in files)
     tensor["parameters"] = {"binary_data_size": len(data)}
@@ -160,19 +160,19 @@ def ids(**changed: Any) -> dict[str, Any]:
     [
         ({}, 422, "no list of 'inputs'"),
         ({"inputs": []}, 422, "no list of 'inputs'"),
-        ({"inputs": [3]}, 422, "no object with a 'name'"),
+        ({"inputs": [3]}, 422, "not an object with a 'name'"),
         (ids(datatype="FP128"), 422, "'FP128'; expected"),
         (ids(shape=[1, -3]), 422, "whole numbers"),
         (ids(shape=[2**31, 2]), 422, "whole numbers"),
         (ids(shape="3"), 422, "whole numbers"),
         (ids(shape=[1, 4]), 422, "has 3 values; its shape"),
         (ids(shape=[2147483647, 2147483647]), 422, "has 3 values"),
-        (ids(data=[[1], [2, 3]]), 422, "even list"),
-        (ids(data=["a", "b", "c"]), 422, "no values of INT64"),
-        (ids(data=[1.5, 2, 3]), 422, "no values of INT64"),
+        (ids(data=[[1], [2, 3]]), 422, "ragged"),
+        (ids(data=["a", "b", "c"]), 422, "not values of INT64"),
+        (ids(data=[1.5, 2, 3]), 422, "not values of INT64"),
         (ids(datatype="UINT8", data=[1, 2, 300]), 422, "do not fit into UINT8"),
-        (ids(data=[2**70, 2, 3]), 422, "no values of INT64"),
-        (ids(data=[{}, 2, 3]), 422, "no values of INT64"),
+        (ids(data=[2**70, 2, 3]), 422, "not values of INT64"),
+        (ids(data=[{}, 2, 3]), 422, "not values of INT64"),
         (ids(shape=[3]), 422, "has the shape [3]; expected"),
         (ids(shape=[0, 3], data=[]), 422, "any number from 1 on"),
         (ids(name="pixels"), 422, "expected either 'text' or 'input_ids'"),
@@ -180,9 +180,9 @@ def ids(**changed: Any) -> dict[str, Any]:
         (ids(data=[-1, 2, 3]), 422, "could not answer this input"),
         (ids(parameters={"shared_memory_region": "x"}), 422, "Shared memory"),
         (ids(parameters={"binary_data_size": 3}), 400, "0 bytes are left"),
-        (ids(parameters=[1]), 422, "no object"),
+        (ids(parameters=[1]), 422, "not an object"),
         ({"inputs": ids()["inputs"] * 2}, 422, "Two inputs"),
-        ({**ids(), "outputs": {"name": "label"}}, 422, "no list"),
+        ({**ids(), "outputs": {"name": "label"}}, 422, "not a list"),
         (
             {**ids(), "outputs": [{"name": "label", "parameters": {"classification": 3}}]},
             422,

@@ -113,7 +113,7 @@ def test_texts_that_are_too_long_or_too_many(small_texts: TestClient) -> None:
         (b"{", 400, "not JSON"),
         (b"", 400, "not JSON"),
         (b"\xff", 400, "not JSON"),
-        (b'{"text": NaN}', 400, "NaN is no number"),
+        (b'{"text": NaN}', 400, "NaN is not valid"),
         (b"[" * 15_000, 400, "JSON"),
         (b'{"a":' * 3000, 400, "JSON"),
         (b'{"n": ' + b"9" * 10_000 + b"}", 400, "not JSON"),
@@ -122,10 +122,10 @@ def test_texts_that_are_too_long_or_too_many(small_texts: TestClient) -> None:
         (b'{"text": "a", "texts": []}', 422, "one of 'text'"),
         (b'{"text": 5}', 422, "Found int"),
         (b'{"text": null}', 422, "Found NoneType"),
-        (b'{"texts": "a"}', 422, "no list"),
+        (b'{"texts": "a"}', 422, "not a list"),
         (b'{"texts": []}', 422, "no input"),
         (b'{"text": "\\ud800"}', 422, "not valid Unicode"),
-        (b'{"image": "AAAA"}', 422, "reads texts, not pictures"),
+        (b'{"image": "AAAA"}', 422, "reads texts, not images"),
     ],
 )
 def test_malformed_json(small_texts: TestClient, body: bytes, status: int, words: str) -> None:
@@ -151,7 +151,7 @@ def test_paths_are_texts_and_never_opened(
     path = tmp_path / "a.png"
     picture().save(path)
     refused(small_images.post("/predict", json={"image": str(path)}), 422, "base64")
-    refused(small_images.post("/predict", json={"text": str(path)}), 422, "reads pictures")
+    refused(small_images.post("/predict", json={"text": str(path)}), 422, "reads images")
     coded = base64.b64encode(str(path).encode()).decode()
     refused(small_images.post("/predict", json={"image": coded}), 422, "Cannot read the image")
 

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.uncertainty.distances import (
-    ClassDistance,
-    GlobalDistance,
     Moments,
+    class_distance,
+    global_distance,
+    held_out_class_distance,
+    held_out_distance,
     ledoit_wolf,
     oracle_approximating,
-    unit,
 )
-from hydra_ensembles.uncertainty.novelty import Novelty, Ranks, from_tensors
+from hydra_ensembles.uncertainty.novelty import Novelty, Ranks, from_tensors, unit
 from hydra_ensembles.uncertainty.novelty_fit import NoveltyFit
 
 TAPS, WIDTH, CLASSES = 3, 6, 4
@@ -116,7 +117,7 @@ def test_held_out_distance_is_the_distance_without_the_example() -> None:
     moments = moments_of(features)
     scatter, mean = moments.scatter(), moments.mean()
     ridge = ledoit_wolf(30, mean, scatter)
-    held_out = GlobalDistance.of(moments).held_out(rows)
+    held_out = held_out_distance(global_distance(moments), rows)
     for i in (0, 7, 29):
         others = torch.cat([rows[:i], rows[i + 1 :]])
         for tap in range(TAPS):
@@ -137,8 +138,8 @@ def test_held_out_class_distance_is_the_distance_without_the_example() -> None:
     labels[3] = 2  # class 3 has example 0 only
     rows = unit(features.double())
     moments = moments_of(features, labels)
-    distance = ClassDistance.of(moments, slice(None))
-    held_out = distance.held_out(rows, labels)
+    distance = class_distance(moments, slice(None))
+    held_out = held_out_class_distance(distance, rows, labels)
     classes = int((moments.class_counts > 0).sum())
     ridge = oracle_approximating(30 - classes, moments.within_scatter())
     for i in (0, 7, 29):

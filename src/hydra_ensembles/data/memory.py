@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
-
+from ..answer_each import BatchLimit, free_memory, is_out_of_memory
 from ..errors import DataError, HydraError
 from .batches import batch_length, take
 
 Result = TypeVar("Result")
-
-_WORDS = (
-    "can't allocate memory",  # torch on the CPU
-    "not enough memory",
-    "out of memory",  # CUDA, MPS, XPU
-    "CUBLAS_STATUS_ALLOC_FAILED",
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out: torch has an error class for GPUs, but none for the CPU."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
 
 
 @contextmanager
@@ -83,23 +66,13 @@ def _lost_worker(error: BaseException, name: str) -> DataError:
     )
 
 
-def free_memory() -> None:
-    """Free what a failed call left behind."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-class Halving:
+class Halving(BatchLimit):
     """Runs batches; one that does not fit in memory in halves, and later ones as small.
 
     Args:
         name: Name of the data in warnings and errors.
         most: Most examples at once; None sets no limit until memory runs out.
     """
-
-    def __init__(self, name: str, most: int | None = None) -> None:
-        self.name, self.most = name, most
 
     def __call__(self, run: Callable[[Any], Result], batch: Any) -> Iterator[tuple[Any, Result]]:
         """Yield parts of a batch with the results of `run`; usually one part, the whole batch."""
@@ -117,20 +90,6 @@ class Halving:
             self.halve(batch_length(waiting[0]), failed)
             free_memory()
             waiting = self._cut(waiting)
-
-    def halve(self, size: int, error: BaseException) -> None:
-        """Run at most half of `size` examples from now on, with a warning."""
-        if size < 2:
-            raise DataError(
-                f"Memory ran out on a single example of the data set {self.name!r} ({error}). Use "
-                "smaller images, shorter texts, a smaller model or a device with more memory."
-            ) from error
-        self.most = (size + 1) // 2
-        warnings.warn(
-            f"Memory ran out on {size} examples of the data set {self.name!r}: going on with "
-            f"batches of {self.most}. Set this batch size to avoid the failed attempts.",
-            stacklevel=4,
-        )
 
     def _cut(self, batches: list[Any]) -> list[Any]:
         if self.most is None:

@@ -7,24 +7,21 @@ import json
 import queue
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import DataError
+from ..prediction import FIELDS
+from . import processes
 from .image_data import SUFFIXES
 from .text_files import TEXT_COLUMNS, read_rows
 
 MOST_BYTES = 2**20
 """Longer lines are refused: no host reads a text of a million letters."""
 
-ANSWERED = frozenset(
-    (
-        *("label", "class", "probability", "probabilities", "uncertainty", "score", "novelty"),
-        *("novelty_score", "decision", "abstain", "why", "error", "skipped", "line"),
-    )
-)
+ANSWERED = frozenset((*FIELDS, "probabilities", "error", "skipped", "line"))
 """Keys of an answer; an input's own values under these names do not pass into it."""
 
 
@@ -218,3 +215,25 @@ def batches(records: Iterable[Record], size: int, *, idle: float = 0.05) -> Iter
             raise got
         if got is None:
             return
+
+
+def shared_answers(
+    records: Iterable[Record], answer: Callable[[list[Record]], list[Any]], size: int
+) -> Iterator[list[Any]]:
+    """Yield the answers to batches of records, in order, when several processes share the work.
+
+    The first process reads the records and gets the answers; the others get none.
+    """
+    several = processes.size()
+    groups = batches(records, size * several) if processes.is_first() else iter(())
+    while True:
+        group = next(groups, None)
+        told = None if group is None else [asdict(record) for record in group]
+        shared = processes.exchange(told)[0]
+        if shared is None:
+            return
+        start = size * processes.rank()
+        mine = [Record(**plain) for plain in shared[start : start + size]]
+        answers = processes.exchange(answer(mine) if mine else [])
+        if processes.is_first():
+            yield [one for part in answers for one in part]

@@ -137,7 +137,7 @@ class Body(nn.Module):
             map(without_cache, args)
         )  # drop a decoder's cache before the trunk can fill it
         kwargs = {name: without_cache(value) for name, value in kwargs.items()}
-        given: list[Given] = [(args, kwargs)] * self.plan.depth
+        given: list[Given] = [(args, kwargs)] * len(self._rotary)
         if self.arithmetic.by_layer:
             given = [*pop_arguments(), (args, kwargs)]
         x = hidden_states if call.trunk_states is None else call.trunk_states
@@ -161,7 +161,7 @@ class Body(nn.Module):
             x = block(x, context)
             if call.states is not None:
                 call.states.append(x)
-        inputs = self.plan.layers[-1].streams if self.plan.layers else 1
+        inputs = len(self.plan.layers[-1].parents) if self.plan.layers else 1
         if self.plan.ends != tuple(range(inputs)):
             x = select_streams(x, self.plan.ends, inputs)
         if call.streams is not None:

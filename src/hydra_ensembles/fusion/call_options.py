@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..hosts.block_calls import Form
-from ..uncertainty.distances import full_precision
+from ..uncertainty.novelty import full_precision
 
 
 class SummaryCollector:

@@ -41,7 +41,7 @@ from .call_options import SummaryCollector
 from .host_engine import HostedBlock, HostedBody
 from .host_interface import HostInterface, with_embedding, with_logits
 from .inputs import prepare
-from .member import cast_full, cast_member
+from .member import member_model, unpruned_model
 
 Mode = Literal["fused", "loop"]
 Self = TypeVar("Self", bound="FusedModel")
@@ -307,8 +307,11 @@ class FusedModel(HostInterface):
             >>> answer.labels, answer.novelty > 0.95
             (['positive', 'negative'], tensor([False, False]))
         """
-        args, kwargs, _ = read_batch(prepare(self, batch), next(self.parameters()).device)
-        model = in_eval(self)
+        if not isinstance(batch, (Tensor, Mapping)):  # those are the host's inputs already
+            batch = prepare(self, batch)
+        args, kwargs, _ = read_batch(batch, next(self.parameters()).device)
+        training = any(module.training for module in self.modules())
+        model = twin(self).eval() if training else self
         logits, _, summaries = model.run(args, kwargs, summaries=self.novelty is not None)
         logits = logits.float()
         if model._gives_classes is False:
@@ -381,7 +384,7 @@ class FusedModel(HostInterface):
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def _cast_member(self, index: int) -> nn.Module:
-        return cast_member(self.host, self.body, self._assembly.moulds, self._view, index)
+        return member_model(self.host, self.body, self._assembly.block_templates, self._view, index)
 
     def _members(self) -> list[nn.Module]:
         if self.training and torch.is_grad_enabled():
@@ -398,7 +401,7 @@ class FusedModel(HostInterface):
 
     def unpruned_host(self) -> nn.Module:
         """Return the host with all its heads, without storage, for counting."""
-        return cast_full(self.host, self.body, self._assembly.moulds, self._view)
+        return unpruned_model(self.host, self.body, self._assembly.block_templates, self._view)
 
     def parameter_bytes(self) -> dict[str, int]:
         """Return the bytes of the parameters and of the packed copies kept for speed."""

@@ -17,7 +17,8 @@ from ..data.memory import Halving
 from ..data.processes import in_order
 from ..data.progress import length_of, progress_bar
 from ..errors import DataError, HydraError
-from ..uncertainty.novelty import Evidence, Novelty
+from ..uncertainty.evidence import Evidence
+from ..uncertainty.novelty import Novelty
 from ..uncertainty.novelty_fit import NoveltyFit
 from ..uncertainty.scores import per_text
 from .call_options import tap_names

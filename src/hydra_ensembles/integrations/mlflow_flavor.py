@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .. import __version__
-from ..errors import MissingDependencyError
+from ..errors import DataError, MissingDependencyError
 from ..fusion.ensemble import HydraEnsemble
+from ..fusion.row_function import in_batches
+from ..prediction import join
 
 SCRIPT = Path(__file__).with_name("mlflow_script.py")
 """What MLflow runs to have the model ("models from code"): plain Python in the artefact."""
@@ -23,10 +28,9 @@ def log_model(
 ) -> Any:
     """Log an ensemble to the active MLflow run; returns MLflow's `ModelInfo`.
 
-    `mlflow.pyfunc.load_model(info.model_uri).predict(inputs)` answers with a data frame: label,
-    probability, uncertainty, mutual information, disagreement, novelty and decision where there are
-    any. Inputs are a list of texts or of paths of pictures, a data frame with one such column, an
-    array or a mapping of arrays.
+    `mlflow.pyfunc.load_model(info.model_uri).predict(inputs)` returns a data frame with the columns
+    of `hydra_ensembles.prediction.FIELDS`. Inputs are a list of texts or of paths of images, a data
+    frame with one such column, an array or a mapping of arrays.
 
     Args:
         ensemble: What to log, with its transform or tokenizer.
@@ -45,6 +49,25 @@ def save_model(
     """Write an ensemble as a folder that MLflow serves and loads; see `log_model`."""
     with tempfile.TemporaryDirectory() as folder:
         _pyfunc().save_model(path=str(path), **_parts(ensemble, folder, metadata))
+
+
+def predict_frame(ensemble: HydraEnsemble, inputs: Any, *, batch_size: int = 32) -> Any:
+    """Predict what MLflow hands over; return a data frame with a row per input."""
+    if hasattr(inputs, "columns"):  # a data frame
+        if len(inputs.columns) != 1:
+            raise DataError(
+                f"The data frame has the columns {list(map(str, inputs.columns))}; expected one "
+                "column, of texts or of paths of images."
+            )
+        inputs = inputs.iloc[:, 0].tolist()
+    elif getattr(getattr(inputs, "dtype", None), "kind", "") in ("O", "U"):  # an array of texts
+        inputs = inputs.tolist()
+    elif isinstance(inputs, Mapping):
+        inputs = {str(name): torch.as_tensor(values) for name, values in inputs.items()}
+    answers = [ensemble.predict(batch).cpu() for batch in in_batches(inputs, batch_size)]
+    if not answers:
+        raise DataError("There are no inputs to predict.")
+    return join(answers).to_pandas()
 
 
 def _parts(ensemble: HydraEnsemble, folder: str, metadata: dict[str, Any] | None) -> dict[str, Any]:

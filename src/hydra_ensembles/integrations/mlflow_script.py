@@ -19,9 +19,9 @@ class HydraModel(PythonModel):
 
     def predict(self, context, model_input, params=None):
         """Return one row per input; MLflow would read type hints as a schema."""
-        from hydra_ensembles.integrations.frames import answers_frame
+        from hydra_ensembles.integrations.mlflow_flavor import predict_frame
 
-        return answers_frame(self.ensemble, model_input)
+        return predict_frame(self.ensemble, model_input)
 
 
 mlflow.models.set_model(HydraModel())

@@ -1,8 +1,8 @@
 """Pipelines of transformers whose answers say how sure and how new.
 
 They are transformers' own: its preparation of inputs, its batching and its options at the call.
-Each entry of an answer has `uncertainty` beside `label` and `score`; `novelty` where it is fitted,
-and `decision` ("answer", "unsure" or "new") where the ensemble has a policy.
+Each entry has the fields of the input's row (`uncertainty`, `novelty`, `decision` ...) beside the
+`label` and `score` that transformers gives it; they are None when not fitted.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import DataError, MissingDependencyError, UnsupportedModelError
 from ..fusion.ensemble import HydraEnsemble
-from ..prediction import Prediction
 from ..registry import check_name
 from ..runtime.images import check_size, open_image
 
-DECISIONS = ("answer", "unsure", "new")
 TASKS = ("image-classification", "text-classification", "token-classification")
 
 
@@ -48,7 +45,7 @@ def pipeline(
     Example:
         >>> classify = hydra.pipeline("text-classification", ensemble)
         >>> classify("a film to remember")
-        [{'label': 'positive', 'score': 0.97, 'uncertainty': 0.03, 'novelty': 0.41}]
+        [{'label': 'positive', 'score': 0.97, 'uncertainty': 0.03, 'novelty': 0.41, ...}]
     """
     check_name("task", task, TASKS)
     try:
@@ -61,7 +58,7 @@ def pipeline(
     if not isinstance(ensemble.host, transformers.PreTrainedModel):
         raise UnsupportedModelError(
             f"{type(ensemble.host).__name__} is not a model of transformers, whose pipelines need "
-            "one. Call ensemble.predict(pictures, paths or texts)."
+            "one. Call ensemble.predict(images, paths or texts)."
         )
     given: dict[str, Any] = {"device": ensemble.device if device is None else device}
     if batch_size is not None:
@@ -92,7 +89,7 @@ def _processor(ensemble: HydraEnsemble) -> Any:
 
 
 class _AsProcessor:
-    """A transform of pictures, called as the pipelines call an image processor."""
+    """A transform of images, called as the pipelines call an image processor."""
 
     def __init__(self, transform: Any) -> None:
         self.transform = transform
@@ -118,39 +115,21 @@ def _classes() -> dict[str, type]:
     }
 
 
-def _said(answer: Prediction) -> dict[str, Tensor]:
-    """Return what goes beside the logits, a row per input."""
-    columns = {
-        "uncertainty": answer.uncertainty,
-        "novelty": answer.novelty,
-        "decision": getattr(answer, "decision", None),
-    }
-    return {name: values for name, values in columns.items() if values is not None}
-
-
-def _plain(name: str, value: Tensor) -> float | str:
-    return DECISIONS[int(value)] if name == "decision" else float(value)
-
-
 class _Classifies:
-    """Adds what an ensemble says about an input to each of its entries."""
+    """Adds the fields of an input's row to each of its entries, whose label is their own."""
 
     model: HydraEnsemble
 
-    def _forward(self, model_inputs: Any) -> dict[str, Tensor]:
+    def _forward(self, model_inputs: Any) -> dict[str, Any]:
         answer = self.model.predict(dict(model_inputs))
-        return {"logits": answer.logits, **_said(answer)}
+        return {"logits": answer.logits, "rows": answer.rows()}
 
-    def postprocess(self, model_outputs: dict[str, Tensor], **options: Any) -> Any:
+    def postprocess(self, model_outputs: dict[str, Any], **options: Any) -> Any:
+        row = {k: v for k, v in _row(model_outputs).items() if k not in ("label", "class")}
         entries = super().postprocess(model_outputs, **options)  # type: ignore[misc]
-        said = {
-            name: _plain(name, values[0])
-            for name, values in model_outputs.items()
-            if name != "logits"
-        }
         if isinstance(entries, dict):
-            return entries | said
-        return [entry | said for entry in entries]
+            return entries | row
+        return [entry | row for entry in entries]
 
 
 class _ClassifiesImages(_Classifies):
@@ -177,7 +156,7 @@ class _Tags:
         inputs = {name: value for name, value in model_inputs.items() if name in names}
         answer = self.model.predict(inputs)
         rest = {name: value for name, value in model_inputs.items() if name != "logits"}
-        return {"logits": answer.logits, **_said(answer), **rest}
+        return {"logits": answer.logits, "rows": answer.rows(), **rest}
 
     def postprocess(self, all_outputs: list[dict[str, Any]], **options: Any) -> Any:
         # first, for transformers shifts the offsets of split words in place
@@ -193,14 +172,23 @@ class _Tags:
                     )
                 first, last = entity["start"], entity["end"]
                 unsure = [value for _, a, b, value in tokens if a < last and b > first]
+            # novelty and decision of a text are those of its newest piece
+            newest = max(map(_row, all_outputs), key=lambda row: row["novelty"] or 0.0)
+            for name in ("novelty", "novelty_score", "decision", "why"):
+                entity[name] = None if isinstance(newest[name], list) else newest[name]
             entity["uncertainty"] = max(unsure)
-            entity |= _of_text(all_outputs)
         return entities
+
+
+def _row(outputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of an input; transformers unpacks lists only when it cuts a batch."""
+    rows = outputs["rows"]
+    return rows[0] if isinstance(rows, list) else rows
 
 
 def _tokens(outputs: dict[str, Any]) -> list[tuple[int, int, int, float]]:
     """Return place, start, end and uncertainty of every real token of a piece of text."""
-    uncertainty = outputs["uncertainty"][0].tolist()
+    uncertainty = _row(outputs)["uncertainty"]
     special = outputs["special_tokens_mask"][0].tolist()
     offsets = outputs.get("offset_mapping")
     spans = [(0, 0)] * len(special) if offsets is None else torch.as_tensor(offsets[0]).tolist()
@@ -213,13 +201,3 @@ def _tokens(outputs: dict[str, Any]) -> list[tuple[int, int, int, float]]:
         shift = 0 if word is None or places is None else places[word][0]
         tokens.append((place, start + shift, end + shift, uncertainty[place]))
     return tokens
-
-
-def _of_text(pieces: list[dict[str, Any]]) -> dict[str, float | str]:
-    """Return novelty and decision of a text: those of its newest piece."""
-    newest = max(pieces, key=lambda piece: float(piece["novelty"][0]) if "novelty" in piece else 0)
-    return {
-        name: _plain(name, newest[name][0])
-        for name in ("novelty", "decision")
-        if name in newest and newest[name][0].ndim == 0
-    }

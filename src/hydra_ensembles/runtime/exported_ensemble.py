@@ -1,4 +1,4 @@
-"""Load an exported folder and run it with ONNX Runtime: pictures, texts or arrays to answers."""
+"""Load an exported folder and run it with ONNX Runtime: images, texts or arrays to predictions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from .._records import read_steady
 from ..errors import DataError, FormatError, MissingDependencyError
+from ..prediction import Prediction, join
 from ..registry import unknown_name
-from .answers import Answer
 from .contract import Contract, read_contract
 from .images import ImageReader
 from .texts import Texts
@@ -76,24 +76,48 @@ class ExportedEnsemble:
         return self.contract.class_names
 
     @property
+    def has_policy(self) -> bool:
+        """Whether the program decides; without thresholds, predictions have no decisions."""
+        policy = self.contract.policy(self.program)
+        return policy["uncertainty_above"] is not None or policy["novelty_score_above"] is not None
+
+    @property
     def task(self) -> str:
         """What the model does, such as `image-classification`."""
         return self.contract.task
 
-    def predict(self, inputs: Any, *, batch_size: int = 32) -> Answer:
-        """Answer for pictures, texts or arrays.
+    def predict(self, inputs: Any, *, batch_size: int = 32) -> Prediction:
+        """Predict images, texts or arrays: the ensemble's own answers, in numpy columns.
 
         Args:
-            inputs: Pictures (PIL, paths, or pixels `[H, W, 3]` of uint8) or texts, one or a list
+            inputs: Images (PIL, paths, or pixels `[H, W, 3]` of uint8) or texts, one or a list
                 of them, by the exported preprocessing; or prepared arrays: a mapping of input names
                 to arrays, or one array for a model with one input.
             batch_size: So many examples run at once.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: expected at least 1.")
-        parts = [self.run(arrays) for arrays in self._batches(inputs, batch_size)]
-        whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        return Answer.of(whole, self.class_names)
+        return join([self.answer(arrays) for arrays in self._batches(inputs, batch_size)])
+
+    def answer(self, arrays: Mapping[str, Any]) -> Prediction:
+        """Predict prepared arrays, named as the contract names them, in one run."""
+        outputs = self.run(arrays)
+        logits = outputs["member_logits"]
+        votes, members = logits.argmax(-1), logits.shape[1]
+        differing = (votes[:, :, None] != votes[:, None, :]).sum((1, 2))
+        return Prediction(
+            probabilities=outputs["probabilities"],
+            class_index=outputs["class"],
+            uncertainty=outputs["uncertainty"],
+            mutual_information=outputs["mutual_information"],
+            disagreement=(differing / max(members * (members - 1), 1)).astype(np.float32),
+            member_logits=logits,
+            score=self.contract.data["score"],
+            novelty=outputs.get("novelty"),
+            novelty_score=outputs.get("novelty_score"),
+            code=outputs["decision"] if self.has_policy else None,
+            class_names=self.class_names,
+        )
 
     def prepare(self, items: Sequence[Any]) -> dict[str, np.ndarray]:
         """Turn pictures or texts into the program's inputs, by the exported preprocessing."""

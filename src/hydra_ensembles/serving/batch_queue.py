@@ -17,18 +17,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from .answers import Answers, join
-from .backend import Row
+from ..answer_each import InputError, answer_each
+from ..prediction import Prediction, join
+from .backends import Row
 from .limits import Limits, Refusal
 
 log = logging.getLogger(__name__)
 
-Outcome = tuple[Answers, int] | Refusal
-"""An input's batch and its row there, or why there is none."""
+Outcome = Prediction | Refusal
+"""The prediction of one input, or why there is none."""
 
 FAILED = "The model could not answer this input. If it is a tensor, check its values and shape."
 BROKEN = "Something went wrong inside the service. Its log says what."
-NO_NUMBER = "The model's answer to this input is no number (NaN or infinite)."
+NOT_FINITE = "The model returned NaN or infinity for this input."
 
 
 @dataclass(eq=False)
@@ -69,10 +70,10 @@ class Batcher:
 
     def __init__(
         self,
-        predict: Callable[[Sequence[Row]], Answers],
+        predict: Callable[[Sequence[Row]], Prediction],
         limits: Limits,
         *,
-        on_batch: Callable[[Answers, float, Sequence[float]], None] = lambda *_: None,
+        on_batch: Callable[[Prediction, float, Sequence[float]], None] = lambda *_: None,
     ) -> None:
         self._predict, self._limits, self._on_batch = predict, limits, on_batch
         self._kinds: dict[Hashable, deque[Entry]] = {}
@@ -87,7 +88,7 @@ class Batcher:
         """Begin to answer; call it where an event loop runs."""
         self._task = asyncio.get_running_loop().create_task(self._work())
 
-    async def answer(self, rows: Sequence[Row]) -> Answers:
+    async def answer(self, rows: Sequence[Row]) -> Prediction:
         """Answer the inputs of one request; raise a `Refusal` that says why not."""
         if self._closing:
             raise Refusal(503, "The service is stopping. Try again in a moment.")
@@ -105,7 +106,11 @@ class Batcher:
         self._arrived.set()
         if self.waiting >= self._limits.batch:
             self._full.set()
-        return _gather(await future)
+        outcomes = await future
+        for outcome in outcomes:
+            if isinstance(outcome, Refusal):
+                raise Refusal(outcome.status, str(outcome))
+        return join([outcome for outcome in outcomes if isinstance(outcome, Prediction)])
 
     async def run_alone(self, function: Callable[[], Any]) -> Any:
         """Run something else in the model's thread, between two batches."""
@@ -144,8 +149,10 @@ class Batcher:
             took = time.monotonic() - start
             for entry, outcome in zip(entries, parts, strict=True):
                 entry.owner.settle(entry.place, outcome)
+            answered = [part for part in parts if isinstance(part, Prediction)]
             try:
-                self._note(parts, took, waits)
+                if answered:
+                    self._on_batch(join(answered), took, waits)
             except Exception:
                 log.exception("counting a batch failed")
 
@@ -179,25 +186,21 @@ class Batcher:
         return taken
 
     def _run(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Answer rows together; when that fails, one by one, so that one cannot spoil others."""
-        try:
-            answers = self._predict(rows)
-        except Exception as error:
-            if len(rows) > 1:
-                return [outcome for row in rows for outcome in self._run([row])]
-            log.warning("the model failed on an input: %s: %s", type(error).__name__, error)
-            return [Refusal(422, FAILED)]
-        good = answers.finite()
-        return [(answers, i) if good[i] else Refusal(422, NO_NUMBER) for i in range(len(rows))]
+        """Answer rows together; a bad one never costs the others their answers."""
 
-    def _note(self, parts: Sequence[Outcome], took: float, waits: Sequence[float]) -> None:
-        batches: dict[int, tuple[Answers, list[int]]] = {}
-        for part in parts:
-            if isinstance(part, tuple):
-                batches.setdefault(id(part[0]), (part[0], []))[1].append(part[1])
-        if batches:
-            answers = join([batch.take(rows) for batch, rows in batches.values()])
-            self._on_batch(answers, took, waits)
+        def answers(part: list[Row]) -> list[Outcome]:
+            prediction = self._predict(part)
+            pairs = zip(prediction, prediction.finite, strict=True)
+            return [one if finite else Refusal(422, NOT_FINITE) for one, finite in pairs]
+
+        outcomes: list[Outcome] = []
+        for outcome in answer_each(answers, rows):
+            if isinstance(outcome, InputError):
+                log.warning("the model failed on an input: %s", outcome)
+                outcomes.append(Refusal(422, FAILED))
+            else:
+                outcomes.append(outcome)
+        return outcomes
 
 
 def _alike(entries: Sequence[Entry], count: int) -> list[Entry]:
@@ -212,21 +215,3 @@ def _kind(row: Row) -> Hashable:
     if isinstance(row, str):
         return "text"
     return tuple((name, array.shape, array.dtype.str) for name, array in sorted(row.items()))
-
-
-def _gather(outcomes: Sequence[Outcome]) -> Answers:
-    """Join the rows of a request, which may lie in several batches."""
-    parts: list[Answers] = []
-    batch: Answers | None = None
-    rows: list[int] = []
-    for outcome in outcomes:
-        if isinstance(outcome, Refusal):
-            raise Refusal(outcome.status, str(outcome))
-        answers, row = outcome
-        if answers is not batch:
-            if batch is not None:
-                parts.append(batch.take(rows))
-            batch, rows = answers, []
-        rows.append(row)
-    assert batch is not None
-    return join([*parts, batch.take(rows)])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from .backend import KnownScores
+from .backends import KnownScores
 
 log = logging.getLogger(__name__)
 

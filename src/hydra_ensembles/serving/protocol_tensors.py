@@ -83,7 +83,7 @@ def read_inputs(given: Mapping[str, Any], binary: bytes) -> dict[str, Tensor]:
 
 def _head(entry: Any) -> tuple[str, str, tuple[int, ...], dict[str, Any]]:
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-        raise Refusal(422, "An input is no object with a 'name'.")
+        raise Refusal(422, "An input is not an object with a 'name'.")
     name, datatype = entry["name"], entry.get("datatype")
     if datatype not in (*TYPES, "BYTES"):
         known = ", ".join((*TYPES, "BYTES"))
@@ -103,7 +103,7 @@ def _head(entry: Any) -> tuple[str, str, tuple[int, ...], dict[str, Any]]:
         )
     parameters = entry.get("parameters") or {}
     if not isinstance(parameters, dict):
-        raise Refusal(422, f"The parameters of the input {name!r:.80} are no object.")
+        raise Refusal(422, f"The parameters of the input {name!r:.80} are not an object.")
     if "shared_memory_region" in parameters:
         raise Refusal(422, "Shared memory is not supported: send the data in the request.")
     return name, datatype, tuple(shape), parameters
@@ -114,7 +114,7 @@ def _from_json(data: Any, datatype: str, shape: tuple[int, ...], name: str) -> T
         array = np.array(data) if datatype != "BYTES" else np.array(data, dtype=object)
     except (ValueError, OverflowError, RecursionError):
         raise Refusal(
-            422, f"The data of the input {name!r:.80} are no even list of values."
+            422, f"The input {name!r:.80} is a ragged list; expected a rectangular array."
         ) from None
     _check_count(array.size, shape, name)
     array = array.reshape(shape)
@@ -125,11 +125,11 @@ def _from_json(data: Any, datatype: str, shape: tuple[int, ...], name: str) -> T
         try:
             flat[:] = [value.encode("utf-8") for value in flat]
         except UnicodeEncodeError:
-            raise Refusal(422, f"The input {name!r:.80} holds no valid Unicode.") from None
+            raise Refusal(422, f"The input {name!r:.80} is not valid Unicode.") from None
         return array
     kinds = "iufb" if datatype.startswith("FP") else "b" if datatype == "BOOL" else "iu"
     if array.size and array.dtype.kind not in kinds:
-        raise Refusal(422, f"The data of the input {name!r:.80} are no values of {datatype}.")
+        raise Refusal(422, f"The data of the input {name!r:.80} are not values of {datatype}.")
     with np.errstate(over="ignore"):
         made = array.astype(TYPES[datatype])
     if array.size and kinds == "iu" and not (made == array).all():
@@ -146,7 +146,9 @@ def _from_binary(data: bytes, datatype: str, shape: tuple[int, ...], name: str) 
         return array.reshape(shape)
     kind = TYPES[datatype]
     if len(data) % kind.itemsize:
-        raise Refusal(422, f"The input {name!r:.80} has {len(data)} bytes, no whole {datatype}.")
+        raise Refusal(
+            422, f"The input {name!r:.80} has {len(data)} bytes, not a multiple of {datatype}."
+        )
     _check_count(len(data) // kind.itemsize, shape, name)
     if datatype == "BOOL":
         return (np.frombuffer(data, dtype=np.uint8) != 0).reshape(shape)
@@ -189,7 +191,7 @@ def wanted_outputs(given: Mapping[str, Any], known: Sequence[str]) -> list[tuple
     if outputs is None:
         return [(name, everything) for name in known]
     if not isinstance(outputs, list):
-        raise Refusal(422, "'outputs' is no list.")
+        raise Refusal(422, "'outputs' is not a list.")
     found = []
     for entry in outputs:
         name = entry.get("name") if isinstance(entry, dict) else None
@@ -199,12 +201,12 @@ def wanted_outputs(given: Mapping[str, Any], known: Sequence[str]) -> list[tuple
             )
         options = entry.get("parameters") or {}
         if not isinstance(options, dict):
-            raise Refusal(422, f"The parameters of the output {name!r:.80} are no object.")
+            raise Refusal(422, f"The parameters of the output {name!r:.80} are not an object.")
         if options.get("classification") or "shared_memory_region" in options:
             raise Refusal(
                 422,
                 "Classification strings and shared memory are not supported: ask for the "
-                "outputs label, class_name and probability.",
+                "outputs label and confidence.",
             )
         found.append((name, options.get("binary_data", everything) is True))
     return found

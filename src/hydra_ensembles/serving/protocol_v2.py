@@ -1,6 +1,6 @@
 """The Open Inference Protocol v2 (KServe, Triton): metadata, health, inference.
 
-A request gives either the raw input (`text` or `image`, of BYTES: texts, or files of pictures, in
+A request gives either the raw input (`text` or `image`, of BYTES: texts, or files of images, in
 JSON as base64) or the tensors that the model itself reads (`input_ids`, `pixel_values` ...).
 """
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .answers import Answers, name_of
-from .backend import Row, TensorSpec
+from ..prediction import FIELDS, Prediction
+from .backends import Row, TensorSpec
 from .limits import Refusal
 from .protocol_tensors import HEADER, read_inputs, split_request, wanted_outputs, write_response
 from .requests import from_base64, read_body
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 VERSION = "1"
+DATATYPES = {"label": "BYTES", "class": "INT64", "decision": "BYTES", "why": "BYTES"}
+"""Datatypes of the fields that are not FP32."""
 
 
 class ProtocolV2:
@@ -34,29 +36,18 @@ class ProtocolV2:
 
     @property
     def outputs(self) -> dict[str, TensorSpec]:
-        """What an answer holds, by name."""
+        """The tensors of an answer, by name: the fields of a row, probabilities and logits."""
         backend = self.service.backend
-        specs = [
-            TensorSpec("label", "INT64", (-1,)),
-            TensorSpec("class_name", "BYTES", (-1,)),
-            TensorSpec("probability", "FP32", (-1,)),
-            TensorSpec("probabilities", "FP32", (-1, backend.classes)),
-            TensorSpec("uncertainty", "FP32", (-1,)),
-            TensorSpec("mutual_information", "FP32", (-1,)),
-        ]
-        if backend.has_novelty:
-            specs += [
-                TensorSpec("novelty", "FP32", (-1,)),
-                TensorSpec("novelty_score", "FP32", (-1,)),
-            ]
+        absent = set()
+        if not backend.has_novelty:
+            absent |= {"novelty", "novelty_score"}
+        if not backend.has_policy:
+            absent |= {"decision", "why"}
+        specs = [TensorSpec(n, DATATYPES.get(n, "FP32")) for n in FIELDS if n not in absent]
         specs += [
-            TensorSpec("decision", "INT64", (-1,)),
-            TensorSpec("abstain", "BOOL", (-1,)),
-            TensorSpec("why", "BYTES", (-1,)),
+            TensorSpec("probabilities", "FP32", (-1, backend.classes)),
+            TensorSpec("member_logits", "FP32", (-1, backend.members, backend.classes)),
         ]
-        if backend.members:
-            shape = (-1, backend.members, backend.classes)
-            specs.append(TensorSpec("member_logits", "FP32", shape))
         return {spec.name: spec for spec in specs}
 
     async def server(self, request: Request) -> Response:
@@ -113,7 +104,7 @@ class ProtocolV2:
         header = request.headers.get(HEADER)
         given, inputs, wanted = await self.service.read(len(body), lambda: self._read(body, header))
         if isinstance(inputs[0], bytes):
-            rows = await self.service.rows_of_pictures(inputs)
+            rows = await self.service.rows_of_images(inputs)
         else:
             rows = inputs
         answers = await self.service.answer(rows)
@@ -122,8 +113,7 @@ class ProtocolV2:
             head["id"] = given["id"]
         specs = self.outputs
         columns = [
-            (name, specs[name].datatype, self._column(answers, name), binary)
-            for name, binary in wanted
+            (name, specs[name].datatype, _column(answers, name), binary) for name, binary in wanted
         ]
         content, length = write_response(head, columns)
         if length is None:
@@ -171,17 +161,6 @@ class ProtocolV2:
                 )
         return [{name: array[row] for name, array in arrays.items()} for row in range(shape[0])]
 
-    def _column(self, answers: Answers, name: str) -> np.ndarray:
-        if name == "class_name":
-            names = self.service.backend.class_names
-            return np.array([name_of(int(label), names) for label in answers.label], dtype=object)
-        if name == "why":
-            return np.array(answers.why, dtype=object)
-        column = getattr(answers, name)
-        if column is None:
-            raise Refusal(422, f"This model gives no {name}.")
-        return column
-
     def _check_model(self, request: Request) -> None:
         name, version = request.path_params["model"], request.path_params.get("version", VERSION)
         if name != self.service.name:
@@ -190,6 +169,14 @@ class ProtocolV2:
             )
         if version != VERSION:
             raise Refusal(404, f"There is no version {version!r:.40}; expected {VERSION}.")
+
+
+def _column(answers: Prediction, name: str) -> np.ndarray:
+    """Return an output as an array; texts that are null in a row are empty."""
+    if name in ("label", "decision", "why"):
+        texts = answers.labels if name == "label" else getattr(answers, name)
+        return np.array([text or "" for text in texts], dtype=object)
+    return getattr(answers, "class_index" if name == "class" else name)
 
 
 def _checked(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
@@ -205,7 +192,7 @@ def _checked(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
         )
     kinds = "f" if spec.datatype.startswith("FP") else "iub"
     if array.dtype.kind not in kinds:
-        raise Refusal(422, f"The input {spec.name!r} is no tensor of {spec.datatype}.")
+        raise Refusal(422, f"The input {spec.name!r} is not a tensor of {spec.datatype}.")
     made = array.astype(np.float32 if kinds == "f" else np.int64)  # a copy that torch may hold
     if kinds == "f" and not np.isfinite(made).all():
         raise Refusal(422, f"The input {spec.name!r} holds NaN or infinite values.")

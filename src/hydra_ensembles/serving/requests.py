@@ -18,8 +18,6 @@ from .service import Service
 
 if TYPE_CHECKING:
     from starlette.requests import Request
-if TYPE_CHECKING:
-    from starlette.requests import Request
     from starlette.responses import Response
 
 
@@ -136,27 +134,27 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def from_base64(value: Any) -> bytes:
-    """Return the bytes of a picture that came in JSON."""
+    """Return the bytes of a image that came in JSON."""
     if not isinstance(value, (str, bytes)):
-        raise Refusal(422, "In JSON a picture is a string of base64.")
+        raise Refusal(422, "In JSON a image is a string of base64.")
     try:
         return base64.b64decode(value, validate=True)
     except ValueError:
-        raise Refusal(422, "In JSON a picture is a string of base64; this one is not.") from None
+        raise Refusal(422, "In JSON a image is a string of base64; this one is not.") from None
 
 
-# `POST /predict`: pictures and texts in, plain JSON out, without knowing any protocol.
+# `POST /predict`: images and texts in, plain JSON out, without knowing any protocol.
 #
 # | content type | what the body is |
 # |---|---|
-# | `multipart/form-data` | one or several `file` (pictures) or `text` |
+# | `multipart/form-data` | one or several `file` (images) or `text` |
 # | `application/json` | an object with `text`, `texts` (a list), `image` (base64) or `images` |
 # | `text/plain` | one text |
-# | `image/*` | one picture |
+# | `image/*` | one image |
 KINDS = "multipart/form-data, application/json, text/plain, image/* or application/octet-stream"
 
 
@@ -167,27 +165,25 @@ async def predict(service: Service, request: Request) -> Response:
     body = await read_body(request, service.limits)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        texts, pictures = await _parts(request, body, service)
+        texts, images = await _parts(request, body, service)
     elif kind in ("application/json", ""):
-        texts, pictures = await service.read(len(body), lambda: _of_json(parse_json(body)))
+        texts, images = await service.read(len(body), lambda: _of_json(parse_json(body)))
     elif kind == "text/plain":
-        texts, pictures = [_decoded(body)], []
+        texts, images = [_decoded(body)], []
     elif kind.startswith("image/") or kind == "application/octet-stream":
-        texts, pictures = [], [body]
+        texts, images = [], [body]
     else:
         raise Refusal(415, f"The content type {kind!r:.80} is not read; expected {KINDS}.")
-    service.counted(texts or pictures)
-    if texts and pictures:
-        raise Refusal(422, "The request holds pictures and texts; expected one kind.")
-    rows = await service.rows_of_pictures(pictures) if pictures else service.rows_of_texts(texts)
-    answers = await service.answer(rows)
-    records = answers.as_records(service.backend.class_names, service.backend.score)
-    if request.query_params.get("probabilities") in ("1", "true"):
-        for row, record in enumerate(records):
-            record["probabilities"] = [round(p, 6) for p in answers.probabilities[row].tolist()]
-    if request.query_params.get("why") in ("1", "true"):
-        records[0]["evidence"] = await service.explain(rows[0])
-    content = {"model": service.name, "answers": records}
+    service.counted(texts or images)
+    if texts and images:
+        raise Refusal(422, "The request holds images and texts; expected one kind.")
+    rows = await service.rows_of_images(images) if images else service.rows_of_texts(texts)
+    prediction = await service.answer(rows)
+    wanted = {name for name, value in request.query_params.items() if value in ("1", "true")}
+    answers = prediction.rows(probabilities="probabilities" in wanted)
+    if "why" in wanted:
+        answers[0]["evidence"] = await service.explain(rows[0])
+    content = {"model": service.name, "answers": answers}
     return Response(
         json.dumps(content, ensure_ascii=False, allow_nan=False), media_type="application/json"
     )
@@ -203,7 +199,7 @@ def _of_json(given: dict[str, Any]) -> tuple[list[Any], list[bytes]]:
     value = given[keys[0]]
     values = value if keys[0].endswith("s") else [value]
     if not isinstance(values, list):
-        raise Refusal(422, f"{keys[0]!r} is no list.")
+        raise Refusal(422, f"{keys[0]!r} is not a list.")
     if keys[0].startswith("text"):
         return values, []
     return [], [from_base64(value) for value in values]
@@ -232,9 +228,9 @@ async def _parts(request: Request, body: bytes, service: Service) -> tuple[list[
         status = 413 if "Too many" in error.message else 400
         raise Refusal(status, f"The form cannot be read: {error.message[:120]}") from None
     except Exception:  # whatever a malformed form does to its parser
-        raise Refusal(400, "The form cannot be read: it is no multipart/form-data.") from None
+        raise Refusal(400, "The body is not valid multipart/form-data.") from None
     texts: list[str] = []
-    pictures: list[bytes] = []
+    images: list[bytes] = []
     for name, value in form.multi_items():
         if isinstance(value, str):
             if name == "text":
@@ -242,11 +238,11 @@ async def _parts(request: Request, body: bytes, service: Service) -> tuple[list[
         elif name == "text":
             texts.append(_decoded(await value.read()))
         elif name in ("file", "image"):
-            pictures.append(await value.read())
+            images.append(await value.read())
     await form.close()
-    if not texts and not pictures:
+    if not texts and not images:
         raise Refusal(422, "The form has no field 'file' and no field 'text'.")
-    return texts, pictures
+    return texts, images
 
 
 def _decoded(content: bytes) -> str:

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ..errors import DataError
+from ..prediction import Prediction
 from ..runtime.images import PixelLimitError, open_image, pixel_count
-from .answers import Answers
-from .backend import Backend, Row
+from .backends import Backend, Row
 from .batch_queue import Batcher
 from .drift_watch import DriftWatch
 from .limits import Limits, Refusal
@@ -34,7 +34,7 @@ class Service:
         backend: The model.
         name: What clients call it.
         limits: What it takes at most.
-        drift_window: Answers per test for drift.
+        drift_window: Prediction per test for drift.
         drift_every: Least number of seconds between two tests.
     """
 
@@ -53,6 +53,7 @@ class Service:
         self.batcher: Batcher
         self._drift_window, self._drift_every = drift_window, drift_every
         self._drift: DriftWatch | None = None
+        self._scores: list[float] = []  # of answers since the last full window
         self._readers: ThreadPoolExecutor
         self._decoders: ThreadPoolExecutor
         self._turns: Turns
@@ -86,10 +87,13 @@ class Service:
         if self._drift is not None:
             self._drift.close()
 
-    def _note(self, answers: Answers, took: float, waits: Sequence[float]) -> None:
+    def _note(self, answers: Prediction, took: float, waits: Sequence[float]) -> None:
         self.metrics.note_batch(answers, took, waits)
         if self._drift is not None and answers.novelty_score is not None:
-            self._drift.add(answers.novelty_score.tolist())
+            self._scores.extend(answers.novelty_score.tolist())
+            if len(self._scores) >= self._drift_window:
+                self._drift.add(self._scores)
+                self._scores = []
 
     async def read(self, size: int, function: Callable[[], T]) -> T:
         """Run work of a request, by its size in bytes or pixels.
@@ -111,7 +115,7 @@ class Service:
     def rows_of_texts(self, texts: Sequence[Any]) -> list[Row]:
         """Check texts and return them as rows."""
         if self.backend.reads != "text":
-            raise Refusal(422, f"{self.name} reads pictures, not texts.")
+            raise Refusal(422, f"{self.name} reads images, not texts.")
         for text in texts:
             if not isinstance(text, str):
                 raise Refusal(422, f"Found {type(text).__name__} where a text was expected.")
@@ -127,19 +131,18 @@ class Service:
                 raise Refusal(422, "A text is not valid Unicode.") from None
         return self.counted(list(texts))
 
-    async def rows_of_pictures(self, contents: Sequence[bytes]) -> list[Row]:
+    async def rows_of_images(self, contents: Sequence[bytes]) -> list[Row]:
         """Decode images and return them as rows; their sizes decide when it is their turn."""
         if self.backend.reads != "image":
-            raise Refusal(422, f"{self.name} reads texts, not pictures.")
+            raise Refusal(422, f"{self.name} reads texts, not images.")
         self.counted(contents)
         sizes = await self.read(0, lambda: [pixel_count(content) for content in contents])
-        too_large = Refusal(
-            413,
+        too_large = (
             f"The images of this request have more than {self.limits.pixels} pixels. Make them "
-            "smaller or send fewer.",
+            "smaller or send fewer."
         )
         if sum(sizes) > self.limits.pixels:
-            raise too_large
+            raise Refusal(413, too_large)
 
         def decode() -> list[Row]:
             try:
@@ -147,7 +150,7 @@ class Service:
                 images = (open_image(content, most_pixels=most) for content in contents)
                 return [self.backend.prepare(image) for image in images]
             except PixelLimitError:
-                raise too_large from None
+                raise Refusal(413, too_large) from None
             except DataError as error:
                 raise Refusal(422, str(error)) from None
 
@@ -165,7 +168,7 @@ class Service:
             )
         return rows
 
-    async def answer(self, rows: Sequence[Row]) -> Answers:
+    async def answer(self, rows: Sequence[Row]) -> Prediction:
         """Answer the rows of one request, in time or not at all."""
         if not self.ready:
             raise Refusal(503, "The service is starting or stopping. Try again in a moment.")

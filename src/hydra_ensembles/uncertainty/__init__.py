@@ -1,7 +1,7 @@
 """How unsure an ensemble is, how to calibrate it, and when to answer."""
 
 from .drift import Drift as Drift
-from .novelty import Evidence as Evidence
+from .evidence import Evidence as Evidence
 from .novelty import Novelty as Novelty
 from .novelty_fit import NoveltyFit as NoveltyFit
 from .policy import Policy as Policy

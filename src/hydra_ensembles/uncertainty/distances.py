@@ -19,28 +19,13 @@ the same statistics up to rounding, and parts of the data can be joined.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import DataError
-
-
-def full_precision(features: Tensor) -> AbstractContextManager[Any]:
-    """Turn autocast off, if it is on: bfloat16 would round features by more than they differ."""
-    kind = features.device.type
-    if not torch.is_autocast_enabled(kind):
-        return nullcontext()  # an exported graph would keep a change that changes nothing
-    return torch.autocast(kind, enabled=False)
-
-
-def unit(features: Tensor) -> Tensor:
-    """Return features `[..., width]` at length 1 (a zero vector stays)."""
-    lengths: Tensor = features.norm(dim=-1, keepdim=True)
-    return features / lengths.clamp_min(1e-12)
+from .novelty import ClassDistance, GlobalDistance, unit
 
 
 @dataclass
@@ -156,96 +141,48 @@ def whiten(count: int, scatter: Tensor, ridge: Tensor) -> Tensor:
     return whitening
 
 
-@dataclass(frozen=True)
-class GlobalDistance:
-    """Distance to all known data, per tap.
+def global_distance(moments: Moments) -> GlobalDistance:
+    """Fit the distance to all known data, with Ledoit and Wolf's ridge."""
+    mean, scatter = moments.mean(), moments.scatter()
+    ridge = ledoit_wolf(moments.count, mean, scatter)
+    return GlobalDistance(mean, whiten(moments.count, scatter, ridge), moments.count)
 
-    Attributes:
-        mean: mu, `[tap, width]`.
-        whitening: W with W W^T = Sigma^-1, `[tap, width, width]`; d(f) = |(f - mu) W|^2.
-        count: Known examples n.
+
+def held_out_distance(fitted: GlobalDistance, features: Tensor) -> Tensor:
+    """Return the distance of known examples to all others, `[example, tap]`."""
+    distance = fitted(features)
+    return fitted.count * distance / (fitted.count - 1 - distance)
+
+
+def class_distance(moments: Moments, taps: slice) -> ClassDistance:
+    """Fit the distance to classes on some taps, with oracle-approximating shrinkage."""
+    count = moments.count
+    scatter = moments.within_scatter()[taps]
+    present = moments.class_counts > 0
+    ridge = oracle_approximating(max(1, count - int(present.sum())), scatter)
+    whitening = whiten(count, scatter, ridge)
+    centre = moments.mean()[taps]
+    means = (moments.class_means()[taps][:, present] - centre[:, None]) @ whitening
+    return ClassDistance(centre, means, whitening, moments.class_counts[present])
+
+
+def held_out_class_distance(fitted: ClassDistance, features: Tensor, classes: Tensor) -> Tensor:
+    """Return the distance of known examples to the classes of all others, `[example, tap]`.
+
+    Without example i of class y (n_y examples, k = n_y / (n_y - 1), z = f - mu_y) the class
+    mean moves to mu_y - z / (n_y - 1) and the scatter loses k z z^T.
     """
-
-    mean: Tensor
-    whitening: Tensor
-    count: int
-
-    @classmethod
-    def of(cls, moments: Moments) -> GlobalDistance:
-        """Fit to moments, with Ledoit and Wolf's ridge."""
-        mean, scatter = moments.mean(), moments.scatter()
-        ridge = ledoit_wolf(moments.count, mean, scatter)
-        return cls(mean, whiten(moments.count, scatter, ridge), moments.count)
-
-    def __call__(self, features: Tensor) -> Tensor:
-        """Return the distance of unit features `[example, tap, width]`, `[example, tap]`."""
-        apart = (features - self.mean).transpose(0, 1)
-        return torch.bmm(apart, self.whitening).square().sum(-1).T
-
-    def held_out(self, features: Tensor) -> Tensor:
-        """Return the distance of known examples to all others, `[example, tap]`."""
-        distance = self(features)
-        return self.count * distance / (self.count - 1 - distance)
-
-
-@dataclass(frozen=True)
-class ClassDistance:
-    """Distance to the nearest class, per tap; `relative` subtracts the global distance.
-
-    Attributes:
-        centre: mu, `[tap, width]`, taken from features first: whitened features are long, and
-            float32 would lose their differences.
-        means: (mu_c - mu) W of the known classes, `[tap, class, width]`.
-        whitening: W with W W^T = Sigma_w^-1, the covariance within classes.
-        counts: Known examples per class, `[class]`, none empty.
-    """
-
-    centre: Tensor
-    means: Tensor
-    whitening: Tensor
-    counts: Tensor
-
-    @classmethod
-    def of(cls, moments: Moments, taps: slice) -> ClassDistance:
-        """Fit to moments with class sums, with oracle-approximating shrinkage, on some taps."""
-        count = moments.count
-        scatter = moments.within_scatter()[taps]
-        present = moments.class_counts > 0
-        ridge = oracle_approximating(max(1, count - int(present.sum())), scatter)
-        whitening = whiten(count, scatter, ridge)
-        centre = moments.mean()[taps]
-        means = (moments.class_means()[taps][:, present] - centre[:, None]) @ whitening
-        return cls(centre, means, whitening, moments.class_counts[present])
-
-    def _to_classes(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return squared distances `[tap, example, class]` and whitened features."""
-        white = torch.bmm((features - self.centre).transpose(0, 1), self.whitening)
-        square = white.square().sum(-1, keepdim=True) + self.means.square().sum(-1)[:, None]
-        return (square - 2 * white @ self.means.transpose(1, 2)).clamp_min(0), white
-
-    def __call__(self, features: Tensor) -> Tensor:
-        """Return the distance of unit features `[example, tap, width]`, `[example, tap]`."""
-        return self._to_classes(features)[0].amin(-1).T
-
-    def held_out(self, features: Tensor, classes: Tensor) -> Tensor:
-        """Return the distance of known examples to the classes of all others, `[example, tap]`.
-
-        Without example i of class y (n_y examples, k = n_y / (n_y - 1), z = f - mu_y) the class
-        mean moves to mu_y - z / (n_y - 1) and the scatter loses k z z^T.
-        """
-        count = int(self.counts.sum())
-        square, white = self._to_classes(features)
-        number = self.counts[classes].to(white.dtype)
-        share = number / (number - 1).clamp_min(1)  # k
-        own_mean = self.means[:, classes]
-        apart = white - own_mean
-        lever = apart.square().sum(-1) / count  # z^T A^-1 z, with A = n Sigma_w
-        gain = share / (1 - share * lever)
-        across = (
-            (apart * white).sum(-1, keepdim=True) - apart @ self.means.transpose(1, 2)
-        ) / count
-        others = (count - 1) * (square / count + gain[..., None] * across.square())
-        own = (count - 1) * share * gain * lever
-        own = torch.where(number > 1, own, torch.inf)  # its class goes with it
-        index = classes.expand(len(own), -1)[..., None]
-        return others.scatter(2, index, own[..., None]).amin(-1).T
+    count = int(fitted.counts.sum())
+    square, white = fitted.to_classes(features)
+    number = fitted.counts[classes].to(white.dtype)
+    share = number / (number - 1).clamp_min(1)  # k
+    own_mean = fitted.means[:, classes]
+    apart = white - own_mean
+    lever = apart.square().sum(-1) / count  # z^T A^-1 z, with A = n Sigma_w
+    gain = share / (1 - share * lever)
+    across = ((apart * white).sum(-1, keepdim=True) - apart @ fitted.means.transpose(1, 2)) / count
+    others = (count - 1) * (square / count + gain[..., None] * across.square())
+    own = (count - 1) * share * gain * lever
+    own = torch.where(number > 1, own, torch.inf)  # its class goes with it
+    index = classes.expand(len(own), -1)[..., None]
+    return others.scatter(2, index, own[..., None]).amin(-1).T

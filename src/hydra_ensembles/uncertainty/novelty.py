@@ -3,10 +3,10 @@
     score(x)   = sum over terms of w_term * -log p_term(x)     Fisher's sum, taken as a score
     novelty(x) = share of known data with a lower score         in [0, 1]
 
-The terms are the distances of `distances.py` at every tap and the generalized entropy of the mean
-probability (GEN, Liu et al., 2023). Each p-value is the term's rank among known examples, each of
-them held out (`tails.py`). Taps repeat each other, so each kind of terms has a fixed weight, shared
-by its taps:
+The terms are the Mahalanobis distances at every tap (fitted by `distances.py`) and the generalized
+entropy of the mean probability (GEN, Liu et al., 2023). Each p-value is the term's rank among known
+examples, each of them held out. Taps repeat each other, so each kind of terms has a fixed weight,
+shared by its taps:
 
     trunk: distance to all known data             4
     trunk: distance to the nearest class          1   relative to that to all known data
@@ -32,6 +32,7 @@ outvote all others. Ranks below the largest value are untouched, so the p-value 
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +40,72 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError
-from .distances import ClassDistance, GlobalDistance, full_precision, unit
+from .evidence import Evidence
 from .scores import gen, gen_of
 
 TAIL = 0.1
+
+
+def full_precision(features: Tensor) -> AbstractContextManager[Any]:
+    """Turn autocast off, if it is on: bfloat16 would round features by more than they differ."""
+    kind = features.device.type
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext()  # an exported graph would keep a change that changes nothing
+    return torch.autocast(kind, enabled=False)
+
+
+def unit(features: Tensor) -> Tensor:
+    """Return features `[..., width]` at length 1 (a zero vector stays)."""
+    lengths: Tensor = features.norm(dim=-1, keepdim=True)
+    return features / lengths.clamp_min(1e-12)
+
+
+@dataclass(frozen=True)
+class GlobalDistance:
+    """Distance to all known data, per tap.
+
+    Attributes:
+        mean: mu, `[tap, width]`.
+        whitening: W with W W^T = Sigma^-1, `[tap, width, width]`; d(f) = |(f - mu) W|^2.
+        count: Known examples n.
+    """
+
+    mean: Tensor
+    whitening: Tensor
+    count: int
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Return the distance of unit features `[example, tap, width]`, `[example, tap]`."""
+        apart = (features - self.mean).transpose(0, 1)
+        return torch.bmm(apart, self.whitening).square().sum(-1).T
+
+
+@dataclass(frozen=True)
+class ClassDistance:
+    """Distance to the nearest class, per tap; `relative` subtracts the global distance.
+
+    Attributes:
+        centre: mu, `[tap, width]`, taken from features first: whitened features are long, and
+            float32 would lose their differences.
+        means: (mu_c - mu) W of the known classes, `[tap, class, width]`.
+        whitening: W with W W^T = Sigma_w^-1, the covariance within classes.
+        counts: Known examples per class, `[class]`, none empty.
+    """
+
+    centre: Tensor
+    means: Tensor
+    whitening: Tensor
+    counts: Tensor
+
+    def to_classes(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return squared distances `[tap, example, class]` and whitened features."""
+        white = torch.bmm((features - self.centre).transpose(0, 1), self.whitening)
+        square = white.square().sum(-1, keepdim=True) + self.means.square().sum(-1)[:, None]
+        return (square - 2 * white @ self.means.transpose(1, 2)).clamp_min(0), white
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Return the distance of unit features `[example, tap, width]`, `[example, tap]`."""
+        return self.to_classes(features)[0].amin(-1).T
 
 
 @dataclass(frozen=True)
@@ -107,58 +170,6 @@ def count_below(rows: Tensor, values: Tensor) -> Tensor:
 
 
 FORMAT_VERSION = 2
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class Evidence:
-    """What speaks for novelty, per example.
-
-    Attributes:
-        terms: Names of the terms: taps, class distances, and the score of the probability.
-        surprise: -log p of every term, `[example, term]`; `score` is its weighted sum.
-        neighbours: Positions of the nearest known examples, nearest first, `[example, neighbour]`.
-        similarity: Their cosine similarity at the last tap.
-        names: Names of known examples by position, when they were given.
-        novelty, score: As in `Prediction`.
-    """
-
-    terms: tuple[str, ...]
-    surprise: Tensor
-    neighbours: Tensor
-    similarity: Tensor
-    novelty: Tensor
-    score: Tensor
-    names: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.surprise)
-
-    def strongest(self, example: int, count: int = 3) -> list[tuple[str, float]]:
-        """Return the terms that speak loudest, with their p-values."""
-        values, order = self.surprise[example].topk(min(count, len(self.terms)))
-        pairs = zip(order.tolist(), values.tolist(), strict=True)
-        return [(self.terms[term], float(torch.tensor(-value).exp())) for term, value in pairs]
-
-    def __repr__(self) -> str:
-        return "\n".join(self._line(i) for i in range(len(self)))
-
-    def _line(self, example: int) -> str:
-        value, score = float(self.novelty[example]), float(self.score[example])
-        loud = ", ".join(f"{term} (p = {p:.2g})" for term, p in self.strongest(example))
-        near = ", ".join(
-            f"{self._name(int(position))} ({float(close):.2f})"
-            for position, close in zip(
-                self.neighbours[example], self.similarity[example], strict=True
-            )
-        )
-        return (
-            f"example {example}: novelty {value:.3f} (score {score:.1f})\n"
-            f"  speaks for it  {loud}\n"
-            f"  nearest known  {near}"
-        )
-
-    def _name(self, position: int) -> str:
-        return self.names[position] if self.names else f"#{position}"
 
 
 def class_terms(nearest: Tensor, distance: Tensor, *, hears_end: bool) -> Tensor:

@@ -13,8 +13,14 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from .distances import ClassDistance, GlobalDistance, Moments, unit
-from .novelty import Novelty, Ranks, class_terms, term_weights
+from .distances import (
+    Moments,
+    class_distance,
+    global_distance,
+    held_out_class_distance,
+    held_out_distance,
+)
+from .novelty import Novelty, Ranks, class_terms, term_weights, unit
 from .scores import gen
 
 RANKED = 2048
@@ -99,16 +105,18 @@ class NoveltyFit:
                 f"{found}."
             )
         features = unit(torch.cat(self._summaries).double())
-        distance = GlobalDistance.of(moments)
-        held_out = distance.held_out(features)
+        distance = global_distance(moments)
+        held_out = held_out_distance(distance, features)
         terms = [held_out]
         classes = None
         if self._labelled and self._enough(moments.class_counts):
             late = slice(self.first_class_tap, None)
-            classes = ClassDistance.of(moments, late)
+            classes = class_distance(moments, late)
             # classes without examples are left out
             number = (moments.class_counts > 0).cumsum(0) - 1
-            nearest = classes.held_out(features[:, late], number[torch.cat(self._labels)])
+            nearest = held_out_class_distance(
+                classes, features[:, late], number[torch.cat(self._labels)]
+            )
             terms.append(class_terms(nearest, held_out[:, late], hears_end=self.hears_end))
         terms.append(torch.cat(self._scores)[:, None])
         values = torch.cat(terms, 1)

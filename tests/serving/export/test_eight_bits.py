@@ -12,7 +12,7 @@ import torch
 import hydra_ensembles as hydra
 from hydra_ensembles import runtime
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.serving.exported_backend import ExportedBackend
+from hydra_ensembles.serving.backends import ExportedBackend
 from hydra_ensembles.uncertainty import Policy
 from tests import zoo
 

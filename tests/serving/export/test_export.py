@@ -40,12 +40,15 @@ OUTPUTS = (
 )
 
 
+def columns(answer: hydra.Prediction) -> dict[str, np.ndarray]:
+    return {**vars(answer), "class": answer.class_index}
+
+
 def assert_answers(outputs: dict[str, np.ndarray], answer: hydra.Prediction) -> None:
     for name in EXACT:
         wanted = getattr(answer, name).numpy()
         np.testing.assert_allclose(outputs[name], wanted, atol=1e-4, rtol=1e-5, err_msg=name)
-    classes = outputs["class"] if "class" in outputs else outputs["label"]
-    np.testing.assert_array_equal(classes, answer.class_index.numpy())
+    np.testing.assert_array_equal(outputs["class"], answer.class_index.numpy())
     if answer.novelty is not None:
         np.testing.assert_allclose(outputs["novelty"], answer.novelty.numpy(), atol=2.5e-2)
         np.testing.assert_allclose(outputs["novelty_score"], answer.novelty_score, atol=5e-2)
@@ -70,8 +73,8 @@ def test_some_answers_are_withheld(exported: Any) -> None:
     batch = images(64, seed=400)
     model, arrays = runtime.load(folder), {k: v.numpy() for k, v in batch.items()}
     answer = model.predict(arrays)
-    assert answer.decisions == ensemble.predict(batch).decision
-    assert set(answer.decisions) == {"answer", "unsure", "new"}
+    assert answer.decision == ensemble.predict(batch).decision
+    assert set(answer.decision) == {"answer", "unsure", "new"}
     assert set(model.run(arrays)["decision"].tolist()) == {0, 1, 2, 3}
 
 
@@ -118,14 +121,14 @@ def test_images_are_prepared_inside(exported: Any, tmp_path: Path) -> None:
     photos = [Image.fromarray(p) for p in pixels]
     model = runtime.load(folder)
     answer = ensemble.predict(photos)
-    assert_answers(model.predict(photos).arrays(), answer)
-    assert_answers(model.predict(list(pixels), batch_size=2).arrays(), answer)
+    assert_answers(columns(model.predict(photos)), answer)
+    assert_answers(columns(model.predict(list(pixels), batch_size=2)), answer)
     for number, photo in enumerate(photos):
         photo.save(tmp_path / f"{number}.png")
     found = model.predict([tmp_path / f"{n}.png" for n in range(3)])
-    assert_answers(found.arrays(), answer)
-    assert found.names == [ensemble.id2label[int(label)] for label in answer.class_index]
-    assert_answers(model.predict(photos[0]).arrays(), answer[0])
+    assert_answers(columns(found), answer)
+    assert found.labels == answer.labels
+    assert_answers(columns(model.predict(photos[0])), answer[0])
 
 
 def test_the_contract_says_what_was_exported(exported: Any) -> None:
@@ -158,10 +161,10 @@ def test_texts_with_a_tokenizer(tmp_path: Path) -> None:
     assert model.task == "text-classification"
     texts = ["A joy to watch!", "no", "", "fine plot " * 40, "unheard words, no joy"]
     answer = ensemble.predict(texts)
-    assert_answers(model.predict(texts).arrays(), answer)
-    assert_answers(model.predict(texts, batch_size=2).arrays(), answer)
+    assert_answers(columns(model.predict(texts)), answer)
+    assert_answers(columns(model.predict(texts, batch_size=2)), answer)
     assert model.predict("no").novelty is None
-    assert not model.predict(texts).abstain.any()
+    assert model.predict(texts).decision is None
     longest = {port["name"]: np.zeros((1, 25), np.int64) for port in model.contract.inputs}
     with pytest.raises(DataError, match="more than 24"):
         model.run(longest)

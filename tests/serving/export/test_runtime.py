@@ -40,7 +40,7 @@ import hydra_ensembles.runtime as runtime
 assert "onnxruntime" not in sys.modules
 import numpy as np
 answer = runtime.load({str(folder)!r}, threads=1).predict(np.full((20, 20, 3), 9, np.uint8))
-print(answer.names[0], float(answer.probabilities[0, 0]))
+print(answer.labels[0], float(answer.probabilities[0, 0]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     name, probability = done.stdout.split()
@@ -52,8 +52,8 @@ print(answer.names[0], float(answer.probabilities[0, 0]))
 def test_answers_are_rows_for_json(exported: Any) -> None:
     answer = runtime.load(exported[1]).predict(np.zeros((2, 3, 16, 16), np.float32))
     first, second = json.loads(json.dumps(answer.rows()))
-    assert first == second and first["name"] == answer.names[0]
-    assert len(answer[0]) == 1 and len(list(answer)) == 2 and "2 examples" in repr(answer)
+    assert first == second and first["label"] == answer.labels[0]
+    assert len(answer[0]) == 1 and len(list(answer)) == 2 and "2 inputs" in repr(answer)
     with pytest.raises(IndexError):
         answer[2]
 
@@ -112,7 +112,7 @@ def test_damage_is_found_before_a_file_is_opened(copied: Copy) -> None:
     [
         ({"format": "other"}, "not the contract"),
         ({"format_version": [3, 0]}, "Upgrade"),
-        ({"format_version": [1, 1]}, "Export again"),
+        ({"format_version": [1, 1]}, "older than"),
         ({"format_version": "1"}, "expected two numbers"),
         ({"classes": 6}, "5 class names"),
         ({"members": -1}, "members has"),

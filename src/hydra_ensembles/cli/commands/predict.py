@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from ..._records import PARTIAL, holding, is_device, names_to_disk, place_of, writing
+from ...prediction import FIELDS
 from .. import options
 from ..errors import Stop
 from ..inputs import READING, Reading, reads_data
 from ..output import is_first, say
+
+if TYPE_CHECKING:
+    from ...answer_each import BatchLimit
+    from ...data.records import Record
+    from ...uncertainty import Policy
+    from ..models import Loaded
+
+NOT_FINITE = "the model returned NaN or infinity"
 
 
 @reads_data(leave_out=["skip_broken"])
@@ -25,8 +36,8 @@ def command(
     files: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Pictures, folders of pictures, text files or Parquet files; - or none: lines of "
-            "standard input (paths of pictures, texts, or JSON objects)."
+            help="Images, folders of images, text files or Parquet files; - or none: lines of "
+            "standard input (paths of images, texts, or JSON objects)."
         ),
     ] = None,
     risk: Annotated[
@@ -36,7 +47,7 @@ def command(
     held_out: Annotated[
         str | None, typer.Option(help="Labelled data that a policy is fitted on.")
     ] = None,
-    promise: options.Promise = "conformal",
+    guarantee: options.Guarantee = "conformal",
     delta: options.Delta = 0.1,
     threshold: Annotated[
         float | None, typer.Option(help="Abstain above this uncertainty, in place of --risk.")
@@ -72,17 +83,18 @@ def command(
 ) -> None:
     """Predict files or standard input, one JSON object per line, as they come.
 
-    Every input gets its line, in order. What cannot be answered says why under "error" and
-    abstains; the exit code is then 3. Blank lines and files of a folder that are not images say so
-    under "skipped". An ensemble that was saved with a policy decides by it.
+    Every input gets its line, in order. What cannot be answered says why under "error"; the exit
+    code is then 3. Blank lines and files of a folder that are not images say so under "skipped".
+    An ensemble that was saved with a policy decides by it.
 
     Parquet files are answered in parts into the folder OUTPUT, every row exactly once; the same
     command goes on after a stop.
     """
-    from ...data.records import read_records
+    from ...answer_each import BatchLimit
+    from ...data import processes
+    from ...data.records import batches, read_records, shared_answers
     from ...fusion import fit_policy
     from ...uncertainty import Policy
-    from ..answering import Answering, answered, line_of
     from ..models import check_sources
 
     if ray or any(source.endswith(".parquet") for source in files or ()):
@@ -97,7 +109,7 @@ def command(
     if risk is not None and held_out is None:
         raise Stop("--risk needs --held-out DATA: labelled examples to fit a policy on.", 2)
     if held_out is not None and risk is None and alarm is None:
-        raise Stop("--held-out needs --risk or --alarm: what is to be promised on it.", 2)
+        raise Stop("--held-out needs --risk or --alarm: what to guarantee on it.", 2)
     check_sources(held_out)
     loaded = reading.load_model(model)
     if alarm is not None:
@@ -105,7 +117,9 @@ def command(
     policy: Policy | None = getattr(loaded.model, "policy", None)
     if held_out is not None:
         data = reading.load_known(loaded, held_out)
-        policy = fit_policy(loaded.model, data, risk=risk, alarm=alarm, method=promise, delta=delta)
+        policy = fit_policy(
+            loaded.model, data, risk=risk, alarm=alarm, method=guarantee, delta=delta
+        )
     elif threshold is not None or alarm is not None:
         policy = Policy(
             threshold=math.inf if threshold is None else threshold,
@@ -113,22 +127,34 @@ def command(
             alarm=alarm,
             score=getattr(loaded.model, "score", "msp"),
         )
+        if hasattr(loaded.model, "policy"):
+            loaded.model.policy = policy
     if policy is not None:
         say(str(policy), json=True)
-    answers = Answering(loaded, policy, probabilities)
     text = loaded.tokenizer is not None
     records = read_records(files or ["-"], text=text, column=reading.text_column)
+    limit = BatchLimit("inputs")
+
+    def answer(batch: list[Record]) -> list[dict[str, Any]]:
+        return answer_records(
+            loaded, batch, policy=policy, probabilities=probabilities, limit=limit
+        )
+
     failed = total = skipped = 0
     with ExitStack() as stack:
         target = sys.stdout
         if output is not None and is_first():
             target = stack.enter_context(_written(output))
-        for group in answered(answers, records, reading.batch_size):
-            for answer in group:
+        if processes.size() == 1:
+            answered = map(answer, batches(records, reading.batch_size))
+        else:
+            answered = shared_answers(records, answer, reading.batch_size)
+        for rows in answered:
+            for row in rows:
                 total += 1
-                failed += "error" in answer
-                skipped += "skipped" in answer
-                target.write(line_of(answer, encoding=target.encoding))
+                failed += "error" in row
+                skipped += "skipped" in row
+                target.write(line_of(row, encoding=target.encoding))
             target.flush()  # a reader sees every batch as it is done
     if skipped:
         say(
@@ -143,6 +169,94 @@ def command(
         )
     if total == skipped and is_first():
         raise Stop("There was nothing to predict: no file, no line.", 3)
+
+
+def answer_records(
+    loaded: Loaded,
+    records: Sequence[Record],
+    *,
+    policy: Policy | None = None,
+    probabilities: bool = False,
+    limit: BatchLimit | None = None,
+) -> list[dict[str, Any]]:
+    """Return a row per record: what comes back with it and the fields of its answer.
+
+    Args:
+        loaded: The model and what prepares its inputs.
+        records: The records of one batch.
+        policy: Of a model that is not an ensemble; an ensemble decides by its own.
+        probabilities: Add all classes' probabilities.
+        limit: Remembers how many inputs fit in memory at once.
+    """
+    import torch
+
+    from ...answer_each import InputError, answer_each
+    from ...errors import DataError
+    from ...fusion.inputs import token_limit
+    from ...fusion.policy_data import answer_of
+    from ...runtime.images import open_image
+
+    model, tokenize = loaded.model, None if loaded.tokenizer is None else loaded.texts
+
+    def prepare(record: Record) -> Any:
+        if tokenize is not None:
+            return record.value
+        if loaded.transform is None:
+            raise DataError(f"{loaded.name} does not say how it wants its images.")
+        return loaded.transform(open_image(record.value))
+
+    def predict(inputs: list[Any]) -> list[Any]:
+        if tokenize is None:
+            images = torch.stack(inputs)
+            batch: Any = images if loaded.key is None else {loaded.key: images}
+        else:
+            most = token_limit(getattr(model, "config", None), tokenize)
+            batch = dict(
+                tokenize(
+                    inputs, padding=True, truncation=True, max_length=most, return_tensors="pt"
+                )
+            )
+        if hasattr(model, "policy"):
+            answer = model.predict(batch)
+        else:
+            answer = answer_of(model, batch)
+            answer = answer if policy is None else policy.apply(answer)
+        answer = replace(answer, class_names=loaded.class_names)
+        rows = answer.rows(probabilities=probabilities)
+        finite = answer.finite.tolist()
+        return [
+            row if good else InputError(NOT_FINITE) for row, good in zip(rows, finite, strict=True)
+        ]
+
+    asked = [r for r in records if r.error is None and r.skipped is None and r.value is not None]
+    answers = iter(answer_each(predict, asked, prepare=prepare, most=limit))
+    rows = []
+    for record in records:
+        row: Any = dict.fromkeys(FIELDS)
+        if record.skipped is not None:
+            row["skipped"] = record.skipped
+        elif record.error is not None or record.value is None:
+            row["error"] = record.error or "there is no input"
+        elif isinstance(answered := next(answers), InputError):
+            row["error"] = answered.reason
+        else:
+            row = answered
+        rows.append({**record.echo, **row})
+    return rows
+
+
+def line_of(row: dict[str, Any], *, encoding: str | None = "utf-8") -> str:
+    """Return a row as one line of JSON in an encoding, whatever came back with it."""
+    try:
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+        text.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(row)
+    except (ValueError, RecursionError) as error:
+        kept = {key: row[key] for key in ("file", "line") if isinstance(row.get(key), (str, int))}
+        empty = dict.fromkeys(FIELDS)
+        text = json.dumps({**kept, **empty, "error": f"cannot be given back: {error}"})
+    return text + "\n"
 
 
 @contextmanager

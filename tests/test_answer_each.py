@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hydra_ensembles.data.answer_each import InputError, answer_each
+from hydra_ensembles.answer_each import InputError, answer_each
 from hydra_ensembles.data.memory import Halving
 
 

@@ -1,0 +1,169 @@
+"""What the service asks of a model, and an exported ensemble that answers it, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..errors import DataError, UnsupportedModelError
+from ..prediction import Prediction
+from ..runtime import ExportedEnsemble
+
+Row = str | Mapping[str, np.ndarray]
+"""One input: a text, or named arrays without a batch axis."""
+
+ALARM = 0.05
+"""False-alarm rate of a model without a policy."""
+
+DATATYPES = {"float32": "FP32", "int64": "INT64", "int32": "INT32", "bool": "BOOL"}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of the protocol: its name, its datatype (`FP32`, `INT64`, `BYTES` ...) and shape.
+
+    Attributes:
+        shape: Sizes, the batch first; -1 where any size will do.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...] = (-1,)
+
+    def as_record(self) -> dict[str, Any]:
+        """Return it as the protocol writes it."""
+        return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
+
+
+class KnownScores(Protocol):
+    """A test for drift: `hydra_ensembles.Drift`, or one that answers alike."""
+
+    windows: list[Any]
+
+    def add_scores(self, scores: Any) -> bool:
+        """Add novelty scores; return whether a window that they fill has drifted."""
+        ...
+
+
+class Backend(Protocol):
+    """A loaded model.
+
+    `prepare` is called from several threads, everything else from one.
+
+    Attributes:
+        platform: What runs it, as `/v2/models/<m>` says.
+        reads: `image` or `text`.
+        tensors: The inputs that it takes already prepared.
+        classes: Number of classes.
+        members: Number of members.
+        class_names: By class number, or None.
+        score: Name of the uncertainty.
+        has_novelty: Whether predictions have novelty.
+        has_policy: Whether predictions have decisions.
+        alarm: Novelty above 1 - alarm is an alarm.
+        rule: When it abstains, in words.
+    """
+
+    platform: str
+    reads: str
+    tensors: tuple[TensorSpec, ...]
+    classes: int
+    members: int
+    class_names: Sequence[str] | None
+    score: str
+    has_novelty: bool
+    has_policy: bool
+    alarm: float
+    rule: str
+
+    def prepare(self, image: Any) -> Row:
+        """Turn a PIL image into a row."""
+        ...
+
+    def predict(self, rows: Sequence[Row]) -> Prediction:
+        """Predict rows of one kind (texts, or arrays of equal names and shapes); numpy columns."""
+        ...
+
+    def explain(self, row: Row) -> dict[str, Any] | None:
+        """Return the evidence for a row's novelty; None when the model keeps none."""
+        ...
+
+    def drift(self, window: int) -> KnownScores | None:
+        """Return a test of the stream by windows of novelty scores; None without novelty."""
+        ...
+
+
+class ExportedBackend:
+    """Predict with what `ensemble.export` wrote, by the policy in its contract.
+
+    An export keeps neither the known examples nor their scores: there is no evidence and no test
+    for drift.
+
+    Args:
+        exported: What `hydra_ensembles.runtime.load` returned.
+        class_names: By class number; by default those of the contract.
+    """
+
+    platform = "hydra_ensembles_onnx"
+
+    def __init__(
+        self, exported: ExportedEnsemble, *, class_names: Sequence[str] | None = None
+    ) -> None:
+        data = exported.contract.data
+        if exported.task not in ("image-classification", "text-classification"):
+            raise UnsupportedModelError(
+                f"The exported ensemble does {exported.task}; the service answers images and "
+                "texts, once each."
+            )
+        if data["preprocessing"] is None:
+            raise DataError(
+                "This folder was exported without preprocessing, so the service could read "
+                "neither images nor texts. Export it again with a transform or a tokenizer."
+            )
+        self.exported = exported
+        self.reads = exported.task.partition("-")[0]
+        self.tensors = tuple(
+            TensorSpec(
+                port["name"],
+                DATATYPES[port["dtype"]],
+                tuple(side if isinstance(side, int) else -1 for side in port["shape"]),
+            )
+            for port in exported.contract.inputs
+        )
+        self.classes, self.members = int(data["classes"]), int(data["members"])
+        self.class_names: Sequence[str] | None = class_names or exported.class_names
+        self.score = str(data["score"])
+        self.has_novelty = "novelty" in {port["name"] for port in exported.contract.outputs}
+        policy = exported.contract.policy(exported.program)
+        self.has_policy = exported.has_policy
+        self.alarm = float(policy["alarm"] or ALARM)
+        self.rule = str(policy["words"])
+
+    def prepare(self, image: Any) -> Row:
+        """Turn a PIL image into a row, by the exported preprocessing."""
+        return {name: array[0] for name, array in self.exported.prepare([image]).items()}
+
+    def predict(self, rows: Sequence[Row]) -> Prediction:
+        """Predict rows of one kind."""
+        if isinstance(rows[0], str):
+            arrays = self.exported.prepare(list(rows))
+        else:
+            arrays = {name: np.stack([_arrays(row)[name] for row in rows]) for name in rows[0]}
+        return replace(self.exported.answer(arrays), class_names=self.class_names)
+
+    def explain(self, row: Row) -> dict[str, Any] | None:
+        """Return None: known examples are not exported."""
+        return None
+
+    def drift(self, window: int) -> KnownScores | None:
+        """Return None: the scores of the known data are not exported."""
+        return None
+
+
+def _arrays(row: Row) -> Mapping[str, np.ndarray]:
+    if isinstance(row, str):
+        raise DataError("A batch holds texts and tensors; expected one kind.")
+    return row
