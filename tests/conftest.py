@@ -31,6 +31,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Let go of it again: extension modules report what is left at the end as leaks."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _no_accelerator_is_left_behind() -> Iterator[None]:
     """Forget accelerate's state of the process after a test, so that order does not matter."""
