@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,17 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     if not pluginmanager.hasplugin("xdist"):
         parser.addoption("--numprocesses")
         parser.addoption("--dist")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of later garbage collections, which then take milliseconds."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Let go of it again: extension modules report what is left at the end as leaks."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -47,7 +47,7 @@ class HydraEnsemble(FusedModel):
         temperature, member_temperatures: Divide the members' logits (None: not calibrated).
         score: The uncertainty that `predict` reports.
         policy: When to answer, and what is guaranteed (see `fit_policy`); None before it is fitted.
-        transform, tokenizer: How `predict` turns pictures, paths and texts into inputs.
+        transform, tokenizer: How `predict` turns images, paths and texts into inputs.
         novelty: Statistics of known data; None before `fit_novelty_`.
         record: How it was made (plain data, saved along).
     """
@@ -67,7 +67,7 @@ class HydraEnsemble(FusedModel):
         """Return the probabilities of all examples, `[example, class]`, as scikit-learn does.
 
         Args:
-            data: A list of texts, pictures or paths; a large batch (an array or tensor of inputs, a
+            data: A list of texts, images or paths; a large batch (an array or tensor of inputs, a
                 mapping, `(inputs, labels)`); a data set; or data, batch by batch.
             batch_size: Examples per batch, if the data is not in batches yet.
         """
@@ -84,7 +84,7 @@ class HydraEnsemble(FusedModel):
         """Return a function from columns to columns of answers, for `datasets.map` and the like.
 
         Args:
-            column: The column of texts or pictures; by default the usual names.
+            column: The column of texts or images; by default the usual names.
             prefix: Prefix of the columns of answers: `predicted_label`, ...
             probabilities: Whether to add the probabilities of all classes.
             batch_size: Rows that run through the model together.

@@ -1,4 +1,4 @@
-"""Pictures, paths and texts as inputs, by the ensemble's transform or tokenizer.
+"""Images, paths and texts as inputs, by the ensemble's transform or tokenizer.
 
 Both belong to the ensemble: set in Python or taken from the data that built it, and saved with it.
 """
@@ -114,7 +114,7 @@ def remember_inputs(ensemble: HostInterface, data: Any) -> None:
 
 
 def is_raw(batch: Any) -> bool:
-    """Return whether a batch is a picture, path or text, or a list of them."""
+    """Return whether a batch is an image, path or text, or a list of them."""
     if isinstance(batch, (list, tuple)) and batch:
         return all(_is_one(item) for item in batch)
     return _is_one(batch)
@@ -146,7 +146,7 @@ def prepare(ensemble: HostInterface, batch: Any) -> Any:
         return dict(inputs)
     transform = ensemble.transform
     if transform is None:
-        what = "a picture" if _is_picture(items[0]) else repr(items[0])[:60]
+        what = "an image" if _is_picture(items[0]) else repr(items[0])[:60]
         raise DataError(
             f"Cannot turn {what} into inputs: this ensemble was saved without a transform or "
             "tokenizer. Set ensemble.transform = hydra_ensembles.data.image_transform(processor), "

@@ -1,1 +1,1 @@
-"""Pictures and pages of plain results."""
+"""Figures and pages of plain results."""

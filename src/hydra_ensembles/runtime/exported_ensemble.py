@@ -120,7 +120,7 @@ class ExportedEnsemble:
         )
 
     def prepare(self, items: Sequence[Any]) -> dict[str, np.ndarray]:
-        """Turn pictures or texts into the program's inputs, by the exported preprocessing."""
+        """Turn images or texts into the program's inputs, by the exported preprocessing."""
         if not items:
             raise DataError("There is nothing to predict: give at least one example.")
         if self._prepare is None:
@@ -249,7 +249,7 @@ def _preparation(contract: Contract) -> Any:
 
 
 def _is_raw(inputs: Any) -> bool:
-    """Tell whether inputs are pictures, paths or texts, one or a list of them."""
+    """Tell whether inputs are images, paths or texts, one or a list of them."""
     if isinstance(inputs, (list, tuple)):
         return not inputs or all(_is_one(item) for item in inputs)
     return _is_one(inputs)
@@ -266,7 +266,7 @@ def _array(name: str, value: Any, dtype: str) -> np.ndarray:
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise DataError(f"{name} is no array: {error}.") from error
+        raise DataError(f"{name} cannot be read as an array: {error}.") from error
     kinds = {"float32": "f", "int64": "iu", "int32": "iu", "bool": "b"}[dtype]
     if array.dtype.kind not in kinds + ("iu" if dtype == "float32" else ""):
         raise DataError(f"{name} is of type {array.dtype}; expected {dtype}.")
