@@ -81,7 +81,7 @@ def test_build_saves_a_policy_that_predict_uses(
         unsure = not line["uncertainty"] <= policy.threshold
         new = not line["novelty_score"] <= policy.novelty_threshold
         assert line["decision"] == ("new" if new else "unsure" if unsure else "answer")
-        assert line["abstain"] == (unsure or new)
+        assert (line["why"] is not None) == (unsure or new)
 
 
 def test_policy_is_fitted_and_saved(
@@ -257,13 +257,15 @@ def test_predict_streams_files_and_abstains_at_a_risk(
     lines = [json.loads(line) for line in printed.out.splitlines()]
     assert len(lines) == 12 and "conformal" in printed.err
     for line in lines:
-        assert line["label"] == str(line["class"]) and isinstance(line["abstain"], bool)
-        assert max(line["probabilities"]) == pytest.approx(line["probability"], abs=2e-6)
+        assert line["label"] == str(line["class"]) and line["decision"] in ("answer", "unsure")
+        assert max(line["probabilities"]) == pytest.approx(line["confidence"], abs=2e-6)
     assert run("predict", ensemble, shelf / "noise", "--threshold", -1e9) == 0
-    assert all(json.loads(line)["abstain"] for line in capsys.readouterr().out.splitlines())
+    assert all(
+        json.loads(line)["why"] == "too unsure" for line in capsys.readouterr().out.splitlines()
+    )
     assert run("predict", ensemble, shelf / "noise", "--alarm", 0.1) == 0
     for line in map(json.loads, capsys.readouterr().out.splitlines()):
-        assert line["abstain"] == (line["novelty"] > 0.9) == ("too new" in line.get("why", ""))
+        assert line["why"] == ("too new" if line["novelty"] > 0.9 else None)
     assert run("predict", shelf / "host", shelf / "noise", "--alarm", 0.1) == 2
 
 
@@ -296,7 +298,7 @@ def test_predict_reads_standard_input(
     plain, blank, tagged, bad = map(json.loads, lines)
     assert "skipped" in blank and [plain["line"], tagged["line"], bad["line"]] == [1, 3, 4]
     assert tagged["id"] == 7 and tagged["uncertainty"] == pytest.approx(plain["uncertainty"])
-    assert "expected a JSON object" in bad["error"] and bad["abstain"]
+    assert "expected a JSON object" in bad["error"] and bad["decision"] is None
 
 
 def test_what_predict_skips_is_no_failure(

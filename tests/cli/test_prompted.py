@@ -61,7 +61,7 @@ def test_predict_asks_by_the_prompt(saved: Any, capsys: pytest.CaptureFixture[st
     texts = folder / "texts.txt"
     texts.write_text("\n".join(TEXTS) + "\n")
     assert main(["predict", str(folder / "ensemble"), str(texts)]) == 0
-    told = [json.loads(line)["probability"] for line in capsys.readouterr().out.splitlines()]
+    told = [json.loads(line)["confidence"] for line in capsys.readouterr().out.splitlines()]
     expected = ensemble.predict(TEXTS).confidence
     torch.testing.assert_close(torch.tensor(told), expected, atol=1e-5, rtol=0)
     without = dict(ensemble.tokenizer(TEXTS, padding=True, return_tensors="pt"))

@@ -56,7 +56,7 @@ def test_labelled_pictures(
     saved = HydraEnsemble.from_pretrained(tmp_path / "out" / "ensemble")
     assert saved.members == 2 and saved.policy is not None and saved.policy.risk == 0.9
     answer = saved.predict(mixed / "3" / "stranger-0.png")
-    assert answer.decisions == ["new"]
+    assert answer.decision == ["new"]
 
 
 def test_files_without_labels_and_labels_that_the_model_does_not_know(

@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hydra_ensembles as hydra
-from hydra_ensembles.data.memory import is_out_of_memory, telling_lost_workers
+from hydra_ensembles.answer_each import is_out_of_memory
+from hydra_ensembles.data.memory import telling_lost_workers
 from hydra_ensembles.data.model_runs import collect_logits
 from hydra_ensembles.errors import DataError, HydraError
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..answer_each import free_memory, is_out_of_memory
 from ..data import processes
-from ..data.memory import free_memory, is_out_of_memory
 from ..errors import DataError
 from .candidate_streams import Branch, Call, Engine, Replacement
 

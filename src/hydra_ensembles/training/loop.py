@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._records import check_same_run, model_fingerprint
+from ..answer_each import is_out_of_memory
 from ..data import processes
 from ..data.batches import batch_length, take
-from ..data.memory import is_out_of_memory, telling_lost_workers
+from ..data.memory import telling_lost_workers
 from ..data.processes import in_order, own_numbers
 from ..data.progress import Progress
 from ..errors import DataError, HydraError
