@@ -276,15 +276,15 @@ def quality(subject: Subject, model: runtime.ExportedEnsemble) -> dict[str, floa
         model.predict(inputs, batch_size=16),
         model.predict(subject.outliers, batch_size=16),
     )
-    right = known.label == np.array(labels)
+    right = known.class_index == np.array(labels)
     likelihood = known.probabilities[np.arange(len(labels)), labels]
     figures = {"Acc": float(right.mean()), "NLL": float(-np.log(likelihood.clip(1e-12)).mean())}
     for name in ("uncertainty", "novelty_score"):
         scores = [torch.from_numpy(getattr(part, name)) for part in (known, outliers)]
         figures[f"AUROC {name}"] = ood_figures(*scores)["AUROC"]
     figures["abstains"] = float(known.abstain.mean())
-    figures["called new"] = float((known.decision == 2).mean())  # 0.1 is guaranteed
-    figures["outliers called new"] = float((outliers.decision == 2).mean())
+    figures["called new"] = float((known.code >= 2).mean())  # 0.1 is guaranteed
+    figures["outliers called new"] = float((outliers.code >= 2).mean())
     figures["answered and wrong"] = float((~known.abstain & ~right).mean())  # 0.1 is guaranteed
     return {name: round(value, 4) for name, value in figures.items()}
 

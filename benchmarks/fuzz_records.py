@@ -11,6 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from hydra_ensembles.prediction import FIELDS
+
 ANSWERED, REFUSED = "answered, as alone", "its error line"
 LOST, WRONG, CRASHED = "no line", "a wrong line", "the command died"
 WORDS = ["good", "bad", "film", "a", "the", "not", "very", "dull", "story", "long"]
@@ -41,7 +43,9 @@ def text_line(draw: random.Random, number: int) -> tuple[bytes, str | None]:
         shapes: list[Any] = [
             text,
             json.dumps({"text": text, "id": number}),
-            json.dumps({"id": number, "text": text, "abstain": False, "label": "mine", "class": 9}),
+            json.dumps(
+                {"id": number, "text": text, "decision": "new", "label": "mine", "class": 9}
+            ),
             json.dumps({"text": text, "error": "none", "score": [1], "probability": 2}),
             json.dumps(
                 {"text": text + " \U0001f600 é", "id": {"deep": [[[1]]]}}, ensure_ascii=False
@@ -82,7 +86,7 @@ def picture_line(draw: random.Random, number: int, place: Path) -> tuple[bytes, 
     """Return a line and the picture that is to be answered; None when an error is due."""
     good = str(place / f"good{draw.randrange(5)}.png")
     if draw.random() < 0.4:
-        shapes = [good, json.dumps({"file": good, "id": number, "abstain": True, "label": 0})]
+        shapes = [good, json.dumps({"file": good, "id": number, "decision": "new", "label": 0})]
         return draw.choice(shapes).encode(), good
     bad: list[Any] = [
         *(5, None, [good], {"file": good}, "", "a\x00b", "n" * 5000, "/dev/zero", "/dev/null"),
@@ -186,13 +190,12 @@ def _judge(ensemble: Any, given: tuple[bytes, str | None], answer: str) -> tuple
     if "id" in sent and found.get("id") != sent["id"]:
         return WRONG, f"the id of another record: {answer[:200]}"
     if expected is None:
-        good = isinstance(found.get("error"), str) and found.get("abstain") is True
-        return (REFUSED, "") if good and "label" not in found else (WRONG, answer[:200])
+        good = isinstance(found.get("error"), str) and {found[name] for name in FIELDS} == {None}
+        return (REFUSED, "") if good else (WRONG, answer[:200])
     alone = ensemble.predict(expected)
     same = (
-        found.get("label") == ensemble.id2label[int(alone.label)]
+        found.get("label") == alone.labels[0]
         and abs(found["uncertainty"] - float(alone.uncertainty)) < 1e-3
-        and found["score"] == ensemble.score
-        and found["abstain"] == bool(alone.abstain)
+        and found["decision"] == (alone.decision or [None])[0]
     )
     return (ANSWERED, "") if same else (WRONG, answer[:200])

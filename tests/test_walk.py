@@ -147,3 +147,14 @@ def test_few_modules_and_one_decision(
     shown = "\n".join(walk.modules)
     assert len(walk.modules) <= MOST[name], f"{len(walk.modules)} modules:\n{shown}"
     assert walk.decided == 1
+    assert sorted(drawn(name)) == sorted(walk.modules), f"docs/architecture.md; found:\n{shown}"
+
+
+def drawn(name: str) -> list[str]:
+    """Return the modules of a walk as docs/architecture.md draws it, checked against its count."""
+    page = PAGE.read_text(encoding="utf-8").partition("## The three walks")[2]
+    row = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
+    _, _, count, way, _ = row.split("|")
+    modules = [PACKAGE + step.strip(" `") for step in way.split(">")]
+    assert len(modules) == int(count)
+    return modules

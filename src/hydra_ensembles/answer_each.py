@@ -109,7 +109,12 @@ def answer_each(
         most: Most inputs at once. A `BatchLimit` remembers from call to call what fitted in memory.
     """
     if prepare is not None:
-        prepared = answer_each(lambda part: [prepare(one) for one in part], inputs, most=1)
+        ready = prepare
+
+        def prepare_all(part: list[Any]) -> list[Input]:
+            return [ready(one) for one in part]
+
+        prepared = answer_each(prepare_all, inputs, most=1)
         good = [one for one in prepared if not isinstance(one, InputError)]
         found = iter(answer_each(predict, good, most=most))
         return [one if isinstance(one, InputError) else next(found) for one in prepared]

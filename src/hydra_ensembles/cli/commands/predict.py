@@ -146,7 +146,7 @@ def command(
         if output is not None and is_first():
             target = stack.enter_context(_written(output))
         if processes.size() == 1:
-            answered = map(answer, batches(records, reading.batch_size))
+            answered: Iterator[list[Any]] = map(answer, batches(records, reading.batch_size))
         else:
             answered = shared_answers(records, answer, reading.batch_size)
         for rows in answered:
