@@ -28,7 +28,7 @@ import circuit_data
 import torch
 
 import hydra_ensembles as hydra
-from hydra_ensembles._records import model_fingerprint
+from hydra_ensembles._tensors import model_fingerprint
 from hydra_ensembles.data import digits
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 from hydra_ensembles.training import DISTILL

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HydraEnsemble, build, find_circuit
-from hydra_ensembles._records import model_fingerprint
+from hydra_ensembles._tensors import model_fingerprint
 from hydra_ensembles.errors import HydraError
 from hydra_ensembles.evaluation import Results
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig

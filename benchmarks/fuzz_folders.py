@@ -16,10 +16,10 @@ import torch
 from fuzz_records import text_tokenizer
 
 import hydra_ensembles as hydra
-from hydra_ensembles._records import sha256_of_file
+from hydra_ensembles._records import sealed, sha256_of_file
 from hydra_ensembles.data import ImageTransform
 from hydra_ensembles.errors import HydraError
-from hydra_ensembles.fusion.folder_schema import CONFIG, NOVELTY, WEIGHTS, signed
+from hydra_ensembles.fusion.folder_schema import CONFIG, DIGEST, NOVELTY, WEIGHTS
 
 REFUSED, SAME, AS_SAID = "refused with our error", "the same answers", "what the new config says"
 RAW, LATE, OTHER = "raw Python error", "fails only at predict", "something else, silently"
@@ -113,7 +113,7 @@ def change_value(
         holder[last] = holder[last] + step if draw.random() < 0.5 else holder[last] * step
     else:
         holder[last] = copy.deepcopy(draw.choice(VALUES))
-    (folder / CONFIG).write_text(json.dumps(signed(config) if sign else config))
+    (folder / CONFIG).write_text(json.dumps(sealed(config, DIGEST) if sign else config))
     return sign
 
 
@@ -207,7 +207,7 @@ def sign_files(folder: Path) -> None:
     config = json.loads((folder / CONFIG).read_text())
     config["sha256"] = sha256_of_file(folder / WEIGHTS)
     config["files"] = {name: sha256_of_file(folder / name) for name in config["files"]}
-    (folder / CONFIG).write_text(json.dumps(signed(config)))
+    (folder / CONFIG).write_text(json.dumps(sealed(config, DIGEST)))
 
 
 def change_header(folder: Path, draw: random.Random) -> bool:
@@ -287,7 +287,7 @@ def lead_out(folder: Path, draw: random.Random) -> bool:
         config = json.loads((folder / CONFIG).read_text())
         name = draw.choice(["../outside/config.json", str(outside / CONFIG), "a/../../outside/x"])
         config["files"][name] = sha256_of_file(outside / CONFIG)
-        (folder / CONFIG).write_text(json.dumps(signed(config)))
+        (folder / CONFIG).write_text(json.dumps(sealed(config, DIGEST)))
         return False
     if way == "folder":  # the whole folder is a link: that is the user's own business
         moved = folder.rename(folder.parent / "moved")

@@ -113,7 +113,7 @@ def fuzz(target: str, place: Path, runs: int, seed: int) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["hydra_ensembles"]):
-        from hydra_ensembles._records import SEAL, sealed
+        from hydra_ensembles._records import SEAL
         from hydra_ensembles.errors import FormatError
         from hydra_ensembles.fusion import folder_reader as loading
         from hydra_ensembles.fusion import folder_schema as folder_format
@@ -134,10 +134,7 @@ def fuzz(target: str, place: Path, runs: int, seed: int) -> None:
         "contract": ("contract.json", lambda: contract.read_contract(folder)),
     }
     name, read = readers[target]
-    digest = {
-        "config": (folder_format.DIGEST, folder_format.digest_of),
-        "contract": (SEAL, lambda data: sealed(data)[SEAL]),
-    }.get(target)
+    digest = {"config": folder_format.DIGEST, "contract": SEAL}.get(target)
     counts = {"refused": 0, "read": 0}
 
     def one(data: bytes) -> None:
@@ -171,6 +168,8 @@ def mutated(data: bytes, most: int, number: int, digest: Any, *, binary: bool) -
 
     import atheris
 
+    from hydra_ensembles._records import sealed
+
     draw = random.Random(number)
     body = data[8:] if binary else data
     try:
@@ -183,7 +182,7 @@ def mutated(data: bytes, most: int, number: int, digest: Any, *, binary: bool) -
         change(content, draw, atheris)
     if digest is not None and draw.random() < 0.95:
         with contextlib.suppress(ValueError, TypeError, RecursionError):
-            content[digest[0]] = digest[1](content)
+            content = sealed(content, digest)
     text = json.dumps(content).encode()
     if binary:
         text = len(text).to_bytes(8, "little") + text

@@ -62,7 +62,7 @@ def tokens(args: argparse.Namespace) -> None:
         print(f"{length} tokens: {result}")
         points.append({"tokens": length, "rows": result.rows(), "settings": result.settings})
     from hydra_ensembles.report.svg import save
-    from hydra_ensembles.research.cost_figures import plot_growth
+    from hydra_ensembles.research.figures import plot_growth
 
     path = RESULTS / "growth-tokens-minilm.json"
     payload = {"kind": "growth", "axis": "tokens", "shape": "minilm", "points": points}

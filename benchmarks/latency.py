@@ -63,7 +63,7 @@ def main() -> None:
 def write(result: object, name: str) -> None:
     """Write the JSON and the picture."""
     from hydra_ensembles.report.svg import save
-    from hydra_ensembles.research.cost_figures import plot_benchmark
+    from hydra_ensembles.research.figures import plot_benchmark
 
     result.to_json(RESULTS / f"{name}.json")  # type: ignore[attr-defined]
     save(plot_benchmark(result), RESULTS / f"{name}.png")

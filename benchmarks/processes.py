@@ -98,7 +98,7 @@ def task(data: Path, examples: int) -> tuple[Any, Any, Any]:
 def equal(given: argparse.Namespace) -> dict[str, Any]:
     """Score, build, distil and evaluate; return all that they find."""
     import hydra_ensembles as hydra
-    from hydra_ensembles._records import model_fingerprint
+    from hydra_ensembles._tensors import model_fingerprint
     from hydra_ensembles.training import Settings
 
     model, known, odd = task(given.data, given.examples)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 import hydra_ensembles as hydra
-from hydra_ensembles._records import model_fingerprint
+from hydra_ensembles._tensors import model_fingerprint
 from hydra_ensembles.errors import HydraError
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 

@@ -19,6 +19,7 @@ ROOMS = {
     "errors": "what can go wrong",
     "registry": "strings that name things",
     "_records": "files, records, resuming",
+    "_tensors": "digests of tensors",
     "_html": "tables for notebooks",
     "prediction": "the one answer",
     "answer_each": "one bad input never costs others",
@@ -44,7 +45,7 @@ ROOMS = {
 }
 """The rooms in order; each imports only rooms that stand before it."""
 
-LEAVES = ("errors", "registry", "_records", "_html", "prediction", "answer_each")
+LEAVES = ("errors", "registry", "_records", "_tensors", "_html", "prediction", "answer_each")
 WIDTH, HEIGHT, GAP, STEP = 208, 46, 22, 92
 
 

@@ -1,9 +1,10 @@
-"""Tutorial: a BERT classifier becomes an ensemble; texts from a file, outliers from another.
+"""Tutorial: turn a BERT classifier into an ensemble, with texts and outliers from files.
 
     python examples/bert.py
 
-The host is tiny and trained here on made-up reviews, so that this runs anywhere in seconds. With
-your own: `AutoModelForSequenceClassification`, `AutoTokenizer` and your CSV, TSV or JSONL files.
+The host is tiny and trained here on made-up reviews, so this runs anywhere in seconds. For your own
+model and data, use `AutoModelForSequenceClassification`, `AutoTokenizer` and your CSV, TSV or JSONL
+files.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ OTHERS = ["river", "engine", "treaty", "harvest", "protein", "orbit", "market", 
 
 
 def write_reviews(path: Path, count: int, seed: int) -> None:
-    """Write reviews whose label is the side that has more words."""
+    """Write reviews, labelled good or bad by which kind of word is more frequent."""
     draw = random.Random(seed)
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
@@ -43,14 +44,14 @@ def write_reviews(path: Path, count: int, seed: int) -> None:
 
 
 def write_other_texts(path: Path, count: int, seed: int) -> None:
-    """Write texts about something else, one a line."""
+    """Write texts about other topics, one per line."""
     draw = random.Random(seed)
     lines = [" ".join(draw.choice(OTHERS + THINGS) for _ in range(9)) for _ in range(count)]
     path.write_text("\n".join(lines), encoding="utf-8")
 
 
 def main(epochs: int = 6, folder: Path | None = None) -> dict[str, hydra.Results]:
-    """Train a host, build an ensemble of it, compare both."""
+    """Train a host, build an ensemble from it, compare both."""
     out = folder or Path(tempfile.mkdtemp())
     write_reviews(out / "train.csv", 600, seed=0)
     write_reviews(out / "held-out.csv", 400, seed=1)

@@ -2,8 +2,9 @@
 
     python examples/clip.py
 
-The dual encoder is tiny and trained here on digits and their names, so that this runs anywhere in
-seconds. With your own: `CLIPModel`, `CLIPTokenizer` (or an open_clip model) and your class names.
+The dual encoder is tiny and trained here on digits and their names, so this runs anywhere in
+seconds. For your own model, use `CLIPModel`, `CLIPTokenizer` (or an open_clip model) and your class
+names.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TEMPLATES = ["a photo of a {}", "a handwritten {}"]
 
 
 def train(model: CLIPModel, tokenizer: BertTokenizer, batches: list, epochs: int) -> CLIPModel:
-    """Pull pictures and their captions together (Radford et al., 2021), briefly."""
+    """Pull images and their captions together (Radford et al., 2021), briefly."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     texts = [TEMPLATES[0].format(name) for name in NAMES]
     tokens = tokenizer(texts, padding=True, return_tensors="pt")
@@ -38,7 +39,7 @@ def train(model: CLIPModel, tokenizer: BertTokenizer, batches: list, epochs: int
 
 
 def main(epochs: int = 15, folder: Path | None = None) -> dict[str, hydra.Results]:
-    """Train a dual encoder, classify by names, build an ensemble of its image tower."""
+    """Train a dual encoder, classify by class names, build an ensemble from its image tower."""
     out = folder or Path(tempfile.mkdtemp())
     data = digits(16)
     words = [

@@ -63,7 +63,7 @@ class Transformer(nn.Module):
         )
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
-        """Classify; `keep` [HEADS] removes heads of the last block: one member by itself."""
+        """Classify; `keep` [HEADS] removes heads of the last block: one member alone."""
         x = self.embed(images)
         for block in self.blocks[:-1]:
             x = block(x)

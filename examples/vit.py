@@ -1,9 +1,10 @@
-"""Tutorial: a Vision Transformer of Hugging Face becomes an ensemble that knows when to abstain.
+"""Tutorial: turn a Vision Transformer of Hugging Face into an ensemble that knows when to abstain.
 
     python examples/vit.py
 
-The host is tiny and trained here on digits, so that this runs anywhere in seconds. With your own:
-`AutoModelForImageClassification.from_pretrained(...)`, `image_folder("calibration/", processor)`.
+The host is tiny and trained here on digits, so this runs anywhere in seconds. For your own model
+and data, use `AutoModelForImageClassification.from_pretrained(...)` and
+`image_folder("calibration/", processor)`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hydra_ensembles.data import digits
 
 
 def main(epochs: int = 20, folder: Path | None = None) -> dict[str, hydra.Results]:
-    """Train a host, build an ensemble of it, compare both, save, load, abstain."""
+    """Train a host, build an ensemble from it, compare both, save, load, abstain."""
     out = folder or Path(tempfile.mkdtemp())
     data = digits(16)
 
@@ -41,7 +42,7 @@ def main(epochs: int = 20, folder: Path | None = None) -> dict[str, hydra.Result
     )[0].model.eval()
     print(hydra.explain(model))
 
-    # 2. which heads matter? (only to look at: build searches by itself)
+    # 2. which heads matter? (only to look at: build does its own search)
     print(hydra.score_heads(model, data.validation, criterion="hies", progress=False))
 
     # 3. the ensemble, on data that the host was not trained on; nothing is trained

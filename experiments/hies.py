@@ -23,12 +23,12 @@ from lab.records import this_commit
 from lab.tasks import open_task
 from torch import Tensor
 
-from hydra_ensembles import prune_sweep
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.criteria import HeadImportanceEntropy
 from hydra_ensembles.criteria.attention_entropy import AttentionEntropy
 from hydra_ensembles.data.splits import sample
 from hydra_ensembles.evaluation.intervals import Interval
+from hydra_ensembles.research import prune_sweep
 from hydra_ensembles.research.pruning_sweep_results import PruneSweep, unpack
 
 OUT = Path(__file__).parents[1] / "docs" / "results"
@@ -62,7 +62,7 @@ def sweeps(task: Any, work: Path) -> dict[str, PruneSweep]:
         "calibration": task.calibration,
         "draws": DRAWS,
         "held_out": list(sample(task.held_out, 200, seed=0)),
-        "resume": work,
+        "folder": work,
     }
     host = task.host(0)
     found = {"base": prune_sweep(host, test, criteria=BASE, ratios=RATIOS, **shared)}
@@ -115,8 +115,7 @@ def measure(args: argparse.Namespace) -> None:
     record: dict[str, Any] = {}
     for name, title in TASKS.items():
         task = open_task(name, args.data, args.hosts)
-        work = Path(args.cache) / "hies" / f"{name}.json"
-        work.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(args.cache) / "hies" / name
         found = sweeps(task, work)
         labels = torch.cat([batch["labels"] for batch in tested(task)])
         base = found["base"]

@@ -162,8 +162,8 @@ def percent(value: float | None, digits: int = 1) -> str:
 def promised_table(record: dict[str, Any]) -> str:
     """Return the table of promised and measured rates."""
     lines = [
-        "| task | method, risk | answered | wrong: promised | mean | worst split | splits over "
-        "| new: promised | mean | worst split | splits over |",
+        "| task | method, risk | answered | wrong: guaranteed | mean | worst split | splits over "
+        "| new: guaranteed | mean | worst split | splits over |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for task, found in record.items():

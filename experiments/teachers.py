@@ -25,7 +25,7 @@ from lab.tasks import Task, open_task
 import hydra_ensembles as hydra
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.hosts.tiny_vit import TinyViT
-from hydra_ensembles.research.rivals.member_stack import MemberStack
+from hydra_ensembles.research import MemberStack
 from hydra_ensembles.training import DISTILL, finetune
 
 WAYS: dict[str, dict[str, Any]] = {

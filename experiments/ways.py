@@ -31,7 +31,8 @@ from run import read_table
 from torch import Tensor, nn
 
 from hydra_ensembles import evaluate
-from hydra_ensembles._records import model_fingerprint, write_whole
+from hydra_ensembles._records import write_whole
+from hydra_ensembles._tensors import model_fingerprint
 
 FIGURES = ("cls/Acc", "cls/NLL", "post/cls/NLL", "fail/AUROC", "sc/AURC", "div/MI")
 FIGURES += ("div/Disagreement", "shift/mean/cls/NLL", "member NLL")

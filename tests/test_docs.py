@@ -16,11 +16,15 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
-        if not target.startswith(("http://", "https://", "mailto:")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+def test_links_lead_somewhere() -> None:
+    broken = [
+        f"{page.relative_to(ROOT)} links to {target}"
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+        if not target.startswith(("http://", "https://", "mailto:"))
+        and not (page.parent / target).exists()
+    ]
+    assert len(PAGES) > 20 and not broken, "\n".join(broken)
 
 
 def test_the_menu_and_the_snippets_exist() -> None:
@@ -46,12 +50,13 @@ def test_tutorials_hold_the_scripts_that_are_run() -> None:
 
 def test_the_reference_names_what_exists() -> None:
     text = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    missing = []
     for path in re.findall(r"^::: (\S+)$", text, flags=re.M):
         home, _, name = path.rpartition(".")
-        if importlib.util.find_spec(home) is None or not hasattr(
-            importlib.import_module(home), name
-        ):
-            importlib.import_module(path)  # a module by itself
+        named = importlib.util.find_spec(home) and hasattr(importlib.import_module(home), name)
+        if not named and importlib.util.find_spec(path) is None:
+            missing.append(path)
+    assert not missing
 
 
 def test_every_command_of_the_readme_exists() -> None:
@@ -60,6 +65,33 @@ def test_every_command_of_the_readme_exists() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     named = set(re.findall(r"hydra-ensembles ([a-z]+)", text)) - {"developers", "prunes"}
     assert named <= set(COMMANDS), named - set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_files_named_in_pages_exist(page: str) -> None:
+    roots = (ROOT, ROOT / "docs", ROOT / "src" / "hydra_ensembles")
+    text = (ROOT / page).read_text(encoding="utf-8")
+    files = set(re.findall(r"`([\w./]+\.(?:py|md)|[\w./]+/)`", text))
+    missing = [file for file in sorted(files) if not any((r / file).exists() for r in roots)]
+    assert len(files) > 2 and not missing, f"{page} names {missing}"
+
+
+def test_the_page_has_every_field_of_an_answer() -> None:
+    from hydra_ensembles.prediction import FIELDS
+
+    text = (ROOT / "docs" / "reference" / "fields.md").read_text(encoding="utf-8")
+    table = text.partition("| way |")[0]
+    assert dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", table, flags=re.M)) == FIELDS
+
+
+HABITS = r"(?<!here )\bis no |\banew\b|\bby itself\b|\bin the place of\b|\bof these\b|\bpromise"
+WRITTEN = [page for page in PAGES if page.parent.name in ("concepts", "docs", ROOT.name)]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda p: p.name)
+def test_pages_are_plain_english(page: Path) -> None:
+    prose = re.sub(r"```.*?```|<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.S)
+    assert re.findall(HABITS, prose) == []
 
 
 def test_tables_are_filled_from_files(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_records_without_a_seal_may_be_edited(tmp_path: Path) -> None:
     assert records.read_record("Thing", path)["value"] == 2
     records.to_record("Thing", {"value": 1}, path, seal=True)
     path.write_text(path.read_text().replace('"value": 1', '"value": 2'))
-    with pytest.raises(FormatError, match="changed after it was written"):
+    with pytest.raises(FormatError, match="changed after"):
         records.read_record("Thing", path)
     path.write_bytes(b"\xff\xfe{}")
     with pytest.raises(FormatError, match="not the JSON"):
@@ -297,9 +297,9 @@ def test_long_work_refuses_a_folder_that_is_held(tmp_path: Path) -> None:
     from hydra_ensembles.serving.bulk import predict_files
     from hydra_ensembles.training import finetune_branch, make_teachers
 
-    held, file = tmp_path / "held", tmp_path / "state.json"
+    held = tmp_path / "held"
     data = {"id": None}
-    with held_elsewhere(held), held_elsewhere(file, is_file=True):
+    with held_elsewhere(held):
         for work in (
             lambda: hydra.build(None, None, folder=held),
             lambda: hydra.distill(None, None, None, folder=held),
@@ -308,8 +308,8 @@ def test_long_work_refuses_a_folder_that_is_held(tmp_path: Path) -> None:
             lambda: make_teachers(None, None, folder=held),
             lambda: hydra.find_circuit(None, **data, folder=held),
             lambda: predict_files("none", [], held),
-            lambda: prune_sweep(None, None, resume=file),
-            lambda: frontier(None, None, None, None, path=file),
+            lambda: prune_sweep(None, None, folder=held),
+            lambda: frontier(None, None, None, None, folder=held),
         ):
             with pytest.raises(BusyError, match="choose another"):
                 work()

@@ -40,8 +40,8 @@ from hydra_ensembles.errors import DataError
 from hydra_ensembles.hosts import main_output
 from hydra_ensembles.hosts.tiny_vit import TinyViT
 from hydra_ensembles.registry import Registry
+from hydra_ensembles.research import MemberStack
 from hydra_ensembles.research.rivals import make_baseline, relative_cost
-from hydra_ensembles.research.rivals.member_stack import MemberStack
 from hydra_ensembles.training import (
     BRANCH,
     DISTILL,

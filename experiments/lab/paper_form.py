@@ -22,7 +22,7 @@ from torch import nn
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
 from hydra_ensembles.data.splits import sample
-from hydra_ensembles.research.rivals.member_stack import MemberStack
+from hydra_ensembles.research import MemberStack
 from hydra_ensembles.training import Settings
 
 from .answers import Answers, Store

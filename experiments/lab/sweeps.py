@@ -1,4 +1,4 @@
-"""Pruning sweeps: criteria, ratios and calibration draws, measured by `hydra.prune_sweep`."""
+"""Pruning sweeps: criteria, ratios and calibration draws, measured by `research.prune_sweep`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hydra_ensembles import prune_sweep
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.criteria import HeadImportanceEntropy
 from hydra_ensembles.data.splits import sample
+from hydra_ensembles.research import prune_sweep
 from hydra_ensembles.research.pruning_sweep_results import PruneSweep
 
 from .page import grid
@@ -28,8 +28,7 @@ def run_sweep(table: Mapping[str, Any], args: argparse.Namespace) -> None:
     sweeps = {}
     for name, options in table["tasks"].items():
         task = open_task(name, args.data, args.hosts)
-        work = Path(args.cache) / "pruning" / f"{name}.json"
-        work.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(args.cache) / "pruning" / name
         sweeps[options["title"]] = sweep_task(table, task, options, work)
     write_points(table["name"], sweeps, args.out)
 
@@ -52,7 +51,7 @@ def sweep_task(
             name: list(sample(families[name], options["ood_examples"])) for name in options["ood"]
         },
         held_out=list(sample(task.held_out, options["held_out"], seed=0)),
-        resume=work,
+        folder=work,
     )
 
 

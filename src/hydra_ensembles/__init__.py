@@ -1,8 +1,9 @@
 """A pretrained transformer in, one fused ensemble out: at about the cost of one, it knows when it
 does not know.
 
-The names below are the library. They are loaded when first used, so that importing is quick. No
-submodule has the name of a public function: importing it would hide the function.
+The names below are the library; `hydra_ensembles.research` has what papers need besides. They are
+loaded when first used, so that importing is quick. No submodule has the name of a public function:
+importing it would hide the function.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .builder import build as build
+    from .builder import replay as replay
     from .costs import Cost as Cost
     from .costs import cost as cost
     from .criteria import score_heads as score_heads
     from .errors import HydraError as HydraError
     from .evaluation import Results as Results
     from .evaluation import compare as compare
-    from .evaluation import compare_table as compare_table
     from .evaluation import evaluate as evaluate
     from .evaluation.latency import benchmark as benchmark
     from .fusion import HydraEnsemble as HydraEnsemble
@@ -40,12 +41,6 @@ if TYPE_CHECKING:
     from .prediction import Prediction as Prediction
     from .refit import fold as fold
     from .report.page import write_report as write_report
-    from .research.cost_frontier import frontier as frontier
-    from .research.head_roles import head_map as head_map
-    from .research.head_roles import overlaps as overlaps
-    from .research.pruning_sweep import prune_sweep as prune_sweep
-    from .research.rivals import make_baseline as make_baseline
-    from .research.shift_gap import pruning_shift_gap as pruning_shift_gap
     from .search.headmap import find_circuit as find_circuit
     from .serving.exporter import export as export
     from .training import distill as distill
@@ -54,47 +49,42 @@ if TYPE_CHECKING:
     from .uncertainty import Drift as Drift
     from .uncertainty import Policy as Policy
 
+# the same lines for Python, in the same order (tests/test_rooms.py compares them)
 _NAMES = {
+    "build": "builder",
+    "replay": "builder",
     "Cost": "costs",
-    "Drift": "uncertainty",
-    "Family": "hosts",
+    "cost": "costs",
+    "score_heads": "criteria",
+    "HydraError": "errors",
+    "Results": "evaluation",
+    "compare": "evaluation",
+    "evaluate": "evaluation",
+    "benchmark": "evaluation.latency",
+    "HydraEnsemble": "fusion",
+    "fit_policy": "fusion",
+    "fuse": "fusion",
+    "verify": "fusion",
     "HeadMask": "heads",
     "HeadScores": "heads",
-    "HydraEnsemble": "fusion",
-    "HydraError": "errors",
-    "Policy": "uncertainty",
-    "Prediction": "prediction",
-    "PromptClassifier": "hosts",
-    "Results": "evaluation",
-    "ZeroShotClassifier": "hosts",
-    "benchmark": "evaluation.latency",
-    "build": "builder",
-    "compare": "evaluation",
-    "compare_table": "evaluation",
-    "cost": "costs",
-    "distill": "training",
-    "evaluate": "evaluation",
-    "explain": "hosts",
-    "export": "serving.exporter",
-    "find_circuit": "search.headmap",
-    "finetune": "training",
-    "fit_policy": "fusion",
-    "fold": "refit",
-    "frontier": "research.cost_frontier",
-    "fuse": "fusion",
     "gate": "heads",
-    "head_map": "research.head_roles",
-    "make_baseline": "research.rivals",
-    "make_teachers": "training",
-    "overlaps": "research.head_roles",
-    "pipeline": "integrations.pipelines",
     "prune_heads_": "heads",
-    "prune_sweep": "research.pruning_sweep",
-    "pruning_shift_gap": "research.shift_gap",
+    "Family": "hosts",
+    "PromptClassifier": "hosts",
+    "ZeroShotClassifier": "hosts",
+    "explain": "hosts",
     "register_family": "hosts",
-    "score_heads": "criteria",
-    "verify": "fusion",
+    "pipeline": "integrations.pipelines",
+    "Prediction": "prediction",
+    "fold": "refit",
     "write_report": "report.page",
+    "find_circuit": "search.headmap",
+    "export": "serving.exporter",
+    "distill": "training",
+    "finetune": "training",
+    "make_teachers": "training",
+    "Drift": "uncertainty",
+    "Policy": "uncertainty",
 }
 
 __all__ = sorted(_NAMES)
@@ -112,7 +102,7 @@ def __getattr__(name: str) -> Any:
 
         raise MissingDependencyError(
             f"{name} needs the whole library with torch, and this install has the runtime only "
-            f"({error}). Install hydra-ensembles in the place of hydra-ensembles-runtime."
+            f"({error}). Install hydra-ensembles instead of hydra-ensembles-runtime."
         ) from error
     globals()[name] = value
     return value

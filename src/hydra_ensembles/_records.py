@@ -18,13 +18,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from .errors import BusyError, DiskError, FormatError, HydraError
-
-if TYPE_CHECKING:  # torch takes a second to import, and writing a file does not need it
-    from torch import Tensor, nn
-
 
 PARTIAL = ".partial"
 """How the name of a file ends that is being written, or that a killed process left."""
@@ -38,6 +34,9 @@ LOCK = ".lock"
 WAIT = 60.0
 """Seconds to wait for a process that writes for seconds, such as a save."""
 
+MOST_BYTES = 256 * 2**20
+"""JSON files larger than this are not read: real ones have a few kilobytes."""
+
 T = TypeVar("T")
 _held = threading.local()
 _DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -47,19 +46,19 @@ _DISK_WORDS = ("no space left", "file too large", "disk quota", "enforce fail", 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file beside its place and rename it; a failure leaves what was there before.
 
-    Folders that are missing are made. A device or a pipe is written as it is, and a link stays.
+    Missing folders are created. A device or a pipe is written as it is, and a link stays.
     """
     target = place_of(path)
+    data = content.encode() if isinstance(content, str) else content
     beside = target.with_name(f".{target.name}{own_suffix()}{PARTIAL}")
     with writing(target):
         if is_device(target):
-            with target.open("wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
+            target.write_bytes(data)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             with beside.open("wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(beside, target)
@@ -83,9 +82,9 @@ def holding(
     file in the folder or beside the file) ends with its process, however that ends.
 
     Args:
-        target: A folder, which is made if it is missing, or a file.
+        target: A folder, which is created if it is missing, or a file.
         wait: Seconds to wait for another holder before a `BusyError`.
-        is_file: Whether the target is a file, which need not be there.
+        is_file: Whether the target is a file, which need not exist.
     """
     from filelock import FileLock, Timeout
 
@@ -96,7 +95,6 @@ def holding(
     if key in mine:
         yield
         return
-    kind = "file" if is_file else "folder"
     with writing(target):
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +106,7 @@ def holding(
         except Timeout:
             raise BusyError(
                 f"Another process is writing {os.fspath(target)}. Wait for it, or choose another "
-                f"{kind}."
+                f"{'file' if is_file else 'folder'}."
             ) from None
         except OSError as error:
             if is_disk(error):
@@ -140,14 +138,14 @@ def read_steady(folder: Path, read: Callable[[], T]) -> T:
         with ExitStack() as opened:
             before = _file_numbers(folder, opened)
             try:
-                found = read()
+                content = read()
             except Exception as error:
                 if _file_numbers(folder) == before and not (folder / LOCK).exists():
                     raise
                 problem = error
             else:
                 if _file_numbers(folder) == before:
-                    return found
+                    return content
         try:
             with holding(folder, wait=3.0):
                 return read()
@@ -161,23 +159,23 @@ def read_steady(folder: Path, read: Callable[[], T]) -> T:
 
 
 def _file_numbers(folder: Path, opened: ExitStack | None = None) -> dict[str, int]:
-    """Return the system's number of every file in a folder: a file in its place has another one.
+    """Return the inode of every file in a folder; a file that replaces another has its own.
 
     Args:
-        folder: Without what is in its sub-folders.
-        opened: Keeps the files open: the number of an open file is not given to another one.
+        folder: Without its sub-folders.
+        opened: Keeps the files open, so that the system does not use their numbers again.
     """
-    found = {}
+    numbers = {}
     for entry in os.scandir(folder):
         if entry.is_dir(follow_symlinks=False) or entry.name.endswith(LOCK):
             continue
-        found[entry.name] = entry.inode()
+        numbers[entry.name] = entry.inode()
         if opened is not None and entry.is_file(follow_symlinks=False) and os.name == "posix":
             with suppress(OSError):  # Windows gives no number twice, and replaces no open file
                 handle = os.open(entry.path, os.O_RDONLY)
                 opened.callback(os.close, handle)
-                found[entry.name] = os.fstat(handle).st_ino
-    return found
+                numbers[entry.name] = os.fstat(handle).st_ino
+    return numbers
 
 
 def use_new_file_mode(folder: Path) -> None:
@@ -226,13 +224,13 @@ def writing(target: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:
         if not is_disk(error):
             raise
-        text = " ".join(str(error).split())
-        found = DiskError(
-            f"Cannot write {os.fspath(target)}: {text}. What was there before is still there, and "
-            "finished steps are kept: make room or choose another place, and start again."
+        refused = DiskError(
+            f"Cannot write {os.fspath(target)}: {' '.join(str(error).split())}. What was there "
+            "before is still there, and finished steps are kept: make room or choose another "
+            "place, and start again."
         )
-        found.errno, found.filename = getattr(error, "errno", None), os.fspath(target)
-        raise found from error
+        refused.errno, refused.filename = getattr(error, "errno", None), os.fspath(target)
+        raise refused from error
 
 
 def is_disk(error: BaseException) -> bool:
@@ -245,10 +243,9 @@ def is_disk(error: BaseException) -> bool:
 def inside(folder: str | os.PathLike[str], name: str) -> Path:
     """Return a file of a folder; raise when a link or its name leads out of the folder.
 
-    The cache of the hub keeps a snapshot's files as links to its own `blobs`: these are followed.
+    The hub's cache keeps a snapshot's files as links into its own `blobs`, which are followed.
     """
-    home = Path(folder).resolve()
-    path = Path(folder) / name
+    home, path = Path(folder).resolve(), Path(folder) / name
     try:
         place = path.resolve()
     except (OSError, RuntimeError) as error:  # links in a circle
@@ -262,42 +259,91 @@ def inside(folder: str | os.PathLike[str], name: str) -> Path:
     return path
 
 
-def json_digest(content: Mapping[str, Any], leave_out: str = SEAL) -> str:
-    """Return the SHA-256 of JSON data, whatever its spacing and order; one key left out."""
-    rest = {key: value for key, value in content.items() if key != leave_out}
-    return sha256_of(json.dumps(rest, sort_keys=True, ensure_ascii=True).encode())
+def sha256_of(content: bytes) -> str:
+    """Return the SHA-256 of some bytes in hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
 
 
-def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+def sha256_of_file(path: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 of a file, read piece by piece."""
+    digest = hashlib.sha256()
+    with Path(path).open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def sealed(content: Mapping[str, Any], key: str = SEAL) -> dict[str, Any]:
     """Return data as it is read back from JSON, with the digest that `check_seal` compares."""
     plain = json.loads(json.dumps(content))
-    return {**plain, SEAL: json_digest(plain)}
+    return {**plain, key: _json_digest(plain, key)}
 
 
-def check_seal(content: Mapping[str, Any], where: str | os.PathLike[str], advice: str) -> None:
-    """Raise when sealed data was changed; data without a seal passes (older, or made by hand)."""
-    if SEAL in content and content[SEAL] != json_digest(content):
+def check_seal(content: Mapping[str, Any], where: Any, advice: str, key: str = SEAL) -> None:
+    """Raise when sealed data was changed; data without a seal (written by hand) passes."""
+    if key in content and content[key] != _json_digest(content, key):
         raise FormatError(
-            f"{os.fspath(where)} is damaged: its content does not have the SHA-256 that it names. "
-            f"{advice}"
+            f"{where} was changed after it was saved: its content does not match the SHA-256 in "
+            f"it. {advice}"
         )
 
 
-def read_sealed(path: Path, what: str, advice: str) -> dict[str, Any]:
-    """Read a JSON object that was written sealed.
+def _json_digest(content: Mapping[str, Any], key: str) -> str:
+    rest = {name: value for name, value in content.items() if name != key}
+    return sha256_of(json.dumps(rest, sort_keys=True, ensure_ascii=True).encode())
+
+
+def check_version(found: Any, newest: tuple[int, int], where: Any) -> tuple[int, int]:
+    """Return a format's version; raise when it is malformed or of a newer major."""
+    if not isinstance(found, list) or [type(n) is int and n >= 0 for n in found] != [True, True]:
+        raise FormatError(f"{where} has the format version {found!r:.60}; expected two numbers.")
+    if found[0] > newest[0]:
+        raise FormatError(
+            f"{where} has format {found[0]}.{found[1]}, newer than {newest[0]}.{newest[1]} which "
+            "this library reads. Upgrade hydra-ensembles."
+        )
+    return found[0], found[1]
+
+
+def read_json(
+    source: str | os.PathLike[str],
+    what: str,
+    advice: str,
+    *,
+    error: type[Exception] = FormatError,
+) -> Any:
+    """Read JSON from text that starts with `{` or `[`, or from a file.
 
     Args:
-        path: Of the file.
+        source: The text, or a path.
         what: What it is, for errors: `"the state of a search"`.
         advice: What to do when it is damaged.
+        error: Raised when it is.
     """
+    text, where = str(source), "This"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested without end
-        raise FormatError(f"{path} is not {what} ({error}). {advice}") from None
+        if isinstance(source, os.PathLike) or not text.lstrip().startswith(("{", "[")):
+            path, where = Path(source), text
+            if not path.exists():
+                raise error(f"No file {path}: expected {what}.")
+            if path.stat().st_size > MOST_BYTES:
+                raise ValueError(f"{path.stat().st_size} bytes are too many")
+            text = path.read_text(encoding="utf-8")
+        return json.loads(text)
+    except (ValueError, RecursionError, OSError) as wrong:  # also not UTF-8, nested without end
+        if isinstance(wrong, error):
+            raise
+        raise error(f"{where} is not {what}, or damaged ({wrong}). {advice}") from None
+
+
+def read_sealed(
+    path: str | os.PathLike[str], what: str, advice: str, key: str = SEAL
+) -> dict[str, Any]:
+    """Read a JSON object (see `read_json`) and check its seal, which it keeps under `key`."""
+    content = read_json(Path(path), what, advice)
     if not isinstance(content, dict):
         raise FormatError(f"{path} is not {what} (a {type(content).__name__}). {advice}")
-    check_seal(content, path, advice)
+    check_seal(content, path, advice, key)
     return content
 
 
@@ -320,130 +366,34 @@ def to_record(
     return text
 
 
-def read_json(
-    kind: str, source: str | os.PathLike[str], *, error: type[Exception] = FormatError
-) -> Any:
-    """Read JSON from text that starts with `{` or `[`, or from a file; `kind` is for errors."""
-    text = str(source)
-    if isinstance(source, os.PathLike) or not text.lstrip().startswith(("{", "[")):
-        path = Path(source)
-        if not path.exists():
-            raise error(f"No file {path}: expected a {kind} saved by to_json().")
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as wrong:
-            raise error(
-                f"{path} is not the JSON of a {kind} ({wrong}). It is damaged or something else: "
-                f"write it again with {kind}.to_json()."
-            ) from None
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as wrong:
-        raise error(
-            f"Not the JSON of a {kind} ({wrong}). It must come from {kind}.to_json()."
-        ) from None
-
-
 def read_record(
     kind: str, source: str | os.PathLike[str], *, error: type[Exception] = FormatError
 ) -> dict[str, Any]:
-    """Read what `to_record` wrote, from text or from a file.
-
-    Args:
-        kind: The kind that it must have.
-        source: JSON text, or a path.
-        error: Raised when it is something else.
-    """
-    record = read_json(kind, source, error=error)
+    """Read what `to_record` wrote, from text or from a file; raise `error` for anything else."""
+    advice = f"Write it with {kind}.to_json()."
+    record = read_json(source, f"the JSON of a {kind}", advice, error=error)
     name = record.get("kind") if isinstance(record, dict) else type(record).__name__
     if not isinstance(record, dict) or name != kind:
-        raise error(
-            f"Expected the JSON of a {kind} but found {name!r}. It must come from {kind}.to_json()."
-        )
+        raise error(f"Expected the JSON of a {kind} but found {name!r}. {advice}")
     if record.get("version", 1) != 1:
         raise error(
             f"This {kind} has version {record['version']}, and this library reads version 1. "
-            "Update hydra-ensembles to read it."
+            "Upgrade hydra-ensembles to read it."
         )
-    if record.get(SEAL, "") != json_digest(record) and SEAL in record:
-        raise error(
-            f"This {kind} was changed after it was written: its content does not have the SHA-256 "
-            "that it names. Delete it to make it again, or copy it again from where it was made."
-        )
+    check_seal(record, f"This {kind}", "Delete it to compute it again, or copy it again.")
     return record
 
 
-def sha256_of(content: bytes) -> str:
-    """Return the SHA-256 of some bytes in hexadecimal digits."""
-    return hashlib.sha256(content).hexdigest()
-
-
-def sha256_of_file(path: str | os.PathLike[str]) -> str:
-    """Return the SHA-256 of a file, read piece by piece."""
-    digest = hashlib.sha256()
-    with Path(path).open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def tensor_bytes(tensor: Tensor) -> Any:
-    """Return a tensor's bytes without a copy; numpy has no bfloat16, so they are bytes first."""
-    import torch
-
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
-
-
-def model_fingerprint(model: nn.Module) -> str:
-    """Return a SHA-256 over the names, types, shapes and bytes of a model's tensors."""
-    return tensors_digest(model.state_dict())
-
-
-def tensors_digest(tensors: Mapping[str, Any]) -> str:
-    """Return a SHA-256 over the names, types, shapes and bytes of tensors; others are left out."""
-    import torch
-
-    whole = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        if isinstance(tensor, torch.Tensor):
-            whole.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            whole.update(tensor_bytes(tensor))
-    return whole.hexdigest()
-
-
-def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], record: str = "", *, name: str = "record"
-) -> None:
-    """Write tensors and a text of that name as one safetensors file, whole, with their digest."""
-    from safetensors.torch import save
-
-    digest = sha256_of(f"{tensors_digest(tensors)} {record}".encode())
-    write_whole(path, save(dict(tensors), metadata={name: record, SEAL: digest}))
-
-
-def read_tensors(
-    path: Path, what: str, advice: str, *, name: str = "record"
-) -> tuple[dict[str, Tensor], str]:
-    """Read what `write_tensors` wrote; see `read_sealed` for the arguments.
-
-    A file without a digest (an older one) passes.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            facts = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, ValueError, OSError) as error:
-        raise FormatError(f"{path} is not {what} ({error}). {advice}") from None
-    record: str = facts.get(name, "")
-    digest = sha256_of(f"{tensors_digest(tensors)} {record}".encode())
-    if facts.get(SEAL, digest) != digest:
-        raise FormatError(
-            f"{path} is damaged: its content does not have the SHA-256 that it names. {advice}"
-        )
-    return tensors, record
+_CONTENTS = {
+    "model": "the model's weights have changed",
+    "start": "the model's weights have changed",
+    "data": "the data has changed",
+    "inputs": "the input files have changed",
+    "ood": "the outliers have changed",
+    "outliers": "the outliers have changed",
+    "teachers": "the teachers have changed",
+}
+"""What changed, for settings that hold fingerprints, which mean nothing to people."""
 
 
 def check_same_run(
@@ -456,47 +406,34 @@ def check_same_run(
         saved: Settings as they were read back from JSON.
         now: Plain data.
     """
-    now = json.loads(json.dumps(now))  # as it would be read back: tuples become lists
-    changes = _changes("", dict(saved), now)
+    before = dict(_leaves(saved))
+    after = dict(_leaves(json.loads(json.dumps(now))))  # as it would be read back
+    changes: dict[str, None] = {}  # in order, each once
+    for name in sorted({**before, **after}):
+        values = [json.dumps(side.get(name)) for side in (before, after)]
+        if values[0] == values[1]:
+            continue
+        if any(re.search("[0-9a-f]{64}", value) for value in values):
+            root = name.partition(".")[0]
+            changes[_CONTENTS.get(root, f"{root} has changed")] = None
+        else:
+            old, new = ("not set" if value == "null" else value[:40] for value in values)
+            changes[f"{name} was {old}, is {new}"] = None
     if changes:
         more = f"; and {len(changes) - 6} more" if len(changes) > 6 else ""
         raise FormatError(
-            f"{os.fspath(where)} was written with different settings: {'; '.join(changes[:6])}"
-            f"{more}. Use the original settings to resume, or choose another folder."
+            f"{os.fspath(where)} was written with different settings: "
+            f"{'; '.join(list(changes)[:6])}{more}. Use the original settings to resume, or choose "
+            "another folder."
         )
 
 
-_CONTENTS = {
-    "model": "the model's weights have changed",
-    "start": "the model's weights have changed",
-    "data": "the data has changed",
-    "inputs": "the input files have changed",
-    "ood": "the outliers have changed",
-    "outliers": "the outliers have changed",
-    "teachers": "the teachers have changed",
-}
-"""What settings are about that hold fingerprints, which mean nothing to people."""
-
-
-def _changes(name: str, before: Any, after: Any) -> list[str]:
-    """Say in words how two values of a setting differ."""
-    if before == after:
-        return []
-    if name and re.search(r"[0-9a-f]{64}", json.dumps([before, after])):
-        return [_CONTENTS.get(name, f"{name} has changed")]
-    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        before, after = dict(enumerate(before)), dict(enumerate(after))
-    if isinstance(before, dict) and isinstance(after, dict):
-        names = {key: f"{name}.{key}".lstrip(".") for key in sorted({**before, **after})}
-        pairs = [(full, before.get(key), after.get(key)) for key, full in names.items()]
-        return [words for pair in pairs for words in _changes(*pair)]
-    return [f"{name} was {_words(before)}, is {_words(after)}"]
-
-
-def _words(value: Any) -> str:
-    if value is None:
-        return "not set"
-    text = json.dumps(value)
-    if len(text) <= 40:
-        return text
-    return f"{len(value)} values" if isinstance(value, (list, dict)) else text[:37] + "..."
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the full name and the value of every setting in nested data."""
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, inner in pairs:
+        full = f"{name}.{key}".lstrip(".")
+        if inner and isinstance(inner, (Mapping, list)):
+            yield from _leaves(inner, full)
+        else:
+            yield full, inner

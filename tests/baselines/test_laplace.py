@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_ensembles.errors import DataError, UnknownNameError
 from hydra_ensembles.research.rivals import make_baseline, relative_cost
-from hydra_ensembles.research.rivals.classifier_features import Featured
 from hydra_ensembles.research.rivals.laplace import LaplaceHead, fit_posterior
 from hydra_ensembles.research.rivals.laplace_variance import logit_variance
+from hydra_ensembles.research.rivals.parts import Featured
 from hydra_ensembles.uncertainty import energy
 
 from .quadrants import TEST, TRAIN, VALIDATION, host, logits

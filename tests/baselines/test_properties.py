@@ -13,8 +13,7 @@ from hydra_ensembles import evaluate
 from hydra_ensembles.errors import UnsupportedModelError
 from hydra_ensembles.hosts import host_model
 from hydra_ensembles.research.rivals import make_baseline, relative_cost
-from hydra_ensembles.research.rivals.classifier_features import find_classifier
-from hydra_ensembles.research.rivals.member_stack import carry_uncertainty
+from hydra_ensembles.research.rivals.parts import carry_uncertainty, find_classifier
 from hydra_ensembles.uncertainty import energy, mean_probability
 
 from ..zoo import batch as zoo_batch

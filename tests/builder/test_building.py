@@ -45,9 +45,9 @@ def outliers(count=40):
 
 def test_novelty_that_cannot_be_fitted_raises_or_warns():
     few = {"method": "random", "max_cost": None, "calibrate": False, "progress": False}
-    with pytest.raises(DataError, match="at least 10 known examples"):
+    with pytest.raises(DataError, match="10 known"):
         build(sharp("timm"), pictures(9), novelty=True, **few)
-    with pytest.warns(UserWarning, match="at least 10 known examples"):
+    with pytest.warns(UserWarning, match="10 known"):
         ensemble = build(sharp("timm"), pictures(9), **few)
     assert ensemble.novelty is None and "at least 10 known" in ensemble.record["novelty"]
     assert "novelty  not fitted: Novelty needs at least 10 known examples" in str(ensemble)
@@ -151,7 +151,7 @@ def test_a_killed_search_of_members_ends_the_same_and_a_changed_one_is_refused(t
     arguments = {"max_cost": 1.5, "folder": tmp_path, **QUICK}
     with pytest.raises(FormatError, match="seed was 0, is 1"):
         build(model, data, seed=1, **arguments)
-    with pytest.raises(FormatError, match="the data has changed"):
+    with pytest.raises(FormatError, match="data has changed"):
         build(model, pictures(seed=1), **arguments)
     with pytest.raises(FormatError, match="options"):
         build(model, data, method=Select(objective=EnsembleObjective(ece=1.0)), **arguments)
@@ -189,7 +189,7 @@ def test_switches():
         build(model, data, method="magic", progress=False)
     with pytest.raises(KeyError, match="msp"):
         build(model, data, score="mspp", progress=False)
-    with pytest.raises(MaskError, match="leaves no room"):
+    with pytest.raises(MaskError, match="no room"):
         build(model, data, max_cost=0.2, progress=False)
 
 

@@ -23,10 +23,10 @@ def with_labels(labels):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (torch.rand(30), "one whole class number"),
-        (torch.full((30,), 1000), "Label 1000 in the calibration data is out of range"),
-        (torch.full((30,), -100), "Label -100 in the calibration data is out of range"),
-        (torch.zeros(30, 3).long(), "one whole class number"),
+        (torch.rand(30), "class number"),
+        (torch.full((30,), 1000), "Label 1000.*calibration"),
+        (torch.full((30,), -100), "Label -100.*calibration"),
+        (torch.zeros(30, 3).long(), "class number"),
     ],
 )
 def test_labels_that_are_no_classes(labels, message):
@@ -35,7 +35,7 @@ def test_labels_that_are_no_classes(labels, message):
 
 
 def test_missing_labels():
-    with pytest.raises(DataError, match="no labels in the calibration data"):
+    with pytest.raises(DataError, match=r"no labels.*calibration"):
         build(sharp("timm"), [(x,) for x, _ in pictures(30)], progress=False)
 
 
@@ -46,13 +46,13 @@ def test_inputs_that_are_not_finite(value):
     ensemble = fuse(model, [HeadMask.full(model)])
     data[1][0][3, 0, 0, 0] = value
     kind = "NaN" if math.isnan(value) else "infinite"
-    with pytest.raises(DataError, match=rf"{kind}.* for 1 of 15 examples .*example 3 is the first"):
+    with pytest.raises(DataError, match=f"{kind}.*1 of 15.*example 3"):
         ensemble.predict(data[1])
     with pytest.raises(DataError, match=kind):
         collect_logits(ensemble, data)
-    with pytest.raises(DataError, match=f"{kind}.*calibration data"):
+    with pytest.raises(DataError, match=f"{kind}.*calibration"):
         build(model, data, progress=False)
-    with pytest.raises(DataError, match=f"{kind}.*noise data"):
+    with pytest.raises(DataError, match=f"{kind}.*noise"):
         build(model, pictures(30), ood={"noise": [(x,) for x, _ in data]}, progress=False)
 
 
@@ -62,7 +62,7 @@ def test_an_empty_batch_of_text():
     batch = sentences(15)[0]
     with pytest.raises(DataError, match="nothing to predict"):
         ensemble.predict({key: value[:0] for key, value in batch.items()})
-    with pytest.raises(DataError, match="at least one token"):
+    with pytest.raises(DataError, match="one token"):
         ensemble.predict({"input_ids": torch.empty(2, 0, dtype=torch.long)})
     with pytest.raises(DataError, match="empty"):
         build(model, [{key: value[:0] for key, value in batch.items()}], progress=False)
@@ -72,10 +72,10 @@ def test_the_siblings_of_build_name_them_too():
     model = sharp("timm")
     bad = pictures(30)
     bad[1][0][3, 0, 0, 0] = math.nan
-    with pytest.raises(DataError, match="NaN for 1 of 15 examples"):
+    with pytest.raises(DataError, match=r"NaN.*1 of 15"):
         score_heads(model, bad, criterion="taylor", progress=False)
-    with pytest.raises(DataError, match=r"NaN .* batch 1 of the data set 'id'"):
+    with pytest.raises(DataError, match=r"NaN.*batch 1 .*'id'"):
         find_circuit(model, id=bad, progress=False)
-    for labels, message in ((torch.rand(30), "whole class number"), (torch.full((30,), 7), "7")):
+    for labels, message in ((torch.rand(30), "class number"), (torch.full((30,), 7), "7")):
         with pytest.raises(DataError, match=message):
             find_circuit(model, id=with_labels(labels), progress=False)

@@ -181,7 +181,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     process = started("demo", "-o", tmp_path, "--epochs", 2, first=INTERRUPTED)
     error = errors_of(process)
     assert process.returncode == 130
-    assert f"Finished steps are kept in {tmp_path}: run the same command again" in error[-1]
+    assert f"Progress is saved in {tmp_path}" in error[-1]
     assert not any("Traceback" in line for line in error)
     assert list(tmp_path.rglob("*.safetensors")) and (tmp_path / "config.yaml").is_file()
 

@@ -13,7 +13,7 @@ import hydra_ensembles as hydra
 from hydra_ensembles.cli.class_names import check_labels
 from hydra_ensembles.cli.commands.try_command import _load
 from hydra_ensembles.cli.errors import one_line
-from hydra_ensembles.cli.hub_cache import hub_access, reachable
+from hydra_ensembles.cli.hub_models import hub_access, reachable
 from hydra_ensembles.cli.inputs import Reading
 from hydra_ensembles.cli.main import main
 from hydra_ensembles.cli.models import Loaded, check_sources, load_model, load_set, load_sets
@@ -124,8 +124,8 @@ def test_timm_weights_of_ones_own(tmp_path: Path) -> None:
 
 def test_an_ensemble_of_timm_remembers_its_images(tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")
-    from hydra_ensembles.cli.commands.build import save
     from hydra_ensembles.cli.models import Loaded
+    from hydra_ensembles.cli.output import save
     from hydra_ensembles.data import image_transform
 
     model = timm.create_model(

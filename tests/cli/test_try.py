@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hydra_ensembles import HydraEnsemble
+from hydra_ensembles.cli.hub_models import is_timm_name
 from hydra_ensembles.cli.main import main
-from hydra_ensembles.cli.timm_models import is_timm_name
 
 FEW = ("--members", 2, "--max-cost", 1.5, "--risk", 0.9, "--alarm", 0.1)
 
@@ -21,7 +21,7 @@ def run(*arguments: object) -> int:
 
 @pytest.fixture(scope="module")
 def mixed(shelf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of digits in which two pictures are noise."""
+    """Return a folder of digits in which two images are noise."""
     root = tmp_path_factory.mktemp("mixed") / "files"
     shutil.copytree(shelf / "digits", root)
     for number in (0, 1):
@@ -29,12 +29,12 @@ def mixed(shelf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_labelled_pictures(
+def test_labelled_images(
     shelf: Path, mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("try", shelf / "host", "--data", mixed, *FEW, "-o", tmp_path / "out") == 0
     printed = capsys.readouterr().out
-    assert "66 pictures with labels" in printed and "can be fused" in printed
+    assert "66 images with labels" in printed and "can be fused" in printed
     assert "stranger-0.png" in printed.split("Strangest:")[1].split("Least sure")[0]
     assert "your model / your model + temperature / Hydra" in printed
     page = (tmp_path / "out" / "try.html").read_text()
@@ -46,7 +46,7 @@ def test_labelled_pictures(
     assert 'title="nearest: ' in strangest and "files</h2>" not in page
     for words in (
         "At a glance",
-        "Your own pictures",
+        "Your own images",
         "What an alarm level means",
         "Calibration",
         "Wrong, and surest",
@@ -124,7 +124,7 @@ def test_ctrl_c_says_what_is_kept(
     monkeypatch.setattr(trying, "cross_fit", stop)
     assert run("try", shelf / "host", "--data", shelf / "digits", *FEW, "-o", tmp_path) == 130
     said = capsys.readouterr().err
-    assert f"kept in {tmp_path}" in said and "same command" in said
+    assert f"saved in {tmp_path}" in said and "same command" in said
     assert (tmp_path / "state" / "build.json").is_file()
     monkeypatch.undo()
     assert run("try", shelf / "host", "--data", shelf / "digits", *FEW, "-o", tmp_path) == 0

@@ -151,8 +151,7 @@ def test_errors_say_what_would_fit() -> None:
 def test_frontier_finds_the_best_within_the_budget_and_resumes(tmp_path: Path) -> None:
     model, inputs = zoo.host("vit"), zoo.batch("vit", size=6)
     labels = torch.arange(6) % 5
-    path = tmp_path / "frontier.json"
-    arguments = {"members": 2, "max_cost": 1.3, "up_to": 2.0, "progress": False, "path": path}
+    arguments = {"members": 2, "max_cost": 1.3, "up_to": 2.0, "progress": False, "folder": tmp_path}
     found = frontier(model, scores(0), [(inputs, labels)], inputs, **arguments)  # type: ignore[arg-type]
     chosen = found.chosen
     assert chosen is not None
@@ -164,7 +163,7 @@ def test_frontier_finds_the_best_within_the_budget_and_resumes(tmp_path: Path) -
     assert chosen.objective == pytest.approx(float(expected), abs=1e-5)
     objectives = [point.objective for point in found.best()]
     assert objectives == sorted(objectives, reverse=True)
-    assert Frontier.from_json(path) == found
+    assert Frontier.from_json(tmp_path / "frontier.json") == found
     assert "<- chosen" in str(found)
 
     def never(masks: object) -> float:

@@ -141,13 +141,13 @@ def test_losses_that_cannot_be_used_are_refused():
     free = {k: v for k, v in batch.items() if k != "labels"}
     with pytest.raises(DataError, match="no labels"):
         score_heads(model, [free], criterion="his")
-    with pytest.raises(DataError, match="one number for each"):
+    with pytest.raises(DataError, match="one number"):
         score_heads(model, [batch], loss=F.cross_entropy)
     with pytest.raises(DataError, match="Pass loss="):
         score_heads(model, [{**batch, "labels": torch.rand(6, 3)}])
     with pytest.raises(UnsupportedModelError, match="no gradient"):
         score_heads(model, [batch], loss=lambda logits, labels: logits.detach().amax(-1))
-    with pytest.raises(DataError, match="nothing could be counted"):
+    with pytest.raises(DataError, match="counted"):
         score_heads(model, [])
     with pytest.raises(DataError, match="data is None"):
         score_heads(model, None, criterion="his")

@@ -119,5 +119,5 @@ def test_what_is_wrong_is_said() -> None:
         adversarial(Small(), [(images, labels)], attack="cw")
     with pytest.raises(DataError, match="images and labels"):
         list(adversarial(Small(), [images]))
-    with pytest.raises(DataError, match="expected logits"):
+    with pytest.raises(DataError, match="logits"):
         list(adversarial(lambda x: x, [(images, labels)]))

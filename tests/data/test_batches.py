@@ -274,9 +274,9 @@ def test_a_batch_is_split_checked_and_moved_at_once(batch: object) -> None:
 def test_a_batch_that_cannot_be_read_is_refused() -> None:
     (inputs,), kwargs, labels = read_batch(images(2))
     assert torch.equal(inputs, images(2)) and kwargs == {} and labels is None
-    with pytest.raises(DataError, match=r"NaN for 1 of 2 examples in the batch"):
+    with pytest.raises(DataError, match=r"NaN.*1 of 2"):
         read_batch((torch.tensor([[1.0], [float("nan")]]), torch.arange(2)))
-    with pytest.raises(DataError, match=r"nothing to predict in the test data"):
+    with pytest.raises(DataError, match=r"nothing.*test data"):
         read_batch(torch.zeros(0, 3), where="the test data")
     with pytest.raises(DataError, match="tuple of 3"):
         read_batch((1, 2, 3))

@@ -67,7 +67,7 @@ def test_batches_are_halved(kind: Any, room: int, said: list[int]) -> None:
 def test_a_single_example_that_does_not_fit_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(DataError, match="single example of the data set 'data'"):
+        with pytest.raises(DataError, match=r"single example.*'data'"):
             collect_logits(small(0), DATA)
 
 
@@ -85,7 +85,7 @@ def test_novelty_and_heads_go_on_too() -> None:
 
 
 def test_training_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(HydraError, match=r"smaller batches.*kept in"):
+    with pytest.raises(HydraError, match=r"smaller batches.*kept"):
         finetune(small(4), DATA, epochs=1, folder=tmp_path, progress=False)
 
 
@@ -102,7 +102,7 @@ def test_the_command_line_halves_too(tmp_path: Path) -> None:
     records = [Record(str(file), {}) for file in files]
     transform = hydra.data.ImageTransform(size=16, mean=(0.5,), std=(0.5,))
     whole = answer_records(Loaded(small(), "x", transform=transform, key=None), records)
-    with pytest.warns(UserWarning, match="Memory ran out on"):
+    with pytest.warns(UserWarning, match="Memory ran out"):
         found = answer_records(Loaded(small(2), "x", transform=transform, key=None), records)
     assert [row["class"] for row in found] == [row["class"] for row in whole]
 
@@ -123,7 +123,7 @@ class Dying(Dataset[Any]):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_loading_process_that_dies_is_told() -> None:
     loader = DataLoader(Dying(), batch_size=2, num_workers=1)
-    with pytest.raises(DataError, match="A process that loads the known data died"):
+    with pytest.raises(DataError, match=r"process.*known data"):
         collect_logits(nn.Flatten(), loader, name="known data")
 
 
@@ -145,7 +145,7 @@ def test_memory_of_a_process_that_died_is_told() -> None:
     def batches() -> Any:
         yield announced.detach()
 
-    with pytest.raises(DataError, match="A process that loads the known data died"):
+    with pytest.raises(DataError, match=r"process.*known data"):
         list(telling_lost_workers(batches(), "known data"))
 
 

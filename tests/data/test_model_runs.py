@@ -99,7 +99,7 @@ def test_outputs_of_any_form(output, shape):
 
 
 def test_an_output_without_logits_is_refused():
-    with pytest.raises(DataError, match="Is it a classifier"):
+    with pytest.raises(DataError, match="classifier"):
         inf.member_logits_of(SimpleNamespace(hidden=torch.randn(2, 3)))
 
 
@@ -154,25 +154,23 @@ def test_bad_data_is_named():
         collect(used)
     bad = X.clone()
     bad[0] = torch.nan
-    with pytest.raises(DataError, match=r"NaN for 1 of 10 examples in batch 1 of .*'svhn'"):
+    with pytest.raises(DataError, match=r"NaN.*1 of 10.*batch 1 .*'svhn'"):
         collect([(X, Y), (bad, Y)])
-    with pytest.raises(
-        DataError, match=r"Label 7 in batch 0 of .*'svhn' is out of range.*3 classes"
-    ):
+    with pytest.raises(DataError, match=r"Label 7.*batch 0 .*'svhn'.*3 classes"):
         collect([(X, torch.full((10,), 7))])
-    with pytest.raises(DataError, match=r"Label -100 in batch 0 of .*'svhn'"):
+    with pytest.raises(DataError, match=r"Label -100.*batch 0 .*'svhn'"):
         collect([(X, torch.full((10,), -100))])
-    with pytest.raises(DataError, match=r"failed on batch 0 of .*'svhn' .*\[2, 5\]"):
+    with pytest.raises(DataError, match=r"failed.*batch 0 .*'svhn'.*\[2, 5\]"):
         collect([(torch.randn(2, 5), Y[:2])])
-    with pytest.raises(DataError, match=r"no labels in batch 0 of .*'svhn'"):
+    with pytest.raises(DataError, match=r"no labels.*batch 0 .*'svhn'"):
         collect([X], need_labels=True)
-    with pytest.raises(DataError, match=r"Some batches of .*'svhn' have labels"):
+    with pytest.raises(DataError, match=r"Some batches.*'svhn'"):
         collect([(X, Y), (X,)])
-    with pytest.raises(DataError, match=r"4 labels for 10 examples in batch 0 of .*'svhn'"):
+    with pytest.raises(DataError, match=r"4 labels.*10 examples.*batch 0 .*'svhn'"):
         collect([(X, Y[:4])])
-    with pytest.raises(DataError, match=r"Multi-label and regression"):
+    with pytest.raises(DataError, match="Multi-label"):
         collect([(X, torch.rand(10))])
-    with pytest.raises(DataError, match=r"In batch 0 of .*'svhn': A batch is a tuple of 3 things"):
+    with pytest.raises(DataError, match=r"batch 0 .*'svhn'.*tuple of 3"):
         collect([(X, Y, X)])
 
 
@@ -200,12 +198,12 @@ def test_members_may_not_change_between_batches():
             self.members += 1
             return torch.zeros(len(x), self.members, 3)
 
-    with pytest.raises(DataError, match=r"2 members x 3 classes, but 1 x 3 before"):
+    with pytest.raises(DataError, match=r"2 members.*1 x 3"):
         collect([X, X], Growing())
 
 
 def test_other_numbers_of_classes_are_refused():
-    with pytest.raises(DataError, match=r"3 classes on the data set 'svhn' but 10"):
+    with pytest.raises(DataError, match=r"3 classes.*'svhn'.*10"):
         list(inf.iterate_answers(Host(), [X], name="svhn", classes=10))
 
 

@@ -108,7 +108,7 @@ def test_batches_as_tuples_and_without_labels(folder: Path) -> None:
 def test_class_names_of_the_host_decide_the_numbers(folder: Path) -> None:
     data = image_folder(folder, SMALL, class_names=["cat", "dog", "9", "10"])
     assert sorted(set(data.labels.tolist())) == [0, 2, 3]
-    with pytest.raises(DataError, match=r"'10'.*none of the 2 class names"):
+    with pytest.raises(DataError, match=r"'10'.*2 class names"):
         image_folder(folder, SMALL, class_names=["cat", "9"])
 
 
@@ -120,10 +120,10 @@ def test_a_table_of_labels(folder: Path, tmp_path: Path) -> None:
     data = image_folder(folder, SMALL, labels=table)
     assert data.labels.tolist() == [7, 3]
     assert [f.name for f in data.files] == ["1.jpg", "0.png"]
-    with pytest.raises(DataError, match=r"no column 'lable'.*'label'.*columns: file, label"):
+    with pytest.raises(DataError, match=r"'lable'.*'label'.*file, label"):
         image_folder(folder, SMALL, labels=table, label_column="lable")
     table.write_text("file,label\nnone.png,1\n")
-    with pytest.raises(DataError, match=r"Row 1 .*none\.png.*is not there"):
+    with pytest.raises(DataError, match=r"Row 1 .*none\.png"):
         image_folder(folder, SMALL, labels=table)
     table.write_text("file,label\n0.png,1\n")
     with pytest.raises(DataError, match="3 times"):
@@ -135,7 +135,7 @@ def test_a_broken_picture_is_named_or_left_out(folder: Path) -> None:
     (folder / "cat" / "0.png").write_bytes(b"no picture at all")
     with pytest.raises(DataError, match=r"9/1\.jpg.*skip_broken=True"):
         list(image_folder(folder, SMALL, batch_size=4))
-    with pytest.warns(UserWarning, match=r"Left out 2 broken of 12 .*9/1\.jpg, cat/0\.png"):
+    with pytest.warns(UserWarning, match=r"2 broken.*12 .*9/1\.jpg, cat/0\.png"):
         data = image_folder(folder, SMALL, batch_size=4, skip_broken=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once, not at every pass
@@ -245,12 +245,12 @@ def test_pairs_names_limits_and_headerless_files(tmp_path: Path) -> None:
 def test_text_errors_help(tmp_path: Path) -> None:
     tokenizer = Tokenizer()
     path = write_tsv(tmp_path / "a.tsv")
-    with pytest.raises(DataError, match=r"no column 'labels'.*'label'.*columns: label, content"):
+    with pytest.raises(DataError, match=r"'labels'.*'label'.*label, content"):
         text_file(path, tokenizer, label_column="labels")
     with pytest.raises(DataError, match=r"b\.tsv does not exist"):
         text_file(tmp_path / "b.tsv", tokenizer)
     (tmp_path / "c.csv").write_text("id,words\n1,a\n")
-    with pytest.raises(DataError, match=r"no text column.*columns: id, words"):
+    with pytest.raises(DataError, match=r"text column.*id, words"):
         text_file(tmp_path / "c.csv", tokenizer)
     (tmp_path / "d.csv").write_text("label,text\n1,a\n0,b,c\n")
     with pytest.raises(DataError, match=r"Line 3 .*3 fields.*2 columns"):
@@ -319,7 +319,7 @@ def test_saved_datasets_of_text_and_images(tmp_path: Path) -> None:
         tmp_path / "text", tokenizer=Tokenizer(), class_names=["positive", "negative"]
     )
     assert swapped.labels.tolist() == [1, 0, 0, 1]
-    with pytest.raises(DataError, match=r"no column 'y'.*sentence, label"):
+    with pytest.raises(DataError, match=r"'y'.*sentence, label"):
         load_data(tmp_path / "text", tokenizer=Tokenizer(), label_column="y")
 
     both = {"image": [picture(i) for i in range(5)], "label": [0, 1, 0, 1, 1]}

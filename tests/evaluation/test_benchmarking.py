@@ -44,7 +44,7 @@ def test_counts_memory_and_shape_of_the_result() -> None:
     stored = sum(p.numel() * p.element_size() for p in zoo.host("vit").parameters())
     assert result["single", 1].weight_bytes == pytest.approx(stored, rel=0.01)
     assert result["single", 3].activation_bytes > result["single", 1].activation_bytes
-    with pytest.raises(DataError, match="No timing of 'other' at batch 1"):
+    with pytest.raises(DataError, match=r"'other'.*batch 1"):
         result["other", 1]
 
 
@@ -149,7 +149,7 @@ def test_peak_memory_is_what_lives_at_once() -> None:
 
 def test_saved_results_print_and_draw(tmp_path: Path) -> None:
     from hydra_ensembles.report.svg import save
-    from hydra_ensembles.research.cost_figures import plot_benchmark
+    from hydra_ensembles.research.figures import plot_benchmark
 
     result = run()
     path = tmp_path / "deep" / "result.json"
@@ -167,8 +167,8 @@ def test_saved_results_print_and_draw(tmp_path: Path) -> None:
 
 
 def test_growth_and_frontier_draw() -> None:
-    from hydra_ensembles.research.cost_figures import plot_frontier, plot_growth
     from hydra_ensembles.research.cost_frontier import Frontier, Point
+    from hydra_ensembles.research.figures import plot_frontier, plot_growth
 
     model = zoo.host("vit")
     models = {"single": model, "1": hydra.fuse(model, MASKS[:1]), "2": hydra.fuse(model, MASKS[:2])}
@@ -190,5 +190,5 @@ def test_growth_and_frontier_draw() -> None:
 def test_nothing_to_run_is_an_error() -> None:
     with pytest.raises(DataError, match="No models"):
         benchmark({}, torch.zeros(1))
-    with pytest.raises(DataError, match="expected positive numbers"):
+    with pytest.raises(DataError, match="positive"):
         benchmark({"single": zoo.host("vit")}, zoo.batch("vit"), rounds=0)

@@ -136,7 +136,7 @@ def test_groups_of_sets_have_means_of_their_own(results):
         assert found[f"ood/near/noise/{key}"] == near
         assert found[f"ood/near/mean/{key}"] == pytest.approx((near + far) / 2)
         assert found[f"ood/mean/{key}"] == pytest.approx((near + 2 * far) / 3)
-    with pytest.raises(DataError, match="cannot be called 'mean'"):
+    with pytest.raises(DataError, match="'mean'"):
         evaluate(Ensemble(), TEST, ood={"near": {"mean": OOD["far"]}})
 
 
@@ -280,7 +280,7 @@ def test_names_are_found_by_their_other_spelling(results):
     assert results["ood/noise/msp/AUROC"] == results["ood/noise/AUROC"]
     assert "ood/mean/msp/FPR95" in results
     assert results.get("ood/noise/entropy/AUROC") is None
-    with pytest.raises(UnknownNameError, match=r"no 'cls/Accuracy'.*cls/Acc"):
+    with pytest.raises(UnknownNameError, match=r"'cls/Accuracy'.*cls/Acc"):
         results["cls/Accuracy"]
 
 
@@ -290,7 +290,7 @@ def test_a_perfect_model_has_no_failures_to_rank():
     assert perfect["cls/Acc"] == 1.0
     assert perfect["sc/AURC"] == 0.0
     assert "fail/AUROC" not in perfect
-    with pytest.raises(UnknownNameError, match="every prediction is right"):
+    with pytest.raises(UnknownNameError, match="is right"):
         perfect["fail/AUROC"]
 
 
@@ -318,17 +318,17 @@ def test_bad_input_names_the_data_set():
         evaluate(model, batches(bad, Y))
     with pytest.raises(DataError, match=r"NaN .*'ood/holes'"):
         evaluate(model, TEST, ood={"holes": batches(bad)})
-    with pytest.raises(DataError, match=r"Label 5 .*'shift/fog' is out of range.*5 classes"):
+    with pytest.raises(DataError, match=r"Label 5.*'shift/fog'.*5 classes"):
         evaluate(model, TEST, shifts={"fog": batches(X, Y + 1)})
     with pytest.raises(DataError, match=r"'ood/svhn' is empty"):
         evaluate(model, TEST, ood={"svhn": []})
-    with pytest.raises(DataError, match=r"failed on batch 0 of .*'ood/wide'.*\[4, 9\]"):
+    with pytest.raises(DataError, match=r"failed.*batch 0 .*'ood/wide'.*\[4, 9\]"):
         evaluate(model, TEST, ood={"wide": [{"x": torch.randn(4, 9)}]})
-    with pytest.raises(DataError, match=r"no labels in batch 0 of .*'id'"):
+    with pytest.raises(DataError, match=r"no labels.*batch 0 .*'id'"):
         evaluate(model, batches(X))
-    with pytest.raises(DataError, match=r"no labels in batch 0 of .*'temperature'"):
+    with pytest.raises(DataError, match=r"no labels.*batch 0 .*'temperature'"):
         evaluate(model, TEST, temperature=batches(X))
-    with pytest.raises(DataError, match="cannot be called 'mean'"):
+    with pytest.raises(DataError, match="'mean'"):
         evaluate(model, TEST, ood={"mean": TEST})
     with pytest.raises(UnknownNameError, match="Did you mean 'energy'"):
         evaluate(model, TEST, score=["msp", "enrgy"])
@@ -339,7 +339,7 @@ def test_other_classes_on_ood_data_are_refused():
         def forward(self, x):
             return x[:, : 5 if x.shape[0] == 32 else 4]
 
-    with pytest.raises(DataError, match=r"4 classes on the data set 'ood/other' but 5"):
+    with pytest.raises(DataError, match=r"4 classes.*'ood/other'.*5"):
         evaluate(Changing(), batches(X[:32], Y[:32]), ood={"other": batches(X[:8])})
 
 

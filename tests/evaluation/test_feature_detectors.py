@@ -91,11 +91,11 @@ def test_labels_need_not_be_contiguous():
 
 
 def test_bad_input_is_named():
-    with pytest.raises(DataError, match=r"batch 0 of the data set 'ood/tokens' are \[4, 5, 6\]"):
+    with pytest.raises(DataError, match=r"batch 0 .*'ood/tokens'.*\[4, 5, 6\]"):
         evaluate_features(nn.Identity(), TEST, train=TRAIN, ood={"tokens": [torch.randn(4, 5, 6)]})
     with pytest.raises(DataError, match="'ood/none' is empty"):
         evaluate_features(nn.Identity(), TEST, train=TRAIN, ood={"none": []})
-    with pytest.raises(DataError, match="'train' has no labels"):
+    with pytest.raises(DataError, match=r"'train'.*no labels"):
         evaluate_features(nn.Identity(), TEST, train=[x for x, _ in TRAIN], ood=FAR)
     with pytest.raises(UnknownNameError, match="feature detector"):
         evaluate_features(nn.Identity(), TEST, train=TRAIN, ood=FAR, methods=["vim"])

@@ -110,7 +110,7 @@ def test_an_oracle_has_no_excess_and_nobody_less(case):
 def test_bad_input_names_the_set():
     with pytest.raises(DataError, match=r"'val'.*2 or more"):
         risk_coverage(torch.rand(1), torch.ones(1), name="val")
-    with pytest.raises(DataError, match=r"'val' are NaN"):
+    with pytest.raises(DataError, match=r"'val'.*NaN"):
         risk_coverage(torch.full((3,), float("nan")), torch.ones(3), name="val")
 
 

@@ -20,7 +20,7 @@ from hydra_ensembles.heads.gates import gate
 from hydra_ensembles.heads.head_mask import HeadMask, HeadScores
 from hydra_ensembles.hosts import host_model
 from hydra_ensembles.research import pruning_sweep as module
-from hydra_ensembles.research.pruning_figures import (
+from hydra_ensembles.research.figures import (
     plot_alpha,
     plot_head_scores,
     plot_prune_sweep,
@@ -200,7 +200,7 @@ def test_alpha_can_be_chosen_on_held_out_data():
 
 
 def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, sweep):
-    path = tmp_path / "masks.json"
+    path = tmp_path / "measured.json"
     measured = []
     original = module.pruned
 
@@ -212,17 +212,17 @@ def test_a_stopped_sweep_goes_on(tmp_path, monkeypatch, sweep):
 
     monkeypatch.setattr(module, "pruned", counting)
     with pytest.raises(KeyboardInterrupt):
-        small_sweep(resume=path)
+        small_sweep(folder=tmp_path)
     assert len(json.loads(path.read_text())["outcomes"]) == 3
     with monkeypatch.context() as patch:
         patch.setattr(module, "score_heads", None)  # scores are kept too: calling it would raise
-        resumed = small_sweep(resume=path)
+        resumed = small_sweep(folder=tmp_path)
     assert len(set(measured)) == len(sweep.outcomes) and len(measured) == len(sweep.outcomes) + 1
     assert resumed.to_json() == sweep.to_json()
     other = [(pixels * 2, labels) for pixels, labels in TEST]
-    with pytest.raises(FormatError, match="the data has changed"):
+    with pytest.raises(FormatError, match="data has changed"):
         prune_sweep(
-            vit(), other, criteria=["his"], calibration=CALIBRATION, resume=path, progress=False
+            vit(), other, criteria=["his"], calibration=CALIBRATION, folder=tmp_path, progress=False
         )
 
 
@@ -326,7 +326,7 @@ def test_what_cannot_be_swept_is_refused(sweep):
         small_sweep(criteria=["hsi"])
 
 
-def test_pictures(sweep):
+def test_figures(sweep):
     axes = plot_prune_sweep(sweep, "stability")
     assert len(axes.get_lines()) >= 5 and "tability" in axes.get_ylabel()
     labels = {text.get_text() for text in axes.get_legend().get_texts()}
@@ -350,4 +350,3 @@ def test_pictures(sweep):
     bars = plot_shift_gaps([{"criterion": c, "ratio": 0.3, "shift": s, **gap} for c, s in kinds])
     assert len(bars.patches) == 2 + 4  # before, and after for both criteria
     assert max(bar.get_height() for bar in bars.patches) == 0.3
-    mpl.pyplot.close("all")

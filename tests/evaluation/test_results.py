@@ -74,8 +74,8 @@ def test_saved_and_loaded_with_examples(strong, weak, tmp_path):
     ("text", "message"),
     [
         ("{", "not JSON"),
-        ("[]", "no record of results"),
-        ('{"format": "other"}', "no record of results"),
+        ("[]", "record of results"),
+        ('{"format": "other"}', "record of results"),
         ('{"format": "hydra-ensembles/results", "version": 99}', "newer than 1"),
         ('{"format": "hydra-ensembles/results", "version": 1}', "damaged"),
         ('{"format": "hydra-ensembles/results", "name": "x", "figures": {"a": "b"}}', "damaged"),
@@ -113,7 +113,7 @@ def test_patterns_choose_figures(strong, weak):
         "ood/mean/AUROC ↑",
     ]
     assert "ood/far/energy/AUROC" in compare_table([strong], keys="ood/**/AUROC")
-    with pytest.raises(DataError, match="No figure is called 'ood/nope'"):
+    with pytest.raises(DataError, match="'ood/nope'"):
         compare_table([strong], keys=["ood/nope"])
     with pytest.raises(DataError, match="no results"):
         compare_table([])
@@ -190,13 +190,13 @@ def test_pairing_is_what_makes_it_sharp(strong, weak):
 
 
 def test_comparisons_need_the_same_data(strong, weak):
-    with pytest.raises(DataError, match="hold no examples"):
+    with pytest.raises(DataError, match="no examples"):
         compare(Results.from_json(strong.to_json()), weak)
-    with pytest.raises(DataError, match="other labels in 'id'"):
+    with pytest.raises(DataError, match=r"other labels.*'id'"):
         compare(weak, evaluate(WEAK, batches(X.flip(0), Y.flip(0)), name="shuffled"))
-    with pytest.raises(DataError, match=r"saw 300 examples of 'id' .* saw 200"):
+    with pytest.raises(DataError, match=r"300 .*'id'.* 200"):
         compare(weak, evaluate(WEAK, batches(X[:200], Y[:200]), name="short"))
-    with pytest.raises(DataError, match="same main score"):
+    with pytest.raises(DataError, match="main score"):
         compare(weak, evaluate(WEAK, TEST, score="energy", name="energetic"))
 
 

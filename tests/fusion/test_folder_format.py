@@ -15,9 +15,10 @@ import torch
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HydraEnsemble
-from hydra_ensembles._records import model_fingerprint, sha256_of_file
+from hydra_ensembles._records import sealed, sha256_of_file
+from hydra_ensembles._tensors import model_fingerprint
 from hydra_ensembles.errors import FormatError
-from hydra_ensembles.fusion.folder_schema import DIGEST, FIELDS, read_config, signed
+from hydra_ensembles.fusion.folder_schema import DIGEST, Config, read_config
 from hydra_ensembles.fusion.folder_writer import SAVING, finish_saving
 from hydra_ensembles.hosts.architecture import rebuild_host
 from tests import zoo
@@ -44,7 +45,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any], *, sign: bool = True) -> None:
     config = json.loads((folder / "config.json").read_text())
     change(config)
-    (folder / "config.json").write_text(json.dumps(signed(config) if sign else config))
+    (folder / "config.json").write_text(json.dumps(sealed(config, DIGEST) if sign else config))
 
 
 def test_a_config_that_was_changed_by_hand_is_refused(folder: Path) -> None:
@@ -52,7 +53,7 @@ def test_a_config_that_was_changed_by_hand_is_refused(folder: Path) -> None:
     with pytest.raises(FormatError, match="changed after it was saved"):
         HydraEnsemble.from_pretrained(folder)
     rewrite(folder, lambda c: c.pop(DIGEST), sign=False)
-    with pytest.raises(FormatError, match=f"lacks {DIGEST}"):
+    with pytest.raises(FormatError, match=f"missing required field `{DIGEST}`"):
         HydraEnsemble.from_pretrained(folder)
 
 
@@ -63,15 +64,16 @@ def test_spacing_does_not_matter(folder: Path) -> None:
 
 
 WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "temperature is wrong": lambda c: c.update(temperature=-1.0),
-    "temperature is wrong ('1.0": lambda c: c.update(temperature="1.0"),
-    "temperature is wrong (Temperature nan": lambda c: c.update(temperature=float("nan")),
+    "temperature is -1.0: expected": lambda c: c.update(temperature=-1.0),
+    "temperature is '1.0': expected": lambda c: c.update(temperature="1.0"),
+    "temperature is nan: expected": lambda c: c.update(temperature=float("nan")),
+    "temperature is True: expected": lambda c: c.update(temperature=True),
     "2 member_temperatures for 4": lambda c: c.update(member_temperatures=[1.0, 2.0]),
-    "score is wrong (Unknown score": lambda c: c.update(score="mps"),
-    "mode is wrong": lambda c: c.update(mode="both"),
-    "labels is wrong": lambda c: c["labels"].pop("0"),
-    "names 4 classes, but the model tells 5": lambda c: c["labels"].pop("4"),
-    "masks is wrong": lambda c: c["masks"][0][0].__setitem__(0, 2),
+    "Unknown score 'mps'. Did you mean 'msp'": lambda c: c.update(score="mps"),
+    "mode is 'both': expected one of fused, loop": lambda c: c.update(mode="both"),
+    "labels is {'1'": lambda c: c["labels"].pop("0"),
+    "has 4 class names, but the model has 5": lambda c: c["labels"].pop("4"),
+    "masks[0][0][0] is 2: expected `int` <= 1": lambda c: c["masks"][0][0].__setitem__(0, 2),
     "masks differ": lambda c: c["masks"][1].pop(),
     "trunk keeps other heads": lambda c: [m[0].__setitem__(0, 0) for m in c["masks"]],
     "by its mask": lambda c: c["masks"][2].__setitem__(2, [1, 1, 1, 1]),
@@ -79,22 +81,37 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "same head twice": lambda c: c["plan"]["layers"][1]["heads"][0].__setitem__(0, 1),
     "streams that are not there": lambda c: c["plan"]["streams"].__setitem__(0, 9),
     "names a member beyond": lambda c: c["plan"]["layers"][0]["members"].__setitem__(0, 9),
-    "copies of 1.norm2 are 5": lambda c: c["copies"].update({"1.norm2": 5}),
-    "copies is wrong": lambda c: c["copies"].update({"1.nothing": 2}),
-    "readout is wrong": lambda c: c["readout"].update(tokens=-1),
+    "1.norm2 has 5 copies, expected one of [1, 2]": lambda c: c["copies"].update({"1.norm2": 5}),
+    "copies has '1.nothing', expected": lambda c: c["copies"].update({"1.nothing": 2}),
+    "readout.tokens is -1: expected": lambda c: c["readout"].update(tokens=-1),
     "all tokens are read": lambda c: c["readout"].update(tokens=None),
-    "float16": lambda c: c.update(dtype="float16"),
-    "dtype is wrong": lambda c: c.update(dtype="int8"),
-    "says that the tensor": lambda c: c.update(aliases={"a": "b"}),
-    "not the name of a file": lambda c: c.update(files={"../../secret": "0" * 64}),
+    "dtype in config.json is float16, but": lambda c: c.update(dtype="float16"),
+    "dtype is 'int8': expected one of": lambda c: c.update(dtype="int8"),
+    "say that the tensor 'a' is 'b'": lambda c: c.update(aliases={"a": "b"}),
+    "files has '../../secret', expected the name": lambda c: c.update(
+        files={"../../secret": "0" * 64}
+    ),
     "blocks at 'elsewhere'": lambda c: c.update(blocks_path="elsewhere"),
     "family 'bert'": lambda c: c.update(family="bert"),
     "num_hidden_layers = 3000": lambda c: c["host"]["config"].update(num_hidden_layers=3000),
     "hidden_size = 1e+09": lambda c: c["host"]["config"].update(hidden_size=10**9),
     "Cannot build the host": lambda c: c["host"]["config"].update(hidden_act="gleu"),
     "does not fit the host": lambda c: c["host"]["config"].update(intermediate_size=60_000),
-    "policy is wrong": lambda c: c.update(policy={"threshold": 0.1}),
-    "image_transform is wrong": lambda c: c.update(image_transform={"size": -5}),
+    "policy is {'threshold'": lambda c: c.update(policy={"threshold": 0.1}),
+    "engine is 'neither': expected one of fused, host": lambda c: c["switches"].update(
+        engine="neither"
+    ),
+    "rotary is 'round', expected some of": lambda c: c["switches"].update(rotary="round"),
+    "switches.share_trunk is 1: expected `bool`": lambda c: c["switches"].update(share_trunk=1),
+    "needs folds and cuts": lambda c: c["switches"].update(engine="host"),
+    "not have one cut for each": lambda c: c["switches"].update(engine="host", folds=True, cuts=[]),
+    "host.buffers[...] is {'a': 'int8'}: expected one of": lambda c: c["host"].update(
+        buffers={"a": "int8"}
+    ),
+    "plan.layers[0].shared is 1: expected `bool`": lambda c: c["plan"]["layers"][0].update(
+        shared=1
+    ),
+    "image_transform is {'size'": lambda c: c.update(image_transform={"size": -5}),
 }
 
 
@@ -106,15 +123,57 @@ def test_a_wrong_field_is_refused_by_its_name(folder: Path, words: str) -> None:
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("name", FIELDS)
-@pytest.mark.parametrize("value", [[], {}, -3, "x", [[{"a": None}]], 1e400, None])
-def test_no_value_of_a_field_gives_a_raw_error(folder: Path, name: str, value: Any) -> None:
+LOADS = {
+    **{key: {} for key in ("copies", "switches", "aliases", "libraries", "files", "record")},
+    **dict.fromkeys(("temperature", "member_temperatures", "labels", "policy", "novelty")),
+    "image_transform": None,
+    "merged": [],
+}
+"""The one value of those below that a field may have: it is empty, or not set."""
+
+SAYS = {
+    "format": "is not the config of a Hydra ensemble",
+    "format_version": "has the format version {value}; expected two numbers",
+    DIGEST: "was changed after it was saved",
+    ("family", "x"): "describes x blocks at",
+    ("blocks_path", "x"): "blocks at 'x', but",
+    ("score", "x"): "Unknown score 'x'. Known: energy",
+    ("mode", "x"): "mode is 'x': expected one of fused, loop",
+    ("dtype", "x"): "dtype is 'x': expected one of float32, bfloat16, float16, float64",
+    ("sha256", "x"): "sha256 is 'x': expected `str` matching regex",
+    ("temperature", -3): "temperature is -3: expected `float` >= 0.0001",
+    ("temperature", 1e400): "temperature is inf: expected `float` <= 10000.0",
+    ("masks", "[]"): "masks is []: expected `array` of length >= 1",
+    ("member_temperatures", "[]"): "there are 0 member_temperatures for 4 members",
+    ("labels", "{}"): "labels is {{}}, expected the classes from 0",
+    ("policy", "{}"): "policy",
+    ("novelty", "{}"): "novelty and the file novelty.safetensors belong together",
+    ("image_transform", "{}"): "image_transform is {{'exif_orientation': False}}, expected all",
+    ("plan", "{}"): "plan is {{}}: object missing required field `trunk`",
+    ("readout", "{}"): "readout is {{}}: object missing required field `tokens`",
+    ("host", "{}"): "host is {{}}: object missing required field `library`",
+    ("masks", "[[{'a': None}]]"): "masks[0][0] is {{'a': None}}: expected `array`, got `object`",
+    ("merged", "[[{'a': None}]]"): "merged[0] is [{{'a': None}}]: expected `str`, got `array`",
+    ("member_temperatures", "[[{'a': None}]]"): "member_temperatures[0] is [{{'a': None}}]: expec",
+}
+"""What is said instead of the field, the value and the type that was expected."""
+
+
+@pytest.mark.parametrize("name", Config.__struct_fields__)
+@pytest.mark.parametrize("value", [[], {}, -3, "x", [[{"a": None}]], 1e400, None], ids=repr)
+def test_a_damaged_field_says_what_was_found_and_expected(
+    folder: Path, name: str, value: Any
+) -> None:
     rewrite(folder, lambda c: c.update({name: value}), sign=name != DIGEST)
-    try:
-        loaded = HydraEnsemble.from_pretrained(folder)
-    except FormatError:
+    if name in LOADS and value == LOADS[name]:
+        HydraEnsemble.from_pretrained(folder).predict(zoo.batch("vit"))
         return
-    loaded.predict(zoo.batch("vit"))
+    key = repr(value) if isinstance(value, (list, dict)) else value
+    usual = "{name} is {value}: expected `"
+    words = SAYS.get(name) or SAYS.get((name, key)) or usual
+    with pytest.raises(FormatError) as refused:
+        HydraEnsemble.from_pretrained(folder)
+    assert words.format(name=name, value=repr(value)) in str(refused.value)
 
 
 def test_an_absurd_size_costs_no_memory(folder: Path) -> None:
@@ -222,7 +281,7 @@ def test_nothing_outside_the_folder_is_read(folder: Path, tmp_path: Path) -> Non
         (folder / name).unlink()
         (tmp_path / name).rename(folder / name)
     rewrite(folder, lambda config: config["files"].update({"../secret": "0" * 64}))
-    with pytest.raises(FormatError, match="not the name of a file"):
+    with pytest.raises(FormatError, match="expected the name of a file"):
         HydraEnsemble.from_pretrained(folder)
 
 
@@ -278,7 +337,7 @@ def test_a_policy_is_whole(tmp_path: Path) -> None:
     for key in ensemble.policy.to_dict():
         whole = (tmp_path / "config.json").read_text()
         rewrite(tmp_path, lambda config, k=key: config["policy"].pop(k))
-        with pytest.raises(FormatError, match="policy is wrong"):
+        with pytest.raises(FormatError, match="policy is"):
             HydraEnsemble.from_pretrained(tmp_path)
         (tmp_path / "config.json").write_text(whole)
 

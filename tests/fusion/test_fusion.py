@@ -222,7 +222,7 @@ def test_verify_names_the_first_layer_at_which_they_part() -> None:
     bank = ensemble.body.branch[1].bank
     with torch.no_grad():  # the packed copy no longer follows the bank
         bank.packed().projections[0][1].data *= 1.5
-    with pytest.raises(VerificationError, match="part at layer 1"):
+    with pytest.raises(VerificationError, match="first at layer 1"):
         hydra.verify(ensemble, zoo.batch("vit"))
 
 

@@ -99,7 +99,7 @@ def test_pushed_equals_pulled(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(json.loads(pulled[1])), expected)
     assert pulled[2] == "2.0 True entropy"
     assert json.loads(pulled[3]) != json.loads(pulled[1])
-    assert "neither a folder here nor a model" in pulled[4]
+    assert "neither a folder on this machine" in pulled[4]
     assert pulled[5].startswith("HydraError Cannot give the ensemble to the hub")
     card = files["README.md"].decode()
     head = yaml.safe_load(card.split("---")[1])

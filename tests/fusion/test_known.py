@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from hydra_ensembles import HeadMask, HydraEnsemble, fuse
+from hydra_ensembles._records import sealed
 from hydra_ensembles.data.batches import join, take
 from hydra_ensembles.errors import DataError, FormatError, HydraError
 from hydra_ensembles.fusion.call_options import SummaryCollector, tap_names
-from hydra_ensembles.fusion.folder_schema import signed
+from hydra_ensembles.fusion.folder_schema import DIGEST
 from hydra_ensembles.fusion.known_data import features_of
 from hydra_ensembles.hosts import host_model
 from hydra_ensembles.hosts.block_calls import states_of
@@ -109,7 +110,7 @@ def test_statistics_that_do_not_hear_the_last_block_still_work(tmp_path: Path) -
     config = json.loads((tmp_path / "config.json").read_text())
     del config["novelty"]["hears_end"]
     config["novelty"]["format_version"] = 1
-    (tmp_path / "config.json").write_text(json.dumps(signed(config)))
+    (tmp_path / "config.json").write_text(json.dumps(sealed(config, DIGEST)))
     loaded = HydraEnsemble.from_pretrained(tmp_path).predict(zoo.batch("vit")).novelty_score
     assert expected is not None and loaded is not None and torch.equal(expected, loaded)
 
@@ -276,7 +277,7 @@ def test_damaged_statistics_are_refused(tmp_path: Path) -> None:
     path.write_bytes(content)
     config = json.loads((tmp_path / "config.json").read_text())
     config["novelty"]["format_version"] = 99
-    (tmp_path / "config.json").write_text(json.dumps(signed(config)))
+    (tmp_path / "config.json").write_text(json.dumps(sealed(config, DIGEST)))
     with pytest.raises(FormatError, match="newer"):
         HydraEnsemble.from_pretrained(tmp_path)
 

@@ -98,8 +98,8 @@ def test_auto_says_that_its_first_engine_failed() -> None:
     (warning,) = said
     text = str(warning.message)
     assert "ViTForImageClassification" in text
-    assert "exact and slower" in text
-    assert re.search(r"member \d differs by \d", text)
+    assert "exact but slower" in text
+    assert re.search(r"Member \d .* differs by \d", text)
     assert f"explain() says 'fused' ({explanation.engine_why})" in text
     assert warning.filename == __file__
     assert ensemble.engine == "host"
@@ -146,7 +146,7 @@ def test_a_host_that_would_come_back_different_must_be_given(tmp_path: Path) -> 
 
     model = VisionTransformer(**TIMM, num_classes=5).eval()
     model.norm.eps = 1.0  # no config tells
-    with pytest.warns(UserWarning, match="answers differ"):
+    with pytest.warns(UserWarning, match="logits differ"):
         hydra.fuse(model, LATE).save_pretrained(tmp_path)
     with pytest.raises(hydra.errors.FormatError, match="host="):
         hydra.HydraEnsemble.from_pretrained(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 import hydra_ensembles as hydra
 from hydra_ensembles import HydraEnsemble
 from hydra_ensembles.errors import DataError, HydraError
-from hydra_ensembles.fusion.folder_schema import DIGEST, digest_of
 from hydra_ensembles.fusion.known_data import known_inputs
 from hydra_ensembles.uncertainty.policy import METHODS
 from tests import zoo
@@ -139,20 +137,3 @@ def test_a_risk_out_of_reach_keeps_the_policy_before(ensemble: HydraEnsemble, me
     with pytest.raises(DataError, match="smallest risk"):
         hydra.fit_policy(ensemble, batches(0, 3), risk=0.005, method=method)
     assert ensemble.policy is policy
-
-
-@pytest.mark.parametrize("rule", [None, {"threshold": 0.5}])
-def test_a_folder_of_format_1_1_loads_without_a_policy(
-    ensemble: HydraEnsemble, rule: Any, tmp_path: Path
-) -> None:
-    ensemble.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    del config["policy"]
-    config |= {"format_version": [1, 1], "abstention": rule}
-    path.write_text(json.dumps({**config, DIGEST: digest_of(config)}))
-    if rule is None:
-        assert HydraEnsemble.from_pretrained(tmp_path).policy is None
-    else:
-        with pytest.warns(UserWarning, match="rule to abstain"):
-            assert HydraEnsemble.from_pretrained(tmp_path).policy is None

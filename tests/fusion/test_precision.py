@@ -13,8 +13,9 @@ from torch import Tensor
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask, HydraEnsemble
+from hydra_ensembles._records import sealed
 from hydra_ensembles.fusion.call_options import SummaryCollector
-from hydra_ensembles.fusion.folder_schema import signed
+from hydra_ensembles.fusion.folder_schema import DIGEST
 from tests import zoo
 
 LATE = [
@@ -86,7 +87,7 @@ def test_a_known_class_that_cannot_be_built_again_says_why(tmp_path: Path) -> No
     model = loaded_by_transformers("Llama", torch.float32, tmp_path / "host")
     model.model.rotary_emb.inv_freq.mul_(0.5)  # nothing in the config tells
     ensemble = hydra.fuse(model, LATE).eval()
-    with pytest.warns(UserWarning, match=r"answers differ.*host="):
+    with pytest.warns(UserWarning, match=r"logits differ.*host="):
         ensemble.save_pretrained(tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert config["host"]["library"] == "custom"
@@ -196,5 +197,5 @@ def test_the_fitted_precision_is_saved(tmp_path: Path) -> None:
         loaded.predict(images)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["novelty"]["precision"]  # as older versions saved it
-    (tmp_path / "config.json").write_text(json.dumps(signed(config)))
+    (tmp_path / "config.json").write_text(json.dumps(sealed(config, DIGEST)))
     HydraEnsemble.from_pretrained(tmp_path).predict(images)

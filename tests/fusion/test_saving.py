@@ -17,10 +17,11 @@ import torch
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HydraEnsemble
-from hydra_ensembles._records import model_fingerprint
+from hydra_ensembles._records import sealed
+from hydra_ensembles._tensors import model_fingerprint
 from hydra_ensembles.errors import FormatError
 from hydra_ensembles.fusion import folder_reader as loading
-from hydra_ensembles.fusion.folder_schema import signed
+from hydra_ensembles.fusion.folder_schema import DIGEST, FORMAT_VERSION
 from hydra_ensembles.fusion.folder_writer import finish_saving
 from tests import zoo
 from tests.fusion.test_fusion import EARLY, TREE, perturbed
@@ -95,7 +96,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 def edit(folder: Path, **changes: object) -> None:
     config = json.loads((folder / "config.json").read_text())
     config.update(changes)
-    (folder / "config.json").write_text(json.dumps(signed(config)))
+    (folder / "config.json").write_text(json.dumps(sealed(config, DIGEST)))
 
 
 def test_truncated_weights(folder: Path) -> None:
@@ -125,12 +126,16 @@ def test_missing_and_foreign_files(folder: Path, tmp_path: Path) -> None:
         HydraEnsemble.from_pretrained(tmp_path / "nowhere")
 
 
-def test_newer_formats(folder: Path) -> None:
-    edit(folder, format_version=[1, 99], shiny="new")
+def test_newer_and_older_formats(folder: Path) -> None:
+    major = FORMAT_VERSION[0]
+    edit(folder, format_version=[major, 99], shiny="new")
     with pytest.warns(UserWarning, match="shiny"):
         HydraEnsemble.from_pretrained(folder)
-    edit(folder, format_version=[2, 0])
+    edit(folder, format_version=[major + 1, 0])
     with pytest.raises(FormatError, match="Upgrade"):
+        HydraEnsemble.from_pretrained(folder)
+    edit(folder, format_version=[1, 2])
+    with pytest.raises(FormatError, match=r"format 1\.2.*Build or fuse the ensemble again"):
         HydraEnsemble.from_pretrained(folder)
 
 

@@ -54,7 +54,7 @@ def test_json_files_and_errors(tmp_path: Path) -> None:
         HeadMask.from_json(tmp_path / "scores.json")
     with pytest.raises(MaskError, match="No file"):
         HeadMask.from_json(tmp_path / "nothing.json")
-    with pytest.raises(MaskError, match="Not the JSON"):
+    with pytest.raises(MaskError, match="not the JSON"):
         HeadMask.from_json("{broken")
 
 

@@ -190,9 +190,9 @@ def _xlnet() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (_resnet, "ResNet has no attention heads.* needs a transformer"),
-        (_squeezebert, "by convolutions .SqueezeBertSelfAttention"),
-        (_xlnet, "as bare parameters .XLNetRelativeAttention at transformer.layer.0.rel_attn.: q"),
+        (_resnet, "ResNet .*attention heads"),
+        (_squeezebert, "convolutions.*SqueezeBertSelfAttention"),
+        (_xlnet, r"bare parameters.*XLNetRelativeAttention.*transformer\.layer\.0\.rel_attn"),
     ],
 )
 def test_a_refusal_says_what_the_model_lacks(make: Any, why: str) -> None:

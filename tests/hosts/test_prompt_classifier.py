@@ -169,7 +169,7 @@ def test_bad_arguments_are_named(model: nn.Module) -> None:
         hydra.PromptClassifier(model, Letters(), TEMPLATE, ["a"])
     with pytest.raises(hydra.HydraError, match="exactly one"):
         hydra.PromptClassifier(model, Letters(), "no place", ["a", "b"])
-    with pytest.raises(hydra.HydraError, match="no two the same"):
+    with pytest.raises(hydra.HydraError, match="the same"):
         hydra.PromptClassifier(model, Letters(), TEMPLATE, ["a", "a"])
 
 

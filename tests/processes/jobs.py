@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import hydra_ensembles as hydra
-from hydra_ensembles._records import model_fingerprint
+from hydra_ensembles._tensors import model_fingerprint
 from hydra_ensembles.data import ImageTransform, processes
 from hydra_ensembles.data.loaders import Batches, as_data
 from hydra_ensembles.errors import HydraError

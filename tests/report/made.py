@@ -7,7 +7,7 @@ from torch import nn
 
 from hydra_ensembles.evaluation import Results, evaluate
 from hydra_ensembles.heads.head_mask import HeadMask
-from hydra_ensembles.report.examples import Example, picture_address
+from hydra_ensembles.report.examples import Example, image_address
 
 CLASSES, WIDTH = 4, 6
 MASKS = [
@@ -50,9 +50,9 @@ def three_results() -> list[Results]:
 
 def some_examples() -> list[Example]:
     """Return a picture, a text with mark-up in it, and an outlier."""
-    image = picture_address(torch.rand(1, 12, 12, generator=torch.Generator().manual_seed(0)))
+    image = image_address(torch.rand(1, 12, 12, generator=torch.Generator().manual_seed(0)))
     return [
-        Example("most certain", "3", 0.999, 0.001, label="3", source="test 4", picture=image),
-        Example("least certain", "5", 0.31, 0.69, label="6", source="test 7", picture=image),
+        Example("most certain", "3", 0.999, 0.001, label="3", source="test 4", image=image),
+        Example("least certain", "5", 0.31, 0.69, label="6", source="test 7", image=image),
         Example("outliers", "good", 0.9, 0.1, text="<script>alert('x')</script> & more"),
     ]

@@ -22,7 +22,7 @@ from hydra_ensembles.errors import DataError, FormatError
 from hydra_ensembles.evaluation import compare
 from hydra_ensembles.evaluation.intervals import winners
 from hydra_ensembles.report.curves import answered_at
-from hydra_ensembles.report.examples import Example, picture_address
+from hydra_ensembles.report.examples import Example, image_address
 from hydra_ensembles.report.page import write_report
 
 from .made import MASKS, results_of, some_examples, three_results
@@ -189,21 +189,21 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="same name"):
         write_report(tmp_path / "x.html", [bare, bare])
     with pytest.raises(FormatError, match="data:image"):
-        Example.from_dict({**some_examples()[0].to_dict(), "picture": "http://x/y.png"})
-    with pytest.raises(FormatError, match="no example"):
+        Example.from_dict({**some_examples()[0].to_dict(), "image": "http://x/y.png"})
+    with pytest.raises(FormatError, match="Not an example"):
         Example.from_dict({"a": 1})
 
 
 def test_a_picture_survives_its_encoding() -> None:
     pixels = torch.arange(2 * 3 * 3).view(3, 2, 3) / 25
-    address = picture_address(pixels, mean=None)
+    address = image_address(pixels, mean=None)
     content = np.array(Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2]))))
     assert (content == (pixels * 255).round().permute(1, 2, 0).numpy()).all()
-    large = picture_address(torch.zeros(1, 400, 200))
+    large = image_address(torch.zeros(1, 400, 200))
     with Image.open(io.BytesIO(base64.b64decode(large.partition(",")[2]))) as image:
         assert image.size == (80, 160) and image.mode == "L"
     with pytest.raises(DataError, match="expected 1 or 3"):
-        picture_address(torch.zeros(2, 4, 4), mean=None)
+        image_address(torch.zeros(2, 4, 4), mean=None)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")

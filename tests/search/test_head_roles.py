@@ -88,7 +88,7 @@ def test_the_record_reads_back_and_circuits_overlap():
 
 def test_pictures():
     pytest.importorskip("matplotlib")
-    from hydra_ensembles.research.circuit_figures import plot_effects, plot_members, plot_overlaps
+    from hydra_ensembles.research.figures import plot_effects, plot_members, plot_overlaps
 
     model, data = a_host("vit")
     circuit = find_circuit(model, id=data, keep=1, effects=True, progress=False)

@@ -203,7 +203,7 @@ def test_a_stopped_search_goes_on_and_a_changed_one_is_refused(tmp_path):
         find_circuit(
             model, id=data, objective="ece", folder=tmp_path / "part", effects=True, progress=False
         )
-    with pytest.raises(FormatError, match="the data has changed"):
+    with pytest.raises(FormatError, match="data has changed"):
         find_circuit(
             model,
             id=data[:2],

@@ -65,7 +65,7 @@ class Shelf:
         transform = config["image_transform"]
         assert transform.pop("exif_orientation") is True
         config["image_transform"] = None if "processor" in transform else transform
-        path.write_text(json.dumps(folder_format.signed(config)))
+        path.write_text(json.dumps(sealed(config, folder_format.DIGEST)))
         path = self.exported / "contract.json"
         data = json.loads(path.read_text())
         data["preprocessing"]["exif_orientation"] = False  # the contract always says it
@@ -333,7 +333,7 @@ def test_the_orientation_is_recorded(shelf: Shelf, tmp_path: Path) -> None:
 def test_a_wrong_record_is_refused(shelf: Shelf, recorded: Any, tmp_path: Path) -> None:
     config = json.loads((shelf.saved / "config.json").read_text())
     with pytest.raises(FormatError, match="image_transform"):
-        folder_format.check_fields({**config, "image_transform": recorded}, "here")
+        folder_format.check_config({**config, "image_transform": recorded}, "here")
     data = json.loads((shelf.exported / "contract.json").read_text())
     preparation = {**data["preprocessing"], "exif_orientation": "yes"}
     assert "preprocessing" in str(contract.problem_of({**data, "preprocessing": preparation}))

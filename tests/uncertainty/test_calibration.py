@@ -64,7 +64,7 @@ def test_one_class_does_not_collapse():
 
 def test_few_examples_are_not_fitted():
     z, labels = sampled(4.0, size=19)
-    with pytest.warns(CalibrationWarning, match="19 examples are too few"):
+    with pytest.warns(CalibrationWarning, match="19 examples"):
         assert fit_temperature(z, labels) == 1.0
     assert fit_temperature(z, labels, least=10) > 1.2
 
@@ -100,7 +100,7 @@ def test_it_never_moves_further_than_the_likelihood(size, seed, sharp):
 
 def test_bad_input_is_refused():
     z, labels = sampled(1.0, size=30)
-    with pytest.raises(DataError, match="one label for each"):
+    with pytest.raises(DataError, match="one label"):
         fit_temperature(z, labels[:3])
     z = z.clone()
     z[0, 0, 0] = math.nan

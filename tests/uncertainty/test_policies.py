@@ -1,4 +1,4 @@
-"""Thresholds answer as much as the promises allow, and the promises are kept."""
+"""Thresholds answer as much as the guarantees allow, and the guarantees hold."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def holds(values: list[float], bound: float) -> bool:
 
 @pytest.mark.parametrize("examples", [25, 200])
 @pytest.mark.parametrize("risk", [0.06, 0.15])
-def test_conformal_promises_hold_in_expectation_and_are_not_idle(
+def test_conformal_guarantees_hold_in_expectation_and_are_not_idle(
     examples: int, risk: float
 ) -> None:
     alarm = 0.1
@@ -119,7 +119,7 @@ def test_conformal_promises_hold_in_expectation_and_are_not_idle(
 
 
 @pytest.mark.parametrize("delta", [0.1, 0.4])
-def test_the_selective_promise_holds_with_its_probability(delta: float) -> None:
+def test_the_selective_guarantee_holds_with_its_probability(delta: float) -> None:
     over, answered = 0, []
     settings = {"risk": 0.08, "alarm": 0.1, "method": "selective", "delta": delta}
     for s, u, errors in zip(*draws(400, 300, seed=5), strict=True):
@@ -130,7 +130,7 @@ def test_the_selective_promise_holds_with_its_probability(delta: float) -> None:
     assert sum(answered) / 400 > 0.4  # the best threshold is about 0.69
 
 
-def test_the_empirical_rule_breaks_the_selective_promise_where_data_is_scarce() -> None:
+def test_the_empirical_rule_breaks_the_selective_guarantee_where_data_is_scarce() -> None:
     s, u, wrong = draws(400, 20, seed=3)
     rates = [
         true_rates(choose_policy(a, b, novelty_score=c, risk=0.05, method="empirical"))[2]
@@ -153,7 +153,7 @@ def test_measured_rates_are_out_of_fold() -> None:
 
 def test_no_threshold_is_good_enough() -> None:
     few = choose_policy(torch.rand(9), torch.zeros(9), risk=0.05, alarm=None)
-    assert few.never_answers and "everything abstains" in str(few)  # nine cannot promise 5 %
+    assert few.never_answers and "everything abstains" in str(few)  # nine cannot guarantee 5 %
     assert few.decide(torch.tensor([0.0, -1e9])).tolist() == [1, 1]
     many = choose_policy(torch.rand(9), novelty_score=torch.rand(9), risk=None, alarm=0.05)
     assert many.novelty_threshold == math.inf  # nor 5 % of alarms: none at all
@@ -168,8 +168,8 @@ def ranked(count: int, wrong: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 SURE_AND_WRONG = ranked(400, [0, 2, 4, 6, *range(200, 240)])
 OUT_OF_REACH: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "too few for conformal": (ranked(40, [39]), {"risk": 0.005}, "at least 199 labelled"),
-    "too few for selective": (ranked(100, [99]), {"method": "selective"}, "at least 115 labelled"),
+    "too few for conformal": (ranked(40, [39]), {"risk": 0.005}, "199 labelled"),
+    "too few for selective": (ranked(100, [99]), {"method": "selective"}, "115 labelled"),
     "the surest are wrong": (SURE_AND_WRONG, {"risk": 0.005}, "enough examples"),
     "empirical": (ranked(400, [1, *range(3, 60)]), {"method": "empirical"}, "enough examples"),
 }
@@ -241,10 +241,10 @@ def test_what_is_wrong_is_said() -> None:
         choose_policy(torch.rand(3), torch.zeros(4), alarm=None)
     with pytest.raises(DataError, match="NaN"):
         choose_policy(torch.tensor([math.nan]), torch.tensor([True]), alarm=None)
-    with pytest.raises(DataError, match="novelty score of every"):
+    with pytest.raises(DataError, match="novelty score"):
         choose_policy(*good)
-    with pytest.raises(DataError, match="which of the labelled"):
+    with pytest.raises(DataError, match=r"labelled.*wrong"):
         choose_policy(torch.rand(4), novelty_score=torch.rand(4))
     for wrong in ({"threshold": 1}, {"threshold": 1, "novelty_threshold": 1, "risk": 7}):
-        with pytest.raises(FormatError, match="no policy"):
+        with pytest.raises(FormatError, match="valid policy"):
             Policy.from_dict(wrong)

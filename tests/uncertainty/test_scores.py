@@ -115,7 +115,7 @@ def test_temperatures_divide_logits():
     torch.testing.assert_close(by_member, z / torch.tensor([2.0, 4.0, 8.0])[:, None])
     with pytest.raises(ValueError, match="3 members"):
         u.scale_logits(z, member_temperatures=[1.0, 2.0])
-    with pytest.raises(ValueError, match="not a positive number"):
+    with pytest.raises(ValueError, match="positive"):
         u.scale_logits(z, temperature=0.0)
 
 
@@ -170,7 +170,7 @@ def test_a_users_score():
 
 
 def test_unknown_scores_and_shapes_are_clear():
-    with pytest.raises(UnknownNameError, match=r"Unknown score 'mps'.*'msp'"):
+    with pytest.raises(UnknownNameError, match=r"'mps'.*'msp'"):
         u.predict_from_logits(logits(), score="mps")
     with pytest.raises(DataError, match=r"\[batch, member, class\]"):
         u.msp(torch.randn(3))

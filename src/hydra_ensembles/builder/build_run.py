@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from .._records import model_fingerprint
+from .._tensors import model_fingerprint
 from ..costs.budget import Budget
 from ..data import processes
 from ..data.batches import check_inputs

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..errors import DataError
-from .output import is_first, life, waiting
+from .output import is_first, status, waiting
 
 if TYPE_CHECKING:
     from ..prediction import Prediction
@@ -26,7 +26,7 @@ def read_names(given: str | None) -> list[str] | None:
         names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
         return [name for name in names if name]
     if "," not in given:
-        raise DataError(f"--class-names {given}: no such file, and no list like cat,dog.")
+        raise DataError(f"--class-names {given}: not a file, and not a list such as cat,dog.")
     return [name.strip() for name in next(csv.reader([given], skipinitialspace=True))]
 
 
@@ -43,7 +43,7 @@ def check_labels(labels: Any, count: int | None, *, source: str, model: str) -> 
 
 
 def check_order(loaded: Any, data: Any) -> None:
-    """Say which class order was assumed, if one was, and raise when another fits better.
+    """Print the class order that was assumed, if any, and raise when another fits better.
 
     The next data of the model (a `Loaded`) is read in the same order.
     """
@@ -53,7 +53,7 @@ def check_order(loaded: Any, data: Any) -> None:
     if not assumed:
         return
     if is_first():  # a warning: also with --quiet
-        life.cancel()
+        status.cancel()
         typer.echo(
             f"Class order assumed: {shown_order(data.class_names)} ({assumed}; {loaded.name} has "
             "no class names). Pass --class-names to set it.",
@@ -64,7 +64,6 @@ def check_order(loaded: Any, data: Any) -> None:
     loaded.spellings = [(name,) for name in data.class_names]
 
 
-# What an ensemble is compared with: one model or several, with a temperature as it has one.
 class Calibrated:
     """Models that answer together, with one temperature: a single model, or a Deep Ensemble.
 

@@ -1,19 +1,18 @@
-"""The steps of the demo: three small models, one that they teach, and the figures of all."""
+"""The steps of the demo: small models, one that they are distilled into, figures of all."""
 
 from __future__ import annotations
 
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from .._records import check_same_run
-from . import demo_steps as steps
-from .output import print_json, say, step, write_text
+from .output import dumps, print_json, results_table, say, step, write_text
 
 SURE = 0.9
 """Confidence at which a person would believe an answer."""
@@ -74,27 +73,83 @@ COLUMNS = {
 """What the verdicts compare, like with like: the same score for both models."""
 
 
-def train(data: Any, output: Path, *, epochs: int, seeds: Any, quiet: bool) -> list[Any]:
-    """Train one model per seed, resuming from checkpoints in the output folder."""
+@dataclass(frozen=True)
+class DemoRun:
+    """What the demo makes.
+
+    Attributes:
+        data: The digits.
+        ensemble: The model that the teachers were distilled into.
+        knows: The first teacher, with novelty and a temperature.
+        shares: How often the first teacher is sure about images that are not digits, by kind.
+        results: Of the models in `ROWS`.
+        costs: Their multiply-adds relative to a single model.
+    """
+
+    data: Any
+    ensemble: Any
+    knows: Any
+    shares: dict[str, float]
+    results: list[Any]
+    costs: dict[str, float]
+
+
+def run(
+    output: Path,
+    *,
+    epochs: int,
+    members: int,
+    max_cost: float,
+    bootstrap: int | None,
+    seed: int,
+    quiet: bool,
+) -> DemoRun:
+    """Train small models, distil them into one, evaluate all; resume from what is in the folder."""
+    from ..data import digits
+
+    data = digits(16, parts=PARTS, seed=seed)
+    step(f"1/4 Training {members} small Vision Transformers on the digits", json=quiet)
+    teachers = [
+        train(data, output, epochs=epochs, seed=number, quiet=quiet)
+        for number in range(seed, seed + members)
+    ]
+    shares = too_sure(teachers[0], data.ood)
+    say(
+        f"    Share of non-digit images that one model classifies with over {SURE:.0%} confidence:",
+        json=quiet,
+    )
+    for name, share in shares.items():
+        say(f"    {share:8.0%} of {name}", json=quiet)
+    step(f"2/4 Distilling them into one model of {members} members, one teacher each", json=quiet)
+    ensemble = distilled(
+        teachers, data, output, epochs=epochs, max_cost=max_cost, seed=seed, quiet=quiet
+    )
+    say(str(ensemble), json=quiet)
+    knows = with_novelty(teachers[0], data.validation)
+    step(f"3/4 Evaluating on test digits and {len(data.ood)} kinds of outliers", json=quiet)
+    results, costs = evaluated(
+        ensemble, knows, teachers, data, output, bootstrap=bootstrap, seed=seed, quiet=quiet
+    )
+    return DemoRun(data, ensemble, knows, shares, results, costs)
+
+
+def train(data: Any, output: Path, *, epochs: int, seed: int, quiet: bool) -> Any:
+    """Train one model, resuming from its checkpoint in the output folder."""
     from ..hosts.tiny_vit import TinyViT
     from ..training import Settings, finetune
 
-    batches = list(data.train)
-    models = []
-    for number, seed in enumerate(seeds, start=1):
-        step(f"    model {number} of {len(seeds)}", json=quiet)
-        trained = finetune(
-            TinyViT(seed=seed),
-            batches,
-            settings=Settings(weight_decay=0.05),
-            epochs=epochs,
-            learning_rate=2e-3,
-            seed=seed,
-            folder=output / "training" / f"seed-{seed}",
-            progress=not quiet,
-        )
-        models.append(trained[0].model.eval())
-    return models
+    step(f"    model of seed {seed}", json=quiet)
+    trained = finetune(
+        TinyViT(seed=seed),
+        list(data.train),
+        settings=Settings(weight_decay=0.05),
+        epochs=epochs,
+        learning_rate=2e-3,
+        seed=seed,
+        folder=output / "training" / f"seed-{seed}",
+        progress=not quiet,
+    )
+    return trained[0].model.eval()
 
 
 def too_sure(model: Any, ood: dict[str, Any]) -> dict[str, float]:
@@ -107,14 +162,6 @@ def too_sure(model: Any, ood: dict[str, Any]) -> dict[str, float]:
         confidence = mean_probability(collect_logits(model, data)[0]).amax(-1)
         shares[name] = float((confidence > SURE).double().mean())
     return shares
-
-
-def problem(shares: dict[str, float]) -> list[str]:
-    """Say how sure one model is of images that are not digits."""
-    lines = [
-        f"    Share of non-digit images that one model classifies with over {SURE:.0%} confidence:"
-    ]
-    return lines + [f"    {share:8.0%} of {name}" for name, share in shares.items()]
 
 
 def answer(shares: dict[str, float], knows: Any, hydra: Any) -> list[str]:
@@ -137,8 +184,7 @@ def with_novelty(model: Any, validation: Any) -> Any:
     return fuse(model, [HeadMask.full(model)]).fit_novelty_(validation, progress=False)
 
 
-def taught(
-    single: Any,
+def distilled(
     teachers: list[Any],
     data: Any,
     output: Path,
@@ -148,14 +194,14 @@ def taught(
     seed: int,
     quiet: bool,
 ) -> Any:
-    """Teach one member per teacher; the whole small model is trained, not only its branch.
+    """Distil one teacher per member; the whole small model is trained, not only its branch.
 
     `epochs` are those of a teacher; four views of each digit want nearly twice as many.
     """
     from ..training import DISTILL, distill
 
     return distill(
-        single,
+        teachers[0],
         teachers,
         list(data.train),
         members=len(teachers),
@@ -187,8 +233,7 @@ def evaluated(
         ensemble: The ensemble.
         knows: The single model `with_novelty`; it gets its temperature here.
         teachers: The single models, the first one being the single.
-        data, output: Of the demo.
-        bootstrap, seed, quiet: See `evaluate`.
+        data, output, bootstrap, seed, quiet: See `run`.
     """
     from ..data import corrupted
     from ..evaluation import evaluate
@@ -253,6 +298,14 @@ def verdicts(results: Sequence[Any]) -> dict[str, dict[str, str]]:
     return {other.name: compared(hydra, other) for other in results if other is not hydra}
 
 
+def tables(results: Sequence[Any], costs: Mapping[str, float]) -> None:
+    """Print the columns about digits, those about outliers, and what they mean."""
+    results_table(results, costs, figures=DIGITS)
+    typer.echo("Outliers, AUROC:")
+    results_table(results, figures=OUTLIERS)
+    typer.echo(LEGEND)
+
+
 def verdict_table(title: str, rivals: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Set verdicts side by side, one column per rival."""
     # a name takes two lines: "single" above "+ novelty", "Deep" above "Ensemble"
@@ -303,65 +356,29 @@ def numbers(text: str) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def run_seeds(
-    seeds: Sequence[int],
-    output: Path,
-    *,
-    epochs: int,
-    members: int,
-    max_cost: float,
-    as_json: bool,
-) -> None:
+def run_seeds(seeds: Sequence[int], output: Path, *, quiet: bool, **settings: Any) -> None:
     """Run every seed, write `seeds.json`, print the mean table and how often verdicts fall."""
-    runs = {}
+    from ..evaluation import Results
+
+    runs: dict[int, tuple[list[Any], dict[str, float]]] = {}
     for seed in seeds:
-        step(f"Seed {seed}", json=as_json)
-        settings = {"seed": seed, "epochs": epochs, "members": members, "max_cost": max_cost}
-        runs[seed] = _one(settings, output / f"seed-{seed}", quiet=as_json)
-        write_text(output / "seeds.json", json.dumps(summary(runs), indent=1) + "\n")
-    if as_json:
+        step(f"Seed {seed}", json=quiet)
+        folder, asked = output / f"seed-{seed}", {"seed": seed, **settings}
+        files, done = [folder / results_file(name) for name in ROWS], folder / "finished.json"
+        if done.is_file() and all(file.is_file() for file in files):
+            record = json.loads(done.read_text())
+            check_same_run(done, record["settings"], asked)
+            runs[seed] = [Results.load(file) for file in files], record["costs"]
+        else:
+            found = run(folder, **asked, bootstrap=None, quiet=quiet)
+            runs[seed] = found.results, found.costs
+            write_text(done, dumps({"settings": asked, "costs": found.costs}) + "\n")
+        write_text(output / "seeds.json", dumps(summary(runs)) + "\n")
+    if quiet:
         print_json(summary(runs))
         return
     _show(runs)
     say(f"All figures of all seeds: {output / 'seeds.json'}")
-
-
-def _one(settings: dict[str, Any], output: Path, *, quiet: bool) -> tuple[list[Any], Any]:
-    """Return results and costs of one seed, from its folder where it was finished before."""
-    from ..data import digits
-    from ..evaluation import Results
-
-    files = [output / steps.results_file(name) for name in steps.ROWS]
-    done = output / "finished.json"
-    if done.is_file() and all(file.is_file() for file in files):
-        record = json.loads(done.read_text())
-        check_same_run(done, record["settings"], settings)
-        return [Results.load(file) for file in files], record["costs"]
-    data = digits(16, parts=steps.PARTS, seed=settings["seed"])
-    seeds = range(settings["seed"], settings["seed"] + settings["members"])
-    teachers = steps.train(data, output, epochs=settings["epochs"], seeds=seeds, quiet=quiet)
-    ensemble = steps.taught(
-        teachers[0],
-        teachers,
-        data,
-        output,
-        epochs=settings["epochs"],
-        max_cost=settings["max_cost"],
-        seed=settings["seed"],
-        quiet=quiet,
-    )
-    results, costs = steps.evaluated(
-        ensemble,
-        steps.with_novelty(teachers[0], data.validation),
-        teachers,
-        data,
-        output,
-        bootstrap=None,
-        seed=settings["seed"],
-        quiet=quiet,
-    )
-    write_text(done, json.dumps({"settings": settings, "costs": costs}, indent=1) + "\n")
-    return results, costs
 
 
 def summary(runs: dict[int, tuple[list[Any], Any]]) -> dict[str, Any]:
@@ -372,7 +389,7 @@ def summary(runs: dict[int, tuple[list[Any], Any]]) -> dict[str, Any]:
         for result in results:
             row = {**result.figures, "cost": costs[result.name]}
             figures.setdefault(result.name, {})[str(seed)] = row
-        for rival, columns in steps.verdicts(results).items():
+        for rival, columns in verdicts(results).items():
             for column, verdict in columns.items():
                 told.setdefault(rival, {}).setdefault(column, {})[str(seed)] = verdict
     return {"seeds": list(runs), "verdicts": told, "figures": figures}
@@ -380,7 +397,6 @@ def summary(runs: dict[int, tuple[list[Any], Any]]) -> dict[str, Any]:
 
 def _show(runs: dict[int, tuple[list[Any], Any]]) -> None:
     from ..evaluation import Results
-    from .output import results_table
 
     several = [results for results, _ in runs.values()]
     means = []
@@ -393,16 +409,13 @@ def _show(runs: dict[int, tuple[list[Any], Any]]) -> None:
         for name in next(iter(runs.values()))[1]
     }
     typer.echo(f"Mean of {len(runs)} seed{'s' * (len(runs) > 1)}:")
-    results_table(means, costs, figures=steps.DIGITS)
-    typer.echo("Outliers, AUROC:")
-    results_table(means, figures=steps.OUTLIERS)
-    typer.echo(steps.LEGEND)
+    tables(means, costs)
     counts: dict[str, dict[str, str]] = {}
     for rival, columns in summary(runs)["verdicts"].items():
         for column, by_seed in columns.items():
             better, worse = (list(by_seed.values()).count(word) for word in ("better", "worse"))
             counts.setdefault(rival, {})[column] = f"{better} / {worse}"
-    for line in steps.verdict_table("Hydra better / worse vs", counts):
+    for line in verdict_table("Hydra better / worse vs", counts):
         typer.echo(line)
     typer.echo(
         f"Seeds (of {len(runs)}) on which the paired 95 % interval tells that Hydra is better / "

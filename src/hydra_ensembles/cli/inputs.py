@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from . import options
@@ -36,6 +37,22 @@ class Reading:
 
         return load_model(place, device=self.device, dtype=self.dtype, class_names=self.class_names)
 
+    def load(
+        self, model: str, data: str, ood: Sequence[str] | None = None, *, fused: bool = False
+    ) -> tuple[Loaded, Any, dict[str, Any]]:
+        """Load a model, its labelled data and its outliers.
+
+        Missing data is refused before the model is loaded, an ensemble (unless `fused`) before the
+        data is.
+        """
+        from .models import check_sources
+
+        check_sources(data, ood)
+        loaded = self.load_model(model)
+        if not fused:
+            loaded.host  # noqa: B018  (raises for an ensemble)
+        return loaded, self.load_known(loaded, data), self.load_outliers(loaded, ood)
+
     def load_known(self, loaded: Loaded, data: str) -> Any:
         """Load the labelled data of `--data`."""
         from .models import load_set
@@ -61,6 +78,12 @@ class Reading:
         return {name: getattr(self, name) for name in names}
 
 
+def named(model: str) -> tuple[str, str]:
+    """Split `NAME=MODEL`; a plain MODEL is called after its last part."""
+    name, equals, place = model.partition("=")
+    return (name, place) if equals else (Path(model).name or model, model)
+
+
 READING = Reading()
 """The default of a command's parameter `reading`; `reads_data` fills in what was given."""
 
@@ -68,10 +91,10 @@ READING = Reading()
 def reads_data(
     *, leave_out: Sequence[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of `Reading` in place of its parameter `reading`.
+    """Replace a command's parameter `reading` by the options of `Reading`.
 
     Args:
-        leave_out: Options that mean nothing to the command.
+        leave_out: Options that the command does not have.
         defaults: Where the command's defaults differ from those of `Reading`.
     """
     hints = get_type_hints(Reading, include_extras=True)

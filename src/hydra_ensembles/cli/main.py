@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,19 +17,19 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from .errors import Stop, exit_code, one_line
-from .output import click_module, is_first, life, number
+from .output import click_module, is_first, number, status
 
 COMMANDS = {
-    "explain": "Say what can be pruned and fused in a model, and why not.",
+    "explain": "Explain what can be pruned and fused in a model, and why not.",
     "score": "Score the attention heads of a model; higher = keep.",
     "circuit": "Search the heads that carry an objective (HeadMap).",
     "build": "Build a fused ensemble from a model and calibration data.",
-    "distill": "Teach each member of a fused model by a teacher of its own.",
-    "fold": "Fold fine-tunings of one model into one ensemble, without training.",
+    "distill": "Distil one teacher into each member of a fused model.",
+    "fold": "Fold fine-tuned copies of one model into one ensemble, without training.",
     "eval": "Evaluate models, with outliers and corruptions; write a report.",
     "bench": "Time models against each other, as ratios.",
-    "sweep": "Prune by each criterion to each ratio; measure what is left.",
-    "policy": "Fit when a saved ensemble answers and when it abstains; save it there.",
+    "sweep": "Prune by each criterion to each ratio; measure the quality.",
+    "policy": "Fit when a saved ensemble answers and when it abstains; save it with it.",
     "predict": "Predict files or standard input to JSON lines; abstain at a risk.",
     "export": "Write an ONNX program that runs without torch.",
     "serve": "Answer over HTTP: Open Inference Protocol, /predict, /metrics, a page.",
@@ -41,14 +41,14 @@ COMMANDS = {
 }
 
 KEPT = ("build", "circuit", "demo", "distill", "sweep", "try")
-"""Commands that go on where they stopped."""
+"""Commands that resume."""
 
 
 class Commands(TyperGroup):
-    """Commands that are imported when they are called: `--help` stays quick."""
+    """Commands that are imported when called, so that `--help` is quick."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names in the order in which they are used."""
+        """Return the names in the order of use."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -86,7 +86,7 @@ app = typer.Typer(
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Report no progress.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Do not report progress.")] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     """Accept what stands before a command; `main` reads `--debug` and `--quiet` anywhere."""
@@ -104,11 +104,11 @@ def main(arguments: list[str] | None = None) -> int:
     problems = click_module("exceptions")
     if not sys.warnoptions:
         warnings.showwarning = _note
-    life.quiet, life.folder = quiet or not is_first(), None
-    life.soon(f"hydra-ensembles {_command_of(given) or ''}: starting")
+    status.quiet, status.folder = quiet or not is_first(), None
+    status.show_after(f"hydra-ensembles {_command_of(given) or ''}: starting")
     try:
         defaults = _config_of(given, command)
-        with _silenced(quiet), _one_voice():
+        with _silenced(quiet):
             code = int(command.main(given, standalone_mode=False, default_map=defaults) or 0)
         return _say(_stopped(given), 130) if code == 130 else code
     except (typer.Abort, KeyboardInterrupt):
@@ -130,31 +130,21 @@ def main(arguments: list[str] | None = None) -> int:
             text = f"{type(error).__name__}: {text} (unexpected; --debug shows where)"
         return _say(text, code)
     finally:
-        life.cancel()
+        status.cancel()
 
 
 @contextmanager
 def _silenced(quiet: bool) -> Iterator[None]:
-    """Switch progress off for a command; importing what reports it is left to the command."""
-    if not quiet:
-        yield
-        return
-    from ..data.progress import silence
+    """Report no progress if asked; only the first of several processes prints."""
+    with ExitStack() as stack:
+        if not is_first():
+            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            stack.enter_context(redirect_stdout(nowhere))
+        if quiet:
+            from ..data.progress import silence
 
-    silence()
-    try:
-        yield
-    finally:
-        silence(False)
-
-
-@contextmanager
-def _one_voice() -> Iterator[None]:
-    """Of several processes let only the first print."""
-    if is_first():
-        yield
-        return
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+            silence()
+            stack.callback(silence, False)
         yield
 
 
@@ -163,25 +153,25 @@ def _command_of(given: list[str]) -> str | None:
 
 
 def _stopped(given: list[str]) -> str:
-    """Say what an interrupted command has kept, and how to go on."""
+    """Return what an interrupted command has saved, and how to resume."""
     name = _command_of(given)
     if name not in KEPT:
-        return "Stopped. Nothing was kept to go on from: start the command again."
-    if life.folder is None:
-        return "Stopped before anything was finished: run the same command again."
+        return "Stopped. No progress was saved: run the command again."
+    if status.folder is None:
+        return "Stopped before any progress was saved: run the same command again."
     return (
-        f"Stopped. Finished steps are kept in {life.folder}: run the same command again to go on "
-        "from there, or delete the folder to start anew."
+        f"Stopped. Progress is saved in {status.folder}. Run the same command to resume, or delete "
+        "the folder to start over."
     )
 
 
 def _note(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Show a warning as a line for people, without the place in the code."""
+    """Show a warning as one line, without its location in the code."""
     typer.echo(f"hydra-ensembles: note: {message}", err=True)
 
 
 def _say(text: str, code: int) -> int:
-    life.cancel()
+    status.cancel()
     who = "" if is_first() else f" (process {number()})"
     typer.echo(f"hydra-ensembles{who}: {text}", err=True)
     return code
@@ -200,7 +190,7 @@ def _config_of(given: list[str], group: Any) -> dict[str, Any]:
             path = given[place + 1]
         elif argument.startswith("--config="):
             path = argument.partition("=")[2]
-    name = next((argument for argument in given if argument in COMMANDS), None)
+    name = _command_of(given)
     if path is None or name is None:
         return {}
     import yaml
@@ -212,7 +202,7 @@ def _config_of(given: list[str], group: Any) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise Stop(f"The config file {path} is not YAML: {one_line(error)}", 3) from None
     if not isinstance(content, dict):
-        raise Stop(f"The config file {path} holds no options; expected lines like `seed: 0`.", 3)
+        raise Stop(f"The config file {path} has no options; expected lines such as `seed: 0`.", 3)
     values = {str(key).replace("-", "_"): value for key, value in content.items()}
     made_for = values.pop("command", name)
     if made_for != name:

@@ -9,16 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError, FormatError, MissingDependencyError, UnsupportedModelError
+from ..errors import DataError, FormatError
 from .class_names import check_labels, check_order, read_names
 from .errors import Stop
-from .hub_cache import hub_access, not_cached
+from .hub_models import hub_access, is_timm_name, load_timm, load_transformers
 from .options import DATA_HELP
 from .output import say, waiting
-from .timm_models import is_timm_name
-
-SAFE = {"trust_remote_code": False, "use_safetensors": True}
-"""How weights of transformers are loaded: no code of the hub, no pickle."""
 
 FILES = (".csv", ".json", ".jsonl", ".ndjson", ".tab", ".tsv", ".txt")
 
@@ -99,22 +95,28 @@ def load_model(
 def _load_model(name: str, *, device: str | None, dtype: str, class_names: str | None) -> Loaded:
     import torch
 
+    from ..data import image_transform
     from ..data.class_names import class_count, first_spellings, model_names
 
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise Stop(f"Unknown --dtype {dtype!r}: expected float32, bfloat16, float16 or float64.", 2)
     names = read_names(class_names)
-    if name.startswith("timm:"):
-        loaded = _timm(name)
-    elif is_timm_name(name):
-        loaded = _timm(f"timm:{name}")
-    elif (config := _config_of(Path(name))).get("format") == "hydra-ensembles":
+    config = _config_of(Path(name))
+    if config.get("format") == "hydra-ensembles":
         loaded = _ensemble(name)
-    elif "architecture" in config and "pretrained_cfg" in config:  # written by timm's save_for_hf
-        loaded = _timm(f"timm:local-dir:{name}")
     else:
-        loaded = _transformers(name, names)
+        if is_timm_name(name):
+            name = f"timm:{name}"
+        elif "architecture" in config and "pretrained_cfg" in config:  # by timm's save_for_hf
+            name = f"timm:local-dir:{name}"
+        if name.startswith("timm:"):
+            model = load_timm(name)
+            loaded = Loaded(model, name, transform=image_transform(model), key=None)
+        else:
+            model, text, untrained = load_transformers(name, names)
+            loaded = Loaded(model, name, untrained=untrained)
+            _processors(loaded, name, text=text)
     count = class_count(loaded.model)
     if names is not None and count not in (None, len(names)):
         raise DataError(
@@ -234,8 +236,8 @@ def _config_of(folder: Path) -> dict[str, Any]:
 def _ensemble(folder: str) -> Loaded:
     from ..fusion.ensemble import HydraEnsemble
     from ..fusion.inputs import image_key
+    from ..hosts import tiny_vit  # noqa: F401  (makes the family of the demo's model known)
 
-    import_tiny_vit()
     model = HydraEnsemble.from_pretrained(folder)
     loaded = Loaded(model, folder, tokenizer=model.tokenizer, transform=model.transform)
     loaded.key = image_key(model)
@@ -257,21 +259,19 @@ def _ensemble(folder: str) -> Loaded:
 
 
 def _by_host(host: Any) -> Any:
-    """Return how a host that nobody has told about wants its images: by its shape."""
-    from ..data import ImageTransform
+    """Return the transform of a host by its shape, where none was saved."""
+    from ..data import ImageTransform, image_transform
 
-    shape = getattr(host, "shape", None)
-    if type(host).__name__ == "TinyViT" and shape is not None:
-        return tiny_vit_transform(shape)
+    if type(host).__name__ == "TinyViT":
+        return tiny_vit_transform(host.shape)
     try:
-        return _timm_transform(host)
+        return image_transform(host)
     except DataError:
-        size = getattr(getattr(host, "patch_embed", None), "img_size", 224)
-        return ImageTransform(size=size)
+        return ImageTransform(size=getattr(getattr(host, "patch_embed", None), "img_size", 224))
 
 
 def tiny_vit_transform(shape: Any) -> Any:
-    """Return how the demo's model wants its images."""
+    """Return the transform of the demo's model."""
     from ..data import ImageTransform
 
     normal = (0.5,) * shape.channels
@@ -280,84 +280,8 @@ def tiny_vit_transform(shape: Any) -> Any:
     )
 
 
-def import_tiny_vit() -> None:
-    """Make the family of the demo's model known."""
-    from ..hosts import tiny_vit  # noqa: F401
-
-
-def _timm(name: str) -> Loaded:
-    from .timm_models import load_timm
-
-    model = load_timm(name)
-    return Loaded(model, name, transform=_timm_transform(model), key=None)
-
-
-def _timm_transform(model: Any) -> Any:
-    from ..data import image_transform
-
-    return image_transform(model)
-
-
-def _transformers(name: str, names: list[str] | None) -> Loaded:
-    folder = Path(name).expanduser()
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not folder.is_dir():
-        raise DataError(f"There is no model folder {name}. Give a hub name, a folder or timm:NAME.")
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise UnsupportedModelError(
-            f"The folder {name} holds no config.json: expected what save_pretrained() of "
-            "transformers or of hydra-ensembles writes."
-        )
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{name} needs transformers: pip install 'hydra-ensembles[transformers]'."
-        ) from error
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    if folder.is_dir():
-        return _classifier(transformers, name, names)
-    with hub_access() as reached:
-        try:
-            return _classifier(transformers, name, names)
-        except UnsupportedModelError as error:
-            if reached or _in_cache(name):
-                raise
-            raise UnsupportedModelError(not_cached(name)) from error
-
-
-def _in_cache(name: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(name, "config.json"), str)
-
-
-def _classifier(transformers: Any, name: str, names: list[str] | None) -> Loaded:
-    """Load a transformers classifier, or a dual encoder as one."""
-    try:
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        dual = hasattr(config, "vision_config") and hasattr(config, "text_config")
-        built = " ".join(getattr(config, "architectures", None) or ())
-        if dual and "Classification" not in built:
-            return _zero_shot(transformers, name, names)
-        text = hasattr(config, "vocab_size") and "ImageClassification" not in built
-        kind = "AutoModelForSequenceClassification" if text else "AutoModelForImageClassification"
-        model, info = getattr(transformers, kind).from_pretrained(
-            name, output_loading_info=True, **SAFE
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UnsupportedModelError(
-            f"Cannot load {name} as a classifier: {reason[:400]}"
-        ) from error
-    loaded = Loaded(model, name, untrained=tuple(sorted(info["missing_keys"])))
-    _processors(loaded, name, text=text)
-    return loaded
-
-
 def _processors(loaded: Loaded, source: str, *, text: bool) -> None:
-    """Find how the model wants its texts or images; what is missing is told when it is needed."""
+    """Load the tokenizer or the transform; a missing tokenizer is reported when it is needed."""
     import transformers
 
     local = Path(source).is_dir()
@@ -383,18 +307,3 @@ def _by_config(model: Any) -> Any:
     size = getattr(getattr(model, "config", None), "image_size", 224)
     channels = getattr(getattr(model, "config", None), "num_channels", 3)
     return ImageTransform(size=size, mean=(0.5,) * channels, std=(0.5,) * channels)
-
-
-def _zero_shot(transformers: Any, name: str, names: list[str] | None) -> Loaded:
-    from ..hosts import ZeroShotClassifier
-
-    if names is None:
-        raise Stop(
-            f"{name} is a dual encoder: give the classes to choose from with --class-names.", 2
-        )
-    encoder = transformers.AutoModel.from_pretrained(name, **SAFE).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    model = ZeroShotClassifier(encoder, names, tokenizer=tokenizer)
-    loaded = Loaded(model, name)
-    _processors(loaded, name, text=False)
-    return loaded

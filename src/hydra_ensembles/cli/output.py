@@ -1,4 +1,4 @@
-"""Printing: tables and lines for people on a terminal, JSON for machines on standard output.
+"""Printing and writing: tables and lines for people, JSON for machines; `--help` needs no more.
 
 Click as typer has it: a dependency of its own in older versions, a part of it in newer ones.
 """
@@ -6,7 +6,6 @@ Click as typer has it: a dependency of its own in older versions, a part of it i
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 import threading
@@ -18,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .._records import holding, write_whole
+from .errors import Stop
 
 if TYPE_CHECKING:
     from ..evaluation import Results
+    from ..fusion import HydraEnsemble
+    from .models import Loaded
 
 
 def click_module(name: str) -> Any:
@@ -32,51 +33,53 @@ def click_module(name: str) -> Any:
 
 # Which of several processes this is, by the launcher's environment; torch is not imported.
 def number() -> int:
-    """Return this process's number under `torchrun` or `accelerate launch`; 0 by itself."""
+    """Return this process's number under `torchrun` or `accelerate launch`; 0 otherwise."""
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
     return int(os.environ.get("RANK", "0")) if several else 0
 
 
 def is_first() -> bool:
-    """Tell whether this process writes files and talks."""
+    """Tell whether this process writes files and prints."""
     return number() == 0
 
 
-# A sign of life from commands whose first words take long: importing torch alone takes seconds.
-FIRST, EVERY = 1.0, 10.0
-"""Seconds without a word after which a command says what it does, and says so again."""
+class StatusLine:
+    """A line on standard error while nothing else is printed: `Loading MODEL ...`.
 
+    Importing torch takes seconds. The line appears after one second and then every ten.
 
-class SignOfLife:
-    """A line on standard error while nothing else is said: `Loading MODEL ...`."""
+    Attributes:
+        quiet: Whether progress is not reported.
+        folder: The folder that the command writes to.
+    """
 
     def __init__(self) -> None:
         self.quiet = False
-        self.folder: Path | None = None  # that the command writes to
+        self.folder: Path | None = None
         self._ended = threading.Event()
 
-    def soon(self, text: str) -> None:
-        """Say so a second from now and every ten seconds, until something else is said."""
+    def show_after(self, text: str) -> None:
+        """Show a text until `cancel`."""
         self.cancel()
-        if not self.quiet:
-            self._ended = threading.Event()
-            threading.Thread(target=_repeat, args=(text, self._ended), daemon=True).start()
+        if self.quiet:
+            return
+        self._ended = ended = threading.Event()
+
+        def repeat() -> None:
+            start = time.monotonic()
+            if not ended.wait(1.0):
+                typer.echo(f"{text} ...", err=True)
+            while not ended.wait(10.0):
+                typer.echo(f"{text} ({time.monotonic() - start:.0f} s) ...", err=True)
+
+        threading.Thread(target=repeat, daemon=True).start()
 
     def cancel(self) -> None:
-        """Say no more."""
+        """Show nothing more."""
         self._ended.set()
 
 
-def _repeat(text: str, ended: threading.Event) -> None:
-    start, wait = time.monotonic(), FIRST
-    while not ended.wait(wait):
-        passed = round(time.monotonic() - start)
-        typer.echo(f"{text} ..." if wait == FIRST else f"{text} ({passed} s) ...", err=True)
-        wait = EVERY
-
-
-life = SignOfLife()
-
+status = StatusLine()
 
 FIGURES = {
     "cls/Acc": "Acc",
@@ -92,20 +95,20 @@ FIGURES = {
 
 
 def say(text: str, *, json: bool = False) -> None:
-    """Print a line for people: on standard error when standard output is for a machine."""
-    life.cancel()
-    if not (json and life.quiet):
+    """Print a line; on standard error when standard output is JSON."""
+    status.cancel()
+    if not (json and status.quiet):
         typer.echo(text, err=json)
 
 
 def step(text: str, *, json: bool = False) -> None:
-    """Say what is done next, where progress is reported."""
-    if not life.quiet:
+    """Print the next step, if progress is reported."""
+    if not status.quiet:
         say(text, json=json)
 
 
 def sizes(known: Any, outliers: Mapping[str, Any]) -> str:
-    """Say how much data there is: `200 examples, outliers: questions 150`."""
+    """Return the sizes of the data: `200 examples, outliers: questions 150`."""
     from ..data import count
 
     words = f"{count(known)} examples"
@@ -116,24 +119,81 @@ def sizes(known: Any, outliers: Mapping[str, Any]) -> str:
 
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """Say what is going on while it lasts; into a log only when it takes longer than a second."""
-    shown = sys.stderr.isatty() and not life.quiet
+    """Show what is being done; in a log only if it takes longer than a second."""
+    shown = sys.stderr.isatty() and not status.quiet
     if shown:
-        life.cancel()
+        status.cancel()
         typer.echo(f"{text} ...", err=True, nl=False)
     else:
-        life.soon(text)
+        status.show_after(text)
     try:
         yield
     finally:
-        life.cancel()
+        status.cancel()
         if shown:
             typer.echo("\r\x1b[K", err=True, nl=False)
 
 
+def dumps(value: Any) -> str:
+    """Return plain data as indented JSON."""
+    import json
+
+    return json.dumps(value, indent=2, default=str)
+
+
 def print_json(value: Any) -> None:
     """Print plain data as JSON."""
-    typer.echo(json.dumps(value, indent=2, default=str))
+    typer.echo(dumps(value))
+
+
+def show(text: object, record: Any, *, json: bool) -> None:
+    """Print the outcome of a command: a text, or its record as JSON."""
+    print_json(record) if json else typer.echo(str(text))
+
+
+def finish(
+    ensemble: HydraEnsemble,
+    folder: Path,
+    loaded: Loaded,
+    data: Any,
+    *,
+    refused: str = "",
+    json: bool,
+) -> None:
+    """Save what was built with its class names, and print it.
+
+    Args:
+        ensemble: What was built.
+        folder: The output.
+        loaded: The model that it was built from.
+        data: Names the classes if the model does not.
+        refused: Why there is no policy; raised once the ensemble is saved.
+        json: Whether standard output is for a machine.
+    """
+    names = loaded.class_names or getattr(data, "class_names", None)
+    if names:
+        ensemble.id2label = list(names)
+    save(ensemble, folder, loaded)
+    write_config(folder)
+    if refused:
+        raise Stop(
+            f"{refused} Written to {folder} without a policy: fit one with hydra-ensembles policy.",
+            3,
+        )
+    show(ensemble, {"folder": str(folder), "summary": str(ensemble), **ensemble.record}, json=json)
+    say(f"Written to {folder}. Next: hydra-ensembles eval {folder} --data TEST", json=json)
+
+
+def save(ensemble: HydraEnsemble, folder: Path, loaded: Loaded) -> None:
+    """Save an ensemble with its transform and tokenizer, so that the folder is complete."""
+    from ..data import processes
+
+    if is_first():
+        if loaded.transform is not None:
+            ensemble.transform = loaded.transform
+        ensemble.tokenizer = loaded.tokenizer
+        ensemble.save_pretrained(folder)
+    processes.wait()  # the folder is complete when any process continues
 
 
 def results_table(
@@ -168,7 +228,9 @@ def results_table(
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole, in a folder that need not be there; of several processes, one does."""
+    """Write a file atomically, with its folder; only the first process writes."""
+    from .._records import write_whole
+
     if not is_first():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,16 +240,17 @@ def write_text(path: Path, text: str) -> None:
 def write_config(folder: Path, *, begin: bool = False) -> dict[str, Any]:
     """Write the resolved options of the running command beside its results; return them.
 
-    At the beginning of long work a file that is there stays: the work may yet be refused, and the
-    results in the folder are those of the options that made them. The command holds the folder from
-    here to its end.
+    With `begin`, an existing file stays: the work may yet be refused, and the results in the folder
+    are those of the options that made them. The command holds the folder from here to its end.
     """
     import yaml
+
+    from .._records import holding
 
     context = click_module("globals").get_current_context()
     if is_first():
         context.with_resource(holding(folder))
-        life.folder = folder
+        status.folder = folder
     values = {
         key: str(value) if isinstance(value, Path) else value
         for key, value in context.params.items()

@@ -1,4 +1,4 @@
-"""What a report shows besides figures: examples (pictures or texts) and the counted cost."""
+"""What a report shows besides figures: examples (images or texts) and the counted cost."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def describe(
         loaded: The model; asked about the examples unless there is an `answer`.
         data: What they are of.
         rows: Their positions.
-        group: The heading that they stand under.
+        group: Their heading.
         name: Of the data, where its examples have no names.
         labelled: Whether labels mean something to the model.
         answer: What was said about these rows.
@@ -91,7 +91,7 @@ def describe(
     from ..data.eval_mode import evaluating
     from ..data.loaders import indexable
     from ..data.model_runs import member_logits
-    from ..report.examples import Example, picture_address
+    from ..report.examples import Example, image_address
     from ..uncertainty import predict_from_logits
 
     if not rows:
@@ -122,9 +122,7 @@ def describe(
                 uncertainty=float(answer.uncertainty[place]),
                 label="" if labels is None else loaded.class_name(int(labels[place])),
                 source=where,
-                picture=""
-                if images is None
-                else picture_address(images[place], mean=mean, std=std),
+                image="" if images is None else image_address(images[place], mean=mean, std=std),
                 text="" if texts is None else texts[place],
                 note=notes[place] if notes else "",
             )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._records import tensor_bytes
+from .._tensors import tensor_bytes
 
 BESIDE = frozenset({"attention_mask", "token_type_ids", "position_ids"})
 """Inputs that follow from the others, and that callers may leave out."""

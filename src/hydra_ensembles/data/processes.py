@@ -27,7 +27,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
-from .. import _records, errors
+from .. import _records, _tensors, errors
 from ..errors import DataError, HydraError
 from .loaders import Batches, Chained
 from .splits import fingerprint
@@ -318,7 +318,7 @@ def _share(data: Iterable[Any], name: str, known: dict[str, Any]) -> Iterator[tu
         for part in data.parts if isinstance(data, Chained) else [data]:
             examples.update(repr((part.batch_size, part.indices)).encode())
             if part.labels is not None:
-                examples.update(_records.tensor_bytes(part.labels))
+                examples.update(_tensors.tensor_bytes(part.labels))
         known.update(batches=len(data), hash=examples.hexdigest())
         return own_batches(data)
     if isinstance(data, (list, tuple)):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._records import tensor_bytes
+from .._tensors import tensor_bytes
 from ..errors import DataError
 from .batches import columns as columns_of
 from .batches import labels_of

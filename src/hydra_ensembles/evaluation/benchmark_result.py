@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from .._records import read_record, to_record
 from ..errors import DataError
 from .intervals import Interval, bootstrap
+from .tables import markdown_table
 
 
 class PeakMemory(TorchDispatchMode):
@@ -169,8 +170,8 @@ class BenchmarkResult:
 
     def table(self) -> str:
         """Return an aligned Markdown table, which also reads well in a terminal."""
-        head = ("model", "batch", "x single [95 %]", "counted", "ms", "± IQR/2", "samples/s", "MiB")
-        head = (*head[:2], f"x {self.names[0]} [95 %]", *head[3:])
+        ratio = f"x {self.names[0]} [95 %]"
+        head = ("model", "batch", ratio, "counted", "ms", "± IQR/2", "samples/s", "MiB")
         body = [
             (
                 t.name,
@@ -216,20 +217,3 @@ def paired_ratio(seconds: Sequence[float], base: Sequence[float], *, seed: int =
     """Return the median of the ratios round by round, resampled over rounds."""
     pairs = [a / b for a, b in zip(seconds, base, strict=True)]
     return bootstrap(pairs, lambda draws: draws.quantile(0.5, dim=1), seed=seed)
-
-
-def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align the rows of a table (the first is the head): names left, figures right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "| " + " | ".join(cells) + " |"
-
-    rule = "|" + "|".join(
-        "-" * (width + 2) if i == 0 else "-" * (width + 1) + ":" for i, width in enumerate(widths)
-    )
-    return "\n".join([line(rows[0]), rule + "|", *(line(row) for row in rows[1:])])

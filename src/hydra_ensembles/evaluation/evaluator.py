@@ -38,6 +38,10 @@ def evaluate(
     without a length. Under `torchrun` or `accelerate launch` the processes share the batches: call
     it in all of them, with the whole data, and each gets the same results.
 
+    Example:
+        >>> results = evaluate(ensemble, test, ood={"textures": textures})
+        >>> results["ood/textures/AUROC"], results.interval("cls/NLL")
+
     Args:
         model: anything that is called on a batch and answers with logits `[batch, class]` or
             `[batch, member, class]`, or an object or mapping with `.logits`; or that has
@@ -48,7 +52,7 @@ def evaluate(
         shifts: labelled data under shift (corruptions, other years) by name.
         score: name of the uncertainty that ranks errors and OOD examples, or several: the first is
             the main one, others add `ood/<set>/<score>/...`; `mcm` needs the model's `logit_scale`.
-            `novelty` needs `fit_novelty_`, and is added by itself where it is fitted.
+            `novelty` needs `fit_novelty_`, and is added where it is fitted.
         temperature: adds `post/...` figures after dividing logits by it: a number, or labelled
             held-out batches to fit it on (never the test data).
         bootstrap: number of draws for 95 % intervals over test examples; 0 for none. By default
@@ -124,8 +128,8 @@ def _with_novelty(names: list[str], answers: Answers) -> list[str]:
         return names if NOVELTY in names else [*names, NOVELTY]
     if NOVELTY in names:
         raise DataError(
-            "The score 'novelty' asks what the model knows, but its predictions hold no novelty: "
-            "call ensemble.fit_novelty_(known) first."
+            "The score 'novelty' needs fitted novelty, but the model's predictions have none: call "
+            "ensemble.fit_novelty_(known) first."
         )
     return names
 

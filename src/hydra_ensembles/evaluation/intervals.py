@@ -264,6 +264,10 @@ def compare(
 ) -> Comparison:
     """Compare two results on the same data by a paired bootstrap over test examples.
 
+    Example:
+        >>> compare(evaluate(ensemble, test), evaluate(model, test))["cls/NLL"].verdict
+        'better'
+
     Args:
         a: results that hold their examples (fresh from `evaluate`, or loaded with them). Several
             results of one method (seeds, draws of calibration data) stand for their mean: every

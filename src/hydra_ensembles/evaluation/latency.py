@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +44,10 @@ def benchmark(
 ) -> BenchmarkResult:
     """Time models against each other, interleaved, and count what they do.
 
+    Example:
+        >>> result = benchmark({"single": model, "hydra": ensemble}, batch)
+        >>> result.ratio("hydra", 1)
+
     Args:
         models: Models by name; ratios are to the first one. Each is called on a batch without
             labels, in eval mode, without gradients.
@@ -72,9 +76,20 @@ def benchmark(
         raise DataError(
             f"batch_sizes={tuple(batch_sizes)} and rounds={rounds}: expected positive numbers."
         )
-    models = {name: _converted(model, dtype, device) for name, model in models.items()}
+    if dtype is not None or device is not None:
+        models = {
+            name: copy.deepcopy(model).to(dtype=dtype, device=device)
+            if isinstance(model, nn.Module)
+            else model
+            for name, model in models.items()
+        }
+    devices = [device_of(model) for model in models.values()]
+    on_gpu = any(place is not None and place.type == "cuda" for place in devices)
     timings: list[Timing] = []
-    with _threads(threads), _evaluating(models.values()):
+    with ExitStack() as stack:
+        stack.enter_context(_threads(threads))
+        for model in models.values():
+            stack.enter_context(evaluating(model))
         counted = {
             n: multiply_adds(_call(m, batch, min(batch_sizes), dtype)) for n, m in models.items()
         }
@@ -86,7 +101,7 @@ def benchmark(
             memory = {name: _peak(models[name], call) for name, call in calls.items()}
             seconds = _interleaved(
                 calls,
-                synchronize=_synchronizer(models),
+                synchronize=torch.cuda.synchronize if on_gpu else lambda: None,
                 rounds=rounds,
                 max_seconds=max_seconds,
                 min_sample=min_sample_seconds,
@@ -105,15 +120,24 @@ def benchmark(
                 for name in models
             ]
         used = torch.get_num_threads()
-    first = device_of(next(iter(models.values())))
+    first = next(iter(models.values()))
+    parameters = first.parameters() if isinstance(first, nn.Module) else ()
+    own = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
+    on_cpu = devices[0] is None or devices[0].type != "cuda"
+    memory_of = (
+        "the peak of tensors alive in one call, measured at the operators"
+        if on_cpu
+        else "the allocator's peak above them in one call"
+    )
+    kind = "cpu" if devices[0] is None else devices[0].type
     return BenchmarkResult(
         tuple(timings),
         {
-            "device": _device_name(first),
-            "dtype": str(dtype or _dtype_of(models)).removeprefix("torch."),
+            "device": kind if on_cpu else torch.cuda.get_device_name(devices[0]),
+            "dtype": str(dtype or own).removeprefix("torch."),
             "threads": used,
             "torch": torch.__version__.split("+")[0],
-            "memory": _how_memory(first),
+            "memory": f"weights, and {memory_of}",
             "seed": seed,
         },
     )
@@ -198,12 +222,6 @@ def _call(model: Callable[..., Any], batch: Any, size: int, dtype: torch.dtype |
     return lambda: model(*args, **kwargs)
 
 
-def _converted(model: Any, dtype: torch.dtype | None, device: Any) -> Any:
-    if not isinstance(model, nn.Module) or (dtype is None and device is None):
-        return model
-    return copy.deepcopy(model).to(dtype=dtype, device=device)
-
-
 @contextmanager
 def _threads(number: int | None) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -213,38 +231,3 @@ def _threads(number: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _evaluating(models: Any) -> Iterator[None]:
-    from contextlib import ExitStack
-
-    with ExitStack() as stack:
-        for model in models:
-            stack.enter_context(evaluating(model))
-        yield
-
-
-def _synchronizer(models: Mapping[str, Any]) -> Call:
-    devices = {device_of(model) for model in models.values()}
-    if any(device is not None and device.type == "cuda" for device in devices):
-        return torch.cuda.synchronize
-    return lambda: None
-
-
-def _dtype_of(models: Mapping[str, Any]) -> torch.dtype:
-    first = next(iter(models.values()))
-    parameters = first.parameters() if isinstance(first, nn.Module) else iter(())
-    return next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
-
-
-def _device_name(device: torch.device | None) -> str:
-    if device is not None and device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return "cpu" if device is None else device.type
-
-
-def _how_memory(device: torch.device | None) -> str:
-    if device is not None and device.type == "cuda":
-        return "weights, and the allocator's peak above them in one call"
-    return "weights, and the peak of tensors alive in one call, measured at the operators"

@@ -143,7 +143,7 @@ class Results(Mapping[str, float]):
         except ValueError as error:
             raise FormatError(f"These results are not JSON: {error}.") from error
         if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise FormatError(f"This JSON is no record of results: its format is not {FORMAT!r}.")
+            raise FormatError(f"Not a record of results: the format is not {FORMAT!r}.")
         if record.get("version", 0) > VERSION:
             raise FormatError(
                 f"These results have format version {record['version']}, newer than {VERSION}: "

@@ -76,6 +76,9 @@ def compare_table(
 ) -> str:
     """Return several results side by side as one table.
 
+    Example:
+        >>> print(compare_table([single, hydra], keys=["cls/*", "ood/*/AUROC"]))
+
     Args:
         results: one for each model.
         keys: figures to show, by name or pattern (`ood/*/AUROC`, `post/**`), or `"all"`; headlines
@@ -97,10 +100,14 @@ def compare_table(
     if form == "csv":
         return _csv(results, chosen)
     bold = "**{}**" if form == "markdown" else r"\textbf{{{}}}"
-    escape = _plain if form == "markdown" else _latex_escape
+    special = "|" if form == "markdown" else "&%$#_{}"
+    escape = str.maketrans({character: f"\\{character}" for character in special})
     up, down = ("↑", "↓") if form == "markdown" else (r"$\uparrow$", r"$\downarrow$")
     head = ["" if rows == "models" else "figure"]
-    labels = [escape(key) + {1: f" {up}", -1: f" {down}", 0: ""}[direction(key)] for key in chosen]
+    labels = [
+        key.translate(escape) + {1: f" {up}", -1: f" {down}", 0: ""}[direction(key)]
+        for key in chosen
+    ]
     ahead = winners(results) if best else {}
     body = []
     for place, result in enumerate(results):
@@ -115,38 +122,24 @@ def compare_table(
                 text += f" [{shown(key, span[0])}, {shown(key, span[1])}]"
             cells.append(text)
         body.append(cells)
-    names = [escape(result.name) for result in results]
+    names = [result.name.translate(escape) for result in results]
     if rows == "models":
         grid = [head + labels, *([name, *cells] for name, cells in zip(names, body, strict=True))]
     else:
         turned = zip(labels, zip(*body, strict=True), strict=True)
         grid = [head + names, *([label, *cells] for label, cells in turned)]
-    return _markdown(grid) if form == "markdown" else _latex(grid)
+    return markdown_table(grid) if form == "markdown" else _latex(grid)
 
 
-def _plain(text: str) -> str:
-    return text.replace("|", r"\|")
-
-
-def _latex_escape(text: str) -> str:
-    for character in "&%$#_{}":
-        text = text.replace(character, f"\\{character}")
-    return text
-
-
-def _markdown(grid: list[list[str]]) -> str:
-    widths = [max(len(row[i]) for row in grid) for i in range(len(grid[0]))]
-    lines = [
-        "| "
-        + " | ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        + " |"
-        for row in grid
-    ]
-    rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
-    return "\n".join([lines[0], rule, *lines[1:]])
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Align the rows of a table (the first is its head): the first column left, the rest right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        first, *rest = (f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        lines.append("| " + " | ".join([row[0].ljust(len(first)), *rest]) + " |")
+    rule = ["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]
+    return "\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]])
 
 
 def _latex(grid: list[list[str]]) -> str:

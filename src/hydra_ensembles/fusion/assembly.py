@@ -35,7 +35,7 @@ class Assembly:
     model: nn.Module
     body: Body | HostedBody
     plan: Plan
-    moulds: tuple[nn.Module, ...]
+    block_templates: tuple[nn.Module, ...]
     copies: dict[str, int]
     merged: tuple[str, ...]
     description: dict[str, Any]
@@ -80,10 +80,14 @@ def assemble(
             seconds=seconds,
         )
         cuts = choose_cuts(plan, hosts)
-        hosted, moulds = host_blocks_(base, plan, cuts, hosts=hosts, seconds=seconds, folds=folds)
+        hosted, block_templates = host_blocks_(
+            base, plan, cuts, hosts=hosts, seconds=seconds, folds=folds
+        )
         copies = _split_classifiers_(base, plan, hosts, classifier)
         how = {"engine": "host", "folds": folds, "cuts": cuts}
-        assembly = Assembly(base.model, hosted, plan, moulds, copies, merged, description, how)
+        assembly = Assembly(
+            base.model, hosted, plan, block_templates, copies, merged, description, how
+        )
         return assembly, _references(hosts, masks, average)
     layers = [
         LayerParts(hosts, masks, layer, second=second) for layer, second in enumerate(seconds)
@@ -100,14 +104,16 @@ def assemble(
     copies = {}
     for layer_plan in plan.layers:
         copies.update(layers[layer_plan.layer].copies(layer_plan, base.family.norm))
-    body, moulds = build_body_(base, plan, copies)
+    body, block_templates = build_body_(base, plan, copies)
     for block, layer_plan in zip(body.branch, plan.layers, strict=True):
         assert isinstance(block, FusedBlock)
         layers[layer_plan.layer].fill_(block, layer_plan, base.family.norm)
     copies.update(_split_classifiers_(base, plan, hosts, classifier))
     settings = base.arithmetic.settings()
     settings |= {"form": str(body.form)} if str(body.form) else {}
-    assembly = Assembly(base.model, body, plan, moulds, copies, merged, description, settings)
+    assembly = Assembly(
+        base.model, body, plan, block_templates, copies, merged, description, settings
+    )
     return assembly, _references(hosts, masks, average)
 
 

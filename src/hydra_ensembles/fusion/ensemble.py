@@ -17,15 +17,13 @@ from ..hosts.probes import modules_after_blocks
 from ..registry import public_function
 from ..uncertainty import (
     Evidence,
-    Policy,
 )
 from .assembly import Assembly
-from .folder_reader import check_answers, load
+from .folder_reader import load
 from .folder_writer import save
 from .fused_block import FusedBlock
 from .fused_model import FusedModel, Mode
 from .host_interface import push, with_signature_of
-from .inputs import Preparation
 from .known_data import fit_novelty, why_novel
 from .row_function import RowAnswers, predict_proba
 from .summary import remember_results, summarize, summarize_html
@@ -182,8 +180,18 @@ class HydraEnsemble(FusedModel):
     ) -> None:
         """Write `config.json`, `model.safetensors` and a model card into a folder.
 
-        The ensemble's own transform and tokenizer are saved along; those given here replace them.
-        The card shows the cost and `results`: what `evaluate` measured, of it and of baselines.
+        The folder is replaced as a whole: if saving fails, what was there before is still there.
+
+        Args:
+            folder: Where to write; it is created if it does not exist.
+            tokenizer: Replaces the ensemble's own tokenizer, which is saved too.
+            image_processor: Replaces the ensemble's own transform, which is saved too.
+            results: What `evaluate` measured, of the ensemble and of baselines, for the card.
+            state_dict: Ignored, as is `safe_serialization`; the tools of transformers pass them.
+            safe_serialization: Weights are always written as safetensors.
+
+        Example:
+            >>> ensemble.save_pretrained("vit-hydra", results=hydra.evaluate(ensemble, test))
         """
         if results is not None:
             remember_results(self, results)
@@ -260,29 +268,23 @@ class HydraEnsemble(FusedModel):
     ) -> HydraEnsemble:
         """Load what `save_pretrained` or `push_to_hub` wrote.
 
+        Every file is checked before anything is built: its SHA-256, every field of the config, and
+        the shapes of the tensors. No pickle and no code is loaded.
+
         Args:
             name_or_folder: A folder, or a name on the hub: `owner/name`.
             host: The plain host, for models that cannot be rebuilt by name.
             mode: `"fused"` or `"loop"`; by default as it was saved.
             revision: Branch, tag or commit on the hub.
             token: Token of the hub, for a private repository if you are not logged in.
+
+        Raises:
+            FormatError: When the folder is damaged, of another format, or not an ensemble.
+
+        Example:
+            >>> ensemble = HydraEnsemble.from_pretrained("vit-hydra")
         """
-        assembly, view, config = load(name_or_folder, host=host, revision=revision, token=token)
-        mode = mode or config["mode"]
-        ensemble = cls.around(assembly, view, mode=mode, switches=config["switches"])
-        ensemble.temperature = config["temperature"]
-        ensemble.member_temperatures = config["member_temperatures"]
-        ensemble.score = config["score"]
-        ensemble.record = config["record"]
-        ensemble.novelty = config["novelty"]
-        ensemble.id2label = config["labels"]
-        if config["policy"] is not None:
-            ensemble.policy = Policy.from_dict(config["policy"])
-        ensemble._preparation = Preparation(
-            config["folder"], config["files"], config["image_transform"]
-        )
-        check_answers(ensemble, name_or_folder)
-        return ensemble
+        return load(cls, name_or_folder, host=host, mode=mode, revision=revision, token=token)
 
     # --- printing ----------------------------------------------------------------------------
 

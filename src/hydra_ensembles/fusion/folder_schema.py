@@ -1,4 +1,4 @@
-"""The format of an ensemble's folder: its files, its config's digest, and the values of each field.
+"""The format of an ensemble's folder: its files, and the fields of its config.
 
 Everything is checked before a module is built, so that a wrong field is refused here by name and
 does not cause a crash or a wrong answer later.
@@ -6,390 +6,346 @@ does not cause a crash or a wrong answer later.
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
-from .._records import inside, json_digest
-from ..data.transforms import PROCESSOR_FILE, ImageTransform
+import msgspec
+from msgspec import Meta, Struct
+
+from .._records import check_seal, check_version, inside, read_json
+from ..data.transforms import ImageTransform
 from ..errors import FormatError, HydraError
+from ..heads.head_mask import HeadMask
+from ..heads.stream_plan import Plan
 from ..hosts.attention import FORMS, UNUSED
-from ..uncertainty import Policy, checked_temperature, scores
-from .plan_checks import copies_problem, plan_problem
+from ..uncertainty import Policy, scores
 
 FORMAT = "hydra-ensembles"
-FORMAT_VERSION = (1, 2)
-OLDEST_VERSION = (1, 1)
-"""Version 1.2 has `policy` instead of `abstention`."""
-CONFIG, WEIGHTS, CARD, NOVELTY = (
-    "config.json",
-    "model.safetensors",
-    "README.md",
-    "novelty.safetensors",
-)
+FORMAT_VERSION = (2, 0)
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+NOVELTY, CARD = "novelty.safetensors", "README.md"
 DIGEST = "config_sha256"
-MOST_BYTES = 256 * 2**20
-"""Larger configs are not read: real ones have a few kilobytes."""
+"""Where the config keeps the digest of everything else in it."""
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-_PARTS = (
+ADVICE = "Save or download the folder again."
+PARTS = (
     r"norm1|norm2|query_norm|key_norm|output_bias|mlp\.\d+(\.\w+)*"
     r"|after_attention\.\d+|after_mlp\.\d+"
 )
+"""Parts of a block that may have one copy per stream, as a regular expression."""
+
+T = TypeVar("T")
+Count = Annotated[int, Meta(ge=0)]
+Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+Temperature = Annotated[float, Meta(ge=1e-4, le=1e4)]
+Mask = Annotated[list[list[Annotated[int, Meta(ge=0, le=1)]]], Meta(min_length=1)]
 
 
-def digest_of(config: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a config's content, ignoring white space and its own digest."""
-    return json_digest(config, DIGEST)
+class LayerRecord(Struct, frozen=True):
+    """One branched block of a plan (see `LayerPlan`)."""
+
+    layer: Count
+    parents: list[Count]
+    members: list[Count]
+    heads: Annotated[list[list[Count]], Meta(min_length=1)]
+    shared: bool
+    readout_only: bool
 
 
-def signed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config as JSON would read it back, with its digest."""
-    plain = json.loads(json.dumps(config))
-    return {**plain, DIGEST: digest_of(plain)}
+class PlanRecord(Struct, frozen=True):
+    """What `Plan.to_dict` returns."""
+
+    trunk: Count
+    trunk_heads: list[list[Count]]
+    layers: list[LayerRecord]
+    ends: list[Count]
+    streams: list[Count]
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+class ReadoutRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """Which tokens the classifier reads (see `Readout`)."""
+
+    tokens: Annotated[int, Meta(ge=1, le=64)] | None
+    folds: bool
+    why: str
+    end_of_text: bool
+
+
+class CutRecord(Struct, frozen=True):
+    """The heads of one stream that the host engine keeps, and those of them that are on."""
+
+    there: list[int]
+    on: list[int]
+
+
+class Switches(Struct, frozen=True):
+    """The options of `fuse`, and what loading must know of the engine."""
+
+    share_trunk: bool = True
+    share_branch: bool = True
+    readout_only: bool = True
+    average: str = "mlp"
+    engine: Literal["fused", "host"] = "fused"
+    form: Annotated[str, Meta(pattern=r"\A(|(tuple|list) \d)\Z")] = ""
+    rotary: str | list[str] = FORMS[0]
+    biased: bool = False
+    by_layer: bool = False
+    keeps_heads: bool = False
+    folds: bool | None = None
+    cuts: list[list[CutRecord]] | None = None
+
+    def __post_init__(self) -> None:
+        forms = self.rotary if isinstance(self.rotary, list) else [self.rotary]
+        if not set(forms) <= {*FORMS, UNUSED}:
+            raise ValueError(f"rotary is {self.rotary!r:.60}, expected some of {(*FORMS, UNUSED)}")
+        if self.engine == "host" and (self.folds is None or self.cuts is None):
+            raise ValueError("the host engine needs folds and cuts")
+
+
+class HostRecord(Struct, frozen=True):
+    """What every description of a host has; the library decides about the rest."""
+
+    library: str
+    name: str = msgspec.field(name="class")
+    buffers: dict[str, Dtype] = {}
+
+
+class ProcessorRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """What is recorded of an image processor, beside its own file."""
+
+    processor: Literal["preprocessor_config.json"]
+    exif_orientation: bool
+
+
+class Structure(Struct, frozen=True):
+    """How a host becomes the ensemble: everything that decides its modules and their shapes."""
+
+    family: str
+    blocks_path: str
+    masks: Annotated[list[Mask], Meta(min_length=1)]
+    plan: PlanRecord
+    copies: dict[str, Annotated[int, Meta(ge=1)]]
+    readout: ReadoutRecord
+    merged: list[str]
+    switches: dict[str, Any]
+    aliases: dict[str, str]
+
+    def stream_plan(self) -> Plan:
+        """Return the plan with its masks."""
+        masks = [HeadMask(rows) for rows in self.masks]
+        return Plan.from_dict(msgspec.to_builtins(self.plan), masks)
+
+
+class Config(Structure, frozen=True, kw_only=True):
+    """The content of `config.json`."""
+
+    format: Literal["hydra-ensembles"]
+    format_version: tuple[Count, Count]
+    libraries: dict[str, str]
+    host: dict[str, Any]
+    mode: Literal["fused", "loop"]
+    temperature: Temperature | None
+    member_temperatures: list[Temperature] | None
+    score: str
+    labels: dict[str, str] | None
+    policy: dict[str, Any] | None
+    image_transform: dict[str, Any] | None
+    dtype: Dtype
+    sha256: Sha256
+    files: dict[str, Sha256]
+    record: dict[str, Any]
+    novelty: dict[str, Any] | None
+    config_sha256: Sha256
+
+
+def read_config(folder: Path) -> Config:
     """Read and check the config of a saved ensemble."""
     path = inside(folder, CONFIG)
     if not path.is_file():
         raise FormatError(
             f"No {CONFIG} in {folder}: expected a folder written by save_pretrained()."
         )
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"{path.stat().st_size} bytes are too many for a config")
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is damaged ({error}). Save or download it again.") from None
-    except OSError as error:
-        raise FormatError(f"Cannot read {path}: {error}.") from error
-    if not isinstance(config, dict) or config.get("format") != FORMAT:
-        kind = config.get("model_type") if isinstance(config, dict) else type(config).__name__
+    content = read_json(path, "the config of a Hydra ensemble", ADVICE)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        kind = content.get("model_type") if isinstance(content, dict) else type(content).__name__
         raise FormatError(
             f"{path} is not the config of a Hydra ensemble (found {kind or 'another format'!r}). "
             "A host model is loaded with its own library and fused with hydra_ensembles.fuse()."
         )
-    _check_version(config, path)
-    old = set() if config["format_version"] >= [1, 2] else {"policy"}
-    missing = FIELDS.keys() - config.keys() - old
-    if missing:
-        raise FormatError(f"{path} lacks {', '.join(sorted(missing))}. Save or download it again.")
-    if digest_of(config) != config[DIGEST]:
+    major, minor = check_version(content.get("format_version"), FORMAT_VERSION, path)
+    if major < FORMAT_VERSION[0]:
         raise FormatError(
-            f"{path} was changed after it was saved: its content does not match the digest in "
-            "it. Copy or download it again; to change a setting, load the original, set it in "
-            "Python and call save_pretrained()."
+            f"{path} has format {major}.{minor}, older than {FORMAT_VERSION[0]}.0 which this "
+            "library reads. Build or fuse the ensemble again (its masks in this file still fit: "
+            "HeadMask(rows)), or load it with the version of hydra-ensembles that saved it."
         )
-    if old:
-        config = _upgraded(config, path)
-    unknown = config.keys() - FIELDS.keys()
+    change = "To change a setting, load the original, set it in Python and call save_pretrained()."
+    check_seal(content, path, f"Copy or download it again. {change}", DIGEST)
+    unknown = content.keys() - set(Config.__struct_fields__)
     if unknown:
         warnings.warn(
             f"{path} has keys that this version does not know and leaves alone: "
             f"{', '.join(sorted(unknown))}.",
             stacklevel=4,
         )
-    check_fields(config, str(path))
+    return check_config(content, str(path))
+
+
+def check_config(content: Mapping[str, Any], where: str) -> Config:
+    """Return a config; raise for the first field that is invalid, alone or beside the others."""
+    config = _convert(content, Config, where)
+    _convert(config.host, HostRecord, where, "host")
+    switches = _convert(config.switches, Switches, where, "switches")
+    if config.image_transform is not None and "processor" in config.image_transform:
+        _convert(config.image_transform, ProcessorRecord, where, "image_transform")
+    try:
+        problem = _value_problem(config)
+        if problem is None:
+            plan = config.stream_plan()
+            problem = _plan_problem(plan, config.readout, hosted=switches.engine == "host")
+            problem = problem or _cut_problem(switches.cuts, plan)
+            problem = problem or _copy_problem(config.copies, plan)
+    except HydraError as error:  # an unknown score, or a mask without a head
+        problem = str(error).rstrip(".")
+    if problem is not None:
+        raise FormatError(f"{where}: {problem}. {ADVICE}")
     return config
 
 
-def _upgraded(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return a config of version 1.1 in today's format, without its abstention rule."""
-    if config.get("abstention") is not None:
-        warnings.warn(
-            f"{path} holds a rule to abstain of an earlier version, which is left out: fit a "
-            "policy with hydra_ensembles.fit_policy() and save the ensemble again.",
-            stacklevel=5,
-        )
-    kept = {key: value for key, value in config.items() if key != "abstention"}
-    return {"policy": None, **kept}
+def _convert(content: Any, kind: type[T], where: str, field: str = "") -> T:
+    """Read plain data as a struct; errors name the field, what was found and what was expected."""
+    try:
+        return msgspec.convert(content, kind)
+    except (msgspec.ValidationError, OverflowError) as error:
+        expected, _, place = str(error).partition(" - at ")
+    steps = re.findall(r"\.(\w+)|\[(\d+)\]", place)
+    for key, index in steps:
+        content = content[key] if key else content[int(index)]
+    if expected.startswith("Invalid enum"):
+        choices = get_args(get_type_hints(kind)[steps[-1][0]])
+        expected = f"expected one of {', '.join(map(str, choices))}"
+    name = field + place.replace("`", "").replace("$", "").replace("key in ", "a key of ")
+    found = f"{name.strip('.')} is {content!r:.60}: " if name else ""
+    raise FormatError(f"{where}: {found}{expected[0].lower()}{expected[1:]}. {ADVICE}")
 
 
-def check_fields(config: Mapping[str, Any], where: str) -> None:
-    """Raise for the first field that is invalid, by itself or together with others."""
-    for name, check in FIELDS.items():
-        try:
-            problem = check(config[name])
-        except (
-            HydraError,
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-            OverflowError,
-        ) as error:
-            problem = str(error) or type(error).__name__
-        if problem:
-            raise FormatError(
-                f"{where}: {name} is wrong ({problem}). Save or download the folder again."
-            )
-    problem = plan_problem(config) or copies_problem(config) or _members_problem(config)
-    if problem:
-        raise FormatError(f"{where}: {problem}. Save or download the folder again.")
+# --- fields that have the right types: each returns what is wrong with their values, or None ---
 
 
-def _check_version(config: Mapping[str, Any], path: Path) -> None:
-    version: Any = config.get("format_version")
-    good = isinstance(version, list) and len(version) == 2 and all(_is_count(n) for n in version)
-    if not good:
-        raise FormatError(f"{path} has the format version {version!r:.60}; expected two numbers.")
-    if version[0] > FORMAT_VERSION[0]:
-        raise FormatError(
-            f"{path} has format {version[0]}.{version[1]}, newer than {FORMAT_VERSION[0]}."
-            f"{FORMAT_VERSION[1]} which this library reads. Upgrade hydra-ensembles."
-        )
-    if tuple(version) < OLDEST_VERSION:
-        raise FormatError(
-            f"{path} has format {version[0]}.{version[1]}, from before a release of this library. "
-            "Build or fuse the ensemble again."
-        )
-
-
-# --- single fields: each check returns what is wrong, or None ------------------------------------
-
-Check = Callable[[Any], "str | None"]
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_count(v) for v in value)
-
-
-def _of(kind: type | tuple[type, ...], words: str) -> Check:
-    def check(value: Any) -> str | None:
-        return None if isinstance(value, kind) else f"{value!r:.60} is not {words}"
-
-    return check
-
-
-def _one_of(*allowed: Any) -> Check:
-    def check(value: Any) -> str | None:
-        if any(value == a and type(value) is type(a) for a in allowed):
-            return None
-        return f"{value!r:.60} is none of {', '.join(map(str, allowed))}"
-
-    return check
-
-
-def _maybe(check: Check) -> Check:
-    return lambda value: None if value is None else check(value)
-
-
-def _temperature(value: Any) -> str | None:
-    if not isinstance(value, (int, float)):
-        return f"{value!r:.60} is not a number"
-    checked_temperature(value)
-    return None
-
-
-def _temperatures(value: Any) -> str | None:
-    if not isinstance(value, list):
-        return f"{value!r:.60} is not a list"
-    return next((problem for v in value if (problem := _temperature(v))), None)
-
-
-def _score(value: Any) -> str | None:
-    if not isinstance(value, str):
-        return f"{value!r:.60} is not a name"
-    scores[value]
-    return None
-
-
-def _sha256(value: Any) -> str | None:
-    good = isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value)
-    return None if good else f"{value!r:.60} is not a SHA-256"
-
-
-def _files(value: Any) -> str | None:
-    if not isinstance(value, dict):
-        return f"{value!r:.60} is not a table of files"
-    for name, digest in value.items():
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?", name):
-            return f"{name!r:.60} is not the name of a file in the folder"
-        if problem := _sha256(digest):
+def _value_problem(config: Config) -> str | None:
+    """Check what single fields say, and those that belong together."""
+    scores[config.score]
+    labels, policy, transform = config.labels, config.policy, config.image_transform
+    if labels is not None and set(labels) != {str(n) for n in range(len(labels) or 1)}:
+        return f"labels is {labels!r:.60}, expected the classes from 0 on"
+    for name in config.files:
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name, re.ASCII):
+            return f"files has {name!r:.60}, expected the name of a file in the folder"
+    if transform is not None and "processor" not in transform:
+        whole = transform | {"exif_orientation": transform.get("exif_orientation", False)}
+        if problem := _part_problem("image_transform", ImageTransform.from_dict, whole):
             return problem
-    return None
-
-
-def _labels(value: Any) -> str | None:
-    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-        return f"{value!r:.60} is not a table of names"
-    if set(value) != {str(number) for number in range(len(value))} or not value:
-        return f"its keys are not the classes 0 to {len(value) - 1}"
-    return None
-
-
-def _strings(value: Any) -> str | None:
-    good = isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
-    return None if good else f"{value!r:.60} is not a table of names"
-
-
-def _list_of_strings(value: Any) -> str | None:
-    good = isinstance(value, list) and all(isinstance(v, str) for v in value)
-    return None if good else f"{value!r:.60} is not a list of names"
-
-
-def _host(value: Any) -> str | None:
-    if not isinstance(value, dict):
-        return f"{value!r:.60} is not a description"
-    for key in ("library", "class"):
-        if not isinstance(value.get(key), str):
-            return f"its {key} is {value.get(key)!r:.60}"
-    buffers = value.get("buffers", {})
-    if not isinstance(buffers, dict) or not set(buffers.values()) <= set(DTYPES):
-        return f"its buffers are {buffers!r:.60}"
-    return None
-
-
-def _readout(value: Any) -> str | None:
-    if not isinstance(value, dict) or value.keys() != {"tokens", "folds", "why", "end_of_text"}:
-        return f"{value!r:.60} is not a readout"
-    tokens = value["tokens"]
-    if tokens is not None and not (_is_count(tokens) and 0 < tokens <= 64):
-        return f"{tokens!r:.60} is not a number of tokens"
-    kinds = (("folds", bool), ("end_of_text", bool), ("why", str))
-    return next(
-        (f"{key} is {value[key]!r:.60}" for key, k in kinds if type(value[key]) is not k), None
-    )
-
-
-def _switches(value: Any) -> str | None:
-    if not isinstance(value, dict):
-        return f"{value!r:.60} is not a table of switches"
-    for key, switch in value.items():
-        if not isinstance(switch, (bool, str)) and key not in ("cuts", "rotary"):
-            return f"{key} is {switch!r:.60}"
-    if value.get("engine", "fused") not in ("fused", "host"):
-        return f"engine is {value['engine']!r:.60}"
-    if not re.fullmatch(r"|(tuple|list) \d", str(value.get("form", ""))):
-        return f"form is {value['form']!r:.60}"
-    rotary = value.get("rotary", FORMS[0])
-    if not all(form in (*FORMS, UNUSED) for form in (rotary if type(rotary) is list else [rotary])):
-        return f"rotary is {rotary!r:.60}"
-    if value.get("engine") == "host" and type(value.get("folds")) is not bool:
-        return f"folds is {value.get('folds')!r:.60}"
-    return None
-
-
-def _masks(value: Any) -> str | None:
-    if not isinstance(value, list) or not value:
-        return f"{value!r:.60} is not a list of masks"
-    for mask in value:
-        if not isinstance(mask, list) or not mask or not all(isinstance(row, list) for row in mask):
-            return f"{mask!r:.60} is not a mask"
-        if not all(type(v) is int and v in (0, 1) for row in mask for v in row):
-            return "a mask holds values other than 0 and 1"
-        if [len(row) for row in mask] != [len(row) for row in value[0]]:
-            return "masks differ in their numbers of heads"
-    return None
-
-
-def _plan(value: Any) -> str | None:
-    if not isinstance(value, dict) or not _is_count(value.get("trunk")):
-        return f"{value!r:.60} is not a plan"
-    lists = [value.get("ends"), value.get("streams")]
-    heads, layers = value.get("trunk_heads"), value.get("layers")
-    if not isinstance(heads, list) or not isinstance(layers, list):
-        return "it lacks trunk_heads or layers"
-    if not all(_are_counts(numbers) for numbers in [*lists, *heads]):
-        return "ends, streams or trunk_heads are not lists of numbers"
-    for layer in layers:
-        if not isinstance(layer, dict) or not _is_count(layer.get("layer")):
-            return f"{layer!r:.60} is not a layer"
-        rows = layer.get("heads")
-        if not isinstance(rows, list) or not rows or not all(_are_counts(row) for row in rows):
-            return f"heads of layer {layer['layer']} are no lists of numbers"
-        if not all(_are_counts(layer.get(key)) for key in ("parents", "members")):
-            return f"parents or members of layer {layer['layer']} are no lists of numbers"
-        if not all(type(layer.get(key)) is bool for key in ("shared", "readout_only")):
-            return f"shared or readout_only of layer {layer['layer']} is not true or false"
-    return None
-
-
-def _copies(value: Any) -> str | None:
-    if not isinstance(value, dict):
-        return f"{value!r:.60} is not a table"
-    for name, count in value.items():
-        if not _is_count(count) or not count:
-            return f"{name} has {count!r:.60} copies"
-        if not re.fullmatch(rf"\d+\.({_PARTS})|classifier\.[\w.]+", name):
-            return f"{name!r:.60} is not a part of a block or classifier"
-    return None
-
-
-def _policy(value: Any) -> str | None:
-    if not isinstance(value, dict):
-        return f"{value!r:.60} is not a policy"
-    policy = Policy.from_dict(value).to_dict()
-    missing = policy.keys() - value.keys()  # a default instead would be another policy
-    if policy.get("measured"):
-        missing |= policy["measured"].keys() - value["measured"].keys()
-    return f"it lacks {', '.join(sorted(missing))}" if missing else None
-
-
-def _transform(value: Any) -> str | None:
-    if not isinstance(value, dict):
-        return f"{value!r:.60} is not a transform"
-    if "processor" in value:
-        good = value.keys() == {"processor", "exif_orientation"}
-        good &= type(value.get("exif_orientation")) is bool and value["processor"] == PROCESSOR_FILE
-        return None if good else f"{value!r:.60} is not the record of an image processor"
-    ImageTransform.from_dict(value)
-    return None
-
-
-_name = _of(str, "a name")
-_table = _of(dict, "a table")
-
-FIELDS: dict[str, Check] = {
-    "format": _name,
-    "format_version": _of(list, "two numbers"),
-    "libraries": _strings,
-    "host": _host,
-    "family": _name,
-    "blocks_path": _name,
-    "masks": _masks,
-    "plan": _plan,
-    "copies": _copies,
-    "readout": _readout,
-    "merged": _list_of_strings,
-    "switches": _switches,
-    "mode": _one_of("fused", "loop"),
-    "temperature": _maybe(_temperature),
-    "member_temperatures": _maybe(_temperatures),
-    "score": _score,
-    "labels": _maybe(_labels),
-    "policy": _maybe(_policy),
-    "image_transform": _maybe(_transform),
-    "dtype": _one_of(*DTYPES),
-    "aliases": _strings,
-    "sha256": _sha256,
-    "files": _files,
-    "record": _table,
-    "novelty": _maybe(_table),
-    DIGEST: _sha256,
-}
-
-
-# --- several fields together ---------------------------------------------------------------------
-
-
-def _members_problem(config: Mapping[str, Any]) -> str | None:
-    temperatures, members = config["member_temperatures"], len(config["masks"])
+    if len({tuple(map(len, rows)) for rows in config.masks}) > 1:
+        return "masks differ in their numbers of heads"
+    temperatures, members = config.member_temperatures, len(config.masks)
     if temperatures is not None and len(temperatures) != members:
         return f"there are {len(temperatures)} member_temperatures for {members} members"
-    if (config["novelty"] is None) != (NOVELTY not in config["files"]):
+    if (config.novelty is None) != (NOVELTY not in config.files):
         return f"novelty and the file {NOVELTY} belong together, but one is missing"
-    policy = config["policy"]
-    if policy is not None and policy.get("score", "msp") != config["score"]:
-        return f"the policy is about {policy['score']!r}, the score is {config['score']!r}"
-    if policy is not None and policy.get("alarm") is not None and config["novelty"] is None:
+    if policy is None:
+        return None
+    if problem := _part_problem("policy", Policy.from_dict, policy):
+        return problem
+    if policy["score"] != config.score:
+        return f"the policy is about {policy['score']!r}, the score is {config.score!r}"
+    if policy["alarm"] is not None and config.novelty is None:
         return "the policy has an alarm, but there are no statistics of known data"
+    return None
+
+
+def _part_problem(
+    name: str, read: Callable[[dict[str, Any]], Policy | ImageTransform], value: dict[str, Any]
+) -> str | None:
+    """Check a part by its own reader, which must not fill in defaults: they may change."""
+    try:
+        whole = read(value).to_dict() == value
+    except (HydraError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        return f"{name} is {value!r:.60}: {error}".rstrip(".")
+    return None if whole else f"{name} is {value!r:.60}, expected all of its fields"
+
+
+def _plan_problem(plan: Plan, readout: ReadoutRecord, *, hosted: bool) -> str | None:
+    """Say where a plan contradicts itself or its masks; follow every member through it."""
+    masks, members, depth = plan.masks, plan.members, len(plan.masks[0])
+    if plan.depth != depth or len(plan.trunk_heads) != plan.trunk:
+        return f"the plan has {plan.depth} layers, the masks have {depth}"
+    for layer, trunk in enumerate(plan.trunk_heads):
+        if any(list(trunk) != mask.indices(layer) for mask in masks):
+            return f"the plan's trunk keeps other heads in layer {layer} than the masks"
+    streams = 1
+    for place, layer_plan in enumerate(plan.layers, start=plan.trunk):
+        name = f"layer {place} of the plan"
+        parents, heads, firsts = layer_plan.parents, layer_plan.heads, layer_plan.members
+        if layer_plan.layer != place:
+            return f"{name} says that it is layer {layer_plan.layer}"
+        if not len(parents) == len(heads) == len(firsts) or set(parents) != set(range(streams)):
+            return f"{name} does not take the {streams} streams of the layer before"
+        if any(len(set(row)) != len(row) for row in heads):
+            return f"{name} has a stream with the same head twice"
+        distinct = {head for row in heads for head in row}
+        if not hosted and distinct != set(range(len(distinct))):
+            return f"{name} numbers its distinct heads with gaps"
+        if any(first >= members for first in firsts):
+            return f"{name} names a member beyond the {members}"
+        if layer_plan.readout_only and place != depth - 1:
+            return f"{name} is not the last, but runs for the readout only"
+        streams = len(parents)
+    reads = readout.tokens is not None or readout.end_of_text
+    if plan.layers and plan.layers[-1].readout_only and not reads:
+        return "the plan's last layer runs for the readout only, but all tokens are read"
+    if any(end >= streams for end in plan.ends) or set(plan.streams) != set(range(len(plan.ends))):
+        return "the plan's ends and streams name streams that are not there"
+    if len(plan.streams) != members:
+        return f"the plan has {len(plan.streams)} members, but there are {members} masks"
+    for member, mask in enumerate(masks):
+        for layer_plan in plan.layers:
+            planned = len(layer_plan.heads[plan.stream_of(layer_plan.layer, member)])
+            kept = mask.kept[layer_plan.layer]
+            if planned != kept:
+                name = f"member {member} in layer {layer_plan.layer}"
+                return f"{name} has {kept} heads by its mask, {planned} by the plan"
+    return None
+
+
+def _cut_problem(cuts: list[list[CutRecord]] | None, plan: Plan) -> str | None:
+    """Say where the cuts of the host's own blocks do not fit the plan."""
+    kept = [(heads,) for heads in plan.trunk_heads] + [layer.heads for layer in plan.layers]
+    if cuts is None:
+        return None
+    if [len(row) for row in cuts] != [len(streams) for streams in kept]:
+        return "switches.cuts does not have one cut for each layer and stream"
+    for layer, (row, streams) in enumerate(zip(cuts, kept, strict=True)):
+        for cut, heads in zip(row, streams, strict=True):
+            in_order = cut.there == sorted(set(cut.there))
+            if not in_order or not set(cut.on) <= set(cut.there) or len(cut.on) != len(heads):
+                return f"a cut of layer {layer} keeps {cut.on!r:.60} of {cut.there!r:.60}"
+    return None
+
+
+def _copy_problem(copies: dict[str, int], plan: Plan) -> str | None:
+    """Say where the numbers of copies do not fit the plan."""
+    allowed = {str(layer.layer): {1, layer.streams, layer.inputs} for layer in plan.layers}
+    allowed["classifier"] = {1, len(plan.ends)}
+    for name, count in copies.items():
+        place = name.partition(".")[0]
+        if not re.fullmatch(rf"\d+\.({PARTS})|classifier\.[\w.]+", name):
+            return f"copies has {name!r:.60}, expected a part of a block or classifier"
+        if place not in allowed:
+            return f"copies name layer {place}, which is not branched"
+        if count not in allowed[place]:
+            return f"{name} has {count} copies, expected one of {sorted(allowed[place])}"
     return None

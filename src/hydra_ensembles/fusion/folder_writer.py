@@ -1,7 +1,7 @@
 """Write the folder of an ensemble: `config.json`, `model.safetensors`, a model card. No pickle.
 
 The config holds plain data only: the format's version, the host's class and config, masks, plan,
-labels, calibration, and the SHA-256 of every other file and of itself (`folder_format`). Every
+labels, calibration, and the SHA-256 of every other file and of itself (`folder_schema`). Every
 distinct head is stored once. When novelty is fitted, its statistics are in `novelty.safetensors`,
 next to the weights.
 """
@@ -13,9 +13,9 @@ import os
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import msgspec
 
 from .._records import (
     WAIT,
@@ -23,6 +23,7 @@ from .._records import (
     inside,
     names_to_disk,
     own_suffix,
+    sealed,
     sha256_of_file,
     use_new_file_mode,
     writing,
@@ -33,31 +34,42 @@ from ..hosts.architecture import library_versions
 from .folder_schema import (
     CARD,
     CONFIG,
+    DIGEST,
     FORMAT,
     FORMAT_VERSION,
     NOVELTY,
     WEIGHTS,
-    check_fields,
+    PlanRecord,
+    ReadoutRecord,
+    Structure,
+    check_config,
     read_config,
-    signed,
 )
 from .host_description import checked_description, plain_data
 from .host_engine_blocks import distinct
 from .summary import make_card
 
+if TYPE_CHECKING:
+    from .ensemble import HydraEnsemble
+
 SAVING = ".saving"
 """How the name of a sub-folder begins in which new files are written before they are renamed."""
 
 
-def save(ensemble: Any, folder: Any, *, name: str | None = None) -> None:
+def save(
+    ensemble: HydraEnsemble, folder: str | os.PathLike[str], *, name: str = "this-folder"
+) -> None:
     """Write an ensemble to a folder (see `HydraEnsemble.save_pretrained`).
 
     All files are first written completely into a sub-folder; then they are renamed, the config
     last. A failure before the renames leaves the folder as it was. If the process ends between two
     renames, the config does not match the files and loading says so; `finish_saving` then does the
-    remaining renames. `name` is the ensemble's name on its card.
+    remaining renames. One process saves at a time; another one waits for it.
 
-    One process saves at a time; another one waits for it.
+    Args:
+        ensemble: What to save.
+        folder: Where to; it is created if it does not exist.
+        name: The ensemble's name on its card.
     """
     target = Path(folder)
     with holding(target, wait=WAIT), writing(target):
@@ -72,7 +84,7 @@ def save(ensemble: Any, folder: Any, *, name: str | None = None) -> None:
         _rename(beside, target)  # a failure here leaves what `finish_saving` needs
 
 
-def _write_files(ensemble: Any, beside: Path, called: str | None) -> None:
+def _write_files(ensemble: HydraEnsemble, beside: Path, name: str) -> None:
     """Write all files of an ensemble and flush them to the disk."""
     from safetensors.torch import save_file
 
@@ -80,21 +92,28 @@ def _write_files(ensemble: Any, beside: Path, called: str | None) -> None:
     save_file(tensors, beside / WEIGHTS, metadata={"format": "pt"})
     _save_preparation(ensemble, beside)
     if ensemble.novelty is not None:
-        statistics = _contiguous(ensemble.novelty.tensors())
+        statistics = {
+            key: tensor.detach().cpu().contiguous().clone()
+            for key, tensor in ensemble.novelty.tensors().items()
+        }
         save_file(statistics, beside / NOVELTY, metadata={"format": "pt"})
     files = {
         path.relative_to(beside).as_posix(): sha256_of_file(path)
         for path in sorted(beside.rglob("*"))
         if path.is_file() and path.name not in (WEIGHTS, CARD)
     }
-    config = _config(ensemble, aliases, sha256_of_file(beside / WEIGHTS))
-    config = signed(json.loads(json.dumps({**config, "files": files}, default=plain_data)))
-    check_fields(config, f"This {type(ensemble.host).__name__} cannot be saved")
-    (beside / CARD).write_text(make_card(ensemble, called or "this-folder"), encoding="utf-8")
-    (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    content = _content(ensemble, aliases) | {
+        "sha256": sha256_of_file(beside / WEIGHTS),
+        "files": files,
+    }
+    content = sealed(json.loads(json.dumps(content, default=plain_data)), DIGEST)
+    check_config(content, f"This {type(ensemble.host).__name__} cannot be saved")
+    (beside / CARD).write_text(make_card(ensemble, name), encoding="utf-8")
+    (beside / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     use_new_file_mode(beside)
-    for name in (WEIGHTS, *files, CARD, CONFIG):
-        _to_disk(beside / name)
+    for file in (WEIGHTS, *files, CARD, CONFIG):
+        with (beside / file).open("rb") as written:
+            os.fsync(written.fileno())
 
 
 def _rename(beside: Path, target: Path) -> None:
@@ -115,8 +134,8 @@ def _listed(folder: Path) -> set[str]:
     """Return the files that a valid config lists; none if there is no valid config."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old formats do not matter here
-            return set(read_config(folder)["files"])
+            warnings.simplefilter("ignore")  # keys of a newer format do not matter here
+            return set(read_config(folder).files)
     except FormatError:
         return set()
 
@@ -129,7 +148,7 @@ def can_finish_saving(beside: Path) -> bool:
     """
     try:
         config = read_config(beside)
-        for name, digest in {WEIGHTS: config["sha256"], **config["files"]}.items():
+        for name, digest in {WEIGHTS: config.sha256, **config.files}.items():
             places = [inside(beside.parent, f"{beside.name}/{name}"), inside(beside.parent, name)]
             path = next((place for place in places if place.is_file()), None)
             if path is None or sha256_of_file(path) != digest:
@@ -154,7 +173,7 @@ def finish_saving(folder: Path) -> bool:
     return whole is not None
 
 
-def _save_preparation(ensemble: Any, folder: Path) -> None:
+def _save_preparation(ensemble: HydraEnsemble, folder: Path) -> None:
     """Write the tokenizer and the image processor; our own transform is part of the config."""
     transform, tokenizer = ensemble.transform, ensemble.tokenizer
     if hasattr(tokenizer, "save_pretrained"):
@@ -169,33 +188,32 @@ def _save_preparation(ensemble: Any, folder: Path) -> None:
         )
 
 
-def _to_disk(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _config(ensemble: Any, aliases: dict[str, str], sha256: str) -> dict[str, Any]:
-    body = ensemble.body
-    policy, transform = ensemble.policy, ensemble.transform
+def _content(ensemble: HydraEnsemble, aliases: dict[str, str]) -> dict[str, Any]:
+    """Return the fields of the config that do not depend on other files."""
+    body, policy, transform = ensemble.body, ensemble.policy, ensemble.transform
     recorded = isinstance(transform, (ImageTransform, ProcessorTransform))
+    structure = Structure(
+        family=body.family.name,
+        blocks_path=ensemble._view.blocks_path,
+        masks=[[[int(v) for v in row] for row in mask.tolist()] for mask in ensemble.masks],
+        plan=msgspec.convert(ensemble.plan.to_dict(), PlanRecord),
+        copies=ensemble.copies,
+        readout=ReadoutRecord(
+            tokens=body.readout.tokens,
+            folds=body.readout.folds,
+            why=body.readout.why,
+            end_of_text=body.readout.positions is not None,
+        ),
+        merged=list(ensemble.merged),
+        switches=ensemble.switches,
+        aliases=aliases,
+    )
     return {
         "format": FORMAT,
-        "format_version": list(FORMAT_VERSION),
+        "format_version": FORMAT_VERSION,
         "libraries": library_versions(),
-        "host": checked_description(ensemble),
-        "family": body.family.name,
-        "blocks_path": ensemble._view.blocks_path,
-        "masks": [[[int(v) for v in row] for row in mask.tolist()] for mask in ensemble.masks],
-        "plan": ensemble.plan.to_dict(),
-        "copies": ensemble.copies,
-        "readout": {
-            "tokens": body.readout.tokens,
-            "folds": body.readout.folds,
-            "why": body.readout.why,
-            "end_of_text": body.readout.positions is not None,
-        },
-        "merged": list(ensemble.merged),
-        "switches": ensemble.switches,
+        "host": checked_description(ensemble, structure),
+        **msgspec.to_builtins(structure),
         "mode": ensemble.mode,
         "temperature": ensemble.temperature,
         "member_temperatures": ensemble.member_temperatures,
@@ -203,13 +221,7 @@ def _config(ensemble: Any, aliases: dict[str, str], sha256: str) -> dict[str, An
         "labels": ensemble.id2label,
         "policy": None if policy is None else policy.to_dict(),
         "image_transform": transform.to_dict() if recorded else None,
-        "dtype": str(ensemble.dtype).removeprefix("torch."),
+        "dtype": plain_data(ensemble.dtype),
         "novelty": None if ensemble.novelty is None else ensemble.novelty.facts(),
-        "aliases": aliases,
-        "sha256": sha256,
         "record": ensemble.record,
     }
-
-
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}

@@ -43,6 +43,11 @@ def fuse(
 ) -> HydraEnsemble:
     """Fuse M pruned members into one model, and check it against them.
 
+    Example:
+        >>> masks = [hydra.HeadMask.random(model, keep=0.5, seed=seed) for seed in range(3)]
+        >>> ensemble = hydra.fuse(model, masks)
+        >>> ensemble.predict(batch).probabilities
+
     Args:
         model_or_members: One host model, pruned in M ways by `masks`; or M models fine-tuned from
             one, pruned already (their recorded masks are taken) or pruned here by `masks`.
@@ -128,10 +133,9 @@ def _warn_of_fallback(host: HostModel, failure: HydraError) -> None:
     """Warn that the fast engine failed its check, why, and what runs instead."""
     engine, why = engine_of(host)
     warnings.warn(
-        f"{host.name} is fused by the host's own blocks, which are exact and slower, because our "
-        f"own arithmetic failed its check: {failure} explain() says {engine!r} ({why}), which "
-        'does not hold on these inputs. Pass engine="host" to choose it yourself, and please '
-        "report the model.",
+        f"{host.name} runs its own blocks, which is exact but slower: the fused engine failed its "
+        f"check. {failure} explain() says {engine!r} ({why}), which does not hold on these inputs. "
+        'Pass engine="host" to silence this warning, and please report the model.',
         UserWarning,
         stacklevel=3,
     )
@@ -185,6 +189,6 @@ def refuse_other_tasks(model: Any) -> None:
     task = other_task(model)
     if task is not None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is set up for {task}: an ensemble averages class "
-            "probabilities and needs a single-label classifier."
+            f"{type(model).__name__} is set up for {task}, but an ensemble averages class "
+            "probabilities. Use a single-label classifier."
         )

@@ -41,7 +41,7 @@ from .call_options import SummaryCollector
 from .host_engine import HostedBlock, HostedBody
 from .host_interface import HostInterface, with_embedding, with_logits
 from .inputs import prepare
-from .member import cast_full, cast_member
+from .member import member_model, unpruned_model
 
 Mode = Literal["fused", "loop"]
 Self = TypeVar("Self", bound="FusedModel")
@@ -384,7 +384,7 @@ class FusedModel(HostInterface):
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def _cast_member(self, index: int) -> nn.Module:
-        return cast_member(self.host, self.body, self._assembly.moulds, self._view, index)
+        return member_model(self.host, self.body, self._assembly.block_templates, self._view, index)
 
     def _members(self) -> list[nn.Module]:
         if self.training and torch.is_grad_enabled():
@@ -401,7 +401,7 @@ class FusedModel(HostInterface):
 
     def unpruned_host(self) -> nn.Module:
         """Return the host with all its heads, without storage, for counting."""
-        return cast_full(self.host, self.body, self._assembly.moulds, self._view)
+        return unpruned_model(self.host, self.body, self._assembly.block_templates, self._view)
 
     def parameter_bytes(self) -> dict[str, int]:
         """Return the bytes of the parameters and of the packed copies kept for speed."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..data.eval_mode import evaluating
 from ..errors import FormatError
-from ..heads.head_mask import HeadMask
-from ..heads.stream_plan import Plan
 from ..hosts import HostFacts, HostModel, families
 from ..hosts.architecture import describe_host, rebuild_host
 from ..hosts.arithmetic import Arithmetic
@@ -21,11 +19,17 @@ from ..hosts.block_calls import Form
 from ..hosts.example_inputs import examples
 from ..hosts.probes import Readout, positions_rule
 from .assembly import Assembly
-from .host_engine_blocks import distinct, host_blocks_, tie_
+from .body import Body
+from .folder_schema import Structure
+from .host_engine import HostedBody
+from .host_engine_blocks import host_blocks_, tie_
 from .structure import build_body_, split_classifier_
 
+if TYPE_CHECKING:
+    from .ensemble import HydraEnsemble
 
-def checked_description(ensemble: Any) -> dict[str, Any]:
+
+def checked_description(ensemble: HydraEnsemble, structure: Structure) -> dict[str, Any]:
     """Describe the host; call it custom, with a warning, if it cannot be rebuilt from that."""
     buffers = _unsaved_buffers(ensemble.host)
     kinds = {name: plain_data(tensor.dtype) for name, tensor in buffers.items()}
@@ -33,32 +37,15 @@ def checked_description(ensemble: Any) -> dict[str, Any]:
     if description["library"] == "custom":
         return description
     try:
-        rebuilt = json.loads(json.dumps(description, default=plain_data))
-        config = {
-            "masks": [mask.tolist() for mask in ensemble.masks],
-            "plan": ensemble.plan.to_dict(),
-            "copies": ensemble.copies,
-            "family": ensemble.body.family.name,
-            "blocks_path": ensemble._view.blocks_path,
-            "readout": {
-                "tokens": ensemble.readout.tokens,
-                "folds": ensemble.readout.folds,
-                "why": "",
-                "end_of_text": ensemble.readout.positions is not None,
-            },
-            "merged": [],
-            "switches": ensemble.switches,
-            "aliases": distinct(ensemble.host.state_dict())[1],
-        }
-        twin, view = structure(rebuild_host(rebuilt), config)
-        problem = _difference(ensemble, twin, view, kinds)
+        rebuilt = rebuild_host(json.loads(json.dumps(description, default=plain_data)))
+        problem = _difference(ensemble, *structured(rebuilt, structure), kinds)
     except Exception as error:  # an unusual host: the user must pass it when loading
         problem = f"{type(error).__name__}: {str(error)[:200].rstrip('.')}"
     if problem is None:
         return description
     warnings.warn(
-        f"{description['class']} cannot be built again by name ({problem}). The folder is "
-        "complete, but loading it needs a model of the same architecture: "
+        f"{description['class']} cannot be rebuilt by name ({problem}). The folder is complete, "
+        "but loading it needs a model of the same architecture: "
         "from_pretrained(folder, host=model).",
         stacklevel=6,
     )
@@ -67,11 +54,11 @@ def checked_description(ensemble: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def _difference(
-    ensemble: Any, twin: Assembly, view: HostModel, kinds: Mapping[str, str]
+    ensemble: HydraEnsemble, twin: Assembly, view: HostModel, kinds: Mapping[str, str]
 ) -> str | None:
-    """Say how a rebuilt host with the same weights differs; None if it answers alike.
+    """Say how a rebuilt host with the same weights differs; None if its logits are equal.
 
-    Settings without weights (how tokens are pooled, for example) show in an answer only.
+    Settings without weights (how tokens are pooled, for example) only show in the logits.
     """
     state, rebuilt = ensemble.host.state_dict(), twin.model.state_dict()
     unlike = [
@@ -87,7 +74,7 @@ def _difference(
     with evaluating(ensemble), evaluating(other):
         a, b = (e.fused_logits(*inputs[0]) for e in (ensemble, other))
     alike = a.shape == b.shape and bool(torch.allclose(a, b, atol=1e-4, rtol=1e-4))
-    return None if alike else "with the same weights its answers differ"
+    return None if alike else "with the same weights its logits differ"
 
 
 def fill_(model: nn.Module, tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> None:
@@ -112,37 +99,33 @@ def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {n: b for n, b in model.named_buffers() if b.is_floating_point() and n not in saved}
 
 
-def structure(skeleton: nn.Module, config: dict[str, Any]) -> tuple[Assembly, HostModel]:
-    """Give a plain host the structure that a config describes."""
-    known = config["family"] in families
-    family = families[config["family"]] if known else None
-    readout, settings = config["readout"], config["switches"]
-    positions = positions_rule(skeleton) if readout["end_of_text"] else None
-    masks = [HeadMask(rows) for rows in config["masks"]]
+def structured(skeleton: nn.Module, structure: Structure) -> tuple[Assembly, HostModel]:
+    """Give a plain host the structure of a saved ensemble; its weights are filled in later."""
+    readout, switches, plan = structure.readout, structure.switches, structure.stream_plan()
+    positions = positions_rule(skeleton) if readout.end_of_text else None
     facts = HostFacts(
-        Readout(readout["tokens"], readout["folds"], readout["why"], positions),
-        (Form.parse(settings.get("form", "")),) * len(masks[0]),
-        Arithmetic.read(settings),
+        Readout(readout.tokens, readout.folds, readout.why, positions),
+        (Form.parse(switches.get("form", "")),) * len(plan.masks[0]),
+        Arithmetic.read(switches),
     )
+    known = structure.family in families
+    family = families[structure.family] if known else None
     view = HostModel(skeleton, family=family, facts=facts)
-    if masks[0].shape != view.head_counts:
+    if plan.masks[0].shape != view.head_counts:
         raise FormatError(
-            f"The folder was saved for {len(masks[0])} layers of {masks[0].shape} heads but "
-            f"{view.name} has {view.head_counts}. Pass the host that it was made from."
+            f"The folder was saved for {len(plan.masks[0])} layers of {plan.masks[0].shape} heads "
+            f"but {view.name} has {view.head_counts}. Pass the host that it was made from."
         )
-    plan = Plan.from_dict(config["plan"], masks)
     description = describe_host(skeleton)
-    body: Any
-    if settings.get("engine") == "host":
-        body, moulds = host_blocks_(view, plan, settings["cuts"], folds=settings["folds"])
-        tie_(view.model, view.blocks_path, config["aliases"])
+    body: Body | HostedBody
+    if switches.get("engine") == "host":
+        body, templates = host_blocks_(view, plan, switches["cuts"], folds=switches["folds"])
+        tie_(view.model, view.blocks_path, structure.aliases)
     else:
-        body, moulds = build_body_(view, plan, config["copies"])
-    split_classifier_(view.model, config["copies"])
-    merged = tuple(config["merged"])
-    return Assembly(
-        view.model, body, plan, moulds, dict(config["copies"]), merged, description
-    ), view
+        body, templates = build_body_(view, plan, structure.copies)
+    split_classifier_(view.model, structure.copies)
+    merged, copies = tuple(structure.merged), dict(structure.copies)
+    return Assembly(view.model, body, plan, templates, copies, merged, description), view
 
 
 def plain_data(value: Any) -> Any:

@@ -144,7 +144,7 @@ def host_blocks_(
     Returns:
         The body, and all blocks with all heads, without storage (for counting).
     """
-    moulds = tuple(copy.deepcopy(block.module).to("meta") for block in base.blocks)
+    block_templates = tuple(copy.deepcopy(block.module).to("meta") for block in base.blocks)
     hosting = Hosting(plan, base.readout, base.family, folds)
     layers = []
     for layer, row in zip(all_layers(plan), cuts, strict=True):
@@ -161,7 +161,7 @@ def host_blocks_(
             streams.append(module)
         layers.append(HostedBlock(streams, layer, hosting))
     base.replace_blocks_(layers)
-    return HostedBody(layers), moulds
+    return HostedBody(layers), block_templates
 
 
 @torch.no_grad()

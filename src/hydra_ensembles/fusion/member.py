@@ -28,19 +28,19 @@ def share_parameters(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def cast_member(
+def member_model(
     model: nn.Module,
     body: Body | HostedBody,
-    moulds: Sequence[nn.Module],
+    block_templates: Sequence[nn.Module],
     host: HostView,
     member: int,
 ) -> nn.Module:
-    """Cast one member as a plain host model that shares every parameter it can.
+    """Return one member as a plain host model that shares every parameter it can.
 
     Args:
         model: The fused host, whose list of blocks holds the body.
         body: That body.
-        moulds: The branched blocks without storage (see `structure.build_body_`).
+        block_templates: The branched blocks without storage (see `structure.build_body_`).
         host: A view of the host from before the fusion: its family and the blocks' path.
         member: Number of the member.
     """
@@ -50,10 +50,10 @@ def cast_member(
         blocks = [body.stream(layer, place) for layer, place in enumerate(places)]
     else:
         blocks = [share_parameters(block) for block in body.trunk]
-        for fused, mould, layer in zip(body.branch, moulds, plan.layers, strict=True):
+        for fused, template, layer in zip(body.branch, block_templates, plan.layers, strict=True):
             assert isinstance(fused, FusedBlock)
             stream = places[layer.layer]
-            blocks.append(_cast_block(fused, mould, host.family, layer, stream))
+            blocks.append(_member_block(fused, template, host.family, layer, stream))
     result = _with_blocks(model, body, host, blocks)
     for path, module in list(result.named_modules()):
         if isinstance(module, PerStream) and path:
@@ -67,13 +67,13 @@ def cast_member(
     return twin(result).train(model.training)  # its mode is its own, also in the shared parts
 
 
-def _cast_block(
-    fused: FusedBlock, mould: nn.Module, family: Family, layer: LayerPlan, stream: int
+def _member_block(
+    fused: FusedBlock, template: nn.Module, family: Family, layer: LayerPlan, stream: int
 ) -> nn.Module:
-    """Fill a mould with one stream's weights: shared parts by reference, its heads by copy."""
+    """Fill a template with one stream's weights: shared parts by reference, its heads by copy."""
     device = fused.bank.qkv.device
-    module = copy.deepcopy(mould)
-    for part in module.modules():  # parameters come from the fused block, buffers from the mould
+    module = copy.deepcopy(template)
+    for part in module.modules():  # buffers come from the template
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = buffer.to(device)
     block = Block.of(layer.layer, module, family)
@@ -140,20 +140,20 @@ def _with_blocks(
     return result
 
 
-def cast_full(
-    model: nn.Module, body: Body | HostedBody, moulds: Sequence[nn.Module], host: HostView
+def unpruned_model(
+    model: nn.Module, body: Body | HostedBody, block_templates: Sequence[nn.Module], host: HostView
 ) -> nn.Module:
     """Return the host with all its original heads, blocks without storage: for counting."""
     blocks = []
     shape = body.plan.masks[0].shape
     for layer in range(body.plan.depth):
         if isinstance(body, HostedBody):
-            blocks.append(copy.deepcopy(moulds[layer]))
+            blocks.append(copy.deepcopy(block_templates[layer]))
             continue
         if layer < body.plan.trunk:
             module = copy.deepcopy(body.trunk[layer]).to("meta")
         else:
-            module = copy.deepcopy(moulds[layer - body.plan.trunk]).to("meta")
+            module = copy.deepcopy(block_templates[layer - body.plan.trunk]).to("meta")
         site = AttentionSite(layer, module, host.family)
         if site.num_heads != shape[layer]:
             site.grow_(shape[layer])

@@ -30,8 +30,8 @@ def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tupl
     """Replace a host's blocks by a body, in place.
 
     Returns:
-        The body, and the original branched blocks with their parameters on the meta device: the
-        moulds from which a member can be cast again.
+        The body, and templates of the branched blocks: the host's own, with their parameters on
+        the meta device, from which `member_model` makes a member's blocks.
     """
     readout = host.readout
     trunk = []
@@ -57,7 +57,7 @@ def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tupl
         )
         for p in plan.layers
     ]
-    moulds = tuple(_mould(host.blocks[p.layer].module) for p in plan.layers)
+    block_templates = tuple(_block_template(host.blocks[p.layer].module) for p in plan.layers)
     last = host.blocks[-1]
     places = []
     if host.arithmetic.by_layer:
@@ -81,10 +81,10 @@ def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tupl
     if places:
         copy_settings_(body, plain_settings(last.module))
     host.replace_blocks_([*places, body])
-    return body, moulds
+    return body, block_templates
 
 
-def _mould(block: nn.Module) -> nn.Module:
+def _block_template(block: nn.Module) -> nn.Module:
     """Copy a block without its parameters' storage; keep its buffers (an index, for example)."""
     memo: dict[int, object] = {id(buffer): buffer for buffer in block.buffers()}
     for parameter in block.parameters():

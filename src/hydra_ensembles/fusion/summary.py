@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._html import table
 from ..costs.cost_record import CostRatio
@@ -16,8 +16,11 @@ from ..evaluation.tables import compare_table
 from ..heads.stream_plan import Plan
 from ..hosts.example_inputs import example_batch
 
+if TYPE_CHECKING:
+    from .ensemble import HydraEnsemble
 
-def summarize_html(ensemble: Any) -> str:
+
+def summarize_html(ensemble: HydraEnsemble) -> str:
     """Describe an ensemble as a table for notebooks: what `summarize` says, line by line."""
     title, *lines = summarize(ensemble).splitlines()
     # what stands in columns in a terminal would run together here
@@ -25,9 +28,9 @@ def summarize_html(ensemble: Any) -> str:
     return table(title, [], rows, texts=2)
 
 
-def summarize(ensemble: Any) -> str:
+def summarize(ensemble: HydraEnsemble) -> str:
     """Describe an ensemble in a few lines: members, heads, branch, cost, score."""
-    plan: Plan = ensemble.plan
+    plan = ensemble.plan
     lines = [f"HydraEnsemble of {type(ensemble.host).__name__}, {_members(ensemble)}"]
     if plan.trunk:
         blocks = "block 0" if plan.trunk == 1 else f"blocks 0-{plan.trunk - 1}"
@@ -76,7 +79,7 @@ def _teachers(record: dict[str, Any]) -> list[str]:
     return [f"  taught   by {words}: {steps:,} steps on {examples:,} examples, trunk {trunk}"]
 
 
-def _members(ensemble: Any) -> str:
+def _members(ensemble: HydraEnsemble) -> str:
     """Count the members, and the distinct ones where some are equal."""
     members, distinct = ensemble.members, len(ensemble.plan.ends)
     text = f"{members} member{'s' * (members > 1)}"
@@ -96,7 +99,7 @@ def _trunk_heads(plan: Plan) -> str:
     return f"{span} of {max(of)} heads"
 
 
-def counted_cost(ensemble: Any) -> tuple[CostRatio, str] | None:
+def counted_cost(ensemble: HydraEnsemble) -> tuple[CostRatio, str] | None:
     """Return the cost relative to the plain host and the counted shape, or None if unknown."""
     try:
         batch, shape = example_batch(ensemble._view.model)
@@ -105,7 +108,7 @@ def counted_cost(ensemble: Any) -> tuple[CostRatio, str] | None:
         return None
 
 
-def _cost_lines(ensemble: Any) -> list[str]:
+def _cost_lines(ensemble: HydraEnsemble) -> list[str]:
     size = ensemble.parameter_bytes()
     memory = f"  memory   {size['memory'] / 2**20:.1f} MiB of weights"
     if size["packed"]:
@@ -121,7 +124,7 @@ def _cost_lines(ensemble: Any) -> list[str]:
     ]
 
 
-def _calibration(ensemble: Any) -> list[str]:
+def _calibration(ensemble: HydraEnsemble) -> list[str]:
     """Say what `build` measured on held-out data, before and after temperatures."""
     report = ensemble.record.get("calibration", {}).get("figures")
     if not report:
@@ -137,7 +140,7 @@ def _calibration(ensemble: Any) -> list[str]:
     return [f"  {'held out' if i == 0 else '':<8} {line}" for i, line in enumerate(lines)]
 
 
-def _score(ensemble: Any) -> str:
+def _score(ensemble: HydraEnsemble) -> str:
     parts = [ensemble.score]
     if ensemble.temperature is not None:
         parts.append(f"temperature {ensemble.temperature:.2f}")
@@ -160,21 +163,21 @@ TASKS = {
 """The hub's name for a host's task, by the suffix of the host's class name."""
 
 
-def remember_results(ensemble: Any, results: Results | list[Results]) -> None:
+def remember_results(ensemble: HydraEnsemble, results: Results | list[Results]) -> None:
     """Keep figures in the ensemble's record, for its card."""
     several = [results] if isinstance(results, Results) else list(results)
     ensemble.record["results"] = [json.loads(result.to_json()) for result in several]
 
 
-def make_card(ensemble: Any, name: str = "this-folder") -> str:
+def make_card(ensemble: HydraEnsemble, name: str = "this-folder") -> str:
     """Write the model card of an ensemble that is called `name` on the hub."""
     host = type(ensemble.host).__name__
     parts = [
         _head(ensemble),
         f"# A Hydra ensemble of {host}",
         f"One model that is an ensemble of {ensemble.members} members with different attention "
-        "heads, in one forward pass. With every answer it says how sure it is"
-        + (" and how new the input is." if ensemble.novelty is not None else "."),
+        "heads, in one forward pass. Every prediction comes with its uncertainty"
+        + (" and the novelty of the input." if ensemble.novelty is not None else "."),
         _usage(ensemble, name),
         *_cost(ensemble),
         *_figures(ensemble.record.get("results", [])),
@@ -184,7 +187,7 @@ def make_card(ensemble: Any, name: str = "this-folder") -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _head(ensemble: Any) -> str:
+def _head(ensemble: HydraEnsemble) -> str:
     """Return the hub's metadata: plain words, quoted where they come from a config."""
     lines = ["library_name: hydra-ensembles", "tags: [uncertainty, ensemble, pruning]"]
     host = type(ensemble.host).__name__
@@ -198,7 +201,7 @@ def _head(ensemble: Any) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _usage(ensemble: Any, name: str) -> str:
+def _usage(ensemble: HydraEnsemble, name: str) -> str:
     says = "# .labels .probabilities .uncertainty .novelty .member_logits"
     if ensemble.novelty is None:
         says = says.replace(" .novelty", "")
@@ -212,7 +215,7 @@ answer = ensemble.predict(batch)  {says}
 ```"""
 
 
-def _cost(ensemble: Any) -> list[str]:
+def _cost(ensemble: HydraEnsemble) -> list[str]:
     counted = counted_cost(ensemble)
     if counted is None:
         return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,12 @@ from ..heads.gates import gate
 from ..heads.head_mask import HeadMask
 from ..hosts import Family, HostModel, host_model, main_output
 from ..hosts.block_calls import Inputs, states_of
+
+if TYPE_CHECKING:
+    from .body import Body
+    from .ensemble import HydraEnsemble
+    from .fused_model import FusedModel
+    from .host_engine import HostedBody
 
 TOLERANCES = {
     torch.float64: 1e-9,
@@ -44,7 +50,7 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return TOLERANCES.get(dtype, 1e-5)
 
 
-def check_against(ensemble: Any, references: Iterable[Reference], inputs: Inputs) -> None:
+def check_against(ensemble: FusedModel, references: Iterable[Reference], inputs: Inputs) -> None:
     """Compare a fused ensemble with its members, run by the host library's own code with gates.
 
     Ten times the tolerance of `verify` is allowed: a deep host accumulates more rounding, and real
@@ -62,15 +68,15 @@ def check_against(ensemble: Any, references: Iterable[Reference], inputs: Inputs
             expected, before = reference.logits(inputs), reference
         if fused[:, member].shape != expected.shape:
             raise VerificationError(
-                f"Fused, member {member} answers with shape {tuple(fused[:, member].shape)}; its "
-                f"host with {tuple(expected.shape)}."
+                f"The fused model returns shape {tuple(fused[:, member].shape)} for member "
+                f"{member}, its host {tuple(expected.shape)}."
             )
         difference = float((fused[:, member] - expected).abs().max())
         bound = allowed * max(1.0, float(expected.abs().max()))
         if not difference <= bound:  # NaN fails too
             raise VerificationError(
-                f"Fused, member {member} differs by {difference:.3g} from the host with the same "
-                f"heads gated off (allowed {bound:.3g})."
+                f"Member {member} of the fused model differs by {difference:.3g} from the host "
+                f"with the same heads gated off (allowed {bound:.3g})."
             )
 
 
@@ -92,7 +98,7 @@ class Verification:
 
 @torch.no_grad()
 def verify(
-    ensemble: Any,
+    ensemble: HydraEnsemble,
     batch: Any,
     *,
     tolerance: float | None = None,
@@ -100,17 +106,24 @@ def verify(
 ) -> Verification:
     """Compare a fused ensemble with its members run one by one, on a batch.
 
+    Returns:
+        The largest differences, if all of them are within the tolerance.
+
     Args:
         ensemble: A `HydraEnsemble`.
         batch: A batch in the host's form.
         tolerance: Largest allowed absolute difference of logits, times their scale if that is above
             one; by default what rounding explains in the ensemble's type (1e-5 in float32, 0.05 in
             bfloat16).
-        members: Plain models to compare with; by default the members cast from the ensemble, run by
-            the host library's own code.
+        members: Plain models to compare with; by default the ensemble's members, run by the host
+            library's own code.
 
     Raises:
         VerificationError: With the largest difference and the first layer at which the two differ.
+
+    Example:
+        >>> print(hydra.verify(ensemble, batch))
+        fused == one by one: largest difference 4.8e-07 (members 3.6e-07, 4.8e-07; tolerance 1e-05)
     """
     tolerance = tolerance_of(ensemble.dtype) if tolerance is None else tolerance
     ensemble = twin(ensemble).eval()  # a twin: the caller's mode does not change
@@ -125,14 +138,16 @@ def verify(
         member = int(differences.nan_to_num(float("inf")).argmax())
         where = _first_parting(ensemble, models[member], member, batch, allowed)
         raise VerificationError(
-            f"Fused and one by one differ by {largest:.3g} in member {member} (allowed "
-            f"{allowed:.3g}); they part {where}. Please report this with "
+            f"Member {member} differs by {largest:.3g} between the fused model and the member run "
+            f"alone (allowed {allowed:.3g}), first {where}. Please report this with "
             "str(explain(model)) and the masks."
         )
     return Verification(largest, tuple(float(d) for d in differences), tolerance)
 
 
-def _first_parting(ensemble: Any, model: nn.Module, member: int, batch: Any, allowed: float) -> str:
+def _first_parting(
+    ensemble: HydraEnsemble, model: nn.Module, member: int, batch: Any, allowed: float
+) -> str:
     """Say at which layer the fused model's states first differ from the member's own."""
     body = ensemble.body
     fused = _fused_states(ensemble, body, batch)
@@ -152,7 +167,7 @@ def _first_parting(ensemble: Any, model: nn.Module, member: int, batch: Any, all
     return "after the last layer, in the readout or the classifier"
 
 
-def _fused_states(ensemble: Any, body: Any, batch: Any) -> list[Tensor]:
+def _fused_states(ensemble: HydraEnsemble, body: Body | HostedBody, batch: Any) -> list[Tensor]:
     states: list[Tensor] = []
     with body.options(states=states):
         ensemble.member_logits(batch)

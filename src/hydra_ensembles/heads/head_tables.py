@@ -89,7 +89,8 @@ class HeadTable:
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> Any:
         """Read a table from JSON text or from a file's path."""
-        rows = read_json(cls.__name__, source, error=MaskError)
+        what, advice = f"the JSON of a {cls.__name__}", f"Write it with {cls.__name__}.to_json()."
+        rows = read_json(source, what, advice, error=MaskError)
         if isinstance(rows, list):  # bare rows, written by hand
             return cls(rows)
         payload = read_record(cls.__name__, source, error=MaskError)

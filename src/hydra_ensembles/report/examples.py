@@ -1,4 +1,4 @@
-"""Single examples for a page: a picture or a text, and what the model said about it."""
+"""Single examples for a page: an image or a text, and what the model said about it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Example:
     """One example as shown to readers.
 
     Attributes:
-        group: Heading under which it stands, such as `most certain`.
+        group: Its heading, such as `most certain`.
         predicted: The class that the model named.
         confidence: Its probability.
         uncertainty: The score.
         label: The true class; empty for out-of-distribution examples.
         source: Where it comes from: a file, or a set and a number.
-        picture: A `data:` address of an image, or empty.
+        image: A `data:` address of a PNG, or empty.
         text: The text itself, or empty.
         note: One more line, or empty.
     """
@@ -36,7 +36,7 @@ class Example:
     uncertainty: float
     label: str = ""
     source: str = ""
-    picture: str = ""
+    image: str = ""
     text: str = ""
     note: str = ""
 
@@ -50,13 +50,13 @@ class Example:
         try:
             example = cls(**data)
         except TypeError as error:
-            raise FormatError(f"This is no example of a report: {error}.") from error
-        if example.picture and not example.picture.startswith("data:image/"):
-            raise FormatError("A report embeds its pictures: expected an address of data:image/.")
+            raise FormatError(f"Not an example of a report: {error}.") from error
+        if example.image and not example.image.startswith("data:image/"):
+            raise FormatError("A report embeds its images: expected an address of data:image/.")
         return example
 
 
-def picture_address(image: Tensor, *, mean: Any = 0.5, std: Any = 0.5, largest: int = 160) -> str:
+def image_address(image: Tensor, *, mean: Any = 0.5, std: Any = 0.5, largest: int = 160) -> str:
     """Return an image tensor `[C, H, W]` (1 or 3 channels) as a `data:` address of a PNG.
 
     Args:

@@ -1,4 +1,4 @@
-"""Pictures of results: reliability, ROC, risk-coverage, heads of members, cost against quality.
+"""Figures of results: reliability, ROC, risk-coverage, heads of members, cost against quality.
 
 Every function takes `ax=None` and returns the `Axes`. Lines and points bear the name of their
 series (`series-0`, `series-1`, ...), by which the page shows and hides them.

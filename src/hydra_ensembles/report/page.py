@@ -1,6 +1,6 @@
 """The report: one HTML file that needs nothing else, from plain results.
 
-It embeds its style, script, charts and pictures, forbids every network request by its content
+It embeds its style, script, charts and images, forbids every network request by its content
 security policy, follows the reader's light or dark scheme, prints, and works by keyboard. Without
 the script everything but the controls is still there.
 """
@@ -45,6 +45,9 @@ def write_report(
     made: str | None = None,
 ) -> Path:
     """Write the report of one or several models evaluated on the same data.
+
+    Example:
+        >>> write_report("report.html", [evaluate(ensemble, test), evaluate(model, test)])
 
     Args:
         path: The HTML file; written beside and renamed.

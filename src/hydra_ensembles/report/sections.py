@@ -16,7 +16,7 @@ from ..evaluation.figures import direction
 from ..evaluation.intervals import compare, winners
 from ..evaluation.tables import select_keys, shown
 from ..heads.head_mask import HeadMask
-from . import figures as pictures
+from . import figures as charts
 from .curves import ood_names
 from .examples import Example
 from .labels import LABELS, MEANINGS, SPOKEN
@@ -56,7 +56,7 @@ def built(summary: str, masks: Sequence[HeadMask], branch: int | None) -> Sectio
         kept = f"{mask.total_kept} of {sum(mask.shape)}"
         size = (0.5 + 0.22 * max(mask.shape), 0.3 + 0.22 * len(mask))
         with page_axes(size) as ax:
-            pictures.plot_head_map(mask, names=[""], branch=branch, series=member, ax=ax)
+            charts.plot_head_map(mask, names=[""], branch=branch, series=member, ax=ax)
             label = f"Heads of member {member + 1}: {kept} kept"
             drawing = to_svg(ax, label, name=f"heads-{member}")
         maps.append({"drawing": drawing, "member": member + 1, "kept": kept, "inches": size[0]})
@@ -128,7 +128,7 @@ def cost(
             continue
         label = LABELS.get(key, key)
         with page_axes() as ax:
-            pictures.plot_cost_quality(here, figure=key, label=label, ax=ax)
+            charts.plot_cost_quality(here, figure=key, label=label, ax=ax)
             told = f"{label} against counted cost of {len(here)} models"
             drawing = to_svg(ax, told, name=f"cost-{len(drawings)}")
         drawings.append({"drawing": drawing, "label": label})
@@ -146,7 +146,7 @@ def calibration(results: Sequence[Results], names: Sequence[str]) -> Section | N
         series = names.index(result.name)
         error = shown("cal/ECE", result.get("cal/ECE"))
         with page_axes((3.8, 3.0)) as ax:
-            pictures.plot_reliability(result, series=series, ax=ax)
+            charts.plot_reliability(result, series=series, ax=ax)
             label = f"Reliability of {result.name}: expected calibration error {error} percent"
             drawing = to_svg(ax, label, name=f"reliability-{series}")
         nll = shown("cls/NLL", result.get("cls/NLL"))
@@ -157,11 +157,11 @@ def calibration(results: Sequence[Results], names: Sequence[str]) -> Section | N
 def detection(results: Sequence[Results]) -> Section | None:
     """Draw the ROC of every out-of-distribution set."""
     lines = [(result.name, result, "") for result in results]
-    lines += [(f"{r.name}, novelty", r, "novelty/") for r in pictures.by_novelty(results)]
+    lines += [(f"{r.name}, novelty", r, "novelty/") for r in charts.by_novelty(results)]
     panels = []
     for number, name in enumerate(_ood_sets(results)):
         with page_axes() as ax:
-            pictures.plot_roc(results, name, ax=ax)
+            charts.plot_roc(results, name, ax=ax)
             label = f"ROC of the out-of-distribution set {name}"
             drawing = to_svg(ax, label, name=f"roc-{number}")
         rates = [
@@ -186,7 +186,7 @@ def abstention(results: Sequence[Results]) -> Section | None:
     if not results:
         return None
     with page_axes((6.2, 3.6)) as ax:
-        pictures.plot_risk_coverage(results, ax=ax)
+        charts.plot_risk_coverage(results, ax=ax)
         ax.axvline(1.0, color="#000000", linestyle="--", linewidth=1).set_gid("cursor")
         label = "Error rate among the answered examples against the share that is answered"
         drawing = to_svg(ax, label, name="risk")
@@ -239,7 +239,7 @@ def legend(names: Sequence[str]) -> list[dict[str, Any]]:
     entries = []
     for series, name in enumerate(names):
         with page_axes((0.5, 0.17)) as ax:
-            ax.plot([0, 1], [0, 0], **pictures.line_style(series))
+            ax.plot([0, 1], [0, 0], **charts.line_style(series))
             ax.set_axis_off()
             sample = to_svg(ax, "", name=f"line-{series}")
         entries.append({"name": name, "sample": sample})
@@ -247,7 +247,7 @@ def legend(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def shown_examples(examples: Sequence[Example], heading: str = "Single examples") -> Section | None:
-    """Show single examples with their picture or text, by group."""
+    """Show single examples with their image or text, by group."""
     if not examples:
         return None
     groups = {

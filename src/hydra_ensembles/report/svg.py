@@ -1,9 +1,9 @@
 """Matplotlib figures as SVG inside an HTML page, in the page's colours.
 
-Colours become the page's variables, so that a picture follows light and dark; ids that nothing
+Colours become the page's variables, so that a figure follows light and dark; ids that nothing
 points at go, because ids must be unique on a page; series can be shown and hidden by script.
 
-What all pictures share: axes without global state, colours, dashes, markers, files.
+What all figures share: axes without global state, colours, dashes, markers, files.
 
 Colours are Okabe and Ito's, safe for colour-blind readers; series differ by dash or marker too.
 """
@@ -53,7 +53,7 @@ def line_style(series: int) -> dict[str, Any]:
 
 
 def save(ax: Any, path: str | os.PathLike[str]) -> None:
-    """Write the picture that axes stand in; the file's ending says the format."""
+    """Write the figure of some axes; the file's suffix chooses the format."""
     content = io.BytesIO()
     ax.figure.savefig(content, format=Path(path).suffix.lstrip(".") or "png", dpi=130)
     write_whole(path, content.getvalue())

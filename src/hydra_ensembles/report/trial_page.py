@@ -24,8 +24,6 @@ from .svg import colour, page_axes, to_svg
 
 if TYPE_CHECKING:
     from ..builder.trial import Trial
-if TYPE_CHECKING:
-    from ..builder.trial import Trial
 
 ALARMS = (0.01, 0.02, 0.05, 0.10)
 WORDS = {
@@ -129,14 +127,17 @@ def alarms(trial: Trial, names: Sequence[str], kind: str = "files") -> Section:
 
 
 def policy(found: Policy, note: str, kind: str = "files") -> Section:
-    """Set promised and measured rates side by side."""
-    promised, rates = found.promises(), found.measured
-    rows: list[dict[str, Any]] = []
-    for name in promised:
-        measured = "–" if rates is None else f"{100 * getattr(rates, name):.1f} %"
-        rows.append(
-            {"name": name, "words": WORDS[name], "promised": promised[name], "measured": measured}
-        )
+    """Set guaranteed and measured rates side by side."""
+    guaranteed, rates = found.guarantees(), found.measured
+    rows = [
+        {
+            "name": name,
+            "words": WORDS[name],
+            "guaranteed": guaranteed[name],
+            "measured": "–" if rates is None else f"{100 * getattr(rates, name):.1f} %",
+        }
+        for name in guaranteed
+    ]
     wrong = None if rates is None else rates.wrong_if_answered
     among = None if rates is None else rates.answered_and_wrong
     content = {
@@ -150,14 +151,6 @@ def policy(found: Policy, note: str, kind: str = "files") -> Section:
     return Section("policy", "Answer, unsure, or new", content)
 
 
-def next_steps(folder: str, labelled: bool, command: str) -> Section:
-    """Say what to do with what was made."""
-    return Section(
-        "next", "Next", {"folder": folder, "labelled": labelled, "command": command}, long=True
-    )
-
-
-# The page of `try`: what it cost, how calibrated it is, which files are strange.
 def write_trial(
     path: str | os.PathLike[str],
     trial: Trial,
@@ -180,13 +173,14 @@ def write_trial(
         examples: Those to show, by group.
         title: Heading.
         folder: Where the ensemble is saved.
-        kind: What the examples are: pictures, texts.
+        kind: What the examples are: images, texts.
         notes: Lines below the verdict.
         command: The command line that made it.
         made: When, as text; now by default.
     """
     models = [result.name for result in trial.results]
     ensemble = trial.ensemble
+    next_steps = {"folder": folder, "labelled": trial.labels is not None, "command": command}
     prices = [*[1.0] * (len(models) - 1), trial.ratio.multiply_adds]
     parts = [
         at_a_glance(trial, kind),
@@ -198,7 +192,7 @@ def write_trial(
         else None,
         policy(trial.policy, trial.policy_note, kind),
         sections.built(str(ensemble), ensemble.masks, ensemble.plan.trunk),
-        next_steps(folder, trial.labels is not None, command),
+        Section("next", "Next", next_steps, long=True),
     ]
     lead = "\n".join([verdict(trial, kind), *notes])
     return write_page(path, parts, title=title, lead=lead, made=made)

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._records import check_same_run, model_fingerprint, read_record, to_record
+from .._records import check_same_run, read_record, to_record
+from .._tensors import model_fingerprint
 from ..costs.budget import Option, counter_of, fill, masks_for, option_cost
 from ..data import processes
 from ..data.loaders import check_reiterable
@@ -113,7 +114,7 @@ class Frontier:
         return "\n".join(lines)
 
 
-@processes.holds("path", is_file=True)
+@processes.holds("folder")
 def frontier(
     model: nn.Module | HostModel,
     choose: HeadScores | Sequence[HeadScores] | Callable[[Option], Sequence[HeadMask]],
@@ -125,10 +126,14 @@ def frontier(
     up_to: float = 1.5,
     keep: Sequence[float] = (1 / 3, 1 / 2, 3 / 4),
     name: str | None = None,
-    path: str | os.PathLike[str] | None = None,
+    folder: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Frontier:
     """Measure the curve of cost against a validation objective, and mark the budget's choice.
+
+    Example:
+        >>> curve = frontier(model, score_heads(model, data), validation, batch)
+        >>> curve.chosen, plot_frontier(curve)
 
     Args:
         model: The host model.
@@ -141,8 +146,8 @@ def frontier(
         up_to: Cost up to which options are tried.
         keep: Shares of the branched blocks' heads to try at every branch layer.
         name: Name of the objective.
-        path: A JSON file that is written after every point; its points are not run again. A file of
-            another model, number of members or objective is refused.
+        folder: Keeps `frontier.json`, written after every point; its points are not run again. A
+            file of another model, number of members or objective is refused.
         progress: Show a bar on a terminal.
     """
     counter = counter_of(model, batch)
@@ -167,9 +172,9 @@ def frontier(
         value, called = objective, name or str(getattr(objective, "__name__", "objective"))
     else:
         value, called = _negative_log_likelihood(counter.host, objective), name or "NLL"
-    target = None if path is None else Path(path)
+    target = None if folder is None else Path(folder) / "frontier.json"
     settings: dict[str, Any] = {"members": members, "objective": called}
-    if path is not None:
+    if target is not None:
         settings["model"] = model_fingerprint(counter.host.model)
     points: dict[tuple[int, tuple[int, ...]], Point] = {}
     if target is not None and target.exists():

@@ -156,6 +156,9 @@ def evaluate_features(
 ) -> Results:
     """Evaluate OOD detection by distances in feature space.
 
+    Example:
+        >>> evaluate_features(encoder, test, train=train, ood={"textures": textures})
+
     Args:
         features: called on a batch's inputs, answers with `[batch, width]`.
         data: in-distribution test batches.

@@ -1,7 +1,7 @@
 """What each head does: its effect on accuracy, calibration and OOD detection, under several edits.
 
 A head's output A_h is replaced by zero, by its mean over the data, or by its output on another
-example (activation patching); each head by itself, or under the mask that a search fixed below.
+example (activation patching); each head alone, or under the mask that a search fixed below.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class HeadMap:
         )
 
     def __str__(self) -> str:
-        context = "each head by itself" if self.below is None else "under a mask below"
+        context = "each head alone" if self.below is None else "under a mask below"
         lines = [f"HeadMap by {self.edit}-ablation, {context}; positive = the head helps"]
         for name, table in self.effects.items():
             clear = self.significant(name).total_kept
@@ -109,6 +109,9 @@ def head_map(
     progress: bool = True,
 ) -> HeadMap:
     """Measure each head's effect on accuracy, NLL, calibration and OOD detection.
+
+    Example:
+        >>> head_map(model, id=validation, ood="auto", edit="mean")["ece"]
 
     Args:
         model: A host model; it is not changed.

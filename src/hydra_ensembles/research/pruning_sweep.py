@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._records import check_same_run, model_fingerprint, read_record, to_record
+from .._records import check_same_run, read_record, to_record
+from .._tensors import model_fingerprint
 from ..criteria import Criterion, as_criterion, ranked, score_heads
 from ..criteria.criterion import Loss
 from ..data import processes
@@ -37,11 +38,12 @@ from .pruning_sweep_results import (
     pack,
 )
 
+STATE = "measured.json"
 CRITERIA = ("random", "magnitude", "taylor", "his", "entropy", "hies", "fisher")
 RATIOS = (0.1, 0.2, 0.3, 0.5)
 
 
-@processes.holds("resume", is_file=True)
+@processes.holds("folder")
 def prune_sweep(
     model: nn.Module | HostModel,
     data: Iterable[Any],
@@ -57,7 +59,7 @@ def prune_sweep(
     held_out: Iterable[Any] | None = None,
     scope: str = "model",
     loss: Loss | None = None,
-    resume: str | Path | None = None,
+    folder: str | Path | None = None,
     progress: bool = True,
 ) -> PruneSweep:
     """Prune a model by each criterion to each ratio and measure what is left.
@@ -82,7 +84,7 @@ def prune_sweep(
         held_out: Labelled data for `hies` with `alpha="auto"`.
         scope: `"model"` ranks all heads together (as HIES does), `"layer"` within each layer.
         loss: See `score_heads`.
-        resume: A JSON file that keeps scores and measured masks, so that a stopped sweep goes on.
+        folder: Keeps scores and measured masks, so that a stopped sweep resumes.
         progress: Show bars on a terminal.
     """
     host = host_model(model)
@@ -99,7 +101,7 @@ def prune_sweep(
     for name, source in {"data": data, "calibration": calibration, **(ood or {})}.items():
         check_reiterable(source, name=name)
 
-    measure = _Measure(host, data, ood or {}, ood_score, Path(resume) if resume else None)
+    measure = _Measure(host, data, ood or {}, ood_score, Path(folder) / STATE if folder else None)
     tables: dict[str, list[HeadScores]] = {criterion.label: [] for criterion in wanted}
     points, masks = [], {}
     for draw in progress_bar(

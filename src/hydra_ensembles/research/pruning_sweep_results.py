@@ -14,13 +14,11 @@ from torch import Tensor
 from .._records import read_record, to_record
 from ..errors import FormatError, UnknownNameError
 from ..evaluation.intervals import Interval, student, two_way_bootstrap
+from ..evaluation.tables import markdown_table
 from ..heads.head_mask import HeadMask, HeadScores
 
 QUALITY, STABILITY = "cls/Acc", "stability"
-REDUNDANCY, SPECIALISATION = "redundancy", "specialisation"
 REGIME_BOUNDARY = 0.2
-
-# two-sided 95 % points of Student's t for 1 to 10 degrees of freedom
 
 
 def regime(ratio: float, *, boundary: float = REGIME_BOUNDARY) -> str:
@@ -29,7 +27,7 @@ def regime(ratio: float, *, boundary: float = REGIME_BOUNDARY) -> str:
     Few heads gone is *redundancy* (what goes was hardly used), many is *specialisation* (heads
     that do something of their own have to go). HIES reports the crossing between 10 and 30 %.
     """
-    return REDUNDANCY if ratio <= boundary else SPECIALISATION
+    return "redundancy" if ratio <= boundary else "specialisation"
 
 
 @dataclass(frozen=True)
@@ -155,20 +153,16 @@ class PruneSweep:
         """Return a Markdown table: criteria by ratios, the mean and its interval's half-width."""
         scale = 100 if percent else 1
         head = [f"{ratio:.0%} ({regime(ratio)})" for ratio in self.ratios]
-        lines = [
-            f"| {metric} | " + " | ".join(head) + " |",
-            "|---|" + "---|" * len(head),
-        ]
+        rows = [[metric, *head]]
         for criterion in self.criteria:
             cells = []
             for ratio in self.ratios:
                 i = self.interval(criterion, ratio, metric)
                 half = scale * (i.high - i.low) / 2
                 cells.append(f"{scale * i.value:.{digits}f} ± {half:.{digits}f}")
-            lines.append(f"| {criterion} | " + " | ".join(cells) + " |")
+            rows.append([criterion, *cells])
         before = f"{scale * self.baseline[metric]:.{digits}f}"
-        lines.append("| *unpruned* | " + " | ".join([before] * len(head)) + " |")
-        return "\n".join(lines)
+        return markdown_table([*rows, ["*unpruned*", *[before] * len(head)]])
 
     def __str__(self) -> str:
         title = (

@@ -151,6 +151,9 @@ def pruning_shift_gap(
 ) -> ShiftGap | dict[str, ShiftGap]:
     """Measure Proposition 1: the gap between shifted and clean loss, before and after pruning.
 
+    Example:
+        >>> print(pruning_shift_gap(model, mask, test, corrupted(test, "contrast")))
+
     Args:
         model: The host model, whole.
         mask: Heads to keep; the others are the direction d.

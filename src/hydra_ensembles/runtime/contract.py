@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._records import SEAL, inside, read_sealed, sha256_of_file
+from .._records import SEAL, check_version, inside, read_sealed, sha256_of_file
 from ..errors import FormatError
 
 FORMAT = "hydra-ensembles-export"
 FORMAT_VERSION = (2, 0)
 CONTRACT = "contract.json"
-MOST_BYTES = 64 * 2**20
-"""A larger contract is not read: real ones have some kilobytes."""
+ADVICE = "Export the ensemble again."
 
 OUTPUTS: dict[str, tuple[str, str, str]] = {
     "class": ("int64", "each", "the most probable class, the lower one on a tie"),
@@ -116,25 +115,17 @@ def read_contract(folder: Any) -> Contract:
             f"No {CONTRACT} in {folder}: expected a folder written by ensemble.export() or "
             "`hydra-ensembles export`."
         )
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise FormatError(f"{path} has {path.stat().st_size} bytes, too many for a contract.")
-        data = read_sealed(path, "a contract", "Export the ensemble again.")
-    except OSError as error:
-        raise FormatError(f"Cannot read {path}: {error}.") from error
+    data = read_sealed(path, "a contract", ADVICE)
     if data.get("format") != FORMAT:
         raise FormatError(f"{path} is not the contract of an exported ensemble.")
-    found, (major, minor) = data.get("format_version"), FORMAT_VERSION
-    if not (isinstance(found, list) and len(found) == 2 and all(type(n) is int for n in found)):
-        raise FormatError(f"{path} has the format version {found!r:.60}; expected two numbers.")
-    if found[0] != major:
-        advice = "Upgrade hydra-ensembles" if found[0] > major else "Export again with this version"
+    major, minor = check_version(data.get("format_version"), FORMAT_VERSION, path)
+    if major < FORMAT_VERSION[0]:
         raise FormatError(
-            f"{path} has format {found[0]}.{found[1]}; this version of hydra-ensembles reads "
-            f"{major}.{minor}. {advice}."
+            f"{path} has format {major}.{minor}, older than {FORMAT_VERSION[0]}.0 which this "
+            f"library reads. {ADVICE}"
         )
     if problem := problem_of(data):
-        raise FormatError(f"{path}: {problem}. Export the ensemble again.")
+        raise FormatError(f"{path}: {problem}. {ADVICE}")
     return Contract(folder, data)
 
 

@@ -16,7 +16,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from .._records import model_fingerprint, read_record, to_record
+from .._records import read_record, to_record
+from .._tensors import model_fingerprint
 from ..costs.budget import Budget
 from ..data import processes
 from ..data.batches import without_labels

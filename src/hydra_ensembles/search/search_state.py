@@ -11,15 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._records import (
-    SEAL,
-    check_same_run,
-    read_sealed,
-    read_tensors,
-    sealed,
-    write_tensors,
-    write_whole,
-)
+from .._records import SEAL, check_same_run, read_sealed, sealed, write_whole
+from .._tensors import read_tensors, write_tensors
 from ..data import processes
 from ..errors import FormatError
 

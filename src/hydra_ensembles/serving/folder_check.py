@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .._records import PARTIAL, check_seal, holding, inside, read_json, read_sealed, read_tensors
+from .._records import PARTIAL, check_seal, holding, inside, read_json, read_sealed
+from .._tensors import read_tensors
 from ..errors import BusyError, FormatError, HydraError, MissingDependencyError
 from ..evaluation import Results
 from ..fusion import HydraEnsemble
@@ -41,7 +42,7 @@ def _read_results(path: Path) -> None:
 
 
 def _read_json(path: Path) -> None:
-    content = read_json("file", path)
+    content = read_json(path, "JSON", ADVICE)
     if isinstance(content, dict):
         check_seal(content, path, ADVICE)
 
@@ -203,9 +204,9 @@ def _check_ensemble(folder: Path, checkup: Checkup) -> None:
     config = checkup._read(folder / CONFIG, "a saved ensemble", read_config, folder)
     if config is None:
         return
-    for name, digest in {WEIGHTS: config["sha256"], **config["files"]}.items():
+    for name, digest in {WEIGHTS: config.sha256, **config.files}.items():
         checkup._read(folder / name, "SHA-256 as saved", check_file, folder, name, digest)
-    if checkup.is_sound and config["host"]["library"] != "custom":
+    if checkup.is_sound and config.host["library"] != "custom":
 
         def load_all() -> None:
             ensemble = HydraEnsemble.from_pretrained(folder)

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._records import read_tensors, write_tensors
+from .._tensors import read_tensors, write_tensors
 from ..errors import FormatError
 
 FILE_NAME = "training.safetensors"
-_HEADER = "hydra_training"
 ADVICE = "Delete it to start the training again, or choose another folder."
 
 
@@ -22,7 +21,7 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], record: Any) -
     """Write `folder/training.safetensors` atomically: beside the old file, then renamed."""
     # clone: safetensors refuses tensors that share memory, as tied weights do
     owned = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    write_tensors(folder / FILE_NAME, owned, json.dumps(record), name=_HEADER)
+    write_tensors(folder / FILE_NAME, owned, json.dumps(record))
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Any] | None:
@@ -31,7 +30,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Any] | None:
     if not path.exists():
         return None
     kind = "a training checkpoint of this library"
-    tensors, text = read_tensors(path, kind, ADVICE, name=_HEADER)
+    tensors, text = read_tensors(path, kind, ADVICE)
     try:
         record = json.loads(text)
     except ValueError as error:

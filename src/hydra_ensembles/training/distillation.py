@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._records import SEAL, check_same_run, model_fingerprint, read_sealed, sealed, write_whole
+from .._records import SEAL, check_same_run, read_sealed, sealed, write_whole
+from .._tensors import model_fingerprint
 from ..costs.budget import budgeted_masks, counter_of, fit_budget
 from ..costs.formula import cost
 from ..criteria import Criterion, score_heads

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._records import check_same_run, model_fingerprint
+from .._records import check_same_run
+from .._tensors import model_fingerprint
 from ..answer_each import is_out_of_memory
 from ..data import processes
 from ..data.batches import batch_length, take

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .._records import model_fingerprint, sha256_of, sha256_of_file
+from .._records import sha256_of, sha256_of_file
+from .._tensors import model_fingerprint
 from ..costs.budget import fit_budget
 from ..data import processes
 from ..data.eval_mode import evaluating

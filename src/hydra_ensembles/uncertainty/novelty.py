@@ -359,7 +359,7 @@ class Novelty:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """Return what is no tensor, as JSON can hold it."""
+        """Return all that is not a tensor, as JSON can hold it."""
         return {
             "format_version": FORMAT_VERSION,
             "taps": list(self.taps),

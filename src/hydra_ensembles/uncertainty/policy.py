@@ -1,4 +1,4 @@
-"""Answer, or abstain as unsure, or abstain as new: thresholds with a promise.
+"""Answer, or abstain as unsure, or abstain as new: thresholds with a guarantee.
 
 Fitted on labelled examples that neither trained the model nor chose its heads nor taught it what is
 known. With novelty scores s, uncertainties u and n examples:
@@ -21,7 +21,7 @@ known. With novelty scores s, uncertainties u and n examples:
   (Learn then Test with several starts: Angelopoulos, Bates, Candes, Jordan & Lei, 2021).
 
   `empirical`: the error rate among the answered is at most risk on the labelled examples
-  themselves. No promise.
+  themselves. No guarantee.
 
 Why q and t may come from the same examples: given q, the examples below it are independent draws of
 "not new" data (a property of order statistics), so that the tests of t are exact given q; and the
@@ -87,15 +87,15 @@ class Rates:
 
 @dataclass(frozen=True)
 class Policy:
-    """When to answer, when to abstain as unsure and when as new; with what was promised.
+    """When to answer, when to abstain as unsure and when as new, with guaranteed rates.
 
     Attributes:
         threshold: Answer when the uncertainty is at most this; -inf never, inf always.
         novelty_threshold: An input with a higher novelty score is new; inf never.
-        risk: The promised rate of wrong answers; None when errors were not asked about.
-        alarm: The promised rate of known data that is called new; None leaves novelty alone.
+        risk: Guaranteed rate of wrong answers; None turns this check off.
+        alarm: Guaranteed false-alarm rate on known data; None turns the novelty check off.
         method: `conformal`, `selective`, `empirical`, or `given` for thresholds set by hand.
-        delta: Of `selective`: how likely the promise may fail.
+        delta: For `selective`: the probability that the guarantee fails.
         score: Name of the uncertainty that `threshold` is about.
         examples: Labelled examples that it was fitted on.
         measured: Rates on these examples, each decided on by thresholds fitted without it.
@@ -158,9 +158,9 @@ class Policy:
             )
         return replace(answer, code=self.decide(answer.uncertainty, answer.novelty_score))
 
-    def promises(self) -> dict[str, str]:
-        """Return what is promised about each decision, in words."""
-        found = dict.fromkeys(DECISIONS, "no promise")
+    def guarantees(self) -> dict[str, str]:
+        """Return the guarantee for each decision, in words."""
+        found = dict.fromkeys(DECISIONS, "no guarantee")
         if self.risk is not None and self.method == "conformal":
             found["answer"] = f"answered and wrong: at most {self.risk:.3g} of all, on average"
         elif self.risk is not None and self.method == "selective":
@@ -188,9 +188,9 @@ class Policy:
             policy = cls(**{**values, "measured": None if measured is None else Rates(**measured)})
             good = _is_good(policy)
         except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"This is no policy: {error!r}.") from error
+            raise FormatError(f"Not a valid policy: {error!r}.") from error
         if not good:
-            raise FormatError(f"This is no policy: {dict(data)!r:.300}.")
+            raise FormatError(f"Not a valid policy: {dict(data)!r:.300}.")
         return policy
 
     def __str__(self) -> str:
@@ -201,11 +201,11 @@ class Policy:
         if self.method == GIVEN:
             return f"{rule} (thresholds set by hand)"
         lines = [f"{rule} ({self.method}, {self.examples} examples)"]
-        promised = self.promises()
-        for name in promised:
+        guarantees = self.guarantees()
+        for name in guarantees:
             if name == "new" and self.alarm is None:
                 continue
-            lines.append(f"  {name:<7} {self._measured(name):<30} {promised[name]}")
+            lines.append(f"  {name:<7} {self._measured(name):<30} {guarantees[name]}")
         if self.never_answers:
             lines.append("  No threshold keeps this risk on so few examples: everything abstains.")
         return "\n".join(lines)
@@ -232,7 +232,7 @@ def choose_policy(
     score: str = "msp",
     seed: int = 0,
 ) -> Policy:
-    """Choose the thresholds that answer as much as the promises allow (see above).
+    """Choose the thresholds that answer as much as the guarantees allow (see above).
 
     `fit_policy` does this for a model and data.
 
@@ -243,7 +243,7 @@ def choose_policy(
         risk: In (0, 1): rate of wrong answers; None answers all that is not new.
         alarm: In (0, 1): rate of known data that may be called new; None leaves novelty alone.
         method: `conformal`, `selective` or `empirical`.
-        delta: In (0, 1): how likely the promise of `selective` may fail.
+        delta: In (0, 1): the probability that the guarantee of `selective` fails.
         score: What the uncertainty is called.
         seed: Of the folds that the rates are measured on.
     """
@@ -447,7 +447,7 @@ def _tested(wrong: Tensor, answered: Tensor, risk: float, delta: float) -> int |
     sizes = start_sizes(int(answered[-1]) - 1, risk, delta)
     if not sizes:
         return None
-    # P(Binomial(answered - 1, risk) <= wrong); the example at the threshold is no draw
+    # P(Binomial(answered - 1, risk) <= wrong); the example at the threshold is not a draw
     draws = (answered - 1).numpy()
     p = torch.from_numpy(bdtr(wrong.numpy().clip(max=draws), draws, risk))
     passed = (p <= delta / len(sizes)).tolist()

@@ -204,7 +204,7 @@ def pairwise_kl(member_logits: Tensor) -> Tensor:
     total = torch.zeros_like(logs[:, 0, ..., 0])
     for i in range(members):  # one row of pairs at a time keeps memory at that of the logits
         here = logs[:, i : i + 1]
-        ratio = torch.where(here == logs, 0.0, here - logs)  # -inf against -inf is no difference
+        ratio = torch.where(here == logs, 0.0, here - logs)  # -inf and -inf do not differ
         total = total + torch.where(here > -math.inf, here.exp() * ratio, 0.0).sum((1, -1))
     return (total / max(members * (members - 1), 1)).clamp_min(0.0)
 

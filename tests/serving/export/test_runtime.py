@@ -112,7 +112,7 @@ def test_damage_is_found_before_a_file_is_opened(copied: Copy) -> None:
     [
         ({"format": "other"}, "not the contract"),
         ({"format_version": [3, 0]}, "Upgrade"),
-        ({"format_version": [1, 1]}, "Export again"),
+        ({"format_version": [1, 1]}, "older than"),
         ({"format_version": "1"}, "expected two numbers"),
         ({"classes": 6}, "5 class names"),
         ({"members": -1}, "members has"),

@@ -10,7 +10,8 @@ import typer
 
 from .. import options
 from ..errors import Stop
-from ..output import print_json, say, write_config
+from ..inputs import named
+from ..output import say, show, write_config
 
 BATCHES = [1, 8, 32]
 
@@ -23,7 +24,7 @@ def command(
             "ensemble is compared with its members one by one."
         ),
     ],
-    batch_sizes: Annotated[list[int], typer.Option("--batch", help="May be repeated.")] = BATCHES,
+    batch_sizes: Annotated[list[int], typer.Option("--batch", help="Repeatable.")] = BATCHES,
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds.")] = 20,
     max_seconds: Annotated[
         float | None, typer.Option(help="Stop a batch size after this long.")
@@ -47,8 +48,7 @@ def command(
 
     found = {}
     for given in models:
-        name, equals, place = given.partition("=")
-        name, place = (name, place) if equals else (Path(given).name or given, given)
+        name, place = named(given)
         loaded = load_model(
             place, device=device, dtype=dtype, class_names=class_names, trained=False
         )
@@ -56,7 +56,7 @@ def command(
     first = next(iter(found.values()))
     if len(found) == 1:
         if not isinstance(first, HydraEnsemble):
-            raise Stop("There is nothing to compare one model with: give two or more.", 2)
+            raise Stop("One model has nothing to be compared with: give two or more.", 2)
         one_by_one = copy.deepcopy(first)
         one_by_one.mode = "loop"
         found = {"members one by one": one_by_one, **found}
@@ -71,11 +71,7 @@ def command(
         seed=seed,
         progress=not json,
     )
-    output.mkdir(parents=True, exist_ok=True)
     write_config(output)
     text = result.to_json(output / "benchmark.json")
-    if json:
-        print_json(json_module.loads(text))
-    else:
-        typer.echo(f"{what}\n{result}")
+    show(f"{what}\n{result}", json_module.loads(text), json=json)
     say(f"Written to {output / 'benchmark.json'}", json=json)

@@ -12,7 +12,7 @@ from .. import options
 from ..errors import Stop
 from ..head_grid import circuit_grid
 from ..inputs import READING, Reading, reads_data
-from ..output import print_json, say, sizes, write_config, write_text
+from ..output import say, show, sizes, write_config, write_text
 
 
 @reads_data()
@@ -29,32 +29,26 @@ def command(
     ] = None,
     max_cost: Annotated[
         float | None,
-        typer.Option(help="In place of --keep: cost of the pruned model against the plain one."),
+        typer.Option(help="Instead of --keep: cost of the pruned model relative to the plain one."),
     ] = None,
     condition: Annotated[
-        str, typer.Option(help="What is fixed below a layer: knockout, keep or none.")
+        str, typer.Option(help="State of the layers below: knockout, keep or none.")
     ] = "knockout",
     output: options.Output = Path("hydra-circuit"),
     reading: Reading = READING,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:
-    """Search the heads that carry an objective (HeadMap); a stopped search goes on."""
+    """Search the heads that carry an objective (HeadMap); an interrupted search resumes."""
     from ...search.headmap import find_circuit
-    from ..models import check_sources
 
     if keep is not None and max_cost is not None:
         raise Stop("--keep and --max-cost both say how many heads are kept: give one.", 2)
-    check_sources(data, ood)
-    loaded = reading.load_model(model)
-    host = loaded.host
-    known = reading.load_known(loaded, data)
-    outliers = reading.load_outliers(loaded, ood)
-    output.mkdir(parents=True, exist_ok=True)
+    loaded, known, outliers = reading.load(model, data, ood)
     write_config(output, begin=True)
     say(f"Searching heads for {objective} with {sizes(known, outliers)}", json=json)
     found = find_circuit(
-        host,
+        loaded.host,
         id=known,
         ood=outliers or None,
         objective=objective,
@@ -68,8 +62,5 @@ def command(
     write_text(output / "circuit.json", found.to_json())
     write_config(output)
     write_text(output / "mask.json", found.mask.to_json() + "\n")
-    if json:
-        print_json(json_module.loads(found.to_json()))
-    else:
-        typer.echo(circuit_grid(found))
+    show(circuit_grid(found), json_module.loads(found.to_json()), json=json)
     say(f"Written to {output}: circuit.json, mask.json", json=json)

@@ -11,13 +11,12 @@ import typer
 from .. import options
 from ..errors import Stop
 from ..inputs import READING, Reading, reads_data
-from ..output import print_json, say, sizes, write_config
-from .build import save
+from ..output import finish, say, sizes, write_config
 
 TEACHERS_HELP = (
     "A teacher: a model as MODEL is given, a saved ensemble (all its members), a training "
     "checkpoint of MODEL, or a .npy or .safetensors table of probabilities in the data's order. "
-    "May be repeated."
+    "Repeatable."
 )
 
 
@@ -33,7 +32,7 @@ def command(
         typer.Option(help="Make teachers of MODEL: branch, lora, snapshots or full."),
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="Teachers to make.")] = 3,
-    members: Annotated[int, typer.Option(min=1, help="Number of members.")] = 3,
+    members: options.Members = 3,
     max_cost: Annotated[
         float, typer.Option(help="Bound on multiply-adds relative to the model.")
     ] = 1.07,
@@ -58,23 +57,17 @@ def command(
     The teachers' answers and checkpoints are kept in OUTPUT/state: run the same command to resume.
     """
     from ...training import DISTILL, distill, make_teachers
-    from ..models import check_sources
 
     if bool(teachers) == bool(make):
         raise Stop("Give teachers (--teachers, repeated), or have them made (--make branch).", 2)
-    check_sources(data, ood)
-    loaded = reading.load_model(model)
-    host = loaded.host
-    train = reading.load_known(loaded, data)
+    loaded, train, outliers = reading.load(model, data, ood)
     held = None if validation is None else reading.load_known(loaded, validation)
-    outliers = reading.load_outliers(loaded, ood)
-    output.mkdir(parents=True, exist_ok=True)
     write_config(output, begin=True)
     if make:
         say(f"Making {count} teachers ({make}) from {sizes(train, {})}", json=json)
         given: list[Any] = list(
             make_teachers(
-                host,
+                loaded.host,
                 train,
                 count=count,
                 how=make,  # type: ignore[arg-type]
@@ -87,7 +80,7 @@ def command(
         given = [_teacher(source, reading.device) for source in teachers or ()]
     say(f"Distilling {len(given)} teachers into {members} members", json=json)
     ensemble = distill(
-        host,
+        loaded.host,
         given,
         train,
         members=members,
@@ -101,16 +94,7 @@ def command(
         folder=output / "state",
         progress=not json,
     )
-    names = loaded.class_names or getattr(train, "class_names", None)
-    if names:
-        ensemble.id2label = list(names)
-    save(ensemble, output, loaded)
-    write_config(output)
-    if json:
-        print_json({"folder": str(output), "summary": str(ensemble), **ensemble.record})
-    else:
-        typer.echo(str(ensemble))
-    say(f"Written to {output}. Next: hydra-ensembles eval {output} --data TEST", json=json)
+    finish(ensemble, output, loaded, train, json=json)
 
 
 def _teacher(source: str, device: str | None) -> Any:

@@ -10,8 +10,7 @@ import typer
 from .. import options
 from ..errors import Stop
 from ..inputs import READING, Reading, reads_data
-from ..output import print_json, say, sizes, write_config
-from .build import save
+from ..output import finish, say, sizes, write_config
 
 
 @reads_data()
@@ -50,7 +49,6 @@ def command(
             raise Stop(f"{one.name} has other classes, or in another order, than {models[0]}.", 4)
     train = reading.load_unlabelled(loaded[0], data)
     held = None if held_out is None else reading.load_known(loaded[0], held_out)
-    output.mkdir(parents=True, exist_ok=True)
     write_config(output, begin=True)
     say(f"Folding {len(models)} models on {sizes(train, {})}", json=json)
     ensemble = fold(
@@ -63,13 +61,4 @@ def command(
     )
     if held is not None:
         ensemble.fit_novelty_(held, progress=not json)
-    names = loaded[0].class_names or getattr(held, "class_names", None)
-    if names:
-        ensemble.id2label = list(names)
-    save(ensemble, output, loaded[0])
-    write_config(output)
-    if json:
-        print_json({"folder": str(output), "summary": str(ensemble), **ensemble.record})
-    else:
-        typer.echo(str(ensemble))
-    say(f"Written to {output}. Next: hydra-ensembles eval {output} --data TEST", json=json)
+    finish(ensemble, output, loaded[0], held, json=json)

@@ -12,26 +12,16 @@ from ...errors import DataError
 from .. import options
 from ..errors import Stop
 from ..inputs import READING, Reading, reads_data
-from ..output import print_json, say, sizes
+from ..output import say, show, sizes
 
 
 @reads_data(leave_out=["dtype"])
 def command(
-    folder: Annotated[Path, typer.Argument(help="Of a saved ensemble.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="A saved ensemble.", show_default=False)],
     data: options.Data,
-    risk: Annotated[
-        float,
-        typer.Option(
-            help="Largest share of wrong answers, for example 0.02; 0 turns this check off."
-        ),
-    ] = 0.02,
-    alarm: Annotated[
-        float,
-        typer.Option(
-            help="Largest share of known data that is called new; 0 turns this check off."
-        ),
-    ] = 0.05,
-    promise: options.Promise = "conformal",
+    risk: options.Risk = 0.02,
+    alarm: options.Alarm = 0.05,
+    guarantee: options.Guarantee = "conformal",
     delta: options.Delta = 0.1,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Another folder; FOLDER by default.")
@@ -54,8 +44,8 @@ def command(
     loaded = kept.load_model(str(folder))
     if not isinstance(loaded.model, HydraEnsemble):
         raise Stop(
-            f"{folder} is not a saved ensemble: make one with hydra-ensembles build, distill or "
-            "try. For a plain model, hydra-ensembles predict takes --risk and --held-out.",
+            f"{folder} is not a saved ensemble. Create one with `hydra-ensembles build`, `distill` "
+            "or `try`. For a plain model, `hydra-ensembles predict` takes --risk and --held-out.",
             4,
         )
     labelled = reading.load_known(loaded, data)
@@ -67,17 +57,14 @@ def command(
             labelled,
             risk=risk or None,
             alarm=alarm or None,
-            method=promise,
+            method=guarantee,
             delta=delta,
             progress=not json,
         )
     except DataError as error:
         raise Stop(f"{error} Nothing was saved: {target} is as it was.", 3) from error
     loaded.model.save_pretrained(target)
-    if json:
-        print_json({"folder": str(target), **policy.to_dict()})
-    else:
-        typer.echo(str(policy))
+    show(policy, {"folder": str(target), **policy.to_dict()}, json=json)
     say(f"Saved in {target}. Next: hydra-ensembles predict {target} FILES", json=json)
 
 
@@ -87,6 +74,6 @@ def _dtype_of(folder: Path) -> str:
     from ...fusion.folder_schema import read_config
 
     try:
-        return str(read_config(folder)["dtype"])
+        return read_config(folder).dtype
     except FormatError:  # loading says what is wrong with it
         return "float32"

@@ -47,7 +47,7 @@ def command(
     held_out: Annotated[
         str | None, typer.Option(help="Labelled data that a policy is fitted on.")
     ] = None,
-    promise: options.Promise = "conformal",
+    guarantee: options.Guarantee = "conformal",
     delta: options.Delta = 0.1,
     threshold: Annotated[
         float | None, typer.Option(help="Abstain above this uncertainty, in place of --risk.")
@@ -109,7 +109,7 @@ def command(
     if risk is not None and held_out is None:
         raise Stop("--risk needs --held-out DATA: labelled examples to fit a policy on.", 2)
     if held_out is not None and risk is None and alarm is None:
-        raise Stop("--held-out needs --risk or --alarm: what is to be promised on it.", 2)
+        raise Stop("--held-out needs --risk or --alarm: what to guarantee on it.", 2)
     check_sources(held_out)
     loaded = reading.load_model(model)
     if alarm is not None:
@@ -117,7 +117,9 @@ def command(
     policy: Policy | None = getattr(loaded.model, "policy", None)
     if held_out is not None:
         data = reading.load_known(loaded, held_out)
-        policy = fit_policy(loaded.model, data, risk=risk, alarm=alarm, method=promise, delta=delta)
+        policy = fit_policy(
+            loaded.model, data, risk=risk, alarm=alarm, method=guarantee, delta=delta
+        )
     elif threshold is not None or alarm is not None:
         policy = Policy(
             threshold=math.inf if threshold is None else threshold,

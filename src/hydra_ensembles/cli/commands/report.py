@@ -13,11 +13,13 @@ import typer
 
 from ...errors import DataError, FormatError
 from .. import options
-from ..output import print_json
+from ..output import show
 
 if TYPE_CHECKING:
     from ...evaluation import Results
     from ...report.examples import Example
+
+TITLE = "Hydra ensemble: report"
 
 
 def command(
@@ -31,8 +33,10 @@ def command(
     ensemble: Annotated[
         Path | None, typer.Option(help="Folder of the ensemble, for its summary and head maps.")
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="Heading of the page.")] = "Hydra ensemble: report",
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path(
+        "report.html"
+    ),
+    title: Annotated[str, typer.Option(help="Heading of the page.")] = TITLE,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:
@@ -46,7 +50,7 @@ def command(
             raise DataError(f"{path} does not exist. Give what `hydra-ensembles eval` wrote.")
         found = sorted(path.glob("results*.json")) if path.is_dir() else [path]
         if not found:
-            raise DataError(f"{path} holds no results*.json. Give what `eval` wrote.")
+            raise DataError(f"{path} has no results*.json. Give what `eval` wrote.")
         files += found
     costs: dict[str, float] = {}
     examples: list[Example] = []
@@ -69,13 +73,10 @@ def command(
         costs=costs,
         examples=examples,
         settings=settings,
-        command=shlex.join(["hydra-ensembles", *sys.argv[1:]]),
         title=title,
     )
-    if json:
-        print_json({"report": str(page), "models": [result.name for result in loaded]})
-    else:
-        typer.echo(f"Report: {page}")
+    record = {"report": str(page), "models": [result.name for result in loaded]}
+    show(f"Report: {page}", record, json=json)
 
 
 def make_report(
@@ -84,13 +85,12 @@ def make_report(
     *,
     model: Any = None,
     folder: Path | None = None,
-    costs: Mapping[str, float] | None = None,
+    costs: Mapping[str, float],
     examples: Sequence[Example] = (),
-    settings: Mapping[str, Any] | None = None,
-    command: str = "",
-    title: str = "Hydra ensemble: report",
+    settings: Mapping[str, Any],
+    title: str = TITLE,
 ) -> Path:
-    """Write the page, with summary and head maps of an ensemble at hand or in a folder."""
+    """Write the page, with summary and head maps of an ensemble in memory or in a folder."""
     from ...heads.head_mask import HeadMask
     from ...report.page import write_report
     from .env import versions
@@ -101,45 +101,42 @@ def make_report(
         from ...fusion.folder_schema import read_config
 
         saved = read_config(folder)
-        masks = [HeadMask(rows) for rows in saved["masks"]]
-        branch = int(saved["plan"].get("trunk", 0))
+        masks = [HeadMask(rows) for rows in saved.masks]
+        branch = saved.plan.trunk
         card = folder / "README.md"
         parts = card.read_text(encoding="utf-8").split("```") if card.is_file() else []
         summary = parts[1].strip() if len(parts) > 1 else ""
     elif hasattr(model, "plan"):
         masks, summary, branch = model.masks, str(model), model.plan.trunk
-    installed = {k: v for k, v in versions().items() if v != "not installed"}
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_report(
         path,
         results,
         title=title,
-        lead=_lead(results, costs or {}),
+        lead="\n".join(_lead(result, costs.get(result.name)) for result in results),
         summary=summary,
         masks=masks,
         branch=branch,
         costs=costs,
         examples=examples,
-        settings={**(settings or {}), "versions": installed},
-        command=command,
+        settings={**settings, "versions": versions()},
+        command=shlex.join(["hydra-ensembles", *sys.argv[1:]]),
     )
 
 
-def _lead(results: Sequence[Results], costs: Mapping[str, float]) -> str:
-    """Say the outcome in figures, one line per model."""
+def _lead(result: Results, cost: float | None) -> str:
+    """Return the headline figures of a model in a line."""
     from ...evaluation.tables import shown
 
-    def figures(result: Results) -> str:
-        words = [f"accuracy {shown('cls/Acc', result['cls/Acc'])} %"]
-        words.append(f"NLL {shown('cls/NLL', result['cls/NLL'])}")
-        if "ood/mean/AUROC" in result:
-            words.append(f"OOD AUROC {shown('AUROC', result['ood/mean/AUROC'])} %")
-        if "ood/mean/novelty/AUROC" in result:
-            words[-1] += f" ({shown('AUROC', result['ood/mean/novelty/AUROC'])} % by novelty)"
-        cost = costs.get(result.name)
-        return ", ".join(words) + (f", at {cost:.2f}\u00a0× the cost" if cost else "")
-
-    return "\n".join(f"{result.name}: {figures(result)}." for result in results)
+    words = [f"accuracy {shown('cls/Acc', result['cls/Acc'])} %"]
+    words.append(f"NLL {shown('cls/NLL', result['cls/NLL'])}")
+    if "ood/mean/AUROC" in result:
+        words.append(f"OOD AUROC {shown('AUROC', result['ood/mean/AUROC'])} %")
+    if "ood/mean/novelty/AUROC" in result:
+        words[-1] += f" ({shown('AUROC', result['ood/mean/novelty/AUROC'])} % by novelty)"
+    if cost:
+        words.append(f"at {cost:.2f}\u00a0× the cost")
+    return f"{result.name}: {', '.join(words)}."
 
 
 def _read(path: Path, default: Any) -> Any:

@@ -10,7 +10,7 @@ import typer
 from .. import options
 from ..head_grid import scores_grid
 from ..inputs import READING, Reading, reads_data
-from ..output import print_json, say, write_config, write_text
+from ..output import say, show, write_config, write_text
 
 CRITERIA = ["hies"]
 
@@ -31,14 +31,9 @@ def command(
 ) -> None:
     """Score the attention heads of a model on calibration data; higher = keep."""
     from ...criteria import ranked, score_heads
-    from ..models import check_sources
 
-    check_sources(data)
-    loaded = reading.load_model(model)
-    host = loaded.host
-    calibration = reading.load_known(loaded, data)
-    tables = score_heads(host, calibration, criterion=list(criterion), progress=not json)
-    output.mkdir(parents=True, exist_ok=True)
+    loaded, calibration, _ = reading.load(model, data)
+    tables = score_heads(loaded.host, calibration, criterion=list(criterion), progress=not json)
     write_config(output)
     written = {}
     for name, table in tables.items():
@@ -48,9 +43,6 @@ def command(
             written[f"mask-{name}.json"] = mask.to_json()
     for file, text in written.items():
         write_text(output / file, text + "\n")
-    if json:
-        print_json({name: table.tolist() for name, table in tables.items()})
-    else:
-        for name, table in tables.items():
-            typer.echo(scores_grid(name, table))
+    grids = "\n".join(scores_grid(name, table) for name, table in tables.items())
+    show(grids, {name: table.tolist() for name, table in tables.items()}, json=json)
     say(f"Written to {output}: {', '.join(written)}", json=json)

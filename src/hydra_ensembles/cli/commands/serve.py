@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,9 +24,9 @@ def command(
         str | None, typer.Option(help="What clients call the model; by default the folder's name.")
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen at; 0.0.0.0 for every one.")
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all interfaces.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8000,
     token_file: Annotated[
         Path | None,
         typer.Option(
@@ -41,31 +41,37 @@ def command(
     alarm: Annotated[
         float | None,
         typer.Option(
-            help="Abstain when newer than all but this share of known data, in place of the saved "
-            "policy; 0.05 where there is none."
+            help="False-alarm rate: abstain when novelty exceeds 1 - alarm. Overrides the saved "
+            "policy; 0.05 if there is none."
         ),
     ] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Inputs that are answered together.")] = 32,
+    max_batch: Annotated[int, typer.Option(min=1, help="Largest batch of inputs.")] = 32,
     max_wait: Annotated[
         float, typer.Option(min=0, help="Milliseconds that an input waits for others.")
     ] = 2.0,
-    max_queue: Annotated[int, typer.Option(min=1, help="Inputs that may wait.")] = 1024,
-    max_rows: Annotated[int, typer.Option(min=1, help="Inputs of one request.")] = 256,
-    max_body: Annotated[float, typer.Option(min=0.001, help="Megabytes of one request.")] = 16.0,
+    max_queue: Annotated[int, typer.Option(min=1, help="Largest number of waiting inputs.")] = 1024,
+    max_rows: Annotated[
+        int, typer.Option(min=1, help="Largest number of inputs per request.")
+    ] = 256,
+    max_body: Annotated[
+        float, typer.Option(min=0.001, help="Largest request in megabytes.")
+    ] = 16.0,
     max_pixels: Annotated[
-        float, typer.Option(min=0.001, help="Millions of pixels of one request.")
+        float, typer.Option(min=0.001, help="Millions of pixels per request.")
     ] = 40.0,
     max_decoding: Annotated[
-        float, typer.Option(min=0.001, help="Millions of pixels that are decoded at one time.")
+        float, typer.Option(min=0.001, help="Millions of pixels decoded at once.")
     ] = 80.0,
-    max_text: Annotated[int, typer.Option(min=1, help="Characters of one text.")] = 20_000,
-    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds to an answer.")] = 30.0,
+    max_text: Annotated[
+        int, typer.Option(min=1, help="Largest number of characters per text.")
+    ] = 20_000,
+    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds until a request fails.")] = 30.0,
     read_timeout: Annotated[
         float, typer.Option(min=0.01, help="Seconds for a client to send its request.")
     ] = 10.0,
     drift_window: Annotated[int, typer.Option(min=20, help="Answers per test for drift.")] = 500,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of one model call; torch's own by default.")
+        int | None, typer.Option(min=1, help="Threads per model call; torch's default.")
     ] = None,
     class_names: options.ClassNames = None,
     device: options.Device = None,
@@ -141,38 +147,30 @@ def load_backend(
     if (folder / "contract.json").is_file():
         if alarm is not None or device is not None or dtype != "float32":
             raise Stop(
-                f"{folder} is an exported ensemble, whose rule and type are fixed: leave --alarm, "
-                "--device and --dtype out, or export it again.",
+                f"{folder} is an exported ensemble, whose policy and type are fixed: leave out "
+                "--alarm, --device and --dtype, or export it again.",
                 2,
             )
-        return _by_onnx(folder, threads, class_names)
-    if threads is not None:
-        import torch
+        from ...runtime import load  # without torch
+        from ...serving.backends import ExportedBackend
+        from ..class_names import read_names
 
-        torch.set_num_threads(threads)
-    return _by_torch(folder, alarm, class_names=class_names, device=device, dtype=dtype)
+        with waiting(f"Loading {folder}"):
+            exported = load(folder, threads=threads)
+            return ExportedBackend(exported, class_names=read_names(class_names))
+    import torch
 
-
-def _by_onnx(folder: Path, threads: int | None, class_names: str | None) -> Backend:
-    from ...runtime import load
-    from ...serving.backends import ExportedBackend
-    from ..class_names import read_names
-
-    names = read_names(class_names)
-    with waiting(f"Loading {folder}"):
-        return ExportedBackend(load(folder, threads=threads), class_names=names)
-
-
-def _by_torch(folder: Path, alarm: float | None, **how: Any) -> Backend:
     from ...fusion.ensemble import HydraEnsemble
     from ...serving.torch_backend import TorchBackend
     from ..models import load_model
 
-    loaded = load_model(str(folder), **how)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    loaded = load_model(str(folder), class_names=class_names, device=device, dtype=dtype)
     ensemble = loaded.model
     if not isinstance(ensemble, HydraEnsemble):
         raise Stop(
-            f"{folder} is a host model, no ensemble. Build one first: hydra-ensembles build "
+            f"{folder} is a host model, not an ensemble. Build one first: hydra-ensembles build "
             f"{folder} --data DATA.",
             4,
         )

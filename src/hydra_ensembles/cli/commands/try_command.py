@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..models import Loaded
 
 MOST = 2000
-EACH = {"pictures": 12, "texts": 9}
+EACH = {"images": 12, "texts": 9}
 """Examples shown in a group."""
 
 
@@ -31,39 +31,33 @@ EACH = {"pictures": 12, "texts": 9}
 def command(
     model: options.Model,
     data: options.Data,
-    members: Annotated[int, typer.Option(min=1, help="Number of members.")] = 3,
-    max_cost: Annotated[
-        float, typer.Option(help="Bound on multiply-adds relative to the model; 0 for none.")
-    ] = 1.07,
-    risk: Annotated[float, typer.Option(help="How many answers may be wrong.")] = 0.05,
-    alarm: Annotated[
-        float, typer.Option(help="How much of data like yours may be called new.")
-    ] = 0.05,
-    promise: options.Promise = "conformal",
+    members: options.Members = 3,
+    max_cost: options.MaxCost = 1.07,
+    risk: options.Risk = 0.05,
+    alarm: options.Alarm = 0.05,
+    guarantee: options.Guarantee = "conformal",
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="Folder for what is made; hydra-try-MODEL-DATA by default."
-        ),
+        typer.Option("--output", "-o", help="Folder to write to; hydra-try-MODEL-DATA by default."),
     ] = None,
     reading: Reading = READING,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:
-    """Try your model on some hundred files of your own, with labels or without.
+    """Try your model on a few hundred of your own files, with or without labels.
 
-    Fuses an ensemble within a budget, calibrates it, teaches it what is known, and writes a page:
-    the cost, how calibrated it was and is, which of your files are the strangest and the least
-    sure, what an alarm level means. Every file is judged by what was learnt without it.
+    Fuses an ensemble within a budget, calibrates it, fits novelty, and writes a page: the cost, the
+    calibration before and after, your strangest and least certain files, and what an alarm level
+    means. Every file is judged by a fit that did not see it.
 
-    Finished steps are kept in OUTPUT/state: the same command goes on after a stop.
+    Progress is saved in OUTPUT/state: run the same command to resume.
     """
     from ...builder.trial import try_model
     from ...hosts import explain
     from ...report.trial_page import write_trial
     from ..errors import Stop
     from ..models import check_sources
-    from .build import save
+    from ..output import save
 
     start = time.monotonic()
     check_sources(data)
@@ -74,12 +68,12 @@ def command(
         raise Stop(f"{model} is not supported. {found.reason}", 4)
     say(str(found), json=json)
     files, note = _load(reading, loaded, data)
-    labelled = files.labels is not None
-    asked = "with labels" if labelled else "without labels"
+    asked = "with labels" if files.labels is not None else "without labels"
     say(f"{files.count} {_kind(files)} {asked}" + (f". {note}" if note else ""), json=json)
     if output is None:
-        source = Path(data).expanduser().resolve().name
-        output = Path(f"hydra-try-{_slug(_title(model))}-{_slug(source)}")
+        both = _title(model), Path(data).expanduser().resolve().name
+        slugs = [re.sub(r"[^A-Za-z0-9._]+", "-", name)[-40:].strip("-.") for name in both]
+        output = Path("-".join(["hydra-try", *slugs]))
     say(f"Writing to {output}", json=json)
     write_config(output, begin=True)
     trial = try_model(
@@ -89,7 +83,7 @@ def command(
         max_cost=max_cost or None,
         risk=risk,
         alarm=alarm,
-        method=promise,
+        method=guarantee,
         seed=reading.seed,
         folder=output / "state",
         progress=not json,
@@ -116,16 +110,16 @@ def command(
     if json:
         print_json(_figures(trial, page, output / "ensemble"))
     else:
-        for line in _told(trial, names, _kind(files)):
-            typer.echo(line)
+        typer.echo("\n".join(_summary(trial, names, _kind(files))))
     took = time.monotonic() - start
     say(f"Page: {page}   Ensemble: {output / 'ensemble'}   ({took:.0f} s)", json=json)
 
 
 def _load(reading: Reading, loaded: Loaded, data: str) -> tuple[Any, str]:
-    """Load the data, without labels where there are none that the model knows; say so."""
+    """Load the data; without labels, and with a note, if the model does not know them."""
     from ...data.class_names import ClassOrderError
     from ...data.loaders import indexable
+    from ...data.text_files import read_table
     from ...errors import DataError
 
     try:
@@ -133,20 +127,13 @@ def _load(reading: Reading, loaded: Loaded, data: str) -> tuple[Any, str]:
     except ClassOrderError:
         raise
     except DataError as error:
+        path, column = Path(data).expanduser(), reading.text_column
         if reading.labels is not None or reading.label_column is not None:
             raise
-        if not _has_column(data, reading.text_column):
+        if column is not None and path.is_file() and column not in read_table(path):
             raise
         (files,) = reading.load_outliers(loaded, [f"files={data}"]).values()
         return indexable(files), f"Labels are not used: {str(error).split('. ')[0]}."
-
-
-def _has_column(data: str, name: str | None) -> bool:
-    """Tell whether a file of texts has the column that was asked for, if one was."""
-    from ...data.text_files import read_table
-
-    path = Path(data).expanduser()
-    return name is None or not path.is_file() or name in read_table(path)
 
 
 def _names(files: Any) -> list[str]:
@@ -161,23 +148,31 @@ def _names(files: Any) -> list[str]:
 
 
 def _examples(loaded: Loaded, files: Any, trial: Trial, names: list[str]) -> list[Example]:
-    """Return the strangest, the least sure, and the wrong that were sure."""
+    """Return the strangest, the least certain, and the confidently wrong."""
     from ..report_data import describe
 
     answer, each = trial.answer, EACH.get(_kind(files), 9)
     assert answer.novelty is not None and answer.novelty_score is not None
     strange = answer.novelty_score.argsort(descending=True, stable=True)[:each]
     unsure = answer.uncertainty.argsort(descending=True, stable=True)[:each]
+    second = answer.probabilities[unsure].topk(2, dim=-1)
     groups = {
         "The strangest: least like the others": (
             strange,
             [
-                f"newer than {_share(float(answer.novelty[row]))}\n"
+                # never rounded up to all
+                f"newer than {math.floor(100 * float(answer.novelty[row]))} % of the others\n"
                 f"nearest: {names[int(trial.neighbours[row])]}"
                 for row in strange.tolist()
             ],
         ),
-        "The least sure": (unsure, _second(loaded, answer, unsure)),
+        "The least sure": (
+            unsure,
+            [
+                f"or {loaded.class_name(int(classes[1]))} ({float(p[1]):.0%})"
+                for p, classes in zip(second.values, second.indices, strict=True)
+            ],
+        ),
     }
     if trial.labels is not None:
         wrong = (answer.class_index != trial.labels).nonzero().flatten()
@@ -192,53 +187,34 @@ def _examples(loaded: Loaded, files: Any, trial: Trial, names: list[str]) -> lis
     ]
 
 
-def _share(rank: float) -> str:
-    """Return a rank in words, never rounded up to all."""
-    return f"{math.floor(100 * rank)} % of the others"
-
-
-def _second(loaded: Loaded, answer: Any, rows: Any) -> list[str]:
-    """Say which other class an unsure answer could be."""
-    best = answer.probabilities[rows].topk(2, dim=-1)
-    return [
-        f"or {loaded.class_name(int(classes[1]))} ({float(p[1]):.0%})"
-        for p, classes in zip(best.values, best.indices, strict=True)
-    ]
-
-
 def _title(model: str) -> str:
-    """Return a model's name for people: without the place of its weights."""
+    """Return a model's name without the location of its weights."""
     plain = model.removeprefix("timm:").partition("@")[0]
     folder = Path(plain).expanduser()
     return folder.resolve().name if folder.is_dir() else plain
 
 
-def _slug(name: str) -> str:
-    """Return a name as a part of a folder's name."""
-    return re.sub(r"[^A-Za-z0-9._]+", "-", name)[-40:].strip("-.")
-
-
 def _kind(files: Any) -> str:
-    """Say what the examples are."""
+    """Return what the examples are: images, texts or examples."""
     if getattr(files, "files", None) is not None:
-        return "pictures"
+        return "images"
     return "texts" if getattr(files, "texts", None) is not None else "examples"
 
 
 def _lead(trial: Trial, files: Any, note: str) -> list[str]:
-    """Say in a few lines what was done."""
+    """Return a few lines about what was done."""
     asked = "with labels" if trial.labels is not None else "without labels"
     lines = [
         f"{files.count} {_kind(files)} {asked}. {trial.ensemble.members} members in one model, at "
         f"{trial.ratio.multiply_adds:.2f} × the multiply-adds of yours. Nothing was trained.",
-        "Whatever this page says about an example was found without that example. Novelty needs no "
+        "Every statement about an example comes from a fit that did not see it. Novelty needs no "
         "members: your model alone, fused with all its heads, can have it.",
     ]
     return [*lines, note] if note else lines
 
 
-def _told(trial: Trial, names: list[str], kind: str) -> list[str]:
-    """Say the outcome on the terminal."""
+def _summary(trial: Trial, names: list[str], kind: str) -> list[str]:
+    """Return the outcome for the terminal."""
     from ...evaluation.tables import shown
     from ...report.trial_page import verdict
 

@@ -1,6 +1,6 @@
 """Rivals: what people would use instead, each one call from a pretrained host.
 
-One rival a file: formula, paper, and what could not be done as published. Maintained libraries do
+One rival per file: formula, paper, and what differs from it. Maintained libraries do
 the work where they exist (torch-uncertainty, peft, laplace-torch: the extra `rivals`).
 """
 
@@ -19,7 +19,8 @@ from . import (  # noqa: F401  (they register themselves)
     single,
     vilu,
 )
+from .parts import MemberStack
 from .relative_costs import RelativeCost, relative_cost
 from .task import Task, baselines, make_baseline
 
-__all__ = ["RelativeCost", "Task", "baselines", "make_baseline", "relative_cost"]
+__all__ = ["MemberStack", "RelativeCost", "Task", "baselines", "make_baseline", "relative_cost"]

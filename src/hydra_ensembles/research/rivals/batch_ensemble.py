@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...training import finetune
-from .classifier_features import find_classifier, first_batch
-from .member_stack import Folded
-from .surgery import block_linears, replace_
-from .task import Task, baselines, missing
+from .parts import Folded, block_linears, find_classifier, first_batch, replace_
+from .task import Task, baselines, library
 
 
 class TokenwiseBatchLinear(nn.Module):
@@ -20,7 +18,8 @@ class TokenwiseBatchLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, members: int, *, spread: float, draws: Any) -> None:
         super().__init__()
-        self.layer = _batch_linear().from_linear(linear, num_estimators=members)
+        layers = library("torch_uncertainty.layers", "torch-uncertainty")
+        self.layer = layers.BatchLinear.from_linear(linear, num_estimators=members)
         with torch.no_grad():
             self.layer.linear.weight.copy_(linear.weight)
             for factor in (self.layer.r_group, self.layer.s_group):
@@ -35,14 +34,6 @@ class TokenwiseBatchLinear(nn.Module):
         return self.layer(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
-def _batch_linear() -> Any:
-    try:
-        from torch_uncertainty.layers import BatchLinear
-    except ImportError as error:
-        raise missing("torch-uncertainty") from error
-    return BatchLinear
-
-
 @baselines.register("batch-ensemble")
 def batch_ensemble(
     host: nn.Module, task: Task, *, spread: float = 0.1, train: bool = True
@@ -50,9 +41,9 @@ def batch_ensemble(
     """Give every member rank-one factors of the host's weights, and fine-tune all together.
 
     W_m = W * (s_m r_m^T), y_m = ((x * r_m) W^T) * s_m + b_m, for every linear layer of the blocks
-    and the classifier (Wen et al., 2020, "BatchEnsemble"). W and b_m start from the host, the
-    factors from N(1, spread): the published spread of 0.5 is for training from scratch and would
-    undo what the host has learned. With unit factors it *is* the host.
+    and the classifier (Wen et al., 2020, "BatchEnsemble", arXiv 2002.06715). W and b_m start from
+    the host, the factors from N(1, spread): the published spread of 0.5 is for training from
+    scratch and would undo what the host has learned. With unit factors it *is* the host.
 
     Args:
         host: A trained classifier.

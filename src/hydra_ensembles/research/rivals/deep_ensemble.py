@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from ...training import finetune
-from .classifier_features import find_classifier, first_batch
-from .member_stack import MemberStack
+from .parts import MemberStack, find_classifier, first_batch
 from .task import Task, baselines
 
 
@@ -18,13 +17,13 @@ def deep_ensemble(host: nn.Module, task: Task, *, fresh_head: bool = True) -> nn
     """Fine-tune the host once for each member: p(y|x) = mean_m softmax(z_m(x)).
 
     Lakshminarayanan et al., 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep
-    Ensembles". Members start from one pretrained backbone, as people do who cannot pretrain M
-    times; they differ by the order of the data and by a new last layer each.
+    Ensembles", arXiv 1612.01474. Members start from one pretrained backbone, as people do who
+    cannot pretrain M times; they differ by the order of the data and by a new last layer each.
 
     Args:
         host: A trained classifier.
         task: Needs `train`.
-        fresh_head: Draw each member's last linear layer anew (where the host ends in one);
+        fresh_head: Initialise each member's last linear layer (where the host ends in one);
             members that also start from one head stay close to each other.
     """
     train = task.need("train")

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ...registry import check_name
-from .classifier_features import Featured, collect, need_classifier
 from .laplace_variance import logit_variance
-from .task import Task, baselines, missing
+from .parts import Featured, collect, need_classifier
+from .task import Task, baselines, library
 
 STRUCTURES = ("kron", "full", "diag")
 PRIORS = ("marginal-likelihood", "validation")
@@ -52,9 +52,10 @@ def laplace(
     """Put a Gaussian posterior on the last layer, and average its predictions in closed form.
 
     p(w | D) = N(w_host, (GGN + lambda I)^-1); the softmax's mean by the probit approximation:
-    softmax(mean / sqrt(1 + pi / 8 * variance)) (Daxberger et al., 2021, "Laplace Redux"; Kristiadi
-    et al., 2020). No training: one pass over `train`. With far fewer examples than the host was
-    trained on, the marginal likelihood gives too wide a posterior: choose lambda by validation.
+    softmax(mean / sqrt(1 + pi / 8 * variance)) (Daxberger et al., 2021, "Laplace Redux", arXiv
+    2106.14806; Kristiadi et al., 2020). No training: one pass over `train`. With far fewer examples
+    than the host was trained on, the marginal likelihood gives too wide a posterior: choose lambda
+    by validation.
 
     laplace-torch fits the last layer to its inputs, which is the same approximation and works for
     any host. The factors of `kron` and the logits' variances are computed here in closed form, with
@@ -100,14 +101,11 @@ def fit_posterior(layer: nn.Linear, features: Tensor, labels: Tensor, *, structu
     head = nn.Sequential(nn.Identity(), copy.deepcopy(layer)).eval()
     loader = DataLoader(TensorDataset(features, labels), batch_size=BATCH)
     with _quiet():
-        try:
-            from laplace import Laplace
-        except ImportError as error:
-            raise missing("laplace-torch") from error
+        laplace_torch = library("laplace", "laplace-torch")
         curvature = {}  # the library's own
         if structure == "kron":
             curvature = {"backend": _linear_curvature(layer.bias is not None)}
-        posterior = Laplace(
+        posterior = laplace_torch.Laplace(
             head,
             "classification",
             subset_of_weights="last_layer",
@@ -158,7 +156,7 @@ def _refuse_too_large(layer: nn.Linear, structure: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide two warnings of the library that say nothing about this use of it."""
+    """Hide two warnings of the library that do not concern this use of it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.jit.script.*")
         warnings.filterwarnings("ignore", message="By default `link_approx`")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedModelError
 from ...hosts import host_model
-from .member_stack import Folded
+from .parts import Folded, replace_
 from .task import Task, baselines
 
 
@@ -25,16 +25,6 @@ class AlwaysDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Zero a share `rate` of the values, scale the rest by 1 / (1 - rate)."""
         return F.dropout(x, self.rate, training=True)
-
-
-class DroppingOutput:
-    """A forward hook that drops values of what a module returns."""
-
-    def __init__(self, rate: float) -> None:
-        self.drop = AlwaysDropout(rate)
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return self.drop(output)
 
 
 class MCDropout(Folded):
@@ -56,9 +46,10 @@ class MCDropout(Folded):
 def mc_dropout(host: nn.Module, task: Task, *, rate: float | None = None) -> nn.Module:
     """Predict with dropout on, once for each member: p(y|x) = mean_m softmax(z(x; dropout_m)).
 
-    Gal & Ghahramani, 2016, "Dropout as a Bayesian Approximation". Nothing is trained. A host that
-    has dropout modules keeps their places; one without (many pretrained vision transformers) gets
-    dropout of 0.1 on the outputs of attention and MLP, which its training has not seen.
+    Gal & Ghahramani, 2016, "Dropout as a Bayesian Approximation", arXiv 1506.02142. Nothing is
+    trained. A host that has dropout modules keeps their places; one without (many pretrained vision
+    transformers) gets dropout of 0.1 on the outputs of attention and MLP, which its training has
+    not seen.
 
     Args:
         host: A trained classifier.
@@ -70,10 +61,7 @@ def mc_dropout(host: nn.Module, task: Task, *, rate: float | None = None) -> nn.
     model = copy.deepcopy(host)
     dropouts = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
     for name, module in dropouts:
-        parent, _, child = name.rpartition(".")
-        setattr(
-            model.get_submodule(parent), child, AlwaysDropout(module.p if rate is None else rate)
-        )
+        replace_(model, name, AlwaysDropout(module.p if rate is None else rate))
     if not dropouts:
         _add_dropout_(model, 0.1 if rate is None else rate)
     return MCDropout(model, task.members, task.seed)
@@ -81,6 +69,7 @@ def mc_dropout(host: nn.Module, task: Task, *, rate: float | None = None) -> nn.
 
 def _add_dropout_(model: nn.Module, rate: float) -> None:
     """Drop values of every attention's output projection and every MLP's last linear."""
+    drop = AlwaysDropout(rate)
     for block in host_model(model).blocks:
         if not block.mlp_names:
             raise UnsupportedModelError(
@@ -94,4 +83,4 @@ def _add_dropout_(model: nn.Module, rate: float) -> None:
             if isinstance(module, nn.Linear)
         ]
         for module in (block.attention.output, linears[-1]):
-            module.register_forward_hook(DroppingOutput(rate))
+            module.register_forward_hook(lambda _, inputs, output: drop(output))

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .classifier_features import Featured, collect, find_classifier, first_batch
-from .member_stack import carry_uncertainty
-from .small_head import Standardize, fit_binary
+from .parts import (
+    Featured,
+    Standardize,
+    WithUncertainty,
+    collect,
+    find_classifier,
+    first_batch,
+    fit_binary,
+)
 from .task import Task, baselines
 
 
 class OutlierHead(nn.Module):
-    """A host, and a head on its features whose logit is the uncertainty."""
+    """A small MLP on standardised features."""
 
-    score = "energy"  # carries the head's logit, see `carry_uncertainty`
-
-    def __init__(self, host: Featured, head: nn.Module) -> None:
+    def __init__(self, features: Tensor, width: int) -> None:
         super().__init__()
-        self.host = host
-        self.head = head
+        self.mlp = nn.Sequential(
+            Standardize(features),
+            nn.Linear(features.shape[1], width),
+            nn.GELU(),
+            nn.Linear(width, 1),
+        )
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Answer with the host's log-probabilities shifted by the uncertainty."""
-        logits, features = self.host(*args, **kwargs)
-        return carry_uncertainty(logits, self.head(features)[:, 0])
+    def forward(self, features: Tensor, predicted: Tensor | None = None) -> Tensor:
+        """Return the logit of being an outlier, `[batch]`, whatever the predicted class."""
+        return self.mlp(features)[:, 0]
 
 
 @baselines.register("outlier-exposure")
@@ -38,7 +44,7 @@ def outlier_exposure(
     """Train a small head on frozen features to tell validation data from outliers.
 
     u(x) = MLP(features(x)), by binary cross-entropy with both kinds weighted equally. After
-    Hendrycks et al., 2019, "Deep Anomaly Detection with Outlier Exposure": the fair rival of a
+    Hendrycks et al., 2019, "Outlier Exposure", arXiv 1812.04606: the fair rival of a
     method that sees outliers when it chooses heads, since it is given the very same ones.
     Predictions stay the host's. Read the uncertainty with the score `energy`.
 
@@ -62,14 +68,9 @@ def outlier_exposure(
     targets = torch.arange(len(features), device=features.device) >= len(parts[0])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(task.seed)
-        head = nn.Sequential(
-            Standardize(parts[0]),
-            nn.Linear(features.shape[1], width),
-            nn.GELU(),
-            nn.Linear(width, 1),
-        ).to(features.device)
+        head = OutlierHead(parts[0], width).to(features.device)
     fit_binary(
-        nn.Sequential(head, nn.Flatten(0)),
+        head,
         [features],
         targets,
         positive_weight=len(parts[0]) / len(parts[1]),
@@ -77,4 +78,4 @@ def outlier_exposure(
         seed=task.seed,
         progress=task.progress,
     )
-    return OutlierHead(featured, head)
+    return WithUncertainty(featured, head)

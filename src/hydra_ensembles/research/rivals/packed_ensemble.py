@@ -12,10 +12,8 @@ from ...errors import UnsupportedModelError
 from ...hosts import host_model
 from ...hosts.probes import modules_after_blocks
 from ...training import finetune
-from .classifier_features import need_classifier
-from .member_stack import Folded
-from .surgery import block_linears, replace_
-from .task import Task, baselines, missing
+from .parts import Folded, block_linears, need_classifier, replace_
+from .task import Task, baselines, library
 
 
 class PackedProjections(nn.Module):
@@ -36,10 +34,10 @@ def packed_ensemble(host: nn.Module, task: Task) -> nn.Module:
     """Split the host's width among members that never mix, and train them together.
 
     y = concat_m(x_m W_m^T): every linear of the blocks, every norm and the classifier become M
-    groups (Laurent et al., 2023, "Packed-Ensembles for Efficient Uncertainty Estimation").
+    groups (Laurent et al., 2023, "Packed-Ensembles", arXiv 2210.09184).
 
     **It cannot start from pretrained weights**: dense matrices have no such groups, so blocks,
-    norms and classifier are drawn anew and trained from scratch on `train`; only the embedding is
+    norms and classifier are initialised and trained from scratch on `train`; only the embedding is
     the host's. The published width factor alpha is the host's own width here: for alpha = 2, pass a
     host that is twice as wide (its weights do not matter).
 
@@ -47,10 +45,7 @@ def packed_ensemble(host: nn.Module, task: Task) -> nn.Module:
         host: A classifier whose shape is taken; width and heads must divide by `members`.
         task: Needs `train`; give many more epochs than fine-tuning wants.
     """
-    try:
-        from torch_uncertainty.layers import PackedLayerNorm, PackedLinear
-    except ImportError as error:
-        raise missing("torch-uncertainty") from error
+    layers = library("torch_uncertainty.layers", "torch-uncertainty")
     data, members = task.need("train"), task.members
     model = copy.deepcopy(host)
     view = host_model(model)
@@ -72,7 +67,7 @@ def packed_ensemble(host: nn.Module, task: Task) -> nn.Module:
         for path in [*paths, last]:
             old = model.get_submodule(path)
             assert isinstance(old, nn.Linear)
-            new = PackedLinear(
+            new = layers.PackedLinear(
                 old.in_features,
                 old.out_features,
                 alpha=1,
@@ -83,8 +78,8 @@ def packed_ensemble(host: nn.Module, task: Task) -> nn.Module:
             replace_(model, path, PackedProjections(new, members) if id(old) in fused else new)
         for path, norm in norms:
             width = norm.normalized_shape[-1]
-            # `first`: only then does the layer norm every member by itself (0.13)
-            new_norm = PackedLayerNorm(width, members, alpha=1, eps=norm.eps, first=True)
+            # `first`: only then does the layer norm each member separately (0.13)
+            new_norm = layers.PackedLayerNorm(width, members, alpha=1, eps=norm.eps, first=True)
             replace_(model, path, new_norm)
     packed = Folded(model, members, repeat=False)
     return finetune(packed, data, seed=task.seed, **task.training())[0].model

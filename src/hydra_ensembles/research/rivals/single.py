@@ -36,7 +36,7 @@ def temperature(host: nn.Module, task: Task) -> nn.Module:
     """Divide logits by the temperature that is best for the validation data's NLL.
 
     argmin_T mean_x -log softmax(z(x) / T)_y: accuracy stays, calibration changes (Guo et al., 2017,
-    "On Calibration of Modern Neural Networks").
+    "On Calibration of Modern Neural Networks", arXiv 1706.04599).
     """
     logits, labels = collect_logits(
         host,

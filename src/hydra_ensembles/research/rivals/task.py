@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Task:
         members: Members of an ensemble.
         seed: Of every draw.
         epochs, learning_rate: Of fine-tuning.
-        folder: Where checkpoints go, so that a stopped run goes on; None keeps none.
+        folder: Where checkpoints go, so that a stopped run resumes; None keeps none.
         progress: Show bars on a terminal.
     """
 
@@ -95,6 +96,9 @@ def make_baseline(
     `evaluate` takes it. Its attribute `score`, where it has one, names the score that carries its
     uncertainty: `evaluate(rival, ..., score=getattr(rival, "score", "msp"))`.
 
+    Example:
+        >>> rival = make_baseline("deep-ensemble", model, train=train, members=3)
+
     Args:
         name: Of a rival in `baselines`.
         host: A trained classifier.
@@ -136,8 +140,11 @@ def make_baseline(
     return make(host, task, **(options or {})).eval()
 
 
-def missing(package: str) -> MissingDependencyError:
-    """Return the error for a rival's library that is not installed."""
-    return MissingDependencyError(
-        f"This rival needs {package}: pip install 'hydra-ensembles[rivals]'."
-    )
+def library(module: str, package: str) -> Any:
+    """Import a rival's library, or say how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"This rival needs {package}: pip install 'hydra-ensembles[rivals]'."
+        ) from error

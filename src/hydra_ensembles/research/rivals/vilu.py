@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import DataError, UnsupportedModelError
-from .classifier_features import Featured, collect
-from .member_stack import carry_uncertainty
-from .small_head import fit_binary
+from .parts import Featured, WithUncertainty, collect, fit_binary
 from .task import Task, baselines
 
 
@@ -45,22 +42,6 @@ class FailureHead(nn.Module):
         weights = (self.query(images) @ self.key(texts).t() / scale).softmax(-1)
         context = weights @ self.value(texts)
         return self.mlp(torch.cat([images, texts[predicted], context], -1))[:, 0]
-
-
-class ViLU(nn.Module):
-    """A zero-shot classifier whose uncertainty is a learned chance of being wrong."""
-
-    score = "energy"  # carries the head's logit, see `carry_uncertainty`
-
-    def __init__(self, host: Featured, head: FailureHead) -> None:
-        super().__init__()
-        self.host = host
-        self.head = head
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Answer with the host's log-probabilities shifted by the uncertainty."""
-        logits, images = self.host(*args, **kwargs)
-        return carry_uncertainty(logits, self.head(images, logits.argmax(-1)))
 
 
 @baselines.register("vilu")
@@ -111,4 +92,4 @@ def vilu(host: nn.Module, task: Task, *, hidden: int = 256, steps: int = 600) ->
         seed=task.seed,
         progress=task.progress,
     )
-    return ViLU(featured, head)
+    return WithUncertainty(featured, head)

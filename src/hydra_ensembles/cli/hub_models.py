@@ -1,0 +1,207 @@
+"""Models of timm and transformers by name; where the hub cannot be reached, from its cache."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import socket
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as TooSlow
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..errors import DataError, FormatError, MissingDependencyError, UnsupportedModelError
+from .errors import Stop
+
+PATIENCE = 5.0
+"""Seconds to look up the hub's address."""
+
+SAFE = {"trust_remote_code": False, "use_safetensors": True}
+"""How weights of transformers are loaded: no code of the hub, no pickle."""
+
+
+@contextmanager
+def hub_access() -> Iterator[bool]:
+    """Yield whether the hub can be reached; where it cannot, downloads look in the cache only.
+
+    The hub's client would retry every file for half a minute and log every try.
+    """
+    from huggingface_hub import constants
+
+    log = logging.getLogger("huggingface_hub")
+    level, offline = log.level, constants.HF_HUB_OFFLINE
+    reached = not offline and reachable(constants.ENDPOINT)
+    constants.HF_HUB_OFFLINE = not reached
+    log.setLevel(logging.ERROR)
+    try:
+        yield reached
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+        log.setLevel(level)
+
+
+def reachable(endpoint: str) -> bool:
+    """Tell whether an address has a known host; behind a proxy only the proxy knows, so yes."""
+    address = urlsplit(endpoint)
+    if address.scheme in urllib.request.getproxies() or not address.hostname:
+        return True
+    port = address.port or (443 if address.scheme == "https" else 80)
+    # a thread, for looking up a name has no time limit of its own
+    pool = ThreadPoolExecutor(1)
+    try:
+        pool.submit(socket.getaddrinfo, address.hostname, port).result(timeout=PATIENCE)
+    except (OSError, TooSlow):
+        return False
+    finally:
+        pool.shutdown(wait=False)
+    return True
+
+
+def not_cached(name: str) -> str:
+    """Say that a model is neither reachable nor here, and what helps."""
+    from huggingface_hub import constants
+
+    why = (
+        "HF_HUB_OFFLINE is set"
+        if constants.HF_HUB_OFFLINE and os.environ.get("HF_HUB_OFFLINE")
+        else f"{urlsplit(constants.ENDPOINT).hostname} cannot be reached"
+    )
+    return (
+        f"Cannot load {name}: {why}, and it is not in the cache "
+        f"{constants.HF_HUB_CACHE}. Give a folder with the model, or connect and try again."
+    )
+
+
+def is_timm_name(name: str) -> bool:
+    """Tell whether a bare name, no folder and no hub name, is one of timm's models."""
+    plain = name.partition("@")[0]
+    if "/" in plain or ":" in plain or "_" not in plain or Path(name).exists():
+        return False
+    try:
+        import timm
+    except ImportError:
+        return False
+    return bool(timm.is_model(plain))
+
+
+def load_timm(name: str) -> Any:
+    """Make a timm model with pretrained weights, or with those of a safetensors file."""
+    try:
+        import timm
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{name} needs timm: pip install 'hydra-ensembles[timm]'."
+        ) from error
+    plain = name.removeprefix("timm:")
+    if ":" not in plain:  # hf-hub:NAME@REVISION is timm's own
+        plain, _, file = plain.partition("@")
+        if not timm.is_model(plain):
+            near = difflib.get_close_matches(plain.partition(".")[0], timm.list_models(), n=3)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise UnsupportedModelError(f"timm has no model {plain!r}.{hint}")
+        if file:
+            return _with_weights(timm, plain, Path(file).expanduser())
+    with hub_access() as reached:
+        try:
+            return timm.create_model(plain, pretrained=True)
+        except Exception as error:  # timm raises many kinds for unknown names and no network
+            if not reached and "local-dir:" not in plain:
+                hint = f" Weights at hand: timm:{plain}@FILE.safetensors."
+                raise UnsupportedModelError(not_cached(name) + hint) from error
+            reason = " ".join(str(error).split())[:300]
+            raise UnsupportedModelError(f"timm cannot make {plain!r}: {reason}") from error
+
+
+def _with_weights(timm: Any, name: str, file: Path) -> Any:
+    """Make a model with the weights of a file, and as many classes as they have."""
+    import safetensors.torch
+    from safetensors import SafetensorError
+
+    if not file.is_file():
+        raise DataError(f"There is no weights file {file} for timm:{name}.")
+    if file.suffix != ".safetensors":
+        raise FormatError(
+            f"{file} is not a .safetensors file. Pickled weights can run code and are not read: "
+            "convert them with safetensors.torch.save_file."
+        )
+    try:
+        weights = safetensors.torch.load_file(file)
+    except SafetensorError as error:
+        raise FormatError(f"{file} is damaged: {error}. Copy it again.") from error
+    model = timm.create_model(name, pretrained=False)
+    head = weights.get(f"{model.pretrained_cfg.get('classifier') or 'head'}.weight")
+    if head is not None and len(head) != model.num_classes:
+        model = timm.create_model(name, pretrained=False, num_classes=len(head))
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = " ".join(lines[1:2] or lines)[:200]
+        raise FormatError(f"The weights of {file} do not fit timm:{name}: {reason}") from error
+    return model
+
+
+def load_transformers(name: str, names: list[str] | None) -> tuple[Any, bool, tuple[str, ...]]:
+    """Load a classifier: the model, whether it reads texts, and its untrained weights."""
+    folder = Path(name).expanduser()
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local and not folder.is_dir():
+        raise DataError(f"There is no model folder {name}. Give a hub name, a folder or timm:NAME.")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UnsupportedModelError(
+            f"The folder {name} has no config.json: expected what save_pretrained() of "
+            "transformers or of hydra-ensembles writes."
+        )
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{name} needs transformers: pip install 'hydra-ensembles[transformers]'."
+        ) from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if folder.is_dir():
+        return _classifier(transformers, name, names)
+    with hub_access() as reached:
+        try:
+            return _classifier(transformers, name, names)
+        except UnsupportedModelError as error:
+            from huggingface_hub import try_to_load_from_cache
+
+            if reached or isinstance(try_to_load_from_cache(name, "config.json"), str):
+                raise
+            raise UnsupportedModelError(not_cached(name)) from error
+
+
+def _classifier(
+    transformers: Any, name: str, names: list[str] | None
+) -> tuple[Any, bool, tuple[str, ...]]:
+    """Load a transformers classifier, or a dual encoder as one."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        dual = hasattr(config, "vision_config") and hasattr(config, "text_config")
+        built = " ".join(getattr(config, "architectures", None) or ())
+        if dual and "Classification" not in built:
+            if names is None:
+                raise Stop(f"{name} is a dual encoder: give its classes with --class-names.", 2)
+            from ..hosts import ZeroShotClassifier
+
+            encoder = transformers.AutoModel.from_pretrained(name, **SAFE).eval()
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            return ZeroShotClassifier(encoder, names, tokenizer=tokenizer), False, ()
+        text = hasattr(config, "vocab_size") and "ImageClassification" not in built
+        kind = "AutoModelForSequenceClassification" if text else "AutoModelForImageClassification"
+        model, info = getattr(transformers, kind).from_pretrained(
+            name, output_loading_info=True, **SAFE
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UnsupportedModelError(
+            f"Cannot load {name} as a classifier: {reason[:400]}"
+        ) from error
+    return model, text, tuple(sorted(info["missing_keys"]))
