@@ -83,7 +83,7 @@ def test_every_bad_line_gets_its_error_and_the_others_their_answers(texts: Path)
 def test_an_inputs_own_keys_do_not_pass_as_the_answers(texts: Path) -> None:
     given = {"text": "bad film", "id": 7, "decision": "new", "label": "z", "error": "no"}
     loaded = load_model(str(texts))
-    loaded.model.policy = Policy(threshold=-1e9)  # an ensemble decides by its own
+    loaded.model.policy = Policy(threshold=-1e9)
     (answer,) = answered(loaded, json.dumps(given).encode())
     assert answer["id"] == 7 and answer["decision"] == "unsure" and answer["label"] in "abcde"
     assert "error" not in answer
