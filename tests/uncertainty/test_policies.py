@@ -16,7 +16,7 @@ from scipy.stats import binom
 from hydra_ensembles.errors import DataError, FormatError, UnknownNameError
 from hydra_ensembles.prediction import DECISIONS, WHY
 from hydra_ensembles.uncertainty import Policy, Rates, choose_policy
-from hydra_ensembles.uncertainty.policy import check_reachable, start_sizes
+from hydra_ensembles.uncertainty.policy_fit import check_reachable, start_sizes
 
 
 def brute_force(uncertainty: list[int], wrong: list[bool], risk: float, method: str) -> float:

@@ -41,7 +41,7 @@ from ..hosts.example_inputs import pad_token
 from ..prediction import Prediction
 from ..uncertainty import Policy, choose_policy, predict_from_logits
 from ..uncertainty.novelty import Novelty
-from ..uncertainty.policy import check_reachable
+from ..uncertainty.policy_fit import check_reachable
 from .build_run import build
 from .calibration import apply_calibration_, cross_fit, run_ensemble
 from .data_parts import SHARES, in_memory

@@ -17,7 +17,7 @@ from ..data.progress import progress_bar
 from ..errors import DataError, HydraError
 from ..prediction import Prediction
 from ..uncertainty import Policy, choose_policy, predict_from_logits
-from ..uncertainty.policy import check_reachable
+from ..uncertainty.policy_fit import check_reachable
 from .known_data import known_inputs
 
 SHARED = 0.05

@@ -6,7 +6,7 @@ from .novelty import Novelty as Novelty
 from .novelty_fit import NoveltyFit as NoveltyFit
 from .policy import Policy as Policy
 from .policy import Rates as Rates
-from .policy import choose_policy as choose_policy
+from .policy_fit import choose_policy as choose_policy
 from .scores import Score as Score
 from .scores import as_member_logits as as_member_logits
 from .scores import checked_temperature as checked_temperature
