@@ -42,8 +42,8 @@ on the same known data, which no host was trained on. No detector sees an outlie
   class distances. Rivals chose nothing on any set of these tables.
 - **AUROC** in percent, outliers positive; means over draws of known data. **Bold**: the best of a
   column and every row that a paired bootstrap over examples and draws does not tell from it (95 %).
-  An en dash: not computed, for want of training data, of other hosts or of known data; CLINC150's
-  student has not been run yet.
+  An en dash: not computed, because there is no training data, no other host or too little known
+  data (ImageNet has no teachers).
 
 HYDRA_DATA names the data. A table: `python experiments/novelty.py features TASK`, then
 `python experiments/novelty.py table TASK`. All: `bash experiments/reproduce.sh`.
