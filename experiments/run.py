@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lab.paper_form  # noqa: F401  (registers its method)
+import lab.least_squares
+import lab.paper_form  # noqa: F401  (both register their methods)
 import yaml
 from lab import plainly
 from lab.answers import Store, evaluate_answers
@@ -37,7 +38,14 @@ def read_table(name: str) -> dict[str, Any]:
     if not path.exists():
         known = ", ".join(sorted(file.stem for file in TABLES.glob("*.yaml")))
         raise SystemExit(f"There is no table {name!r}. There are: {known}.")
-    return {"name": name, **yaml.safe_load(path.read_text(encoding="utf-8"))}
+    table = {"name": name, **yaml.safe_load(path.read_text(encoding="utf-8"))}
+    if "base" not in table:
+        return table
+    base = read_table(table["base"])  # one of several tasks with the same rows and one page
+    shared = {key: base[key] for key in ("scores", "against")}
+    only = set(table.get("rows", ())) or {row["name"] for row in base["shared_rows"]}
+    rows = [row for row in base["shared_rows"] if row["name"] in only]
+    return {**shared, **table, "rows": rows}
 
 
 def run(table: dict[str, Any], args: argparse.Namespace) -> None:
@@ -110,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             elif "rows" in table:
                 run(table, args)
         if "rows" not in table or Records.read(name, args.out).rows:  # no page of no figures
-            write_page(table, args.out)
+            write_page(read_table(table["base"]) if "base" in table else table, args.out)
 
 
 if __name__ == "__main__":

@@ -129,6 +129,11 @@ def write_page(table: Mapping[str, Any], folder: Path = PAGES) -> Path:
         body = [*main_table(table, folder), "", *examples_table(table, folder)]
         picture = members_picture(table, folder)
         caption = "Digits, corrupted digits and outliers, by the teachers' mutual information."
+    elif table.get("kind") == "least-squares":
+        from .least_squares_page import least_squares_picture, least_squares_tables
+
+        body, picture = least_squares_tables(table, folder), least_squares_picture(table, folder)
+        caption = "Accuracy and NLL at one temperature over counted cost; left and up, left and down are better."
     else:
         body, picture = main_table(table, folder), draw_picture(table, folder)
         caption = "Paired differences to the single model; bars: 95 % over test examples."
