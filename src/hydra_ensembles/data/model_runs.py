@@ -34,6 +34,7 @@ class ModelRun(NamedTuple):
         labels: `[batch]`, or None.
         novelty, novelty_score: As in `Prediction`, `[batch]`; None when novelty is not fitted.
         code: As in `Prediction`, `[batch]`; None without a policy.
+        student_logits: As in `Prediction`, `[batch, class]`; None without a student.
     """
 
     logits: Tensor
@@ -41,6 +42,12 @@ class ModelRun(NamedTuple):
     novelty: Tensor | None = None
     novelty_score: Tensor | None = None
     code: Tensor | None = None
+    student_logits: Tensor | None = None
+
+    @property
+    def answering_logits(self) -> Tensor:
+        """Logits behind the probabilities, `[batch, member, class]`; a student is one member."""
+        return self.logits if self.student_logits is None else self.student_logits[:, None]
 
 
 def flat_tokens(
@@ -127,6 +134,15 @@ def member_logits(model: Any, batch: Any, *, device: Any = None) -> Tensor:
     return member_logits_of(_answer(model, batch, device))
 
 
+def answering_logits(model: Any, batch: Any) -> Tensor:
+    """Return the logits behind a model's probabilities, `[batch, member, class]`.
+
+    They are `member_logits`, but a student, which answers for the members, is one member.
+    """
+    answer = _answer(model, batch, None)
+    return answer.answering_logits if isinstance(answer, Prediction) else member_logits_of(answer)
+
+
 def _answer(model: Any, batch: Any, device: Any) -> Any:
     """Return the model's `Prediction` on a batch if it gives one, else its raw output."""
     predict = getattr(model, "predict", None)
@@ -211,7 +227,7 @@ def run_model(
         if not isinstance(output, Prediction):
             return ModelRun(logits, labels)
         # novelty and decisions are of texts; where the examples are tokens, they do not apply
-        columns = (output.novelty, output.novelty_score, output.code)
+        columns = (output.novelty, output.novelty_score, output.code, output.student_logits)
         fitting = (None if c is None or len(c) != len(logits) else c.cpu() for c in columns)
         return ModelRun(logits, labels, *fitting)
 
@@ -245,7 +261,7 @@ def run_model(
             result = ModelRun(**{"labels": None, **columns})
             logits, labels = result.logits, result.labels
             # a class may be masked with -inf, but every row needs a finite maximum
-            bad = ~logits.amax(-1).isfinite()
+            bad = ~(logits.amax(-1).isfinite() & result.answering_logits.amax(-1).isfinite())
             if bool(bad.any()):
                 kind = "NaN" if bool(logits.isnan().any()) else "infinite values"
                 raise DataError(
@@ -292,9 +308,10 @@ def collect_logits(
     device: Any = None,
     progress: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return all member logits `[example, member, class]` and labels `[example]`, on the CPU.
+    """Return all logits `[example, member, class]` and labels `[example]`, on the CPU.
 
-    Labels are None when the data has none. Memory grows with examples x members x classes.
+    They are the logits behind the model's probabilities: all members', or a student's as one
+    member. Labels are None when the data has none. Memory grows with examples x members x classes.
 
         logits, labels = collect_logits(model, loader, need_labels=True)
 
@@ -304,4 +321,5 @@ def collect_logits(
     options = {"name": name, "need_labels": need_labels, "device": device, "progress": progress}
     runs = list(run_model(model, data, **options))
     labels = [run.labels for run in runs if run.labels is not None]
-    return torch.cat([run.logits for run in runs]), torch.cat(labels) if labels else None
+    logits = torch.cat([run.answering_logits for run in runs])
+    return logits, torch.cat(labels) if labels else None
