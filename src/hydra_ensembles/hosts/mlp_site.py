@@ -1,0 +1,238 @@
+"""The neurons of one block's MLP: where they are, found by running it, and their removal.
+
+A neuron is one input of the MLP's last linear layer. It can be removed if it depends on rows of
+linear layers that no other neuron depends on: one row of one layer, one row of each of two (a gate
+and what it scales), or two rows of one packed layer. A norm over all neurons shows up as a
+dependence on all rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import MaskError, UnsupportedModelError
+from .block import Block
+from .head_removal import HeadGate
+from .head_weights import is_linear, linear_bias, linear_weight, set_linear_
+from .probes import largest_difference, randomized
+from .reasons import describe_modules
+
+TOKENS = 64
+"""Random states of a probe: enough for every neuron behind a ReLU to be on at one of them."""
+
+_WIDTHS = ("intermediate_size", "ffn_hidden_size", "hidden_features", "hidden_dim", "ffn_dim")
+"""Attributes by which modules remember the number of their neurons."""
+
+
+@dataclass(frozen=True)
+class MlpSite:
+    """The neurons of one block's MLP: u = act(...), and the linear layer that reads them.
+
+    Attributes:
+        layer: Number of the block.
+        first: Paths inside the block of the linears whose outputs become neurons: one, or two of a
+            gated MLP.
+        packed: How many rows of one first linear a neuron has: 2 for a packed gate, else 1.
+        second: Path of the linear whose inputs are the neurons.
+        neurons: How many there are.
+        interleaved: Whether the rows of a packed neuron are neighbours (0, 1, then 2, 3); else
+            its parts lie side by side (0, n, then 1, n + 1).
+    """
+
+    layer: int
+    first: tuple[str, ...]
+    packed: int
+    second: str
+    neurons: int
+    interleaved: bool = False
+
+    def by_row(self) -> Tensor:
+        """Return the neuron of each row of a first linear."""
+        rows = torch.arange(self.neurons)
+        return rows.repeat_interleave(self.packed) if self.interleaved else rows.repeat(self.packed)
+
+    def rows(self, kept: Sequence[int]) -> Tensor:
+        """Return the rows of a first linear that belong to some neurons, in order."""
+        return torch.isin(self.by_row(), torch.tensor(kept)).nonzero().flatten()
+
+
+def mlp_site(block: Block) -> MlpSite:
+    """Find the neurons of a block by running its MLP on random states.
+
+    Raises:
+        UnsupportedModelError: When they cannot be told apart or removed, with the reason.
+
+    Example:
+        >>> mlp_site(host_model(model).blocks[0])
+        MlpSite(layer=0, first=('intermediate.dense',), packed=1, second='output.dense', ...)
+    """
+    found = find_neurons(block)
+    if isinstance(found, str):
+        raise UnsupportedModelError(f"The neurons of block {block.index} stay: {found}.")
+    return found
+
+
+def why_no_neurons(block: Block) -> str | None:
+    """Say why a block's neurons cannot be removed, or None."""
+    found = find_neurons(block)
+    return found if isinstance(found, str) else None
+
+
+def find_neurons(block: Block) -> MlpSite | str:
+    """Return where a block's neurons are, proven by a removal, or why they stay."""
+    if not block.mlp_names:
+        return "its family does not say where the MLP is"
+    if block.has_experts:
+        return "its MLP is a mixture of experts, which stay whole"
+    probe = Block.of(block.index, randomized(block.module).double(), block.family)
+    width = linear_weight(block.attention.output).shape[0]
+    x = torch.randn(1, TOKENS, width, generator=torch.Generator().manual_seed(0))
+    x = x.to(linear_weight(probe.attention.output))
+    try:
+        site = _by_gradient(probe, x)
+    except Exception as error:
+        line = str(error).strip().partition("\n")[0][:120]
+        return f"its MLP cannot be run on its own ({type(error).__name__}: {line})"
+    return site if isinstance(site, str) else _why_not_cut(probe, site, x) or site
+
+
+def cut_neurons_(block: Block, kept: Sequence[int], site: MlpSite | None = None) -> None:
+    """Remove all other neurons of a block physically, in place.
+
+    Args:
+        block: A block of a host.
+        kept: The neurons to keep, in order.
+        site: Where its neurons are, if that is known.
+
+    Example:
+        >>> cut_neurons_(host_model(model).blocks[0], range(0, 1536, 2))
+    """
+    site = site or mlp_site(block)
+    if not kept or min(kept) < 0 or max(kept) >= site.neurons:
+        raise MaskError(
+            f"Block {site.layer} has the neurons 0 to {site.neurons - 1} but is to keep "
+            f"{list(kept)[:8]}: keep at least one of them."
+        )
+    for path in site.first:
+        linear = block.module.get_submodule(path)
+        weight, bias = linear_weight(linear), linear_bias(linear)
+        rows = site.rows(kept).to(weight.device)
+        set_linear_(linear, weight[rows], None if bias is None else bias[rows])
+    second = block.module.get_submodule(site.second)
+    weight = linear_weight(second)
+    columns = torch.tensor(kept, device=weight.device)
+    set_linear_(second, weight[:, columns], linear_bias(second))
+    for module in (
+        m for path in block.mlp_names for m in block.module.get_submodule(path).modules()
+    ):
+        for name in _WIDTHS:
+            if getattr(module, name, None) == site.neurons:
+                setattr(module, name, len(kept))
+
+
+@torch.enable_grad()
+def _by_gradient(block: Block, x: Tensor) -> MlpSite | str:
+    """Find which rows of which linear layers move which inputs of the last linear layer."""
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+
+    def note(path: str, module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        inputs[path] = given[0]
+        outputs[path] = output.detach().requires_grad_()  # what it depends on itself is of no use
+        return outputs[path].clone()
+
+    paths = [
+        f"{path}.{name}".rstrip(".")
+        for path in block.mlp_names
+        for name, module in block.module.get_submodule(path).named_modules()
+        if is_linear(module)
+    ]
+    linears = {path: block.module.get_submodule(path) for path in paths}
+    hooks = [m.register_forward_hook(partial(note, path)) for path, m in linears.items()]
+    try:
+        for path in block.mlp_names:
+            x = block.part(path)(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(outputs) < 2:
+        return "its MLP does not have two linear layers"
+    second = list(outputs)[-1]  # in the order of their calls
+    u = inputs[second]
+    neurons = u.shape[-1]
+    numbers = torch.arange(1, neurons + 1, dtype=u.dtype, device=u.device)
+    moments = [(u * numbers**power).sum() for power in (0, 1, 2)]
+    found: dict[str, Tensor] = {}
+    for path, output in outputs.items():
+        gradients = [
+            torch.autograd.grad(m, output, retain_graph=True, allow_unused=True)[0] for m in moments
+        ]
+        if gradients[0] is not None:
+            moved = _moved([g.flatten(0, -2).sum(0) for g in gradients])
+            if moved is None:
+                return f"its neurons depend on each other{_parts_between(block, paths)}"
+            found[path] = moved
+    return _as_site(block.index, found, second, neurons)
+
+
+def _moved(gradients: Sequence[Tensor]) -> Tensor | None:
+    """Return the one neuron that each row moves; None if some row moves none or several.
+
+    Args:
+        gradients: By rows, the gradients of the sums of u_j, u_j (j + 1) and u_j (j + 1)^2 over
+            neurons j. Where a row moves only neuron j they are as 1 : j + 1 : (j + 1)^2.
+    """
+    mean, square = gradients[1] / gradients[0], gradients[2] / gradients[0]
+    number = mean.round()
+    single = (mean - number).abs().lt(1e-3) & (square / number - number).abs().lt(1e-3)
+    return number.long() - 1 if bool(single.all()) else None
+
+
+def _as_site(layer: int, moved: dict[str, Tensor], second: str, neurons: int) -> MlpSite | str:
+    if not moved:
+        return "its last linear layer does not read what another one computes"
+    for packed in {len(rows) // neurons for rows in moved.values()}:
+        for interleaved in (False, True):
+            site = MlpSite(layer, tuple(moved), packed, second, neurons, interleaved)
+            if all(torch.equal(rows.cpu(), site.by_row()) for rows in moved.values()):
+                return site
+    return "its linear layers keep their neurons in an order that we do not know"
+
+
+@torch.no_grad()
+def _why_not_cut(block: Block, site: MlpSite, x: Tensor) -> str | None:
+    """Compare half of the neurons gated off with half of them removed, on random weights."""
+    kept = list(range(0, site.neurons, 2))
+    cut = Block.of(block.index, copy.deepcopy(block.module), block.family)
+    row = torch.zeros(site.neurons)
+    row[kept] = 1.0
+    block.module.get_submodule(site.second).register_forward_pre_hook(HeadGate(row, 1))
+    gated = x
+    try:
+        cut_neurons_(cut, kept, site)
+        for path in block.mlp_names:
+            x, gated = cut.part(path)(x), block.part(path)(gated)
+    except Exception as error:
+        line = str(error).strip().partition("\n")[0][:120]
+        return f"its code needs all neurons ({type(error).__name__}: {line})"
+    difference = largest_difference(x, gated)
+    if not difference <= 1e-5:
+        return f"without some neurons its MLP computes something else (off by {difference:.2g})"
+    return None
+
+
+def _parts_between(block: Block, linears: Sequence[str]) -> str:
+    """Name the other parts of an MLP that have weights, in brackets; nothing if there are none."""
+    others = [
+        f"{path}.{name}"
+        for path in block.mlp_names
+        for name, _ in block.module.get_submodule(path).named_parameters()
+        if f"{path}.{name}".rpartition(".")[0] not in linears
+    ]
+    return f" ({describe_modules(others)})" if others else ""
