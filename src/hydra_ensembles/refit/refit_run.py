@@ -57,6 +57,8 @@ LEAST = 20
 """Fewest tokens to fit to."""
 ROWS = 2048
 """Tokens that are kept before their moments are added."""
+RIDGES = (1e-8, 1e-6, *GRID)
+"""A few units with huge activations, as language models have, make the mean variance large."""
 STATES_BYTES = 4 * 2**30
 """Memory for states; batches beyond it are computed again from their inputs for every block."""
 ROWS_PER_UNKNOWN = 2
@@ -164,9 +166,7 @@ def _fit(states: _States, sublayer: Sublayer, bar: Progress) -> SublayerFit:
     layer, scale = sublayer.layer, sublayer.scale
     block = states.pruned.blocks[layer]
     given = sublayer.given(block)
-    watched = [
-        WatchedBlock(host.blocks[layer], sublayer) for host in (states.dense, states.pruned)
-    ]
+    watched = [WatchedBlock(host.blocks[layer], sublayer) for host in (states.dense, states.pruned)]
     unknowns = len(given.weight) + (given.bias is not None)
     sums = _Sums()
 
@@ -191,7 +191,7 @@ def _fit(states: _States, sublayer: Sublayer, bar: Progress) -> SublayerFit:
             f"{unknowns} unknowns. Give at least {LEAST} tokens in {HELD_OUT} examples; twice as "
             "many tokens as unknowns are best, and they need no labels."
         )
-    result = fit(fitted, judging, [given])[0]
+    result = fit(fitted, judging, [given], ridges=RIDGES)[0]
     if result.ridge is not None:
         sublayer.put_(block, result.linear)
     return SublayerFit(
@@ -329,7 +329,7 @@ class _States:
                 self._used += size
             self._checks[number] = float(entered.dense.double().sum())
             read = entered.read
-            rows = 0 if read is None else int((read & (entered.weights > 0)).sum())
+            rows = 0 if read is None else int(read.sum())
             return {"size": torch.tensor(len(entered.dense)), "rows": torch.tensor(rows)}
 
         for result in in_order(self.data, work, name="data to refit on"):
@@ -368,15 +368,18 @@ class _States:
             )
         x, y = calls[0].hidden, others[0].hidden
         named = dict(zip(parameter_names(self.dense.model), inputs[0], strict=False)) | inputs[1]
-        mask = named.get("attention_mask")
-        fits = isinstance(mask, Tensor) and mask.shape == x.shape[:2]
-        weights = mask.double() if fits else x.new_ones(x.shape[:2], dtype=torch.float64)  # type: ignore[union-attr]
+        mask, read = named.get("attention_mask"), self._read_tokens(named, x)
+        used = torch.ones(x.shape[:2], dtype=torch.bool)
+        if isinstance(mask, Tensor) and mask.shape == used.shape:
+            used = mask.cpu() > 0
+        if read is not None:  # hosts may read a token that their mask leaves out
+            used = used | read
         return _Batch(
             [replace(call, hidden=x[:0], output=None) for call in calls],
             x,
             x if x.equal(y) else y,
-            (weights > 0).double().cpu(),
-            self._read_tokens(named, x),
+            used.double(),
+            read,
             torch.zeros(len(x), dtype=torch.bool),
         )
 
@@ -439,11 +442,11 @@ class _States:
         """Return the weight of each token in a fit [batch, tokens]."""
         if batch.read is None or layer + 1 < len(self.dense):
             return batch.weights
-        read = batch.weights * batch.read
+        read = batch.read.double()
         if self._read_rows >= ROWS_PER_UNKNOWN * unknowns:
             return read
         others = batch.weights - read
-        share = others.sum(1, keepdim=True) / read.sum(1, keepdim=True).clamp_min(1)
+        share = others.sum(1, keepdim=True) / read.sum(1, keepdim=True)
         return others + read * share.clamp_min(1)
 
     def over(self, layer: int, work: Callable[[_Batch], None], bar: Progress) -> None:
@@ -502,7 +505,7 @@ class _Store:
             "data": fingerprint(states.data),
             "batches": sha256_of(json.dumps(states.sizes).encode()),
             "seed": states.seed,
-            "ridges": list(GRID),
+            "ridges": list(RIDGES),
             "processes": processes.size(),
         }
         state = SearchState(folder, settings, name="refit.json")

@@ -11,6 +11,7 @@ Whether it does, and what s is, is tested: a copy of the block runs with other o
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -188,11 +189,8 @@ class WatchedBlock:
         """
         self._seen, self._forced = {}, output
         states = None
-        try:
+        with suppress(_EnoughError):
             states = states_of(call.call(self.module, hidden))[0]
-        except _EnoughError:
-            pass
-        seen = self._seen
-        return SeenStates(
-            seen["features"], seen["output"], seen.get("total", states), states  # type: ignore[arg-type]
-        )
+        total = self._seen.get("total", states)
+        assert total is not None
+        return SeenStates(self._seen["features"], self._seen["output"], total, states)
