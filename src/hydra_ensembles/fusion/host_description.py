@@ -49,7 +49,10 @@ def checked_description(ensemble: HydraEnsemble, structure: Structure) -> dict[s
         "from_pretrained(folder, host=model).",
         stacklevel=6,
     )
-    return {"library": "custom", "class": description["class"], "buffers": kinds}
+    kept: dict[str, Any] = {
+        name: description[name] for name in ("class", "neurons") if name in description
+    }
+    return {"library": "custom", **kept, "buffers": kinds}
 
 
 @torch.no_grad()
