@@ -103,6 +103,13 @@ def cross_fit(
     return {"temperature": mean, "member_temperatures": each, "figures": report}, judged[best]
 
 
+def cross_fitted_nll(member_logits: Tensor, labels: Tensor, *, seed: int = 0) -> Tensor:
+    """Return every example's NLL under one temperature that was fitted without it, `[example]`."""
+    folds = _folds(labels, torch.ones_like(labels, dtype=torch.bool), seed)
+    scaled = _out_of_fold(member_logits, labels, folds, fit_mean)
+    return negative_log_likelihood(scaled, labels).double()
+
+
 def fit_mean(member_logits: Tensor, labels: Tensor) -> Temperatures:
     """Fit one temperature for all members."""
     mean = find_temperature(member_logits, labels).temperature

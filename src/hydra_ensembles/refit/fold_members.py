@@ -98,11 +98,11 @@ def fold(
         raise DataError("The data has no batches. Check the loader or the filter.")
     chosen = _trunk_of(first_host, hosts, trunk)
     base = average_weights(hosts) if chosen == "mean" else hosts[chosen]
-    rows = _read(base, hosts, parting, data, seed=seed, progress=progress)
+    rows = read_rows(base, hosts, parting, data, seed=seed, progress=progress)
     assert rows.fitted is not None and rows.judging is not None
     fits = fit(rows.fitted, rows.judging, [parting.linear(host) for host in hosts])
     members = [
-        _member(base, host, parting, result.linear)
+        member_of(base, host, parting, result.linear)
         for host, result in zip(hosts, fits, strict=True)
     ]
     ensemble = fuse(members, average="first", batch=without_labels(first))
@@ -239,7 +239,7 @@ def _distance(hosts: Sequence[nn.Module], blocks_path: str) -> float:
 
 
 @dataclass
-class _Rows:
+class Rows:
     """Moments of the rows that are fitted and of those that judge."""
 
     examples: int = 0
@@ -267,7 +267,7 @@ class _Rows:
             setattr(self, name, new if old is None else old + new)
 
 
-def _read(
+def read_rows(
     base: nn.Module,
     hosts: Sequence[nn.Module],
     parting: Parting,
@@ -275,7 +275,7 @@ def _read(
     *,
     seed: int,
     progress: bool,
-) -> _Rows:
+) -> Rows:
     """Run the trunk and the hosts; targets are what each host's sum adds to the trunk's state."""
     readers = [Reader(host, parting) for host in hosts]
     at = next((place for place, host in enumerate(hosts) if host is base), None)
@@ -303,7 +303,7 @@ def _read(
         targets = torch.cat([state.total - entering for state in states], 1)
         return {"features": shared.features, "targets": targets}
 
-    rows = _Rows()
+    rows = Rows()
     results = in_order(data, work, name="data to fold on")
     total = length_of(data)
     for result in progress_bar(results, description="fold", enabled=progress, total=total):
@@ -338,7 +338,7 @@ def _notes(fits: Sequence[Fit]) -> list[str]:
 
 
 @torch.no_grad()
-def _member(base: nn.Module, host: nn.Module, parting: Parting, linear: Linear) -> nn.Module:
+def member_of(base: nn.Module, host: nn.Module, parting: Parting, linear: Linear) -> nn.Module:
     """Return the trunk with a member's last linear layer, and the host's own norm and classifier.
 
     All other parameters are the trunk's own tensors.

@@ -45,7 +45,7 @@ class Parting:
             UnsupportedModelError: When the host does not read a fixed token, or our arithmetic does
                 not cover its last block.
         """
-        reason = _why_not(host)
+        reason = why_not_parted(host)
         if reason is not None:
             raise UnsupportedModelError(
                 f"{host.name} cannot be folded: {reason}. Use distill(model, teachers, data), "
@@ -71,11 +71,11 @@ class Parting:
         )
 
 
-def _why_not(host: HostModel) -> str | None:
-    """Say why a host cannot be folded, or None."""
+def why_not_parted(host: HostModel) -> str | None:
+    """Say why the members of a host cannot part at its last linear layer, or None."""
     readout, block = host.readout, host.blocks[-1]
     if readout.tokens is None:
-        return f"its classifier reads {readout}, and only hosts with a class token are folded"
+        return f"its classifier reads {readout}, not a fixed token"
     if not readout.folds:
         return "its classifier looks at its inputs again after the blocks"
     reason = host.why_not_fused()
