@@ -64,6 +64,7 @@ class Parts:
     Attributes:
         data: In-distribution data by part.
         sets: For `select` and `stop`: `"id"` and `"ood/..."`.
+        given: The outliers of `stop` that the caller gave, by name; no proxies.
         validated: Whether `validation` was given.
     """
 
@@ -96,6 +97,7 @@ class Parts:
             halves = split(outliers, {"select": 0.7, "stop": 0.3}, seed=seed)
             for part, sets in self.sets.items():
                 sets[name] = halves[part]
+        self.given = self.outliers("stop")
         # each part has its own proxies, so that no example both selects and decides
         for part, sets in self.sets.items() if proxies else ():
             sets.update(outlier_sets(self.data[part], "auto", seed=seed))

@@ -103,6 +103,7 @@ def columns_of(
         columns["alarm"] = answers.novelty > 1 - ALARM
     if answers.code is not None:
         columns["decision"] = answers.code
+    columns["mutual_information"] = mutual_information(logits)
     if labels is None:
         return columns
     confidence, predicted = mean_probability(logits).max(-1)
@@ -113,7 +114,6 @@ def columns_of(
         "confidence": confidence.float(),
         "nll": negative_log_likelihood(logits, labels),
         "brier": brier(logits, labels),
-        "mutual_information": mutual_information(logits),
         "disagreement": disagreement(logits).double(),
         "pairwise_kl": pairwise_kl(logits),
     }
