@@ -20,7 +20,7 @@ from .data_parts import Outcome, Task
 from .methods import METHODS, Select
 from .refit_methods import Parts
 
-NAMES = {"select": "heads (select)", "parts": "parts", "one": "one member, the model itself"}
+NAMES = {"select": "heads (select)", "parts": "parts", "one": "one member"}
 
 
 @METHODS.register("auto")
@@ -94,14 +94,14 @@ def _decide(
         losses[name] = cross_fitted_nll(logits.float(), labels, seed=task.seed)
     nll = {name: float(loss.mean()) for name, loss in losses.items()}
     best = min(nll, key=lambda name: round(nll[name], 7))  # ties: the first, heads
-    chosen, reason, difference = best, "the lowest NLL", None
+    chosen, reason, difference = best, "their NLL is the lowest", None
     if best != "select":
         difference = student((losses["select"] - losses[best]).tolist())
         if difference.low <= 0:
             chosen = "select"
-            reason = f"by the NLL {NAMES[best]} is not better by more than the interval"
+            reason = f"{NAMES[best]} has a lower NLL, but not by more than the interval"
         else:
-            reason = f"the NLL is lower than that of heads by {difference}"
+            reason = f"its NLL is lower than that of heads by {difference}"
     figures = ", ".join(f"{NAMES[name]} {value:.4f}" for name, value in nll.items())
     why = (
         f"Took {NAMES[chosen]}: {reason}. NLL at one temperature on {len(losses['select'])} "
