@@ -19,7 +19,7 @@ from hydra_ensembles.builder import build, replay
 from hydra_ensembles.errors import DataError, MaskError, UnsupportedModelError
 from hydra_ensembles.evaluation.disagreement_check import check_disagreement
 from hydra_ensembles.hosts import host_model
-from hydra_ensembles.refit.part_members import part_members, shares_of
+from hydra_ensembles.refit.part_members import part_host, shares_of
 from hydra_ensembles.refit.readout_states import Parting, Reader
 from tests import zoo
 
@@ -32,10 +32,6 @@ QUICK: dict[str, Any] = {"max_cost": 1.5, "novelty": False, "progress": False}
 
 def inputs(name: str, batches: int = 10) -> list[Any]:
     return [zoo.batch(name, 40, seed=seed) for seed in range(batches)]
-
-
-def logits_of(models: Any, batch: Any) -> Tensor:
-    return torch.stack([zoo.run(model, batch) for model in models], 1)
 
 
 def test_shares_are_disjoint_and_complete() -> None:
@@ -51,10 +47,11 @@ def test_shares_are_disjoint_and_complete() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_members_follow_the_host_and_the_fused_model_is_its_members(name: str) -> None:
     model, batch = zoo.make(name), zoo.batch(name, 64, seed=99)
-    found = part_members(host_model(model), inputs(name), members=3, progress=False)
-    ensemble = hydra.fuse(found.models, average="first", batch=batch)
-    members, own = logits_of(found.models, batch), zoo.run(model, batch)
-    torch.testing.assert_close(ensemble.member_logits(batch), members, atol=1e-4, rtol=1e-4)
+    found = part_host(host_model(model), inputs(name), members=3, progress=False)
+    hydra.verify(found.ensemble, batch)
+    members, own = found.ensemble.predict(batch).member_logits, zoo.run(model, batch)
+    alone = torch.stack([zoo.run(found.ensemble.member(m), batch) for m in range(3)], 1)
+    torch.testing.assert_close(members, alone, atol=1e-4, rtol=1e-4)
     assert float((members - own[:, None]).abs().amax((0, 2)).min()) > 1e-3  # each is another model
     assert all(0 < one.error < one.given_error for one in found.fits)
 
@@ -63,7 +60,7 @@ def test_members_follow_the_host_and_the_fused_model_is_its_members(name: str) -
 def test_refitted_members_are_nearer_to_the_hosts_states_on_new_data(name: str) -> None:
     model, batch = zoo.make(name), zoo.batch(name, 64, seed=99)
     host = host_model(model)
-    found = part_members(host, inputs(name), members=3, progress=False)
+    found = part_host(host, inputs(name), members=3, progress=False)
     parting = Parting.of(host)
     states = Reader(model, parting)(batch)
     own = parting.linear(model)
@@ -79,16 +76,14 @@ def test_refitted_members_are_nearer_to_the_hosts_states_on_new_data(name: str) 
 @pytest.mark.parametrize("name", ["bert", "timm"])
 def test_a_member_reads_its_own_neurons_only_and_shares_the_rest(name: str) -> None:
     model = zoo.make(name)
-    found = part_members(host_model(model), inputs(name), members=4, progress=False)
-    for share, member in zip(found.shares, found.models, strict=True):
+    found = part_host(host_model(model), inputs(name), members=4, progress=False)
+    for number, share in enumerate(found.shares):
+        member = found.ensemble.member(number)
         weight = member.get_submodule(LAST[name]).weight
         assert isinstance(weight, Tensor)
         assert weight.abs().sum(0).nonzero().flatten().tolist() == share.tolist()
-        changed = [
-            path
-            for path, parameter in member.named_parameters()
-            if parameter is not model.get_parameter(path)
-        ]
+        state = model.state_dict()
+        changed = [path for path, value in member.state_dict().items() if not value.equal(state[path])]
         assert changed == [f"{LAST[name]}.weight", f"{LAST[name]}.bias"]
 
 
@@ -113,7 +108,7 @@ def test_labels_do_not_matter_to_the_fit() -> None:
     model, data = zoo.sharp("timm"), pictures(60)
     host = host_model(model)
     first, second = (
-        part_members(host, batches, members=3, progress=False)
+        part_host(host, batches, members=3, progress=False)
         for batches in (data, [(x, labels.flip(0)) for x, labels in data])
     )
     for a, b in zip(first.fits, second.fits, strict=True):
@@ -121,12 +116,10 @@ def test_labels_do_not_matter_to_the_fit() -> None:
 
 
 def test_what_cannot_be_parted_is_refused() -> None:
-    def parted(name: str, members: int = 3, count: int = 10) -> None:
-        data = inputs("bert" if name == "llama" else name, 1)
-        host = zoo.sharp(name) if name == "llama" else zoo.make(name)
-        part_members(host_model(host), data, members=members, progress=False)
+    def parted(name: str, members: int = 3) -> None:
+        part_host(host_model(zoo.make(name)), inputs(name, 1), members=members, progress=False)
 
-    for name, words in (("timm-unusual", "all tokens"), ("llama", "last real token")):
+    for name, words in (("timm-unusual", "all tokens"), ("clip-classifier", "all tokens")):
         with pytest.raises(UnsupportedModelError, match=words + '.*method="select"'):
             parted(name)
     with pytest.raises(UnsupportedModelError, match="48 neurons.*50 members"):

@@ -10,8 +10,7 @@ from ..costs.formula import cost
 from ..data.batches import without_labels
 from ..errors import MaskError
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.fuse_members import fuse
-from ..refit.part_members import part_members
+from ..refit.part_members import part_host
 from .data_parts import Outcome, Task
 from .methods import METHODS
 
@@ -35,7 +34,7 @@ class Parts:
 
     def find(self, task: Task) -> Outcome:
         """Fit the members on the selecting data."""
-        found = part_members(
+        found = part_host(
             task.host,
             task.parts.data["select"],
             members=task.members,
@@ -43,10 +42,9 @@ class Parts:
             progress=task.progress,
         )
         first = without_labels(task.parts.data["select"].batch(0))
-        ensemble = fuse(found.models, average="first", batch=first)
         return Outcome(
             {
-                "cost": counted(ensemble, task, first),
+                "cost": counted(found.ensemble, task, first),
                 "branch_layers": [len(task.host) - 1],
                 "neurons": [len(share) for share in found.shares],
                 "fits": [
@@ -58,7 +56,7 @@ class Parts:
                     for one in found.fits
                 ],
             },
-            ensemble,
+            found.ensemble,
         )
 
 

@@ -23,6 +23,7 @@ class Answers(NamedTuple):
         labels: `[batch]`, or None.
         novelty, novelty_score: As in `Prediction`, `[batch]`; None when novelty is not fitted.
         code: As in `Prediction`, `[batch]`; None without a policy.
+        student_logits: As in `Prediction`, `[batch, class]`; None without a student.
     """
 
     logits: Tensor
@@ -30,6 +31,12 @@ class Answers(NamedTuple):
     novelty: Tensor | None = None
     novelty_score: Tensor | None = None
     code: Tensor | None = None
+    student_logits: Tensor | None = None
+
+    @property
+    def answering_logits(self) -> Tensor:
+        """Logits behind the probabilities, `[batch, member, class]`; a student is one member."""
+        return self.logits if self.student_logits is None else self.student_logits[:, None]
 
 
 def flat_tokens(
@@ -66,7 +73,7 @@ def answers_from(output: Any, logits: Tensor, labels: Tensor | None) -> Answers:
     # novelty and decisions are of texts; where the examples are tokens, they do not apply
     extra = {
         name: value.cpu()
-        for name in ("novelty", "novelty_score", "code")
+        for name in ("novelty", "novelty_score", "code", "student_logits")
         if (value := getattr(output, name)) is not None and len(value) == len(logits)
     }
     return Answers(logits, labels, **extra)

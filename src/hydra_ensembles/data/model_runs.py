@@ -83,6 +83,15 @@ def member_logits(model: Any, batch: Any, *, device: Any = None) -> Tensor:
     return member_logits_of(_answer(model, batch, device))
 
 
+def answering_logits(model: Any, batch: Any) -> Tensor:
+    """Return the logits behind a model's probabilities, `[batch, member, class]`.
+
+    They are `member_logits`, but a student, which answers for the members, is one member.
+    """
+    answer = _answer(model, batch, None)
+    return answer.answering_logits if isinstance(answer, Prediction) else member_logits_of(answer)
+
+
 def _answer(model: Any, batch: Any, device: Any) -> Any:
     """Return the model's `Prediction` on a batch if it gives one, else its raw output."""
     predict = getattr(model, "predict", None)
@@ -194,6 +203,7 @@ def iterate_answers(
             answers = Answers(**{"labels": None, **columns})
             logits, labels = answers.logits, answers.labels
             _check_logits(logits, where)
+            _check_logits(answers.answering_logits, where)
             if shape is None:
                 shape, labelled = logits.shape[1:], labels is not None
                 if classes is not None and shape[1] != classes:
@@ -233,9 +243,10 @@ def collect_logits(
     device: Any = None,
     progress: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return all member logits `[example, member, class]` and labels `[example]`, on the CPU.
+    """Return all logits `[example, member, class]` and labels `[example]`, on the CPU.
 
-    Labels are None when the data has none. Memory grows with examples x members x classes.
+    They are the logits behind the model's probabilities: all members', or a student's as one
+    member. Labels are None when the data has none. Memory grows with examples x members x classes.
 
         logits, labels = collect_logits(model, loader, need_labels=True)
 
@@ -248,7 +259,8 @@ def collect_logits(
         )
     )
     labels = [part.labels for part in answers if part.labels is not None]
-    return torch.cat([part.logits for part in answers]), torch.cat(labels) if labels else None
+    logits = torch.cat([part.answering_logits for part in answers])
+    return logits, torch.cat(labels) if labels else None
 
 
 def _check_logits(logits: Tensor, where: str) -> None:

@@ -99,10 +99,14 @@ def evaluate(
             names = _with_novelty(names, answers)
             parts.append(columns_of(answers, scores=names, logit_scale=scale))
             if degrees is not None:
-                cooled = scale_logits(answers.logits.double(), temperature=degrees)
+                cooled = scale_logits(answers.answering_logits.double(), temperature=degrees)
                 # MCM reads cosines: what divides the logits divides their scale
                 by = None if scale is None else scale / degrees
-                after = answers._replace(logits=cooled, code=None)  # it is about the logits
+                after = answers._replace(code=None)  # it is about the logits
+                if answers.student_logits is None:
+                    after = after._replace(logits=cooled)
+                else:
+                    after = after._replace(student_logits=cooled[:, 0])
                 scaled.append(columns_of(after, scores=names, logit_scale=by))
         examples[key] = _concatenate(parts)
         if scaled:
@@ -174,7 +178,8 @@ def logit_scale_of(model: Any) -> Tensor:
         held = next(found, None)
     if held is not None:
         scale = torch.as_tensor(held, dtype=torch.float64, device="cpu")
-        for name in ("temperature", "member_temperatures"):
+        divided_by = ["temperature", "member_temperatures"]
+        for name in divided_by[: 1 if getattr(model, "student", None) is not None else 2]:
             degrees = getattr(model, name, None)
             if isinstance(degrees, (int, float, list, tuple, Tensor)):
                 by = torch.as_tensor(degrees, dtype=torch.float64, device="cpu")

@@ -21,6 +21,7 @@ from ..uncertainty import (
     pairwise_kl,
     score_logits,
 )
+from ..uncertainty.scores import OF_ANSWER
 from .metrics import (
     BINS,
     AdaptiveError,
@@ -92,8 +93,11 @@ def columns_of(
     In float64: a confident model's scores differ by less than float32 can tell.
     """
     logits, labels = answers.logits.double(), answers.labels
+    answer = answers.answering_logits.double()
     columns = {
-        f"score:{name}": score_logits(logits, name, logit_scale=logit_scale)
+        f"score:{name}": score_logits(
+            answer if name in OF_ANSWER else logits, name, logit_scale=logit_scale
+        )
         for name in scores
         if name != NOVELTY
     }
@@ -106,14 +110,14 @@ def columns_of(
     columns["mutual_information"] = mutual_information(logits)
     if labels is None:
         return columns
-    confidence, predicted = mean_probability(logits).max(-1)
+    confidence, predicted = mean_probability(answer).max(-1)
     return columns | {
         "label": labels,
         "correct": predicted == labels,
         # torchmetrics bins confidences in float32: so do we, to agree on the bins
         "confidence": confidence.float(),
-        "nll": negative_log_likelihood(logits, labels),
-        "brier": brier(logits, labels),
+        "nll": negative_log_likelihood(answer, labels),
+        "brier": brier(answer, labels),
         "disagreement": disagreement(logits).double(),
         "pairwise_kl": pairwise_kl(logits),
     }

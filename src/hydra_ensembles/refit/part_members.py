@@ -6,27 +6,30 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..data.batches import without_labels
 from ..errors import UnsupportedModelError
+from ..fusion.ensemble import HydraEnsemble
 from ..hosts import HostModel
-from .fold_members import member_of, read_rows
-from .readout_states import Parting, why_not_parted
+from .fold_members import fuse_by_states
+from .fold_rows import read_rows
+from .readout_states import Parting
 from .ridge import Fit, Linear, Moments, fit
 
 
 @dataclass(frozen=True)
-class PartedMembers:
-    """Members that are parts of one host.
+class PartedHost:
+    """An ensemble whose members are parts of one host.
 
     Attributes:
-        models: Plain hosts that share all weights but their last linear layer.
+        ensemble: The fused members.
         shares: The neurons of each.
-        fits: How well each follows the host.
+        fits: How well each follows the host, by its own neurons.
         examples: Number of examples that they were fitted on.
     """
 
-    models: list[nn.Module]
+    ensemble: HydraEnsemble
     shares: list[Tensor]
     fits: list[Fit]
     examples: int
@@ -38,9 +41,9 @@ def shares_of(neurons: int, members: int, seed: int) -> list[Tensor]:
     return [share.sort().values for share in order.tensor_split(members)]
 
 
-def part_members(
+def part_host(
     host: HostModel, data: Any, *, members: int, seed: int = 0, progress: bool = True
-) -> PartedMembers:
+) -> PartedHost:
     """Make members of the neurons of a host's last block, without training or labels.
 
     Let a be the state that enters the residual sum of the last block's MLP at the readout token,
@@ -49,8 +52,8 @@ def part_members(
 
         s_m = a + u_m W_m + b_m ~ s.
 
-    Where the data carries u_m, members agree with the host; elsewhere each continues in its own
-    way. All members share the other weights, attention included.
+    On inputs like the data, members agree with the host and with each other. Elsewhere the fit does
+    not hold, and each goes its own way. All members share the other weights, attention included.
 
     Args:
         host: The host; it is not changed.
@@ -59,15 +62,18 @@ def part_members(
         seed: Seed of the shares; also determines which examples are held out to choose the ridge.
         progress: Show a bar on a terminal.
 
+    Raises:
+        UnsupportedModelError: When the host does not read a token, or has too few neurons.
+        DataError: When the data has too few examples, NaN or infinity.
+
     Example:
-        >>> members = part_members(host_model(model), inputs, members=5)
-        >>> ensemble = fuse(members.models, average="first")
+        >>> parted = part_host(host_model(model), inputs, members=5)
+        >>> parted.ensemble.predict(batch).mutual_information
     """
-    reason = why_not_parted(host)
-    if reason is not None:
+    if not host.readout.has_token:
         raise UnsupportedModelError(
-            f'{host.name} has no members by parts: {reason}. Use method="select", whose members '
-            "differ by heads."
+            f"{host.name} has no members by parts: its classifier reads {host.readout}. Use "
+            'method="select", whose members differ by heads.'
         )
     parting = Parting.of(host)
     own = parting.linear(host.model)
@@ -76,18 +82,30 @@ def part_members(
             f"{host.name} has {len(own.weight)} neurons in its last block, too few for {members} "
             "members."
         )
-    rows = read_rows(host.model, [host.model], parting, data, seed=seed, progress=progress)
+    found = read_rows(
+        {0: host.model},
+        [host.model],
+        parting,
+        data,
+        states=True,
+        members=False,
+        student=False,
+        seed=seed,
+        progress=progress,
+    )
+    rows = found.states[0]
+    rows.flush_()
     assert rows.fitted is not None and rows.judging is not None
     shares = shares_of(len(own.weight), members, seed)
-    fits, models = [], []
+    fits, linears = [], []
     for share in shares:
         given = Linear(own.weight[share], own.bias)
-        found = fit(_restricted(rows.fitted, share), _restricted(rows.judging, share), [given])[0]
-        weight = torch.zeros_like(own.weight).index_copy_(0, share, found.linear.weight)
-        linear = Linear(weight, found.linear.bias)
-        models.append(member_of(host.model, host.model, parting, linear))
-        fits.append(found)
-    return PartedMembers(models, shares, fits, rows.examples)
+        fits += fit(_restricted(rows.fitted, share), _restricted(rows.judging, share), [given])
+        weight = torch.zeros_like(own.weight).index_copy_(0, share, fits[-1].linear.weight)
+        linears.append(Linear(weight, fits[-1].linear.bias))
+    batch = without_labels(next(iter(data)))
+    ensemble = fuse_by_states(host.model, [host.model] * members, parting, linears, batch)
+    return PartedHost(ensemble, shares, fits, found.examples)
 
 
 def _restricted(rows: Moments, units: Tensor) -> Moments:
