@@ -12,6 +12,7 @@ from ..data.class_names import check_class_order
 from ..data.model_runs import collect_logits, run_model
 from ..errors import DataError
 from ..uncertainty import fit_temperature, scale_logits, scores
+from .disagreement_check import check_disagreement
 from .figures import NOVELTY, OOD, POST, SHIFT, AllFigures, Columns, Examples, columns_of
 from .intervals import default_draws, draws_of, intervals
 from .results import Results
@@ -144,6 +145,11 @@ def results_of(
         right = bool(examples["id"]["correct"].all())
         reason = f"{'every' if right else 'no'} prediction is right, so errors cannot be ranked."
         notes = {f"fail/{key}": reason for key in ("AUROC", "AUPR", "FPR95")}
+    check = check_disagreement(
+        examples, members=settings["members"], score=settings["scores"][0], seed=settings["seed"]
+    )
+    if check is not None:
+        settings["disagreement"] = check
     found = Results(name=name, figures=values, settings=settings, notes=notes, examples=examples)
     count, seed = settings["bootstrap"], settings["seed"]
     if count:

@@ -107,6 +107,7 @@ def columns_of(
         columns["alarm"] = run.novelty > 1 - ALARM
     if run.code is not None:
         columns["decision"] = run.code
+    columns["mutual_information"] = mutual_information(logits)
     if labels is None:
         return columns
     confidence, predicted = mean_probability(answer).max(-1)
@@ -117,7 +118,6 @@ def columns_of(
         "confidence": confidence.float(),
         "nll": negative_log_likelihood(answer, labels),
         "brier": brier(answer, labels),
-        "mutual_information": mutual_information(logits),
         "disagreement": disagreement(logits).double(),
         "pairwise_kl": pairwise_kl(logits),
     }

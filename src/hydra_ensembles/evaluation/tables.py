@@ -119,6 +119,8 @@ def plain_text(result: Measured) -> str:
                 f"  {name} ({size}): AUROC {shown('AUROC', auroc)}, FPR95 {shown('FPR95', fpr)}"
             )
     more = len(result) - len(lines) + 1
+    if "disagreement" in result.settings:
+        lines.append(f"  {result.settings['disagreement']['sentence']}")
     if more > 0:
         lines.append("  ... all figures: to_markdown(), to_pandas(), to_json()")
     lines += [f"  no {key}: {why}" for key, why in result.notes.items()]

@@ -166,7 +166,16 @@ def detection(results: Sequence[Results]) -> Section | None:
     if not panels:
         return None
     names = [name for name, _, _ in lines]
-    content = {"panels": panels, "legend": legend(names), "novelty": len(lines) > len(results)}
+    content = {
+        "panels": panels,
+        "legend": legend(names),
+        "novelty": len(lines) > len(results),
+        "disagreement": [
+            f"{result.name}: {result.settings['disagreement']['sentence']}"
+            for result in results
+            if "disagreement" in result.settings
+        ],
+    }
     return Section("detection", "Out of distribution", content, long=True)
 
 
