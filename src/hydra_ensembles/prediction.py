@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ._html import table
+from ._tables import table
 
 DECISIONS = ("answer", "unsure", "new", "new")
 """Decisions by their code; 3 is both unsure and new, which is decided as new."""
@@ -44,13 +44,13 @@ class Prediction:
     logits `[batch, member, token, class]`. Padding is answered too and has no meaning.
 
     Attributes:
-        probabilities: Mean of the members' softmax, `[batch, class]`.
+        probabilities: Mean of the members' softmax, `[batch, class]`; with a student, its softmax.
         class_index: The most probable class, the lower one on a tie, int64 `[batch]`.
         uncertainty: The score named by `score`, higher when less sure, `[batch]`.
         mutual_information: H(mean p) - mean H(p) in nats, `[batch]`.
         disagreement: Share of member pairs with different classes, `[batch]`.
-        member_logits: The logits behind `probabilities`, temperatures applied,
-            `[batch, member, class]`.
+        member_logits: The members' logits, temperatures applied, `[batch, member, class]`: behind
+            `mutual_information` and `disagreement`, and without a student behind all else.
         score: Name of the score behind `uncertainty`.
         novelty: Share of known data that is less novel, in [0, 1], `[batch]`: above 0.95 for 5 % of
             data like the known data. None before `fit_novelty_`.
@@ -59,6 +59,8 @@ class Prediction:
         code: The decision as a number, int64 `[batch]`: 0 answer, 1 unsure, 2 new, 3 unsure and
             new; None without a policy.
         class_names: Names of the classes by number, or None.
+        student_logits: The logits of the one output that answers for the ensemble, temperature
+            applied, `[batch, class]`; None without a student.
 
     Example:
         >>> answer = ensemble.predict(batch)
@@ -79,6 +81,7 @@ class Prediction:
     novelty_score: Any = None
     code: Any = None
     class_names: Sequence[str] | None = None
+    student_logits: Any = None
 
     @property
     def confidence(self) -> Any:
@@ -89,12 +92,18 @@ class Prediction:
     @property
     def logits(self) -> Any:
         """Log of the probabilities, `[batch, class]`, stable: their softmax is `probabilities`."""
-        logits = self.member_logits
+        logits = self.answering_logits
         if isinstance(logits, np.ndarray):
             shifted = logits - logits.max(-1, keepdims=True)
             logs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
             return np.logaddexp.reduce(logs, axis=1) - np.log(logits.shape[1])
         return logits.log_softmax(-1).logsumexp(1) - np.log(logits.shape[1])
+
+    @property
+    def answering_logits(self) -> Any:
+        """Logits behind the probabilities, `[batch, member, class]`; a student is one member."""
+        student = self.student_logits
+        return self.member_logits if student is None else student[:, None]
 
     @property
     def labels(self) -> list[Any]:
@@ -192,7 +201,8 @@ class Prediction:
         of = "1 member" if members == 1 else f"{members} members"
         on = "1 input" if inputs == 1 else f"{inputs} inputs"
         per_token = f", for each of {tokens[0]} tokens" if tokens else ""
-        return f"Prediction of {of} on {on}, {classes} classes{per_token}"
+        by = "" if self.student_logits is None else ", answered by a student"
+        return f"Prediction of {of} on {on}, {classes} classes{per_token}{by}"
 
     def _shown(self, most: int) -> tuple[list[str], list[list[str]], str]:
         """Return headings, rows and a note: what is printed of the first inputs."""

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_ensembles.errors import DataError, UnknownNameError
 from hydra_ensembles.research.rivals import make_baseline, relative_cost
-from hydra_ensembles.research.rivals.laplace import LaplaceHead, fit_posterior
-from hydra_ensembles.research.rivals.laplace_variance import logit_variance
+from hydra_ensembles.research.rivals.laplace import LaplaceHead, fit_posterior, logit_variance
 from hydra_ensembles.research.rivals.parts import Featured
 from hydra_ensembles.uncertainty import energy
 

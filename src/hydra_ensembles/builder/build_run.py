@@ -31,8 +31,10 @@ from ..hosts.example_inputs import pad_token
 from ..search.search_state import SearchState, TensorStore
 from ..uncertainty import scores
 from .calibration import apply_calibration_, calibrate_
-from .data_parts import Parts, Task
+from .data_parts import Outcome, Parts, Task
 from .methods import Method, as_method
+
+DEFAULT_MEMBERS = 3
 
 
 @in_plain_words()
@@ -43,8 +45,8 @@ def build(
     *,
     ood: Any = "auto",
     validation: Any = None,
-    method: str | Method = "select",
-    members: int = 3,
+    method: str | Method = "auto",
+    members: int | None = None,
     max_cost: float | None = 1.07,
     score: str = "auto",
     calibrate: bool = True,
@@ -67,12 +69,15 @@ def build(
         ood: Outliers: data, a dict of data by family, or `"auto"` (or None) for none. The method
             `circuit` adds proxies made from the calibration data.
         validation: Labelled data that decides and fits temperatures instead of the split.
-        method: `"select"` (members by the ensemble's own figures, in a few passes over the data),
+        method: `"auto"` (heads by `select`, parts, or the model as one member, whichever has the
+            lowest NLL on held-out data), `"select"` (heads by the ensemble's own figures, in a few
+            passes over the data), `"parts"` (shares of the last block's neurons, refitted),
             `"circuit"` (HeadMap with one objective per member, as in the paper), `"taylor"`,
             `"hies"` or `"random"`; or a config object of `hydra_ensembles.methods` with the
             method's own options, such as `Select(masks=96)` or `Circuits(keep=0.5)`.
-        members: Number of members M. They differ; where that is impossible, the summary and
-            `record["equal_members"]` say why.
+        members: Number of members M; by default 3, for parts 5, and `"auto"` may also choose one.
+            They differ; where that is impossible, the summary and `record["equal_members"]` say
+            why.
         max_cost: Bound on counted multiply-adds relative to the plain model; None for none.
         score: The uncertainty that `predict` reports, or `"auto"`: the best on held-out outliers,
             `"msp"` without any.
@@ -94,7 +99,7 @@ def build(
         >>> ensemble.predict(batch).uncertainty
     """
     way = as_method(method)
-    if members < 1:
+    if members is not None and members < 1:
         raise ValueError(f"members={members}: expected 1 or more.")
     if score != "auto":
         scores[score]  # an unknown name fails now
@@ -115,7 +120,7 @@ def build(
     settings: dict[str, Any] = {
         "method": way.name,
         "options": way.settings(),
-        "members": members,
+        "members": way.members if members is None else members,
         "max_cost": max_cost,
         "score": score,
         "calibrate": calibrate,
@@ -126,22 +131,36 @@ def build(
     settings = json.loads(json.dumps(settings))
     state = SearchState(folder, settings, name="build.json")
     store = None if folder is None else TensorStore(Path(folder) / "candidates")
-    result = next((step for step in state.steps if "masks" in step), None)
-    if result is None:
-        budget = Budget.of(host, first, max_cost)
-        task = Task(host, parts, members, budget, seed, state, store, progress, seconds)
+    found = next((Outcome(step) for step in state.steps if "masks" in step), None)
+    if found is None:
+        task = Task(
+            host=host,
+            parts=parts,
+            members=settings["members"] or DEFAULT_MEMBERS,
+            asked=members is not None,
+            budget=Budget.of(host, first, max_cost),
+            seed=seed,
+            state=state,
+            store=store,
+            progress=progress,
+            batch_seconds=seconds,
+        )
         with _telling_what_is_kept(folder, progress):
-            result = way.find(task)
-        state.add(result)
+            found = way.find(task)
+        if "masks" in found.record:
+            state.add(found.record)
     if store is not None:
         store.clear()
-    masks = [HeadMask(rows) for rows in result["masks"]]
-    ensemble = fuse(host.model, masks, batch=first).eval()
+    ensemble = found.ensemble
+    if ensemble is None:
+        masks = [HeadMask(rows) for rows in found.record["masks"]]
+        ensemble = fuse(host.model, masks, batch=first)
+    ensemble.eval()
     ensemble.record = {
         "made_by": "build",
         "settings": settings,
         "examples": parts.examples(),
-        **result,
+        **found.record,
     }
     calibrate_(
         ensemble,
@@ -184,9 +203,18 @@ def _telling_what_is_kept(folder: Any, progress: bool) -> Iterator[None]:
 def replay(model: nn.Module | HostModel, record: Mapping[str, Any]) -> HydraEnsemble:
     """Rebuild an ensemble from the record of `build`, without data (so without novelty).
 
+    Members that differ by more than heads (`"parts"`, `"fold"`) have weights, which a record does
+    not hold: save such an ensemble and load it with `from_pretrained`.
+
     Example:
         >>> again = replay(model, ensemble.record)
     """
+    if "masks" not in record and "fits" in record:
+        raise DataError(
+            f"Members of the method {record['settings']['method']!r} have fitted weights, which a "
+            "record does not hold. Save the ensemble with save_pretrained() and load it with "
+            "HydraEnsemble.from_pretrained(), or call build() again."
+        )
     try:
         masks = [HeadMask(rows) for rows in record["masks"]]
         calibration, expected = record["calibration"], record["settings"]["model"]

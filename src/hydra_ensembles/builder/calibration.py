@@ -1,5 +1,7 @@
 """What `build` fits on a finished ensemble: temperatures, the score and novelty, in one pass.
 
+It also checks whether the members' disagreement can serve as an alarm (`check_alarm`).
+
 Temperatures are cross-fitted: every example is judged under temperatures that were fitted without
 it (five folds). Three ways compete out of fold, on held-out examples: no temperature, one for the
 mean, and one per member with one for the mean. Among those that raise neither NLL nor ECE, the one
@@ -17,15 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.answers import flat_tokens
 from ..data.batches import split_batch
 from ..data.eval_mode import in_eval
 from ..data.loaders import Batches
 from ..data.memory import Halving
-from ..data.model_runs import collect_logits
+from ..data.model_runs import collect_logits, flat_tokens
 from ..data.processes import in_order
 from ..data.progress import progress_bar
+from ..data.proxies import make_proxies
 from ..errors import DataError
+from ..evaluation.evaluator import evaluate
 from ..evaluation.metrics import expected_calibration_error, negative_log_likelihood, ood_figures
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.known_data import features_of, hashes_of, novelty_fit, text_logits
@@ -101,6 +104,13 @@ def cross_fit(
     if best == "none":
         report["note"] = unsupported or _refused(figures)
     return {"temperature": mean, "member_temperatures": each, "figures": report}, judged[best]
+
+
+def cross_fitted_nll(member_logits: Tensor, labels: Tensor, *, seed: int = 0) -> Tensor:
+    """Return every example's NLL under one temperature that was fitted without it, `[example]`."""
+    folds = _folds(labels, torch.ones_like(labels, dtype=torch.bool), seed)
+    scaled = _out_of_fold(member_logits, labels, folds, fit_mean)
+    return negative_log_likelihood(scaled, labels).double()
 
 
 def fit_mean(member_logits: Tensor, labels: Tensor) -> Temperatures:
@@ -253,6 +263,36 @@ def calibrate_(
     if fit is not None:
         _finish_novelty_(ensemble, fit, hashes, required=novelty is True)
     apply_calibration_(ensemble, found)
+    ensemble.record["disagreement"] = check_alarm(ensemble, parts, seed=seed)
+
+
+def check_alarm(ensemble: HydraEnsemble, parts: Parts, *, seed: int) -> dict[str, Any]:
+    """Measure, on held-out data, whether disagreement tells outliers and proxies from known data.
+
+    Every kind of proxy is made of its own share of the examples, so that the check costs two passes
+    over the held-out part.
+    """
+    if len(ensemble.plan.ends) == 1:
+        words = "Members cannot disagree here" if ensemble.members > 1 else "There is one member"
+        sentence = f"{words}: mutual information and disagreement are 0 and raise no alarm."
+        return {"auroc": {}, "useful": False, "sentence": sentence}
+    data = parts.data["temperature"]
+    ood: dict[str, Any] = {"outliers": given} if (given := parts.given) else {}
+    try:
+        kinds = list(make_proxies(data, "auto", seed=seed))
+        shares = {kind: range(place, data.count, len(kinds)) for place, kind in enumerate(kinds)}
+        ood["proxies"] = {
+            kind: make_proxies(data.subset(rows), kind, seed=seed)[kind]
+            for kind, rows in shares.items()
+            if rows
+        }
+    except DataError as error:  # neither images nor token ids
+        if not ood:
+            sentence = f"Whether disagreement tells outliers is not known: {error}"
+            return {"auroc": {}, "useful": False, "sentence": sentence}
+    results = evaluate(ensemble, data, ood=ood, bootstrap=0, progress=False, seed=seed)
+    check: dict[str, Any] = results.settings["disagreement"]
+    return check
 
 
 def apply_calibration_(ensemble: HydraEnsemble, calibration: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from ..data.model_runs import checked
 from ..data.progress import announce, duration, progress_bar
 from ..data.proxies import ProxyData
 from ..data.splits import fingerprint, split
+from ..fusion.ensemble import HydraEnsemble
 from ..hosts import HostModel
 from ..search.search_data import outlier_sets
 from ..search.search_state import SearchState, TensorStore
@@ -63,6 +64,7 @@ class Parts:
     Attributes:
         data: In-distribution data by part.
         sets: For `select` and `stop`: `"id"` and `"ood/..."`.
+        given: The outliers of `stop` that the caller gave, by name; no proxies.
         validated: Whether `validation` was given.
     """
 
@@ -95,6 +97,7 @@ class Parts:
             halves = split(outliers, {"select": 0.7, "stop": 0.3}, seed=seed)
             for part, sets in self.sets.items():
                 sets[name] = halves[part]
+        self.given = self.outliers("stop")
         # each part has its own proxies, so that no example both selects and decides
         for part, sets in self.sets.items() if proxies else ():
             sets.update(outlier_sets(self.data[part], "auto", seed=seed))
@@ -135,6 +138,20 @@ class Parts:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What a method of `build` found.
+
+    Attributes:
+        record: Plain data, kept in the ensemble's record: `cost`, `branch_layers` and, if members
+            differ by heads only, their `masks`. Otherwise `fits` says how they were fitted.
+        ensemble: The ensemble; None if it is the host fused with the masks.
+    """
+
+    record: dict[str, Any]
+    ensemble: HydraEnsemble | None = None
+
+
+@dataclass(frozen=True)
 class Task:
     """What a method of `build` works on.
 
@@ -142,6 +159,7 @@ class Task:
         host: The host model.
         parts: The data.
         members: Number of members M.
+        asked: Whether the caller gave this number.
         budget: Bounds their counted cost.
         seed: Random seed.
         state: Finished steps of this build.
@@ -153,6 +171,7 @@ class Task:
     host: HostModel
     parts: Parts
     members: int
+    asked: bool
     budget: Budget
     seed: int
     state: SearchState

@@ -21,7 +21,7 @@ from ..search.headmap import Condition, find_circuit
 from ..search.mask_pool import make_pool
 from ..search.selection import EnsembleObjective, count_masks, next_best, select_members
 from ..search.trunk_cache import CACHE_BYTES, Outputs, Prefix
-from .data_parts import Task
+from .data_parts import Outcome, Task
 
 METHODS: Registry[type[Method]] = Registry("method")
 """Methods of `build` by name: classes whose objects can be given instead of the name."""
@@ -41,20 +41,22 @@ class Method(Protocol):
 
     Attributes:
         name: In the registry.
+        members: Default number of members; None if that depends on the outcome.
         proxies: Whether it needs outliers made from the calibration data.
     """
 
     name: ClassVar[str]
+    members: ClassVar[int | None]
     proxies: ClassVar[bool]
 
     def settings(self) -> dict[str, Any]:
         """Return what the result depends on, as plain data."""
         ...
 
-    def find(self, task: Task) -> dict[str, Any]:
-        """Find members: plain data with `masks`, `cost`, `branch_layers` and what was tried.
+    def find(self, task: Task) -> Outcome:
+        """Find members: masks or an ensemble, `cost`, `branch_layers` and what was tried.
 
-        Where fewer masks than members are distinct, `equal_members` says why.
+        Where fewer members than asked for are distinct, `equal_members` says why.
         """
         ...
 
@@ -87,7 +89,7 @@ def method_with(name: str, **options: Any) -> Method:
 @METHODS.register("select")
 @dataclass(frozen=True)
 class Select:
-    """Choose members by the ensemble's own figures, by successive halving (the default).
+    """Choose members by the ensemble's own figures, by successive halving.
 
     Without outliers, members are chosen for their likelihood; novelty finds outliers. Outliers that
     are given count as well.
@@ -100,6 +102,7 @@ class Select:
     """
 
     name: ClassVar[str] = "select"
+    members: ClassVar[int | None] = 3
     proxies: ClassVar[bool] = False
     objective: EnsembleObjective = field(default_factory=EnsembleObjective)
     masks: int = 96
@@ -110,7 +113,7 @@ class Select:
         """Return what the result depends on."""
         return {"objective": asdict(self.objective), "masks": self.masks, "stems": self.stems}
 
-    def find(self, task: Task) -> dict[str, Any]:
+    def find(self, task: Task) -> Outcome:
         """Select members: few stems over a cached trunk, most masks dropped on little data."""
         host, parts, members = task.host, task.parts, task.members
         layers = task.budget.branch_layers(members)
@@ -170,7 +173,7 @@ class Select:
             result["equal_members"] = (
                 f"no ensemble of {members} different masks out of {len(pool)} was found{within}"
             )
-        return result
+        return Outcome(result)
 
 
 def _score_tables(task: Task, data: Any, layers: Sequence[int]) -> dict[str, HeadScores]:
@@ -207,6 +210,7 @@ def _rows(prefix: Prefix, parts: Sequence[str]) -> dict[str, Tensor]:
 class _OneByOne:
     """Finds members one by one; each only has to differ from those before it."""
 
+    members: ClassVar[int | None] = 3
     proxies: ClassVar[bool] = False
     keep: Keep | None = None
 
@@ -222,7 +226,7 @@ class _OneByOne:
         """Estimate the cost of a member, in batches through the whole host."""
         return 0.0
 
-    def find(self, task: Task) -> dict[str, Any]:
+    def find(self, task: Task) -> Outcome:
         """Find every member; where a mask is taken, use the next best."""
         option = task.budget.option(task.members, keep=self.keep)
         layers = range(option.branch_layer, len(task.host))
@@ -256,7 +260,7 @@ class _OneByOne:
                 f"{', '.join(str(option.keep_per_layer[layer]) for layer in layers)} heads from "
                 f"block {layers[0]} on"
             )
-        return result
+        return Outcome(result)
 
 
 @METHODS.register("circuit")

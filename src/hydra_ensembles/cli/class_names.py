@@ -90,13 +90,13 @@ class Calibrated:
         import torch
 
         from ..data.eval_mode import evaluating
-        from ..data.model_runs import member_logits
+        from ..data.model_runs import answering_logits
         from ..uncertainty import predict_from_logits
 
         logits = []
         for model in self.models:
             with evaluating(model):
-                logits.append(member_logits(model, batch))
+                logits.append(answering_logits(model, batch))
         found = predict_from_logits(torch.cat(logits, 1), temperature=self.temperature)
         if any(getattr(model, "novelty", None) is None for model in self.models):
             return found

@@ -90,7 +90,7 @@ def describe(
     from ..data.batches import images_of, labels_of
     from ..data.eval_mode import evaluating
     from ..data.loaders import indexable
-    from ..data.model_runs import member_logits
+    from ..data.model_runs import answering_logits
     from ..report.examples import Example, image_address
     from ..uncertainty import predict_from_logits
 
@@ -101,7 +101,7 @@ def describe(
     batch = next(iter(part))
     if answer is None:
         with evaluating(loaded.model):
-            answer = predict_from_logits(member_logits(loaded.model, batch).float().cpu())
+            answer = predict_from_logits(answering_logits(loaded.model, batch).float().cpu())
     images, labels = images_of(batch), labels_of(batch) if labelled else None
     texts = getattr(part, "texts", None)
     files = getattr(source, "files", None)

@@ -56,6 +56,9 @@ def cost(model: Any, batch: Any) -> Cost:
     if model.engine == "host":
         return _measured_cost(model, model._view, name, batch)
     outside = _outside(model._view, batch, streams=len(body.plan.ends), readout=body.readout)
+    if body.readouts is not None:
+        weights = sum(p.numel() for p in body.readouts.parameters() if p.dim() > 1)
+        outside = replace(outside, multiply_adds=outside.multiply_adds + outside.batch * weights)
     return _in_total(name, model.host, outside, _fused_blocks(body, outside))
 
 

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .._records import read_record, to_record
+from .._tables import markdown_table
 from ..errors import DataError
 from .intervals import Interval, bootstrap
-from .tables import markdown_table
 
 
 class PeakMemory(TorchDispatchMode):
@@ -41,11 +41,20 @@ class PeakMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+
+        def storage_of(tensor: Tensor) -> int:
+            return tensor.untyped_storage()._cdata
+
+        def freed(key: int, size: int) -> None:
+            self._known.discard(key)
+            self.alive -= size
+
+        leaves = tree_leaves((args, kwargs))
+        given = {storage_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
             if not isinstance(leaf, Tensor):
                 continue
-            key = _storage(leaf)
+            key = storage_of(leaf)
             if key in given or key in self._known:
                 continue  # a view, or written in place
             storage = leaf.untyped_storage()
@@ -53,16 +62,8 @@ class PeakMemory(TorchDispatchMode):
             self._known.add(key)
             self.alive += size
             self.peak = max(self.peak, self.alive)
-            weakref.finalize(storage, self._freed, key, size)
+            weakref.finalize(storage, freed, key, size)
         return result
-
-    def _freed(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.alive -= size
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 @dataclass(frozen=True)
@@ -139,14 +140,14 @@ class BenchmarkResult:
             f"{', '.join(map(str, self.batch_sizes))}."
         )
 
-    def ratio(self, name: str, batch_size: int, *, to: str | None = None) -> Interval:
+    def ratio(self, name: str, batch_size: int) -> Interval:
         """Return the median over rounds of the paired latency ratios, with a bootstrap interval."""
-        base = self[to or self.names[0], batch_size].seconds
+        base = self[self.names[0], batch_size].seconds
         return paired_ratio(self[name, batch_size].seconds, base)
 
-    def counted(self, name: str, batch_size: int, *, to: str | None = None) -> float:
+    def counted(self, name: str, batch_size: int) -> float:
         """Return the ratio of counted multiply-adds."""
-        base = self[to or self.names[0], batch_size].multiply_adds
+        base = self[self.names[0], batch_size].multiply_adds
         return self[name, batch_size].multiply_adds / max(1, base)
 
     def rows(self) -> list[dict[str, Any]]:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.answers import Answers
 from ..data.class_names import check_class_order
-from ..data.model_runs import collect_logits, iterate_answers
+from ..data.model_runs import collect_logits, run_model
 from ..errors import DataError
 from ..uncertainty import fit_temperature, scale_logits, scores
+from .disagreement_check import check_disagreement
 from .figures import NOVELTY, OOD, POST, SHIFT, AllFigures, Columns, Examples, columns_of
 from .intervals import default_draws, draws_of, intervals
 from .results import Results
@@ -84,7 +84,7 @@ def evaluate(
     for key, batches in sets.items():
         parts: list[Columns] = []
         scaled: list[Columns] = []
-        for answers in iterate_answers(
+        for run in run_model(
             model,
             batches,
             name=key,
@@ -94,20 +94,30 @@ def evaluate(
             progress=progress,
             classes=shape[1] if shape else None,
         ):
-            shape = shape or (answers.logits.shape[1], answers.logits.shape[2])
-            names = _with_novelty(names, answers)
-            parts.append(columns_of(answers, scores=names, logit_scale=scale))
+            shape = shape or (run.logits.shape[1], run.logits.shape[2])
+            if NOVELTY in names and run.novelty_score is None:
+                raise DataError(
+                    "The score 'novelty' needs fitted novelty, but the model's predictions have "
+                    "none: call ensemble.fit_novelty_(known) first."
+                )
+            if NOVELTY not in names and run.novelty_score is not None:
+                names = [*names, NOVELTY]
+            parts.append(columns_of(run, scores=names, logit_scale=scale))
             if degrees is not None:
-                cooled = scale_logits(answers.logits.double(), temperature=degrees)
+                cooled = scale_logits(run.answering_logits.double(), temperature=degrees)
                 # MCM reads cosines: what divides the logits divides their scale
                 by = None if scale is None else scale / degrees
-                after = answers._replace(logits=cooled, code=None)  # it is about the logits
+                after = run._replace(code=None)  # it is about the logits
+                if run.student_logits is None:
+                    after = after._replace(logits=cooled)
+                else:
+                    after = after._replace(student_logits=cooled[:, 0])
                 scaled.append(columns_of(after, scores=names, logit_scale=by))
         examples[key] = _concatenate(parts)
         if scaled:
             examples[POST + key] = _concatenate(scaled)
 
-    assert shape is not None  # iterate_answers raises on empty data
+    assert shape is not None  # run_model raises on empty data
     settings = {
         "scores": names,
         "members": shape[0],
@@ -120,18 +130,6 @@ def evaluate(
     return results_of(
         examples, name=name or type(model).__name__, settings=settings, progress=progress
     )
-
-
-def _with_novelty(names: list[str], answers: Answers) -> list[str]:
-    """Add novelty to the scores of a model that gives it; refuse it of one that does not."""
-    if answers.novelty_score is not None:
-        return names if NOVELTY in names else [*names, NOVELTY]
-    if NOVELTY in names:
-        raise DataError(
-            "The score 'novelty' needs fitted novelty, but the model's predictions have none: call "
-            "ensemble.fit_novelty_(known) first."
-        )
-    return names
 
 
 def results_of(
@@ -147,6 +145,11 @@ def results_of(
         right = bool(examples["id"]["correct"].all())
         reason = f"{'every' if right else 'no'} prediction is right, so errors cannot be ranked."
         notes = {f"fail/{key}": reason for key in ("AUROC", "AUPR", "FPR95")}
+    check = check_disagreement(
+        examples, members=settings["members"], score=settings["scores"][0], seed=settings["seed"]
+    )
+    if check is not None:
+        settings["disagreement"] = check
     found = Results(name=name, figures=values, settings=settings, notes=notes, examples=examples)
     count, seed = settings["bootstrap"], settings["seed"]
     if count:
@@ -168,7 +171,8 @@ def logit_scale_of(model: Any) -> Tensor:
         held = next(found, None)
     if held is not None:
         scale = torch.as_tensor(held, dtype=torch.float64, device="cpu")
-        for name in ("temperature", "member_temperatures"):
+        divided_by = ["temperature", "member_temperatures"]
+        for name in divided_by[: 1 if getattr(model, "student", None) is not None else 2]:
             degrees = getattr(model, name, None)
             if isinstance(degrees, (int, float, list, tuple, Tensor)):
                 by = torch.as_tensor(degrees, dtype=torch.float64, device="cpu")

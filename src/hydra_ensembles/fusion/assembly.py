@@ -83,7 +83,7 @@ def assemble(
         hosted, block_templates = host_blocks_(
             base, plan, cuts, hosts=hosts, seconds=seconds, folds=folds
         )
-        copies = _split_classifiers_(base, plan, hosts, classifier)
+        copies = _split_classifiers_(base, plan, hosts, classifier, folds=folds)
         how = {"engine": "host", "folds": folds, "cuts": cuts}
         assembly = Assembly(
             base.model, hosted, plan, block_templates, copies, merged, description, how
@@ -108,7 +108,7 @@ def assemble(
     for block, layer_plan in zip(body.branch, plan.layers, strict=True):
         assert isinstance(block, FusedBlock)
         layers[layer_plan.layer].fill_(block, layer_plan, base.family.norm)
-    copies.update(_split_classifiers_(base, plan, hosts, classifier))
+    copies.update(_split_classifiers_(base, plan, hosts, classifier, folds=readout.folds))
     settings = base.arithmetic.settings()
     settings |= {"form": str(body.form)} if str(body.form) else {}
     assembly = Assembly(
@@ -118,12 +118,12 @@ def assemble(
 
 
 def _split_classifiers_(
-    base: HostModel, plan: Plan, hosts: list[HostModel], paths: list[str]
+    base: HostModel, plan: Plan, hosts: list[HostModel], paths: list[str], *, folds: bool
 ) -> dict[str, int]:
     """Give modules after the blocks in which members differ one copy per stream, in place."""
     ends = _representatives(plan)
     copies = {f"classifier.{path}": len(ends) for path in paths}
-    split_classifier_(base.model, copies)
+    split_classifier_(base.model, copies, folds=folds)
     for path in paths:
         split = base.model.get_submodule(path)
         assert isinstance(split, PerStream)
@@ -303,11 +303,6 @@ def _differing_classifiers(hosts: list[HostModel]) -> tuple[list[str], list[int]
     ]
     if not differing:
         return [], None
-    if not hosts[0].readout.folds:
-        raise UnsupportedModelError(
-            f"Members differ after their blocks ({', '.join(differing)}), and {hosts[0].name} "
-            'reads a position of each sample there. Fuse with average="all".'
-        )
     return differing, identities(
         [[host.model.get_submodule(path) for path in differing] for host in hosts]
     )

@@ -21,8 +21,9 @@ from ..hosts.block_arguments import read_arguments
 from ..hosts.block_calls import Form, full_length, states_of, take_call, without_cache
 from ..hosts.families import Family
 from ..hosts.probes import Readout
-from .call_options import options_of, set_options
+from .call_options import CallOptions, options_of, set_options
 from .fused_block import Context, FusedBlock
+from .linear_readout import Readouts
 from .streams import select_streams, streams_of
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
@@ -105,6 +106,7 @@ class Body(nn.Module):
         self.heads = heads  # heads in the bias that the host passes, if any
         self.grid = grid  # of relative position tables, if any
         self.form = form or Form()  # in which the host expects a block's output
+        self.readouts: Readouts | None = None  # logits that are linear in the last block's features
 
     @property
     def folds(self) -> bool:
@@ -118,10 +120,10 @@ class Body(nn.Module):
     def each_stream(self, run: Callable[[], Any], positions: Tensor | None) -> list[Any]:
         """Call the host once per stream: all blocks run in the first call, none in the others."""
         streams: list[Tensor] = []
-        with self.options(positions=positions, streams=streams):
+        with self.options(positions=positions, streams=streams, end=0):
             outputs = [run()]
-        for stream in streams[1:]:
-            with self.options(answer=stream):
+        for end, stream in enumerate(streams[1:], 1):
+            with self.options(answer=stream, end=end):
                 outputs.append(run())
         return outputs
 
@@ -157,7 +159,7 @@ class Body(nn.Module):
         for layer, block in enumerate(self.branch, start=len(self.trunk)):
             if context is None or form != self._rotary[layer] or self.arithmetic.by_layer:
                 form = self._rotary[layer]
-                context = self._context(given[layer], tokens, form, call.positions)
+                context = self._context(given[layer], tokens, form, call)
             x = block(x, context)
             if call.states is not None:
                 call.states.append(x)
@@ -174,9 +176,7 @@ class Body(nn.Module):
                 summaries.leave(states)
         return leaving[0]
 
-    def _context(
-        self, given: Given, x: Tensor, rotary: str | None, positions: Tensor | None
-    ) -> Context:
+    def _context(self, given: Given, x: Tensor, rotary: str | None, call: CallOptions) -> Context:
         """Read the arguments that the host passed to a block."""
         try:
             read = read_arguments(
@@ -191,7 +191,8 @@ class Body(nn.Module):
             mask=read.mask,
             causal=self.causal if read.causal is None else read.causal,
             tokens=self.readout.tokens,
-            positions=positions,
+            positions=call.positions,
             rotary=read.rotary,
             bias=read.bias,
+            features=call.features,
         )

@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..hosts.block_calls import Form
 from ..uncertainty.novelty import full_precision
+
+if TYPE_CHECKING:
+    from .linear_readout import FeatureCollector
 
 
 class SummaryCollector:
@@ -127,7 +130,8 @@ class CallOptions:
         states: Collects the output of every block.
         at_branch: Called with the trunk's output; may raise to stop there.
         summaries: Takes the token summaries that novelty reads.
-        end: Host engine: the classifier's stream to run; None for all, folded.
+        features: Takes the features that linear readouts read.
+        end: The classifier's stream that this pass of the host runs; None for all, folded.
         memory: Host engine: outputs of blocks by (layer, stream): states, or None where the input
             can be passed on.
     """
@@ -140,11 +144,17 @@ class CallOptions:
     states: list[Tensor] | None = None
     at_branch: Callable[[Tensor], None] | None = None
     summaries: SummaryCollector | None = None
+    features: FeatureCollector | None = None
     end: int | None = None
     memory: dict[tuple[int, int], tuple[Tensor | None, Form]] = field(default_factory=dict)
 
 
 _current: ContextVar[CallOptions | None] = ContextVar("hydra_call_options", default=None)
+
+
+def running_call() -> CallOptions:
+    """Return the options of the running call, whoever set them: for parts without an owner."""
+    return _current.get() or CallOptions(None)
 
 
 def options_of(owner: object) -> CallOptions:

@@ -25,7 +25,9 @@ from .fused_block import FusedBlock
 from .fused_model import FusedModel, Mode
 from .host_interface import push, with_signature_of
 from .known_data import fit_novelty, why_novel
+from .linear_readout import Readouts, refuse_readouts
 from .row_function import RowAnswers, predict_proba
+from .structure import attach_readouts_
 from .summary import remember_results, summarize, summarize_html
 
 
@@ -44,7 +46,11 @@ class HydraEnsemble(FusedModel):
         masks: The members' masks, in terms of the host's original heads.
         members: Number of members M.
         mode: `"fused"`, or `"loop"` to run members one by one.
-        temperature, member_temperatures: Divide the members' logits (None: not calibrated).
+        temperature: Divides the logits behind `probabilities`: the student's if there is one,
+            otherwise all members' (None: not calibrated).
+        member_temperatures: Divide each member's logits (None: not calibrated).
+        student: One linear output that answers for the ensemble; None without.
+        member_readout: Linear outputs, one per member; None where members are hosts.
         score: The uncertainty that `predict` reports.
         policy: When to answer, and what is guaranteed (see `fit_policy`); None before it is fitted.
         transform, tokenizer: How `predict` turns images, paths and texts into inputs.
@@ -132,11 +138,22 @@ class HydraEnsemble(FusedModel):
     def member(self, index: int) -> nn.Module:
         """Return one member as a plain, physically pruned host model.
 
-        It shares the parameters of the trunk, the MLPs and the norms; its heads are copies.
+        It shares the parameters of the trunk, the MLPs and the norms; its heads are copies. Members
+        that are linear readouts of one trunk (`fold(readout="logits")`) are refused.
         """
         if not 0 <= index < self.members:
             raise IndexError(f"Member {index} of {self.members}: count from 0.")
+        refuse_readouts(self.member_readout)
         return self._cast_member(index)
+
+    def attach_readouts_(self, readouts: Readouts) -> HydraEnsemble:
+        """Let linear readouts answer for the members, for all of them, or both, in place.
+
+        The last block must be branched, as `fuse(..., branch_layer=last)` makes it.
+        """
+        attach_readouts_(self.body, readouts.to(self.device), self._assembly.block_templates[-1])
+        self._drop_policy("the readouts")
+        return self
 
     def untie_(self, *, mlps: bool = False) -> HydraEnsemble:
         """Give each member its own heads, norms and output biases, for training, in place.
@@ -160,7 +177,7 @@ class HydraEnsemble(FusedModel):
             parameter.requires_grad_(False)
         trainable = [p for block in self.body.branch for p in block.parameters()]
         # probe a member: its host's code runs on a batch that is not folded
-        for path in modules_after_blocks(host_model(self.member(0), family=self.body.family)):
+        for path in modules_after_blocks(host_model(self._cast_member(0), family=self.body.family)):
             trainable += list(self.host.get_submodule(path).parameters())
         for parameter in trainable:
             parameter.requires_grad_(True)

@@ -18,6 +18,7 @@ from ..errors import FormatError, HydraError, MissingDependencyError
 from ..hosts import HostModel
 from ..hosts.architecture import check_sizes, library_versions, rebuild_host
 from ..hosts.example_inputs import examples
+from ..hosts.mlp_site import remove_neurons_
 from ..uncertainty import Policy
 from ..uncertainty.novelty import Novelty, from_tensors
 from .assembly import Assembly
@@ -98,6 +99,7 @@ def _read(
                 skeleton = rebuild_host(config.host)
             _check_fit(*structured(skeleton, config), config, header, folder)
         skeleton = rebuild_host(config.host) if host is None else copy.deepcopy(host)
+        remove_neurons_(skeleton, config.host.get("neurons", ()))  # a given host may have all
         assembly, view = structured(skeleton, config)
         _check_fit(assembly, view, config, header, folder)
     except (FormatError, MissingDependencyError):

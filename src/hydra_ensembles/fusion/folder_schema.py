@@ -21,7 +21,9 @@ from ..errors import FormatError, HydraError
 from ..heads.head_mask import HeadMask
 from ..heads.stream_plan import Plan
 from ..hosts.attention import FORMS, UNUSED
+from ..hosts.probes import Pooling
 from ..uncertainty import Policy, scores
+from .linear_readout import LinearReadout, Readouts
 
 FORMAT = "hydra-ensembles"
 FORMAT_VERSION = (2, 0)
@@ -121,6 +123,43 @@ class ProcessorRecord(Struct, frozen=True, forbid_unknown_fields=True):
     exif_orientation: bool
 
 
+class ReadoutsRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """Linear readouts (see `Readouts`): where their features are, and their sizes."""
+
+    second: str
+    pooling: tuple[Count, Count] | None
+    classes: Annotated[int, Meta(ge=1)]
+    features: Annotated[int, Meta(ge=1)]
+    members: Count
+    student: bool
+
+    @classmethod
+    def of(cls, readouts: Readouts) -> ReadoutsRecord:
+        """Describe the readouts of an ensemble."""
+        members, student, pooling = readouts.members, readouts.student, readouts.pooling
+        one = members or student
+        assert one is not None
+        _, classes, features = one.weight.shape
+        return cls(
+            second=readouts.second,
+            pooling=None if pooling is None else (pooling.own, pooling.start),
+            classes=classes,
+            features=features,
+            members=0 if members is None else len(members.weight),
+            student=student is not None,
+        )
+
+    def empty(self) -> Readouts:
+        """Return readouts of these sizes; their weights are filled in later."""
+        shape = self.classes, self.features
+        return Readouts(
+            self.second,
+            members=LinearReadout(self.members, *shape) if self.members else None,
+            student=LinearReadout(1, *shape) if self.student else None,
+            pooling=None if self.pooling is None else Pooling(*self.pooling),
+        )
+
+
 class Structure(Struct, frozen=True):
     """How a host becomes the ensemble: everything that decides its modules and their shapes."""
 
@@ -133,6 +172,7 @@ class Structure(Struct, frozen=True):
     merged: list[str]
     switches: dict[str, Any]
     aliases: dict[str, str]
+    readouts: ReadoutsRecord | None = None
 
     def stream_plan(self) -> Plan:
         """Return the plan with its masks."""
@@ -209,6 +249,7 @@ def check_config(content: Mapping[str, Any], where: str) -> Config:
             problem = _plan_problem(plan, config.readout, hosted=switches.engine == "host")
             problem = problem or _cut_problem(switches.cuts, plan)
             problem = problem or _copy_problem(config.copies, plan)
+            problem = problem or _readouts_problem(config.readouts, plan)
     except HydraError as error:  # an unknown score, or a mask without a head
         problem = str(error).rstrip(".")
     if problem is not None:
@@ -348,4 +389,17 @@ def _copy_problem(copies: dict[str, int], plan: Plan) -> str | None:
             return f"copies name layer {place}, which is not branched"
         if count not in allowed[place]:
             return f"{name} has {count} copies, expected one of {sorted(allowed[place])}"
+    return None
+
+
+def _readouts_problem(readouts: ReadoutsRecord | None, plan: Plan) -> str | None:
+    """Say where linear readouts do not fit the plan."""
+    if readouts is None:
+        return None
+    if not readouts.members and not readouts.student:
+        return "readouts has neither members nor a student"
+    if readouts.members not in (0, plan.members):
+        return f"readouts has {readouts.members} members, but there are {plan.members} masks"
+    if not plan.layers or plan.layers[-1].layer != plan.depth - 1:
+        return "readouts needs a plan whose last layer is branched"
     return None

@@ -41,6 +41,7 @@ from .folder_schema import (
     WEIGHTS,
     PlanRecord,
     ReadoutRecord,
+    ReadoutsRecord,
     Structure,
     check_config,
     read_config,
@@ -207,13 +208,17 @@ def _content(ensemble: HydraEnsemble, aliases: dict[str, str]) -> dict[str, Any]
         merged=list(ensemble.merged),
         switches=ensemble.switches,
         aliases=aliases,
+        readouts=None if body.readouts is None else ReadoutsRecord.of(body.readouts),
     )
+    described = msgspec.to_builtins(structure)
+    if structure.readouts is None:
+        del described["readouts"]  # as in folders of older versions
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "libraries": library_versions(),
         "host": checked_description(ensemble, structure),
-        **msgspec.to_builtins(structure),
+        **described,
         "mode": ensemble.mode,
         "temperature": ensemble.temperature,
         "member_temperatures": ensemble.member_temperatures,

@@ -21,6 +21,7 @@ from ..heads.stream_plan import LayerPlan
 from ..hosts.attention import Rotary, attend, bias_of, rows_of_mask
 from ..hosts.block_calls import take_rows
 from .head_bank import HeadBank, Packed
+from .linear_readout import FeatureCollector
 from .streams import OutputBias, PerStream, add_residual, of_stream, select_streams, streams_of
 
 Rows = Callable[[Tensor], Tensor]
@@ -44,6 +45,7 @@ class Context:
         positions: Position of each sample's readout [batch], or None.
         rotary: Angles by which queries and keys are rotated, or None.
         bias: Added to the scores of the host's heads [batch or 1, heads, queries, keys], or None.
+        features: Takes the features of linear readouts, or None.
     """
 
     mask: Tensor | None
@@ -52,6 +54,7 @@ class Context:
     positions: Tensor | None
     rotary: Rotary | None = None
     bias: Tensor | None = None
+    features: FeatureCollector | None = None
 
 
 class FusedBlock(nn.Module):
@@ -114,7 +117,10 @@ class FusedBlock(nn.Module):
         for module in self.after_attention:
             attended = module(attended)
         x = add_residual(attended, residual, parents, inputs)
-        return self._by_rows(x if self.norm == "pre" else self.norm1(x))
+        x = x if self.norm == "pre" else self.norm1(x)
+        if context.features is not None:
+            context.features.enter(x, plan.streams)
+        return self._by_rows(x)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         if self.norm == "pre":

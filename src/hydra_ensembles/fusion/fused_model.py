@@ -41,6 +41,7 @@ from .call_options import SummaryCollector
 from .host_engine import HostedBlock, HostedBody
 from .host_interface import HostInterface, with_embedding, with_logits
 from .inputs import prepare
+from .linear_readout import LinearReadout, refuse_readouts
 from .member import member_model, unpruned_model
 
 Mode = Literal["fused", "loop"]
@@ -59,11 +60,13 @@ class Run(NamedTuple):
         member_logits: Raw, `[batch, member, class]` (of an encoder: embeddings).
         output: The host's own output.
         summaries: Token summaries of novelty `[batch, tap, width]`, if they were asked for.
+        student_logits: Raw, `[batch, class]`; None without a student.
     """
 
     member_logits: Tensor
     output: Any
     summaries: Tensor | None = None
+    student_logits: Tensor | None = None
 
 
 class FusedModel(HostInterface):
@@ -149,8 +152,23 @@ class FusedModel(HostInterface):
         return self.body.readout
 
     @property
+    def member_readout(self) -> LinearReadout | None:
+        """Gives the members' logits, where members are linear readouts of one trunk."""
+        readouts = self.body.readouts
+        return None if readouts is None else readouts.members
+
+    @property
+    def student(self) -> LinearReadout | None:
+        """The one output that answers for the ensemble; None where the members' mean does."""
+        readouts = self.body.readouts
+        return None if readouts is None else readouts.student
+
+    @property
     def temperature(self) -> float | None:
-        """Divides all members' logits; None when not calibrated."""
+        """Divides the logits behind `probabilities`: the student's, without one all members'.
+
+        None when not calibrated.
+        """
         return self._temperature
 
     @temperature.setter
@@ -223,14 +241,16 @@ class FusedModel(HostInterface):
         if (mode or self.mode) == "loop":
             outputs = [member(*args, **kwargs) for member in self._members()]
             logits = torch.stack([main_output(output) for output in outputs], 1)
-            taken = self.run(args, kwargs, summaries=True, mode="fused")[2] if summaries else None
-            return self._judged(Run(logits, outputs[0], taken))
+            run = Run(logits, outputs[0])
+            if summaries or self.student is not None:
+                run = self.run(args, kwargs, summaries=summaries, mode="fused")
+            return self._judged(run._replace(member_logits=logits, output=outputs[0]))
         body = self.body
-        plan, readout = body.plan, body.readout
-        collector = positions = None
+        plan, readout, readouts = body.plan, body.readout, body.readouts
+        collector = features = positions = None
         # one positional input is the images or the ids: no mask to look for by its name
         named = kwargs if len(args) < 2 and readout.positions is None else self._named(args, kwargs)
-        if readout.positions is not None and (summaries or not body.folds):
+        if readout.positions is not None:
             positions = readout.positions(named)
         if summaries:
             collector = SummaryCollector(
@@ -239,8 +259,12 @@ class FusedModel(HostInterface):
                 positions=positions,
                 streams=len(plan.ends) if body.folds else 1,
             )
-        # a compiled graph cannot set options, and without summaries there are none to set
-        with nullcontext() if collector is None else body.options(summaries=collector):
+        if readouts is not None:
+            features = readouts.collector(plan, readout, positions, named.get("attention_mask"))
+        # a compiled graph cannot set options, and without collectors there are none to set
+        alone = collector is None and features is None
+        options = body.options(summaries=collector, features=features)
+        with nullcontext() if alone else options:
             if body.folds:
                 outputs = [self.host(*args, **kwargs)]
             else:
@@ -250,10 +274,12 @@ class FusedModel(HostInterface):
         streams = streams.unflatten(0, (len(plan.ends), -1))
         if plan.streams != tuple(range(len(streams))):
             streams = streams.index_select(0, torch.tensor(plan.streams, device=streams.device))
-        logits = streams.transpose(0, 1)
-        return self._judged(
-            Run(logits, outputs[0], None if collector is None else collector.summaries())
-        )
+        logits, student_logits = streams.transpose(0, 1), None
+        if features is not None and readouts is not None:
+            by_readout, student_logits = readouts(features.features())
+            logits = logits if by_readout is None else by_readout
+        taken = None if collector is None else collector.summaries()
+        return self._judged(Run(logits, outputs[0], taken, student_logits))
 
     def _judged(self, run: Run) -> Run:
         if self._gives_classes is None:
@@ -273,16 +299,21 @@ class FusedModel(HostInterface):
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         """Run all members; take the host's inputs, return the host's kind of output.
 
-        `logits` = log mean_m softmax(member logits); with `labels`, `loss` is their negative
-        log-likelihood under the mean probability, of a causal language model that of the next
-        token, as its host has it.
+        `logits` = log mean_m softmax(member logits), or the student's log softmax; with `labels`,
+        `loss` is their negative log-likelihood under this probability, of a causal language model
+        that of the next token, as its host has it.
         """
-        member_logits, output, _ = self.run(args, kwargs)
+        run = self.run(args, kwargs)
+        output = run.output
         if not self.is_classifier:
             if labels is not None:
                 raise UnsupportedModelError(f"{type(self.host).__name__} has no classes to label.")
-            return with_embedding(output, member_logits.mean(1))
-        logits = log_mean_probability(self._scaled(member_logits))
+            return with_embedding(output, run.member_logits.mean(1))
+        if run.student_logits is None:
+            logits = log_mean_probability(self._scaled(run.member_logits))
+        else:
+            by = self.temperature
+            logits = log_mean_probability(scale_logits(run.student_logits, temperature=by))
         loss = None
         if labels is not None:  # a token classifier's [batch, token, class]; -100 does not count
             rated, labels = logits, labels.to(logits.device)
@@ -312,7 +343,9 @@ class FusedModel(HostInterface):
         args, kwargs, _ = read_batch(batch, next(self.parameters()).device)
         training = any(module.training for module in self.modules())
         model = twin(self).eval() if training else self
-        logits, _, summaries = model.run(args, kwargs, summaries=self.novelty is not None)
+        logits, _, summaries, student_logits = model.run(
+            args, kwargs, summaries=self.novelty is not None
+        )
         logits = logits.float()
         if model._gives_classes is False:
             raise UnsupportedModelError(
@@ -322,6 +355,7 @@ class FusedModel(HostInterface):
             )
         answer = predict_from_logits(
             logits,
+            student_logits=student_logits,
             score=self.score,
             temperature=self.temperature,
             member_temperatures=self.member_temperatures,
@@ -329,7 +363,8 @@ class FusedModel(HostInterface):
             class_names=self._class_names,
         )
         if summaries is not None:
-            raw = self.temperature is None and self.member_temperatures is None and logits.ndim == 3
+            raw = self.temperature is None and self.member_temperatures is None
+            raw = raw and logits.ndim == 3 and student_logits is None
             novelty, score = self._statistics()(
                 summaries,
                 per_text(logits, kwargs.get("attention_mask")),
@@ -371,11 +406,13 @@ class FusedModel(HostInterface):
         return self.novelty
 
     def _scaled(self, member_logits: Tensor) -> Tensor:
-        if self.temperature is None and self.member_temperatures is None:
+        """Divide the members' logits by what applies to them."""
+        temperature = self.temperature if self.student is None else None
+        if temperature is None and self.member_temperatures is None:
             return member_logits
         return scale_logits(
             member_logits,
-            temperature=self.temperature,
+            temperature=temperature,
             member_temperatures=self.member_temperatures,
         )
 
@@ -387,6 +424,7 @@ class FusedModel(HostInterface):
         return member_model(self.host, self.body, self._assembly.block_templates, self._view, index)
 
     def _members(self) -> list[nn.Module]:
+        refuse_readouts(self.member_readout)
         if self.training and torch.is_grad_enabled():
             raise HydraError(
                 'mode="loop" runs members for reference: it cannot be trained. '

@@ -23,7 +23,7 @@ from .body import Body
 from .folder_schema import Structure
 from .host_engine import HostedBody
 from .host_engine_blocks import host_blocks_, tie_
-from .structure import build_body_, split_classifier_
+from .structure import attach_readouts_, build_body_, split_classifier_
 
 if TYPE_CHECKING:
     from .ensemble import HydraEnsemble
@@ -49,7 +49,10 @@ def checked_description(ensemble: HydraEnsemble, structure: Structure) -> dict[s
         "from_pretrained(folder, host=model).",
         stacklevel=6,
     )
-    return {"library": "custom", "class": description["class"], "buffers": kinds}
+    kept: dict[str, Any] = {
+        name: description[name] for name in ("class", "neurons") if name in description
+    }
+    return {"library": "custom", **kept, "buffers": kinds}
 
 
 @torch.no_grad()
@@ -123,7 +126,9 @@ def structured(skeleton: nn.Module, structure: Structure) -> tuple[Assembly, Hos
         tie_(view.model, view.blocks_path, structure.aliases)
     else:
         body, templates = build_body_(view, plan, structure.copies)
-    split_classifier_(view.model, structure.copies)
+    split_classifier_(view.model, structure.copies, folds=body.folds)
+    if structure.readouts is not None:
+        attach_readouts_(body, structure.readouts.empty(), templates[-1])
     merged, copies = tuple(structure.merged), dict(structure.copies)
     return Assembly(view.model, body, plan, templates, copies, merged, description), view
 

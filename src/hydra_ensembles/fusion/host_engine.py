@@ -22,6 +22,7 @@ from ..hosts.block_calls import BlockCall, Form, states_of, take_call
 from ..hosts.families import Family
 from ..hosts.probes import Readout
 from .call_options import CallOptions, options_of, set_options
+from .linear_readout import Readouts
 from .streams import select_streams, streams_of
 
 
@@ -51,6 +52,7 @@ class HostedBlock(nn.Module):
         self.plan = layer
         self.hosting = hosting
         self.form: Form | None = None  # form of the block's output, once seen
+        self.readouts: Readouts | None = None  # of the last block, as in `Body`
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -193,6 +195,15 @@ class HostedBody:
     def branch(self) -> list[HostedBlock]:
         """The blocks above the trunk."""
         return self.layers[self.plan.trunk :]
+
+    @property
+    def readouts(self) -> Readouts | None:
+        """Logits that are linear in the last block's features, or None."""
+        return self.layers[-1].readouts
+
+    @readouts.setter
+    def readouts(self, readouts: Readouts | None) -> None:
+        self.layers[-1].readouts = readouts
 
     def options(self, **changes: Any) -> AbstractContextManager[None]:
         """Set options of the calls inside (see `CallOptions`)."""

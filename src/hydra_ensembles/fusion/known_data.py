@@ -25,17 +25,22 @@ from .call_options import tap_names
 from .inputs import prepare
 
 if TYPE_CHECKING:
-    from .fused_model import FusedModel
+    from .fused_model import FusedModel, Run
 
 CLASS_BLOCKS = 3
 """The trunk's last blocks measure distances to classes, as the end of the last block does: early
 blocks know no classes."""
 
 
+def run_of(ensemble: FusedModel, batch: Any, *, summaries: bool) -> Run:
+    """Run an ensemble once on a batch that is not checked: an exported graph runs this code."""
+    args, kwargs, _ = split_batch(batch)
+    return ensemble.run(*move((args, kwargs), ensemble.device), summaries=summaries)
+
+
 def features_of(ensemble: FusedModel, batch: Any) -> tuple[Tensor, Tensor]:
     """Run an ensemble once; return raw member logits and token summaries."""
-    args, kwargs, _ = split_batch(batch)  # not checked: an exported graph runs this code
-    run = ensemble.run(*move((args, kwargs), ensemble.device), summaries=True)
+    run = run_of(ensemble, batch, summaries=True)
     assert run.summaries is not None
     return run.member_logits.float(), run.summaries
 

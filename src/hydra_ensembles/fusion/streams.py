@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.eval_mode import twin
+from .call_options import running_call
 
 
 class PerStream(nn.Module):
@@ -36,6 +37,14 @@ class PerStream(nn.Module):
         """Give every stream its own copy, in place."""
         if len(self.each) == 1:
             self.each.extend([copy.deepcopy(self.each[0]) for _ in range(streams - 1)])
+
+
+class PerEnd(PerStream):
+    """A module after the blocks of a host that runs once per stream: that of the running stream."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the module of the stream that the host runs in this pass."""
+        return self.of(running_call().end or 0)(x)
 
 
 def of_stream(module: nn.Module, stream: int) -> nn.Module:

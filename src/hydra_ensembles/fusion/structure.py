@@ -20,7 +20,9 @@ from ..hosts.head_weights import HeadWeights
 from .body import Body, PlaceholderBlock, copy_settings_, plain_settings
 from .fused_block import FusedBlock
 from .head_bank import HeadBank
-from .streams import OutputBias, PerStream
+from .host_engine import HostedBody
+from .linear_readout import Readouts, tap_, tap_neurons_
+from .streams import OutputBias, PerEnd, PerStream
 
 Copies = Mapping[str, int]
 """Number of copies per part that differs between streams; all other parts have one."""
@@ -163,8 +165,33 @@ def _room_for(weights: HeadWeights, plan: LayerPlan) -> HeadWeights:
     return HeadWeights(*(room(getattr(weights, name)) for name in HeadWeights.__dataclass_fields__))  # type: ignore[arg-type]
 
 
-def split_classifier_(model: nn.Module, copies: Copies) -> None:
-    """Give modules after the blocks that differ between members one copy per stream, in place."""
+def attach_readouts_(body: Body | HostedBody, readouts: Readouts, template: nn.Module) -> None:
+    """Give a body linear readouts, which read its last block, in place.
+
+    Args:
+        body: A body whose last block is branched (one stream is enough).
+        readouts: The readouts; they replace others of the same block.
+        template: The host's last block, with or without storage.
+    """
+    if body.readouts is None:
+        last = body.plan.depth - 1
+        if isinstance(body, HostedBody):
+            tap_(Block.of(last, body.layers[-1].streams[0], body.family), readouts.second)
+        else:
+            paths = Block.of(last, template, body.family).mlp_names
+            tap_neurons_(list(body.branch[-1].mlp), paths, readouts.second)  # type: ignore[arg-type]
+    body.readouts = readouts
+
+
+def split_classifier_(model: nn.Module, copies: Copies, *, folds: bool = True) -> None:
+    """Give modules after the blocks that differ between members one copy per stream, in place.
+
+    Args:
+        model: The host.
+        copies: Number of copies by name.
+        folds: Whether one pass of the host reads out all streams; otherwise it runs once for each.
+    """
+    kind = PerStream if folds else PerEnd
     for name, count in copies.items():
         if name.startswith("classifier."):
             path = name.removeprefix("classifier.")
@@ -173,5 +200,5 @@ def split_classifier_(model: nn.Module, copies: Copies) -> None:
             setattr(
                 model.get_submodule(parent),
                 leaf,
-                PerStream([copy.deepcopy(module) for _ in range(count)]),
+                kind([copy.deepcopy(module) for _ in range(count)]),
             )

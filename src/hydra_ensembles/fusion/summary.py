@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._html import table
+from .._tables import table
 from ..costs.cost_record import CostRatio
 from ..costs.formula import cost
 from ..errors import HydraError
@@ -41,10 +41,14 @@ def summarize(ensemble: HydraEnsemble) -> str:
         lines.append("  engine   the host's own blocks, one for every stream")
     if ensemble.merged:
         lines.append(f"  averaged {', '.join(ensemble.merged)} (members were fine-tuned)")
+    if "auto" in ensemble.record:
+        lines.append(f"  chosen   {ensemble.record['auto']['why']}")
     lines += _teachers(ensemble.record)
     lines += _cost_lines(ensemble)
     lines.append(f"  score    {_score(ensemble)}")
     lines += _calibration(ensemble)
+    if "disagreement" in ensemble.record:
+        lines.append(f"  alarm    {ensemble.record['disagreement']['sentence']}")
     why = str(ensemble.record.get("novelty"))  # of `build`, which may have failed to fit it
     missing = why if why.startswith("not fitted") else "not fitted: call fit_novelty_(known data)"
     lines.append(f"  novelty  {ensemble.novelty or missing}")

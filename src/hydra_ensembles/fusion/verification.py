@@ -16,6 +16,8 @@ from ..heads.gates import gate
 from ..heads.head_mask import HeadMask
 from ..hosts import Family, HostModel, host_model, main_output
 from ..hosts.block_calls import Inputs, states_of
+from .known_data import run_of
+from .linear_readout import TappedHost
 
 if TYPE_CHECKING:
     from .body import Body
@@ -106,6 +108,9 @@ def verify(
 ) -> Verification:
     """Compare a fused ensemble with its members run one by one, on a batch.
 
+    Members that are linear readouts, and a student, are compared with features @ W + b, where the
+    features come from the trunk as a plain host.
+
     Returns:
         The largest differences, if all of them are within the tolerance.
 
@@ -128,21 +133,50 @@ def verify(
     tolerance = tolerance_of(ensemble.dtype) if tolerance is None else tolerance
     ensemble = twin(ensemble).eval()  # a twin: the caller's mode does not change
     ensemble.mode = "fused"
-    fused = ensemble.member_logits(batch)
-    models = members or [ensemble.member(m) for m in range(ensemble.members)]
-    one_by_one = torch.stack([main_output(call_model(in_eval(m), batch)) for m in models], 1)
+    run = run_of(ensemble, batch, summaries=False)
+    fused = run.member_logits
+    by_readout, student = _linear_logits(ensemble, batch)
+    models = members
+    if members is None and by_readout is None:
+        models = [ensemble.member(m) for m in range(ensemble.members)]
+    if models is None:
+        assert by_readout is not None
+        one_by_one = by_readout
+    else:
+        one_by_one = torch.stack([main_output(call_model(in_eval(m), batch)) for m in models], 1)
     differences = (fused - one_by_one).abs().flatten(2).amax(dim=(0, 2))
     allowed = tolerance * max(1.0, float(one_by_one.abs().max()))
     largest = float(differences.max())
-    if not largest <= allowed:  # NaN fails too
+    if student is not None and run.student_logits is not None:
+        apart = float((run.student_logits - student).abs().max())
+        if not apart <= tolerance * max(1.0, float(student.abs().max())):
+            raise VerificationError(
+                f"The student differs by {apart:.3g} between the fused model and the trunk run by "
+                "its host library. Please report this with str(explain(model))."
+            )
+        largest = max(largest, apart)
+    if not float(differences.max()) <= allowed:  # NaN fails too
         member = int(differences.nan_to_num(float("inf")).argmax())
-        where = _first_parting(ensemble, models[member], member, batch, allowed)
+        where = "in the features of the last block"
+        if models is not None:
+            where = _first_parting(ensemble, models[member], member, batch, allowed)
         raise VerificationError(
             f"Member {member} differs by {largest:.3g} between the fused model and the member run "
             f"alone (allowed {allowed:.3g}), first {where}. Please report this with "
             "str(explain(model)) and the masks."
         )
     return Verification(largest, tuple(float(d) for d in differences), tolerance)
+
+
+def _linear_logits(ensemble: HydraEnsemble, batch: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return what linear readouts give on the trunk's own run: members' and student's logits."""
+    body = ensemble.body
+    readouts = body.readouts
+    if readouts is None:
+        return None, None
+    trunk = ensemble._cast_member(0)
+    run = TappedHost(trunk, body.family, body.readout, readouts.second, readouts.pooling)
+    return readouts(run(batch)[1].features())
 
 
 def _first_parting(

@@ -12,18 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._html import squares
+from .._tables import squares
 from ..errors import MaskError
 from ..registry import check_name
 from .head_tables import HeadTable, Rows
 from .head_tables import check_fits as check_fits
 from .head_tables import describe_shape as describe_shape
 from .head_tables import head_counts as head_counts
+from .mask_table import MaskTable
 
 Keep = float | int | Sequence[int]
 
 
-class HeadMask(HeadTable):
+class HeadMask(MaskTable):
     """Which heads a model keeps.
 
     Args:
@@ -39,16 +40,6 @@ class HeadMask(HeadTable):
           1  · ■    1/2
     """
 
-    _dtype = torch.bool
-
-    def _checked(self, layer: int, values: Tensor) -> Tensor:
-        if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
-            raise MaskError(
-                f"Layer {layer} of a HeadMask holds {values.tolist()}: expected 0/1 or True/False. "
-                "For soft gates pass a list of tensors to gate()."
-            )
-        return values.to(torch.bool)
-
     @classmethod
     def full(cls, like: Any) -> HeadMask:
         """Keep every head of a model, a HostModel, another table or a list of head counts."""
@@ -63,89 +54,8 @@ class HeadMask(HeadTable):
         scores = HeadScores([torch.rand(n, generator=generator) for n in head_counts(like)])
         return scores.top_k(keep, scope=scope)
 
-    @property
-    def kept(self) -> tuple[int, ...]:
-        """Number of heads kept in each layer."""
-        return tuple(int(row.sum()) for row in self.rows)
-
-    @property
-    def total_kept(self) -> int:
-        """Total number of kept heads."""
-        return sum(self.kept)
-
-    def indices(self, layer: int) -> list[int]:
-        """Return the kept heads of a layer, in order."""
-        return self.rows[layer].nonzero().flatten().tolist()
-
-    def pairs(self) -> list[tuple[int, int]]:
-        """Return the kept heads as `(layer, head)` pairs."""
-        return [(layer, head) for layer in range(len(self)) for head in self.indices(layer)]
-
-    def with_layer(self, layer: int, row: Any) -> HeadMask:
-        """Return a copy in which one layer's row is replaced."""
-        rows = list(self.rows)
-        rows[layer] = torch.as_tensor(row)
-        result = HeadMask(rows)
-        self._same_shape(result)
-        return result
-
-    def _same_shape(self, other: HeadMask) -> None:
-        if self.shape != other.shape:
-            raise MaskError(
-                f"Two masks of different shapes: {describe_shape(self.shape)} and "
-                f"{describe_shape(other.shape)}. Both must be made for the same model."
-            )
-
-    def _combine(self, other: HeadMask, op: Callable[[Tensor, Tensor], Tensor]) -> HeadMask:
-        if not isinstance(other, HeadMask):
-            return NotImplemented
-        self._same_shape(other)
-        return HeadMask([op(a, b) for a, b in zip(self.rows, other.rows, strict=True)])
-
-    def __and__(self, other: HeadMask) -> HeadMask:
-        return self._combine(other, torch.logical_and)
-
-    def __or__(self, other: HeadMask) -> HeadMask:
-        return self._combine(other, torch.logical_or)
-
-    def __xor__(self, other: HeadMask) -> HeadMask:
-        return self._combine(other, torch.logical_xor)
-
-    def __sub__(self, other: HeadMask) -> HeadMask:
-        return self._combine(other, lambda a, b: a & ~b)
-
-    def __invert__(self) -> HeadMask:
-        return HeadMask([~row for row in self.rows])
-
-    def __le__(self, other: HeadMask) -> bool:
-        """Return whether every head kept here is kept in `other` too."""
-        return (self - other).total_kept == 0
-
-    def overlap(self, other: HeadMask) -> float:
-        """Return the Jaccard index of the kept heads (1 when both are empty)."""
-        union = (self | other).total_kept
-        return (self & other).total_kept / union if union else 1.0
-
-    def __str__(self) -> str:
-        width = max(self.shape)
-        lines = [f"HeadMask: {self.total_kept} of {sum(self.shape)} heads kept"]
-        digits = len(str(len(self) - 1))
-        for layer, row in enumerate(self.rows):
-            grid = " ".join("■" if kept else "·" for kept in row.tolist())
-            pad = " " * (2 * (width - len(row)))
-            lines.append(f"  {layer:>{digits}}  {grid}{pad}  {int(row.sum())}/{len(row)}")
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        title = f"HeadMask: {self.total_kept} of {sum(self.shape)} heads kept"
-        notes = [f"{int(row.sum())}/{len(row)}" for row in self.rows]
-        return squares(title, [[float(kept) for kept in row.tolist()] for row in self.rows], notes)
-
     def __repr__(self) -> str:
         return f"HeadMask({[[int(v) for v in row] for row in self.tolist()]})"
-
-    def _payload(self) -> dict[str, Any]:
-        return {"heads": [[int(v) for v in row] for row in self.tolist()]}
 
 
 class HeadScores(HeadTable):

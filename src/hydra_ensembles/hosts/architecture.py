@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import FormatError, MissingDependencyError
+from .mlp_site import neurons_before, remove_neurons_, removed_neurons
 from .prompt_classifier import PromptClassifier
 from .zero_shot import PooledTower, ZeroShotClassifier
 
@@ -43,6 +44,9 @@ _PLAIN_TIMM = {
     "VisionTransformerDistilled": "timm.models.deit",
 }
 """Classes of timm that their parts fully describe, and their modules."""
+
+_AROUND = ("zero-shot", "pooled-tower", "prompt")
+"""Our own classes around a host: what is inside describes its neurons."""
 
 _NAMES_CODE = frozenset(
     {
@@ -96,6 +100,12 @@ def library_versions(*more: str) -> dict[str, str]:
 
 def describe_host(model: Any) -> dict[str, Any]:
     """Return plain data from which `rebuild_host` builds the same architecture."""
+    description = _describe(model)
+    removed = [] if description["library"] in _AROUND else removed_neurons(model)
+    return description | ({"neurons": removed} if removed else {})
+
+
+def _describe(model: Any) -> dict[str, Any]:
     name = type(model).__name__
     root = type(model).__module__.split(".")[0]
     if isinstance(model, ZeroShotClassifier):
@@ -157,6 +167,12 @@ def describe_host(model: Any) -> dict[str, Any]:
 
 def rebuild_host(description: dict[str, Any]) -> nn.Module:
     """Build a host of the described architecture; its weights are arbitrary."""
+    model = _rebuild(description)
+    remove_neurons_(model, description.get("neurons", ()))
+    return model
+
+
+def _rebuild(description: dict[str, Any]) -> nn.Module:
     library, name = description.get("library"), description.get("class")
     if library == "zero-shot":
         return ZeroShotClassifier.from_parts(
@@ -296,7 +312,7 @@ def _timm_arguments(model: Any) -> dict[str, Any]:
         "embed_dim": model.embed_dim,
         "depth": len(model.blocks),
         "num_heads": model.embed_dim // block.attn.head_dim,
-        "mlp_ratio": inner.fc1.out_features / model.embed_dim,
+        "mlp_ratio": neurons_before(inner.fc2, inner.fc1.out_features) / model.embed_dim,
         "qkv_bias": block.attn.qkv.bias is not None,
         "qk_norm": not isinstance(block.attn.q_norm, nn.Identity),
         "init_values": None if isinstance(block.ls1, nn.Identity) else 1e-5,
@@ -350,7 +366,7 @@ def _open_clip_arguments(model: Any) -> dict[str, Any]:
         "width": width,
         "layers": len(model.transformer.resblocks),
         "heads": width // block.attn.head_dim,
-        "mlp_ratio": block.mlp.c_fc.out_features / width,
+        "mlp_ratio": neurons_before(block.mlp.c_proj, block.mlp.c_fc.out_features) / width,
         "ls_init_value": None if isinstance(block.ls_1, nn.Identity) else 1e-5,
         "output_dim": model.output_dim,
         "no_ln_pre": isinstance(model.ln_pre, nn.Identity),

@@ -30,6 +30,7 @@ from .example_inputs import examples, text_config
 from .families import Family
 from .head_removal import why_not_cut
 from .head_weights import linear_weight
+from .mlp_site import MlpSite, find_neurons
 from .probes import Readout, bare_call, find_readout, largest_difference, structure_of
 from .reasons import at_layer, describe_parameters
 from .shared_layers import unrolled
@@ -111,6 +112,21 @@ class HostModel(HostView):
         return tuple(site.num_heads for site in self.sites)
 
     @property
+    def neuron_counts(self) -> tuple[int, ...]:
+        """Neurons of each layer that can be gated off; 0 where they stay (`why_no_neurons`)."""
+        return tuple(0 if isinstance(site, str) else site.neurons for site in self.mlps)
+
+    @cached_property
+    def mlps(self) -> tuple[MlpSite | str, ...]:
+        """The neurons of each layer, or the reason why they stay."""
+        known: dict[Any, MlpSite | str] = {}
+        for block in self.blocks:
+            key = structure_of(block.module)
+            known[key] = known.get(key) or find_neurons(block)
+        found = [(block.index, known[structure_of(block.module)]) for block in self.blocks]
+        return tuple(x if isinstance(x, str) else replace(x, layer=layer) for layer, x in found)
+
+    @property
     def width(self) -> int:
         """Model width d."""
         return linear_weight(self.sites[0].output).shape[0]
@@ -190,6 +206,11 @@ class HostModel(HostView):
                 "in all; fuse() gives every layer its own"
             )
         return self.why_not_removable()
+
+    def why_no_neurons(self) -> str | None:
+        """Say why neurons of some block can neither be gated off nor removed, or None."""
+        reasons = ((i, mlp) for i, mlp in enumerate(self.mlps) if isinstance(mlp, str))
+        return next((at_layer(layer, reason) for layer, reason in reasons), None)
 
     def why_not_removable(self) -> str | None:
         """Say why heads cannot be removed physically, or None.

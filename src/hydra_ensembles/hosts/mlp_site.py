@@ -9,14 +9,15 @@ dependence on all rows.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import MaskError, UnsupportedModelError
+from ..errors import FormatError, MaskError, UnsupportedModelError
 from .block import Block
 from .head_removal import HeadGate
 from .head_weights import is_linear, linear_bias, linear_weight, set_linear_
@@ -52,14 +53,15 @@ class MlpSite:
     neurons: int
     interleaved: bool = False
 
-    def by_row(self) -> Tensor:
+    def by_row(self) -> list[int]:
         """Return the neuron of each row of a first linear."""
-        rows = torch.arange(self.neurons)
-        return rows.repeat_interleave(self.packed) if self.interleaved else rows.repeat(self.packed)
+        rows = range(self.packed * self.neurons)
+        return [row // self.packed if self.interleaved else row % self.neurons for row in rows]
 
-    def rows(self, kept: Sequence[int]) -> Tensor:
+    def rows(self, kept: Collection[int]) -> list[int]:
         """Return the rows of a first linear that belong to some neurons, in order."""
-        return torch.isin(self.by_row(), torch.tensor(kept)).nonzero().flatten()
+        wanted = set(kept)
+        return [row for row, neuron in enumerate(self.by_row()) if neuron in wanted]
 
 
 def mlp_site(block: Block) -> MlpSite:
@@ -105,6 +107,9 @@ def find_neurons(block: Block) -> MlpSite | str:
 def cut_neurons_(block: Block, kept: Sequence[int], site: MlpSite | None = None) -> None:
     """Remove all other neurons of a block physically, in place.
 
+    The linear that reads them remembers where they were (`hydra_mlp`, a `MlpSite`), so that a host
+    of the same shape can be built again.
+
     Args:
         block: A block of a host.
         kept: The neurons to keep, in order.
@@ -113,27 +118,83 @@ def cut_neurons_(block: Block, kept: Sequence[int], site: MlpSite | None = None)
     Example:
         >>> cut_neurons_(host_model(model).blocks[0], range(0, 1536, 2))
     """
-    site = site or mlp_site(block)
+    _cut_(block.module, site or mlp_site(block), kept)
+
+
+def _cut_(root: nn.Module, site: MlpSite, kept: Sequence[int]) -> None:
+    """Remove neurons below a module from which the paths of a site start."""
     if not kept or min(kept) < 0 or max(kept) >= site.neurons:
         raise MaskError(
             f"Block {site.layer} has the neurons 0 to {site.neurons - 1} but is to keep "
             f"{list(kept)[:8]}: keep at least one of them."
         )
     for path in site.first:
-        linear = block.module.get_submodule(path)
+        linear = root.get_submodule(path)
         weight, bias = linear_weight(linear), linear_bias(linear)
-        rows = site.rows(kept).to(weight.device)
+        rows = torch.tensor(site.rows(kept), device=weight.device)
         set_linear_(linear, weight[rows], None if bias is None else bias[rows])
-    second = block.module.get_submodule(site.second)
+    second: Any = root.get_submodule(site.second)
     weight = linear_weight(second)
-    columns = torch.tensor(kept, device=weight.device)
-    set_linear_(second, weight[:, columns], linear_bias(second))
-    for module in (
-        m for path in block.mlp_names for m in block.module.get_submodule(path).modules()
-    ):
+    set_linear_(second, weight[:, torch.tensor(kept, device=weight.device)], linear_bias(second))
+    second.hydra_mlp = replace(site, neurons=neurons_before(second, site.neurons))
+    for path in {path.rpartition(".")[0] for path in (*site.first, site.second)}:
+        module = root.get_submodule(path)
         for name in _WIDTHS:
             if getattr(module, name, None) == site.neurons:
                 setattr(module, name, len(kept))
+
+
+def neurons_before(second: nn.Module, now: int) -> int:
+    """Return how many neurons a linear read before any was removed."""
+    site: MlpSite | None = getattr(second, "hydra_mlp", None)
+    return now if site is None else site.neurons
+
+
+def removed_neurons(model: nn.Module) -> list[dict[str, Any]]:
+    """Describe, as plain data, in which MLPs of a model neurons were removed and how many stayed.
+
+    Example:
+        >>> removed_neurons(model)[0]["kept"]
+        768
+    """
+    records = []
+    for path, module in model.named_modules():
+        site: MlpSite | None = getattr(module, "hydra_mlp", None)
+        if site is not None:
+            start = path.removesuffix(site.second)
+            first = [f"{start}{name}" for name in site.first]
+            record = {**asdict(site), "first": first, "second": path}
+            records.append({**record, "kept": linear_weight(module).shape[1]})
+    return records
+
+
+def remove_neurons_(model: nn.Module, records: Sequence[dict[str, Any]]) -> None:
+    """Remove as many neurons from a model as `removed_neurons` says, in place; any of them.
+
+    Its weights are filled in afterwards. An MLP that has only the kept ones already stays.
+
+    Raises:
+        FormatError: When a record does not fit the model.
+    """
+    for record in records:
+        try:
+            values = {name: value for name, value in record.items() if name != "kept"}
+            kept, site = record["kept"], MlpSite(**{**values, "first": tuple(values["first"])})
+            linears = [model.get_submodule(path) for path in (*site.first, site.second)]
+            shapes = [linear_weight(linear).shape for linear in linears if is_linear(linear)]
+            there = shapes[-1][1]
+            fits = len(shapes) == len(linears) and there in (kept, site.neurons)
+            fits &= isinstance(kept, int) and 0 < kept <= site.neurons
+            fits &= all(shape[0] == site.packed * there for shape in shapes[:-1])
+        except (AttributeError, IndexError, KeyError, TypeError):
+            fits = False
+        if not fits:
+            raise FormatError(
+                f"The host does not have the neurons of which some were removed ({record!r:.120}). "
+                "Save or download the folder again, or pass the host that it was made from."
+            )
+        if there != kept:
+            _cut_(model, site, range(kept))
 
 
 @torch.enable_grad()
@@ -200,7 +261,7 @@ def _as_site(layer: int, moved: dict[str, Tensor], second: str, neurons: int) ->
     for packed in {len(rows) // neurons for rows in moved.values()}:
         for interleaved in (False, True):
             site = MlpSite(layer, tuple(moved), packed, second, neurons, interleaved)
-            if all(torch.equal(rows.cpu(), site.by_row()) for rows in moved.values()):
+            if all(rows.tolist() == site.by_row() for rows in moved.values()):
                 return site
     return "its linear layers keep their neurons in an order that we do not know"
 

@@ -61,6 +61,19 @@ class Readout:
         return "token 0" if self.tokens == 1 else f"tokens 0-{self.tokens - 1}"
 
 
+@dataclass(frozen=True)
+class Pooling:
+    """Which tokens of the last block a classifier that reads all of them averages.
+
+    Attributes:
+        own: Number of leading tokens that it reads beside the mean (a class token), or 0.
+        start: The first token of the mean.
+    """
+
+    own: int
+    start: int
+
+
 # --- blocks ---------------------------------------------------------------------------------------
 
 
@@ -273,6 +286,31 @@ def _agree(host: HostView, a: Callable[[Inputs], Tensor], b: Callable[[Inputs], 
         )
     except Exception:  # its code needs every token, or reads its inputs again
         return False
+
+
+def find_pooling(host: HostView) -> Pooling | None:
+    """Find which tokens a host averages, by the gradient of its own code; None if unclear.
+
+    All real tokens from `start` on must be read. A class token that matters several times as much
+    as the other tokens is read by itself.
+    """
+    poolings = set()
+    for inputs in examples(host.model):
+        try:
+            gradient = _gradient_by_token(host, inputs)
+        except Exception:  # the host needs more than our example inputs
+            return None
+        mask = inputs[1].get("attention_mask")
+        real = torch.ones_like(gradient) if mask is None else mask.to(gradient)
+        if real.shape != gradient.shape:
+            return None
+        size = (gradient * real).sum(0) / real.sum(0).clamp_min(1)
+        read = size.nonzero().flatten().tolist()
+        if not read or read != list(range(read[0], int(real.amax(0).sum()))):
+            return None
+        own = int(read[0] == 0 and len(read) > 2 and size[0] > 4 * size[1:].median())
+        poolings.add(Pooling(own, own or read[0]))
+    return poolings.pop() if len(poolings) == 1 else None
 
 
 def modules_after_blocks(host: HostView) -> tuple[str, ...]:

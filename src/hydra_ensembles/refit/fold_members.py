@@ -3,50 +3,53 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..data.batches import check_inputs, without_labels
+from ..costs.formula import cost
+from ..data.batches import without_labels
 from ..data.class_names import class_count, first_spellings, model_names, shown_order
 from ..data.loaders import as_data, check_reiterable
-from ..data.model_runs import collect_logits
-from ..data.processes import in_order
-from ..data.progress import announce, length_of, progress_bar
+from ..data.progress import announce
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fuse_members import fuse, refuse_other_tasks
+from ..fusion.linear_readout import LinearReadout, Readouts
 from ..fusion.member import share_parameters
+from ..heads.head_mask import HeadMask
 from ..hosts import HostModel, host_model
 from ..hosts.families import first_path
 from ..hosts.head_weights import linear_weight
 from ..hosts.probes import modules_after_blocks
+from ..registry import check_name
 from ..training.weight_average import average_weights
-from ..uncertainty import find_temperature
-from .readout_states import Parting, Reader, layer_scale
-from .ridge import Fit, Linear, Moments, fit
+from .fold_choice import Choice, HeldOut, calibrate_, choose
+from .fold_rows import FoldRows, Trunk, read_rows
+from .readout_states import Parting, layer_scale
+from .ridge import Fit, Linear
 
-HELD_OUT = 5
-"""Every fifth example is held out to choose the ridge."""
-LEAST = 20
-"""Fewest examples to fit to."""
 APART = 0.5
 """Distance of the hosts' weights from their mean, relative to it, from which we warn. Three
 fine-tunings of one MiniLM are at 0.01, unrelated weights at 1 or more."""
-ROWS = 1024
-"""Rows that are kept before their moments are added."""
+SLACK = 0.02
+"""Share of a host's cost by which linear readouts may exceed `max_cost`: with many classes and
+short inputs their own products count."""
 
 
 def fold(
     models: Sequence[nn.Module],
     data: Any,
     *,
+    readout: Literal["states", "logits"] = "states",
+    student: bool | Literal["auto"] = "auto",
     trunk: int | Literal["mean", "auto"] = "mean",
+    max_cost: float = 1.0,
     held_out: Any = None,
     seed: int = 0,
     progress: bool = True,
@@ -54,13 +57,17 @@ def fold(
     """Fold fine-tunings of one pretrained model into one ensemble, without training or labels.
 
     The trunk is the mean of the hosts' weights. Let a be the state that enters the residual sum of
-    the last block's MLP at the readout token, and u the activations of its neurons. Member m is
+    the last block's MLP at the readout, and u the activations of its neurons. Member m is
 
-        s_m = a + u W_m + b_m,  then host m's own norm, pooler and classifier,
+        by states   s_m = a + u W_m + b_m,  then host m's own norm, pooler and classifier,
+        by logits   z_m = [u, a] W_m + b_m,
 
-    with W_m, b_m fitted by ridge regression to host m's own residual sum. Members share everything
-    else, so the ensemble costs about as much as one host. Every fifth example is held out to choose
-    the ridge; a member whose fit is not better on them than host m's own W, b keeps the latter.
+    with W_m, b_m fitted by ridge regression to host m's own residual sum, or to its logits. A
+    student is one more readout, fitted to the mean of the hosts' logits: `probabilities`, class and
+    uncertainty then come from it, mutual information and disagreement from the members. All else is
+    shared, so the ensemble costs about as much as one host. Every fifth example is held out to
+    choose the ridge; a member whose fit by states is not better on them than host m's own W, b
+    keeps the latter.
 
     Args:
         models: Two or more hosts of one architecture with the same classes, fine-tuned from the
@@ -68,24 +75,37 @@ def fold(
             adapters of peft are merged first. The models are not changed.
         data: Inputs as the hosts take them; the hosts' training inputs are good enough. Labels are
             ignored. A few hundred examples help, a few thousand are better.
-        trunk: `"mean"` of the weights; the number of a host; or `"auto"`, the mean if the hosts
-            seem to come from one pretrained model, else host 0.
-        held_out: Labelled data that fits one temperature; without it nothing is calibrated.
-        seed: Determines which examples are held out to choose the ridge.
+        readout: `"states"`, members are plain hosts, `ensemble.member(m)`; or `"logits"`, members
+            are linear readouts. Where hosts average all tokens, by states costs more than one host.
+        student: Whether a student answers; `"auto"` if it has the lower NLL on `held_out`.
+        trunk: `"mean"` of the weights; the number of a host; or `"auto"`, the one with the lowest
+            NLL on `held_out` (without it the mean, or host 0 if the hosts do not seem to come from
+            one pretrained model).
+        max_cost: Multiply-adds of the ensemble at most, relative to one host; two per cent more are
+            let pass for linear readouts.
+        held_out: Labelled data. It decides what is `"auto"`, by the NLL at one temperature, fitted
+            on one half of it and judged on the other; ties go to the mean and to no student. Then
+            it fits one temperature. Without it nothing is calibrated and no student is made unless
+            `student=True`.
+        seed: Determines which examples are held out to choose the ridge, and the halves.
         progress: Report progress and what was done.
 
     Returns:
-        The ensemble; `record` says how well each member follows its host.
+        The ensemble; `record` says how well each member follows its host, and what was chosen.
 
     Raises:
-        UnsupportedModelError: When the hosts differ in architecture or classes, or do not read a
-            fixed token.
+        UnsupportedModelError: When the hosts differ in architecture or classes, or it is not clear
+            what they read.
         DataError: When the data has too few examples, NaN or infinity.
+        HydraError: When folding needs more than `max_cost`.
 
     Example:
         >>> ensemble = fold([host0, host1, host2], inputs, held_out=labelled)
         >>> ensemble.predict(batch).mutual_information
     """
+    check_name("readout", readout, ("states", "logits"))
+    if student not in (True, False, "auto"):
+        raise HydraError(f'student={student!r}: expected True, False or "auto".')
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         models = [models]
     hosts = [_merged(model) for model in models]
@@ -96,48 +116,153 @@ def fold(
     first = next(iter(check_reiterable(data)), None)
     if first is None:
         raise DataError("The data has no batches. Check the loader or the filter.")
-    chosen = _trunk_of(first_host, hosts, trunk)
-    base = average_weights(hosts) if chosen == "mean" else hosts[chosen]
-    rows = _read(base, hosts, parting, data, seed=seed, progress=progress)
-    assert rows.fitted is not None and rows.judging is not None
-    fits = fit(rows.fitted, rows.judging, [parting.linear(host) for host in hosts])
-    members = [
-        _member(base, host, parting, result.linear)
-        for host, result in zip(hosts, fits, strict=True)
-    ]
-    ensemble = fuse(members, average="first", batch=without_labels(first))
-    ensemble.record = {
-        "made_by": "fold",
-        "hosts": len(hosts),
-        "trunk": chosen,
-        "examples": rows.examples,
-        "seed": seed,
-        "members": [
-            {
-                "ridge": result.ridge,
-                "error": result.error,
-                "error of the host's own layer": result.given_error,
-            }
-            for result in fits
-        ],
-        "notes": _notes(fits),
-    }
-    if held_out is None:
-        ensemble.record["notes"].append(
-            "Nothing was calibrated: pass held_out= with labelled data to fit a temperature."
-        )
-    else:
-        logits, labels = collect_logits(
-            ensemble, as_data(held_out), name="held-out", need_labels=True
-        )
-        assert labels is not None
-        fitted = find_temperature(logits, labels)
-        ensemble.temperature = fitted.temperature
-        ensemble.record["calibration"] = {"examples": len(labels), **asdict(fitted)}
-        ensemble.record["notes"] += [fitted.note] if fitted.note else []
+    batch = without_labels(first)
+    held_out = None if held_out is None else as_data(held_out)
+    names = _trunks(first_host, hosts, trunk, choosing=held_out is not None)
+    if readout == "states" and parting.pooling is not None:  # known before anything is fitted
+        own = [parting.linear(host) for host in hosts]
+        _check_cost(fuse_by_states(hosts[0], hosts, parting, own, batch), hosts, batch, max_cost)
+    bases = {name: average_weights(hosts) if name == "mean" else hosts[name] for name in names}  # type: ignore[index]
+    bases = {name: within_budget(base, data, max_cost) for name, base in bases.items()}
+    has_student = student is True or (student == "auto" and held_out is not None)
+    rows = read_rows(
+        bases,
+        hosts,
+        parting,
+        data,
+        states=readout == "states",
+        members=readout == "logits",
+        student=has_student,
+        seed=seed,
+        progress=progress,
+    )
+    folded = {}
+    for name, base in bases.items():
+        folded[name] = _folded(base, name, hosts, parting, rows, batch, readout, has_student)
+        _check_cost(folded[name], hosts, batch, max_cost)
+    ensemble = folded[names[0]]
+    if held_out is not None:
+        asked = {n: HeldOut.of(e, held_out, progress=progress) for n, e in folded.items()}
+        answers = {True: [True], False: [False], "auto": [False, True]}[student]
+        ways: list[Choice] = [(name, answer) for name in names for answer in answers]
+        chosen = ways[0]
+        if len(ways) > 1:
+            nll = {way: asked[way[0]].nll(student=way[1], seed=seed) for way in ways}
+            chosen = choose(nll)
+        ensemble = folded[chosen[0]]
+        if len(ways) > 1:
+            ensemble.record["choice"] = [
+                {"trunk": name, "student": answer, "NLL": float(losses.mean())}
+                for (name, answer), losses in nll.items()
+            ]
+        if not chosen[1] and ensemble.body.readouts is not None:
+            readouts = ensemble.body.readouts
+            readouts.student = None
+            ensemble.body.readouts = None if readouts.members is None else readouts
+        ensemble.record["calibration"] = calibrate_(ensemble, asked[chosen[0]])
+    ensemble.record |= {"student": ensemble.student is not None, "seed": seed}
+    ensemble.record["notes"] += _notes(ensemble, student, trunk)
     for note in ensemble.record["notes"]:
         announce(note, enabled=progress)
     return ensemble
+
+
+def within_budget(trunk: nn.Module, data: Any, max_cost: float) -> nn.Module:
+    """Return the trunk, pruned first where `max_cost` is below what folding needs.
+
+    Trunks are not pruned yet: a budget that a whole trunk exceeds is refused once it is counted.
+    """
+    if not max_cost > 0:
+        raise HydraError(f"max_cost={max_cost}: expected a positive number, such as 1.0.")
+    return trunk
+
+
+def _check_cost(
+    ensemble: HydraEnsemble, hosts: Sequence[nn.Module], batch: Any, max_cost: float
+) -> None:
+    """Raise when an ensemble costs more than the budget; its cost is kept in the record."""
+    needed = cost(ensemble, batch).relative_to(cost(hosts[0], batch)).multiply_adds
+    ensemble.record["cost"] = needed
+    if needed <= max_cost + SLACK:
+        return
+    by = "logits" if ensemble.member_readout is not None else "states"
+    needs = math.ceil(100 * needed) / 100
+    advice = f"Pass max_cost={needs}"
+    if by == "states" and not ensemble.readout.has_token:
+        advice += ', or readout="logits", which costs about as much as one host'
+    raise HydraError(
+        f"Folding {len(hosts)} hosts by {by} needs {needs} x the multiply-adds of one host on "
+        f"these inputs; max_cost is {max_cost}. {advice}."
+    )
+
+
+def _folded(
+    base: nn.Module,
+    name: Trunk,
+    hosts: Sequence[nn.Module],
+    parting: Parting,
+    rows: FoldRows,
+    batch: Any,
+    readout: str,
+    student: bool,
+) -> HydraEnsemble:
+    """Fit the members, and a student, to one trunk."""
+    fits: list[Fit] = []
+    if readout == "states":
+        fits = rows.states[name].fit([parting.linear(host) for host in hosts])
+        ensemble = fuse_by_states(base, hosts, parting, [one.linear for one in fits], batch)
+    else:
+        masks, last = [HeadMask.full(base)] * len(hosts), len(host_model(base)) - 1
+        ensemble = fuse(base, masks, branch_layer=last, batch=batch)
+    outputs = len(hosts) * (readout == "logits") + student
+    linear = rows.logits[name].fit_outputs(outputs) if outputs else []
+    fits += linear[: len(hosts)] if readout == "logits" else []
+    if linear:
+        dtype = ensemble.dtype
+        members = _readout(linear[: len(hosts)], dtype) if readout == "logits" else None
+        answer = _readout(linear[-1:], dtype) if student else None
+        ensemble.attach_readouts_(
+            Readouts(parting.second, members=members, student=answer, pooling=parting.pooling)
+        )
+    ensemble.record = {
+        "made_by": "fold",
+        "hosts": len(hosts),
+        "trunk": name,
+        "readout": readout,
+        "examples": rows.examples,
+        "members": [
+            {"ridge": one.ridge, "error": one.error, "error of the host's own layer": given}
+            for one in fits
+            for given in [one.given_error if readout == "states" else None]
+        ],
+        "notes": _fit_notes(fits, readout),
+    }
+    if student:
+        fitted = linear[-1]
+        ensemble.record["student's fit"] = {"ridge": fitted.ridge, "error": fitted.error}
+    return ensemble
+
+
+def fuse_by_states(
+    base: nn.Module,
+    hosts: Sequence[nn.Module],
+    parting: Parting,
+    linears: Sequence[Linear],
+    batch: Any,
+) -> HydraEnsemble:
+    """Fuse members that are the trunk with their own last linear layer, norm and classifier."""
+    members = [
+        _member(base, host, parting, linear) for host, linear in zip(hosts, linears, strict=True)
+    ]
+    last = len(host_model(base)) - 1
+    return fuse(members, average="first", branch_layer=last, batch=batch)
+
+
+def _readout(fits: Sequence[Fit], dtype: torch.dtype) -> LinearReadout:
+    """Return fitted maps as one linear readout."""
+    weight = torch.stack([one.linear.weight.T for one in fits])
+    biases = [one.linear.bias for one in fits if one.linear.bias is not None]
+    return LinearReadout.of(weight.to(dtype), torch.stack(biases).to(dtype))
 
 
 def _merged(model: nn.Module) -> nn.Module:
@@ -199,28 +324,30 @@ def _check_alike(hosts: Sequence[nn.Module]) -> None:
         )
 
 
-def _trunk_of(
-    view: HostModel, hosts: Sequence[nn.Module], trunk: int | str
-) -> int | Literal["mean"]:
-    """Return "mean" or the number of a host; warn when a mean makes little sense."""
+def _trunks(
+    view: HostModel, hosts: Sequence[nn.Module], trunk: int | str, *, choosing: bool
+) -> list[Trunk]:
+    """Return the trunks to fit, the simplest first; warn when a mean makes little sense."""
     if isinstance(trunk, int) and not isinstance(trunk, bool):
         if not 0 <= trunk < len(hosts):
             raise HydraError(f"trunk={trunk} is not a host: there are {len(hosts)}, from 0.")
-        return trunk
+        return [trunk]
     if trunk not in ("mean", "auto"):
         raise HydraError(f'Unknown trunk {trunk!r}: expected "mean", "auto" or a host\'s number.')
+    if trunk == "auto" and choosing:
+        return ["mean", *range(len(hosts))]
     distance = _distance(hosts, view.blocks_path)
     if distance < APART:
-        return "mean"
+        return ["mean"]
     if trunk == "auto":
-        return 0
+        return [0]
     warnings.warn(
         f"The hosts do not seem to be fine-tuned from one pretrained model: their weights differ "
         f"from the mean by {distance:.0%} of its size. The mean of such weights is a poor trunk: "
         "pass trunk=0.",
         stacklevel=3,
     )
-    return "mean"
+    return ["mean"]
 
 
 @torch.no_grad()
@@ -238,102 +365,50 @@ def _distance(hosts: Sequence[nn.Module], blocks_path: str) -> float:
     return float((apart / max(size, 1e-300)).max().sqrt())
 
 
-@dataclass
-class _Rows:
-    """Moments of the rows that are fitted and of those that judge."""
-
-    examples: int = 0
-    fitted: Moments | None = None
-    judging: Moments | None = None
-    _kept: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-
-    def add_(self, features: Tensor, targets: Tensor, examples: int, seed: int) -> None:
-        """Add the rows of a batch; every fifth example judges."""
-        numbers = torch.arange(self.examples, self.examples + examples)
-        judges = (numbers + seed) % HELD_OUT == 0
-        self._kept.append((features, targets, judges.repeat_interleave(len(features) // examples)))
-        self.examples += examples
-        if sum(len(part[0]) for part in self._kept) >= ROWS:
-            self.flush_()
-
-    def flush_(self) -> None:
-        """Turn the kept rows into moments."""
-        if not self._kept:
-            return
-        features, targets, judges = (torch.cat(parts) for parts in zip(*self._kept, strict=True))
-        self._kept = []
-        for name, rows in (("fitted", ~judges), ("judging", judges)):
-            new, old = Moments.of(features[rows], targets[rows]), getattr(self, name)
-            setattr(self, name, new if old is None else old + new)
-
-
-def _read(
-    base: nn.Module,
-    hosts: Sequence[nn.Module],
-    parting: Parting,
-    data: Any,
-    *,
-    seed: int,
-    progress: bool,
-) -> _Rows:
-    """Run the trunk and the hosts; targets are what each host's sum adds to the trunk's state."""
-    readers = [Reader(host, parting) for host in hosts]
-    at = next((place for place, host in enumerate(hosts) if host is base), None)
-    trunk = Reader(base, parting) if at is None else readers[at]
-
-    def work(number: int, batch: Any) -> dict[str, Tensor]:
-        where = f"batch {number} of the data"
-        check_inputs(batch, where)
-        try:
-            states = [reader(batch) for reader in readers]
-            shared = trunk(batch) if at is None else states[at]
-        except HydraError:
-            raise
-        except Exception as error:
-            raise DataError(
-                f"The hosts failed on {where} ({type(error).__name__}: {error}). Give inputs as "
-                "the hosts take them."
-            ) from error
-        if not all(bool(state.total.isfinite().all()) for state in (shared, *states)):
-            raise DataError(
-                f"The hosts' states hold NaN or infinity on {where}. Fix or remove these examples, "
-                "and check the hosts' weights."
-            )
-        entering = shared.total - shared.update
-        targets = torch.cat([state.total - entering for state in states], 1)
-        return {"features": shared.features, "targets": targets}
-
-    rows = _Rows()
-    results = in_order(data, work, name="data to fold on")
-    total = length_of(data)
-    for result in progress_bar(results, description="fold", enabled=progress, total=total):
-        features = result["features"]
-        rows.add_(features, result["targets"], len(features) // parting.tokens, seed)
-    if rows.examples < LEAST:
-        raise DataError(
-            f"The data has {rows.examples} examples, too few to fit to. Give at least {LEAST}; "
-            "a few thousand are best, and they need no labels."
-        )
-    rows.flush_()
-    return rows
-
-
-def _notes(fits: Sequence[Fit]) -> list[str]:
-    """Say what a user should know about the fits."""
+def _fit_notes(fits: Sequence[Fit], readout: str) -> list[str]:
+    """Say what a user should know about the members' fits."""
     notes = []
-    if any(result.few for result in fits):
-        unknowns = len(fits[0].linear.weight)
+    unknowns = len(fits[0].linear.weight)
+    if any(one.few for one in fits):
+        shrink = "their hosts' own layers" if readout == "states" else "0"
+        what = "neurons" if readout == "states" else "features"
         notes.append(
-            f"There are fewer examples than neurons ({unknowns:,}): members shrink to their hosts' "
-            "own layers. More unlabelled data would let them follow their hosts better."
+            f"There are fewer examples than {what} ({unknowns:,}): members shrink to {shrink}. "
+            "More unlabelled data would let them follow their hosts better."
         )
-    kept = [place for place, result in enumerate(fits) if result.ridge is None]
-    if kept:
+    kept = [place for place, one in enumerate(fits) if one.ridge is None]
+    if kept and readout == "states":
         names = ", ".join(map(str, kept))
         notes.append(
             f"Members {names} keep their hosts' own last linear layers: on held-out examples no "
             "fit was better."
         )
+    return notes
+
+
+def _notes(ensemble: HydraEnsemble, student: bool | str, trunk: int | str) -> list[str]:
+    """Say what was chosen, and what was not calibrated."""
+    record = ensemble.record
+    if "calibration" not in record:
+        auto = [f"{name} is {value}" for name, asked, value in (
+            ("the trunk", trunk, "the mean" if record["trunk"] == "mean" else "host 0"),
+            ("there", student, "no student"),
+        ) if asked == "auto"]  # fmt: skip
+        chosen = f", {' and '.join(auto)}" if auto else ""
+        return [
+            f"Nothing was calibrated{chosen}: pass held_out= with labelled data to choose and to "
+            "fit a temperature."
+        ]
+    notes = [record["calibration"]["note"]] if record["calibration"]["note"] else []
+    if "choice" in record:
+        ways = ", ".join(
+            f"{one['NLL']:.4f} {'mean' if one['trunk'] == 'mean' else 'host ' + str(one['trunk'])}"
+            f"{' with student' if one['student'] else ''}"
+            for one in record["choice"]
+        )
+        answer = "a student answers" if record["student"] else "the members' mean answers"
+        of = "the mean trunk" if record["trunk"] == "mean" else f"host {record['trunk']} as trunk"
+        notes.append(f"Chosen by held-out NLL ({ways}): {of}, {answer}.")
     return notes
 
 

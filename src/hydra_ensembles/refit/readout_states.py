@@ -1,4 +1,4 @@
-"""What the last block of a host computes at the readout token: features and the residual sum.
+"""What the last block of a host computes at its readout: neurons, states, and the host's logits.
 
 With a the state that enters the residual sum and u the activations of the MLP's neurons, the block
 gives s = a + scale * (u W + b), before a norm that may follow. `scale` is a layer scale, or 1.
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ..data.eval_mode import twin
-from ..data.model_runs import call_model
 from ..errors import UnsupportedModelError
-from ..hosts import Block, HostModel, host_model
+from ..fusion.linear_readout import TappedHost
+from ..hosts import Block, HostModel, host_model, main_output
 from ..hosts.block import last_linear
 from ..hosts.block_calls import states_of
 from ..hosts.families import Family
 from ..hosts.head_weights import linear_weight
+from ..hosts.probes import Pooling, Readout, find_pooling
 from .ridge import Linear
 
 
@@ -29,31 +30,44 @@ class Parting:
 
     Attributes:
         second: Path of the last block's last linear layer.
-        tokens: Number of leading tokens that the classifier reads.
+        readout: Which tokens the classifier reads.
         family: The family of the hosts.
+        pooling: How tokens are averaged, where the classifier reads all of them.
     """
 
     second: str
-    tokens: int
+    readout: Readout
     family: Family
+    pooling: Pooling | None = None
 
     @classmethod
     def of(cls, host: HostModel) -> Parting:
         """Find where members branch.
 
         Raises:
-            UnsupportedModelError: When the host does not read a fixed token, or our arithmetic does
-                not cover its last block.
+            UnsupportedModelError: When it is not clear which tokens the host reads, or its last
+                block does not end with a linear layer of an MLP.
         """
-        reason = _why_not(host)
+        readout, block = host.readout, host.blocks[-1]
+        pooling = None if readout.has_token else find_pooling(host)
+        second = last_linear(block) if block.mlp_names else None
+        reason = host.why_not_fusable()
+        if reason is None and pooling is None and not readout.has_token:
+            reason = (
+                f"its classifier reads {readout}, and it is not clear how it averages them "
+                f"({readout.why})"
+            )
+        if reason is None and (second is None or block.norm2 is None):
+            reason = "the MLP of its last block does not end with a linear layer"
+        if reason is None and layer_scale(block) is None:
+            reason = "something other than a scale follows the MLP of its last block"
         if reason is not None:
             raise UnsupportedModelError(
                 f"{host.name} cannot be folded: {reason}. Use distill(model, teachers, data), "
                 "which trains the members instead."
             )
-        second, tokens = last_linear(host.blocks[-1]), host.readout.tokens
-        assert second is not None and tokens is not None
-        return cls(second, tokens, host.family)
+        assert second is not None
+        return cls(second, readout, host.family, pooling)
 
     def block(self, model: nn.Module) -> Block:
         """Return the last block of a host."""
@@ -69,21 +83,6 @@ class Parting:
         return Linear(
             weight * scale, None if bias is None else bias.detach().double().cpu() * scale
         )
-
-
-def _why_not(host: HostModel) -> str | None:
-    """Say why a host cannot be folded, or None."""
-    readout, block = host.readout, host.blocks[-1]
-    if readout.tokens is None:
-        return f"its classifier reads {readout}, and only hosts with a class token are folded"
-    if not readout.folds:
-        return "its classifier looks at its inputs again after the blocks"
-    reason = host.why_not_fused()
-    if reason is None and last_linear(block) is None:
-        reason = "the MLP of its last block does not end with a linear layer"
-    if reason is None and layer_scale(block) is None:
-        reason = "something other than a scale follows the MLP of its last block"
-    return reason
 
 
 @torch.no_grad()
@@ -106,49 +105,76 @@ def layer_scale(block: Block) -> Tensor | None:
 
 @dataclass(frozen=True)
 class States:
-    """Rows of readout tokens: u [row, neurons], scale * (u W + b) and s [row, width]."""
+    """What a host computes on a batch, in float64 on the CPU.
+
+    Attributes:
+        features: u [row, neurons]; one row per token that is read, example by example.
+        entering: a [row, width].
+        total: s [row, width].
+        weights: How much each row counts [row]; None for equal weights.
+        readout: The features of linear readouts [batch, feature].
+        logits: [batch, class].
+    """
 
     features: Tensor
-    update: Tensor
+    entering: Tensor
     total: Tensor
+    weights: Tensor | None
+    readout: Tensor
+    logits: Tensor
+
+    @property
+    def update(self) -> Tensor:
+        """What the MLP adds: scale * (u W + b) [row, width]."""
+        return self.total - self.entering
 
 
 class Reader:
-    """Runs a host and returns the states of its last block at the readout tokens."""
+    """Runs a host and returns the states of its last block at the readout.
+
+    Example:
+        >>> states = Reader(model, Parting.of(host_model(model)))(batch)
+        >>> states.total - states.entering  # what the last MLP adds
+    """
 
     def __init__(self, model: nn.Module, parting: Parting) -> None:
-        self.model = twin(model).eval()  # its own hooks and modes, the same tensors
-        self._tokens = parting.tokens
-        self._seen: dict[str, Tensor] = {}
-        block = parting.block(self.model)
-        scale = layer_scale(block)
-        assert scale is not None and block.norm2 is not None
-        self._scale = scale
-        second = block.module.get_submodule(parting.second)
-        second.register_forward_hook(self._note_second)
+        self._host = TappedHost(
+            model, parting.family, parting.readout, parting.second, parting.pooling
+        )
+        self._pooling = parting.pooling
+        self._totals: list[Tensor] = []
+        block = self._host.block
         if parting.family.norm == "post":
+            assert block.norm2 is not None
             block.norm2.register_forward_pre_hook(self._note_sum)
         else:
             block.module.register_forward_hook(self._note_output)
 
-    def _keep(self, name: str, states: Tensor) -> None:
-        rows = states[:, : self._tokens].flatten(0, 1)
-        self._seen[name] = rows.detach().double().cpu()
-
-    def _note_second(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        self._keep("features", inputs[0])
-        self._keep("update", output)
-
     def _note_sum(self, module: nn.Module, inputs: Any) -> None:
-        self._keep("total", inputs[0])
+        self._totals.append(inputs[0])
 
     def _note_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._keep("total", states_of(output)[0])
+        self._totals.append(states_of(output)[0])
 
-    @torch.no_grad()
     def __call__(self, batch: Any) -> States:
         """Run a batch; labels are left out."""
-        self._seen.clear()
-        call_model(self.model, batch)
-        seen = self._seen
-        return States(seen["features"], seen["update"] * self._scale, seen["total"])
+        self._totals.clear()
+        output, collector = self._host(batch)
+        logits = main_output(output)
+        if logits.dim() != 2:
+            raise UnsupportedModelError(
+                f"{type(self._host.model).__name__} gives logits of shape {list(logits.shape)}; "
+                "fold takes hosts with one answer per input, [batch, class]."
+            )
+        neurons, entering = collector.rows()
+        weights = None
+        if self._pooling is not None:
+            counted = collector.real_tokens(neurons).clone()
+            counted[:, self._pooling.own : self._pooling.start] = 0
+            weights = counted.flatten().double().cpu()
+        rows = [
+            x.detach().flatten(0, 1).double().cpu()
+            for x in (neurons, entering, collector.select(self._totals[-1]))
+        ]
+        readout, logits = (x.detach().double().cpu() for x in (collector.features(), logits))
+        return States(*rows, weights, readout, logits)

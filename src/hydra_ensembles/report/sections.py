@@ -69,7 +69,12 @@ def figures(results: Sequence[Results], costs: Mapping[str, float]) -> Section:
     rows = []
     ahead = winners(results)
     for key in select_keys(results, None):
-        cells = [_cell(key, result, ahead.get(key) == n) for n, result in enumerate(results)]
+        cells = []
+        for number, result in enumerate(results):
+            span, best = result.interval(key), ahead.get(key) == number
+            interval = f"[{shown(key, span[0])}, {shown(key, span[1])}]" if span else None
+            text = shown(key, result.get(key))
+            cells.append({"text": text, "interval": interval, "best": best})
         label = LABELS.get(key, key)
         rows.append({"key": key, "label": label, "direction": direction(key), "cells": cells})
     notes = {f"{r.name}: no {key}, {why}" for r in results for key, why in r.notes.items()}
@@ -102,28 +107,12 @@ def verdicts(results: Sequence[Results]) -> list[str]:
     return lines
 
 
-def _cell(key: str, result: Results, best: bool) -> dict[str, Any]:
-    value, span = result.get(key), result.interval(key)
-    return {
-        "text": shown(key, value),
-        "interval": None if span is None else f"[{shown(key, span[0])}, {shown(key, span[1])}]",
-        "best": best,
-    }
-
-
-def cost(
-    results: Sequence[Results],
-    costs: Mapping[str, float],
-    frontier: Sequence[Mapping[str, Any]],
-) -> Section | None:
+def cost(results: Sequence[Results], costs: Mapping[str, float]) -> Section | None:
     """Draw quality against counted cost."""
-    points: list[dict[str, Any]] = [
-        {"name": r.name, "cost": costs[r.name], **r} for r in results if r.name in costs
-    ]
-    points += [dict(point) for point in frontier if "cost" in point]
+    priced = [result for result in results if result.name in costs]
     drawings: list[dict[str, Any]] = []
     for key in FRONTIERS:
-        here = {str(p["name"]): (float(p["cost"]), float(p[key])) for p in points if key in p}
+        here = {r.name: (costs[r.name], r[key]) for r in priced if key in r}
         if len(here) < 2 or len(drawings) == 2:
             continue
         label = LABELS.get(key, key)
@@ -177,7 +166,16 @@ def detection(results: Sequence[Results]) -> Section | None:
     if not panels:
         return None
     names = [name for name, _, _ in lines]
-    content = {"panels": panels, "legend": legend(names), "novelty": len(lines) > len(results)}
+    content = {
+        "panels": panels,
+        "legend": legend(names),
+        "novelty": len(lines) > len(results),
+        "disagreement": [
+            f"{result.name}: {result.settings['disagreement']['sentence']}"
+            for result in results
+            if "disagreement" in result.settings
+        ],
+    }
     return Section("detection", "Out of distribution", content, long=True)
 
 

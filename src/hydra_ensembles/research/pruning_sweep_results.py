@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .._records import read_record, to_record
+from .._tables import markdown_table
 from ..errors import FormatError, UnknownNameError
 from ..evaluation.intervals import Interval, student, two_way_bootstrap
-from ..evaluation.tables import markdown_table
 from ..heads.head_mask import HeadMask, HeadScores
 
 QUALITY, STABILITY = "cls/Acc", "stability"

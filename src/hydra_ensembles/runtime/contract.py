@@ -24,17 +24,20 @@ ADVICE = "Export the ensemble again."
 
 OUTPUTS: dict[str, tuple[str, str, str]] = {
     "class": ("int64", "each", "the most probable class, the lower one on a tie"),
-    "probabilities": ("float32", "each class", "mean of the members' softmax"),
+    "probabilities": ("float32", "each class", "mean of the members' softmax, or the student's"),
     "uncertainty": ("float32", "each", "the score that `score` names; higher when less sure"),
     "mutual_information": ("float32", "each", "how far the members disagree, in nats"),
     "member_logits": ("float32", "members", "the members' logits, temperatures applied"),
+    "student_logits": ("float32", "each class", "the student's logits, temperature applied"),
     "novelty": ("float32", "example", "share of the known data that is less novel, in [0, 1]"),
     "novelty_score": ("float32", "example", "what `novelty` ranks; unbounded"),
     "decision": ("int64", "each", "0 answer, 1 unsure, 2 new, 3 unsure and new, by `policies`"),
 }
 """Outputs by name: type, shape ("each": per example, or per token of a token classifier), meaning.
 
-`novelty` and `novelty_score` are there when novelty was fitted."""
+`novelty` and `novelty_score` are there when novelty was fitted, `student_logits` where one output
+answers for the members."""
+OPTIONAL = {"student_logits", "novelty", "novelty_score"}
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ def problem_of(data: Mapping[str, Any]) -> str | None:
     ports = {port["name"] for port in (*data["inputs"], *data["outputs"])}
     if len(ports) < len(data["inputs"]) + len(data["outputs"]):
         return "two inputs or outputs have the same name"
-    if needed := OUTPUTS.keys() - {"novelty", "novelty_score"} - ports:
+    if needed := OUTPUTS.keys() - OPTIONAL - ports:
         return f"its outputs lack {', '.join(sorted(needed))}"
     if not data["programs"] or data["programs"].keys() != data["policies"].keys():
         return "programs and policies must name the same programs, at least one"

@@ -117,6 +117,7 @@ class ExportedEnsemble:
             novelty_score=outputs.get("novelty_score"),
             code=outputs["decision"] if self.has_policy else None,
             class_names=self.class_names,
+            student_logits=outputs.get("student_logits"),
         )
 
     def prepare(self, items: Sequence[Any]) -> dict[str, np.ndarray]:

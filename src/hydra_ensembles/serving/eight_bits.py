@@ -71,7 +71,7 @@ class EightBits:
         fit = None
         for batch in () if known is None else known:
             labels = None if is_raw(batch) else split_batch(batch)[2]
-            logits, summaries = self.features(batch)
+            logits, summaries, _ = self.features(batch)
             fit = fit or novelty_fit(self.ready, logits.shape[-1])
             fit.add_(summaries, logits, labels if labels is None or labels.ndim == 1 else None)
         if self.novelty is not None:
@@ -93,8 +93,8 @@ class EightBits:
             progress=False,
         )
 
-    def features(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the member logits and token summaries of a batch."""
+    def features(self, batch: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the member logits, the token summaries and a student's logits of a batch."""
         batch = prepare(self.ready, batch) if is_raw(batch) else batch
         args, kwargs, _ = split_batch(batch)
         values = named(self.ready, args, kwargs)
@@ -110,12 +110,16 @@ class EightBits:
         logits = [
             text_logits(torch.from_numpy(o[0]), p) for o, p in zip(outputs, parts, strict=True)
         ]
-        return torch.cat(logits), torch.cat([torch.from_numpy(o[1]) for o in outputs])
+        summaries, *student = (
+            torch.cat([torch.from_numpy(part) for part in parts])
+            for parts in list(zip(*outputs, strict=True))[1:]
+        )
+        return torch.cat(logits), summaries, student[0] if student else None
 
     def predict(self, batch: Any) -> Prediction:
         """Predict a batch by the ensemble's score and temperatures, and the novelty fitted here."""
-        logits, summaries = self.features(batch)
-        answer = prediction_of(self.ready, logits)
+        logits, summaries, student_logits = self.features(batch)
+        answer = prediction_of(self.ready, logits, student_logits)
         if self.novelty is None:
             return answer
         novelty, score = self.novelty(summaries, logits)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..data.eval_mode import twin
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..fusion import FusedBlock, HydraEnsemble
-from ..fusion.known_data import features_of, text_logits
+from ..fusion.known_data import run_of, text_logits
 from ..prediction import Prediction
 from ..runtime.contract import OUTPUTS
 from ..uncertainty import Policy, predict_from_logits
@@ -42,18 +42,18 @@ class AnsweringGraph(nn.Module):
         self._names = tuple(names)
         self._policy = policy
         self.novelty = None if ensemble.novelty is None else NoveltyGraph(ensemble.novelty.single())
-        self.output_names = [n for n in OUTPUTS if self.novelty or not n.startswith("novelty")]
+        absent = set() if self.novelty else {"novelty", "novelty_score"}
+        absent |= {"student_logits"} if ensemble.student is None else set()
+        self.output_names = [name for name in OUTPUTS if name not in absent]
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of the contract, in its order."""
         batch: Any = dict(zip(self._names, inputs, strict=True)) if self._names else inputs
-        if self.novelty is None:
-            logits, summaries = self.ensemble.member_logits(batch).float(), None
-        else:
-            logits, summaries = features_of(self.ensemble, batch)
-        answer = prediction_of(self.ensemble, logits)
+        run = run_of(self.ensemble, batch, summaries=self.novelty is not None)
+        logits = run.member_logits.float()
+        answer = prediction_of(self.ensemble, logits, run.student_logits)
         if self.novelty is not None:
-            novelty, score = self.novelty(summaries, text_logits(logits, batch))
+            novelty, score = self.novelty(run.summaries, text_logits(logits, batch))
             answer = replace(answer, novelty=novelty, novelty_score=score)
         outputs = outputs_of(answer, self._policy)
         # clone: ONNX names outputs by tensor, so one tensor cannot be two outputs
@@ -61,7 +61,7 @@ class AnsweringGraph(nn.Module):
 
 
 class FeaturesGraph(nn.Module):
-    """What novelty is fitted on: raw member logits and token summaries.
+    """What novelty is fitted on: raw member logits, token summaries, a student's raw logits.
 
     Args:
         ensemble: What `frozen` returned.
@@ -71,19 +71,24 @@ class FeaturesGraph(nn.Module):
     def __init__(self, ensemble: HydraEnsemble, names: Sequence[str]) -> None:
         super().__init__()
         self.ensemble, self.output_names = ensemble, ["member_logits", "summaries"]
+        self.output_names += [] if ensemble.student is None else ["student_logits"]
         self._names = tuple(names)
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits `[batch, member, class]` and summaries `[batch, tap, width]`."""
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the logits `[batch, member, class]`, summaries `[batch, tap, width]`, and more."""
         batch: Any = dict(zip(self._names, inputs, strict=True)) if self._names else inputs
-        logits, summaries = features_of(self.ensemble, batch)
-        return logits.contiguous().clone(), summaries.contiguous().clone()
+        run = run_of(self.ensemble, batch, summaries=True)
+        outputs = (run.member_logits, run.summaries, run.student_logits)
+        return tuple(x.float().contiguous().clone() for x in outputs if x is not None)
 
 
-def prediction_of(ensemble: HydraEnsemble, logits: Tensor) -> Prediction:
-    """Turn raw member logits into a prediction by the ensemble's score and temperatures."""
+def prediction_of(
+    ensemble: HydraEnsemble, logits: Tensor, student_logits: Tensor | None
+) -> Prediction:
+    """Turn raw logits into a prediction by the ensemble's score and temperatures."""
     return predict_from_logits(
         logits,
+        student_logits=student_logits,
         score=ensemble.score,
         temperature=ensemble.temperature,
         member_temperatures=ensemble.member_temperatures,
@@ -100,6 +105,8 @@ def outputs_of(answer: Prediction, policy: Policy) -> dict[str, Tensor]:
         "mutual_information": answer.mutual_information.float(),
         "member_logits": answer.member_logits.float(),
     }
+    if answer.student_logits is not None:
+        outputs["student_logits"] = answer.student_logits.float()
     score = answer.novelty_score
     if answer.novelty is not None and score is not None:
         outputs |= {"novelty": answer.novelty.float(), "novelty_score": score.float()}

@@ -203,12 +203,6 @@ def term_weights(taps: int, class_taps: int, *, hears_end: bool) -> Tensor:
     return torch.tensor([*each, 1.0])
 
 
-def _weights_of_format_1(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Tensor:
-    taps = len(facts["taps"])
-    late = taps - int(facts["first_class_tap"]) if "classes.means" in tensors else 0
-    return term_weights(taps, late, hears_end=False).to(tensors["ranks.values"])
-
-
 @dataclass(frozen=True, repr=False, eq=False)
 class Novelty:
     """Statistics of known data, all that `predict` needs.
@@ -268,11 +262,7 @@ class Novelty:
             probability: Their mean probability `[example, class]`, when it is known already.
         """
         score = gen(member_logits) if probability is None else gen_of(probability)
-        heard = summaries[:, : len(self.taps)]  # old statistics do not know the last block
-        features = unit(heard.to(self.distance.mean.dtype))
-        return self.ranks.surprise(self._terms(features, score))
-
-    def _terms(self, features: Tensor, score: Tensor) -> Tensor:
+        features = unit(summaries.to(self.distance.mean.dtype))
         distance = self.distance(features)
         parts = [distance]
         if self.classes is not None:
@@ -280,7 +270,7 @@ class Novelty:
             nearest = self.classes(features[:, late])
             parts.append(class_terms(nearest, distance[:, late], hears_end=self.hears_end))
         parts.append(score.to(distance.dtype)[:, None])
-        return torch.cat(parts, 1)
+        return self.ranks.surprise(torch.cat(parts, 1))
 
     def __call__(
         self, summaries: Tensor, member_logits: Tensor, probability: Tensor | None = None
@@ -381,10 +371,10 @@ class Novelty:
 def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
     """Read what `Novelty.tensors` and `Novelty.facts` returned."""
     version = facts.get("format_version", 0)
-    if version > FORMAT_VERSION:
+    if version != FORMAT_VERSION:
         raise FormatError(
-            f"The novelty statistics have format {version}, newer than {FORMAT_VERSION} which "
-            "this library reads. Upgrade hydra-ensembles, or call fit_novelty_() again."
+            f"The novelty statistics have format {version}; this library reads {FORMAT_VERSION}. "
+            "Use the version of hydra-ensembles that wrote them, or call fit_novelty_() again."
         )
     try:
         classes = None
@@ -399,16 +389,16 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
             ),
             classes=classes,
             first_class_tap=int(facts["first_class_tap"]),
-            weights=tensors["weights"] if version > 1 else _weights_of_format_1(tensors, facts),
+            weights=tensors["weights"],
             ranks=Ranks(tensors["ranks.values"], tensors["ranks.scale"]),
             sums=Ranks(tensors["sums.values"], tensors["sums.scale"]),
             bank=tensors["bank"],
             bank_positions=tensors["bank_positions"],
             names=tuple(facts["names"]),
             examples=int(facts["examples"]),
-            hears_end=bool(facts.get("hears_end", False)),
+            hears_end=bool(facts["hears_end"]),
             hashes=tensors.get("hashes"),
-            precision=str(facts.get("precision", "float32")),
+            precision=str(facts["precision"]),
         )
     except KeyError as error:
         raise FormatError(

@@ -109,7 +109,9 @@ class NoveltyFit:
         held_out = held_out_distance(distance, features)
         terms = [held_out]
         classes = None
-        if self._labelled and self._enough(moments.class_counts):
+        counts = moments.class_counts[moments.class_counts > 0]
+        enough = len(counts) >= FEWEST_CLASSES and float(counts.double().mean()) >= PER_CLASS
+        if self._labelled and enough:
             late = slice(self.first_class_tap, None)
             classes = class_distance(moments, late)
             # classes without examples are left out
@@ -141,7 +143,3 @@ class NoveltyFit:
         )
         score = unranked.total(ranks.held_out_surprise(values))
         return replace(unranked, sums=Ranks.of(score[:, None])).single()
-
-    def _enough(self, counts: Tensor) -> bool:
-        present = counts[counts > 0]
-        return len(present) >= FEWEST_CLASSES and float(present.double().mean()) >= PER_CLASS

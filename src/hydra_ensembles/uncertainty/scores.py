@@ -229,6 +229,9 @@ def _mutual_information_of(probabilities: Tensor) -> Tensor:
     return (total - entropy_of(probabilities).mean(1)).clamp_min(0.0)
 
 
+OF_ANSWER = frozenset({"msp", "entropy", "gen", "max-logit", "energy", "mcm"})
+"""Scores of the answer: with a student they read its logits, all other scores read the members'."""
+
 _OF_PROBABILITIES: dict[str, Score] = {
     "msp": _msp_of,
     "entropy": lambda probabilities: entropy_of(probabilities.mean(1)),
@@ -262,27 +265,38 @@ def predict_from_logits(
     member_temperatures: Sequence[float] | Tensor | None = None,
     logit_scale: float | Tensor | None = None,
     class_names: Sequence[str] | None = None,
+    student_logits: Tensor | None = None,
 ) -> Prediction:
     """Turn member logits into the ensemble's prediction.
 
     Args:
         member_logits: `[batch, member, class]`, or `[batch, class]` for one model.
         score: the uncertainty to report, a name in `scores` or a function of member logits.
-        temperature: divides every member's logits.
+        temperature: divides the logits behind the probabilities: the student's, without one every
+            member's.
         member_temperatures: one for each member, divides its logits first.
         logit_scale: for `mcm`, what multiplies the cosines in the logits. MCM reads the cosines
             themselves, so temperatures do not touch it.
         class_names: names of the classes by number.
+        student_logits: of one output that answers for the members, `[batch, class]`.
     """
     raw = as_member_logits(member_logits)
-    logits = scale_logits(raw, temperature=temperature, member_temperatures=member_temperatures)
-    members = logits.softmax(-1)
-    probabilities = members.mean(1)
+    shared = temperature if student_logits is None else None
+    logits = scale_logits(raw, temperature=shared, member_temperatures=member_temperatures)
+    members, scored = logits.softmax(-1), logits
+    answering = members
+    if student_logits is not None:
+        raw_answer = as_member_logits(student_logits)
+        answer = scale_logits(raw_answer, temperature=temperature)
+        answering, student_logits = answer.softmax(-1), answer[:, 0]
+        if score in OF_ANSWER:
+            raw, scored = raw_answer, answer
+    probabilities = answering.mean(1)
     if isinstance(score, str) and score in _OF_PROBABILITIES:
-        uncertainty = _OF_PROBABILITIES[score](members)
+        uncertainty = _OF_PROBABILITIES[score](answering if score in OF_ANSWER else members)
     else:
         uncertainty = score_logits(
-            raw if score == "mcm" else logits, score, logit_scale=logit_scale
+            raw if score == "mcm" else scored, score, logit_scale=logit_scale
         )
     return Prediction(
         probabilities=probabilities,
@@ -293,4 +307,5 @@ def predict_from_logits(
         member_logits=logits,
         score=score if isinstance(score, str) else getattr(score, "__name__", "score"),
         class_names=class_names,
+        student_logits=student_logits,
     )

@@ -1,0 +1,119 @@
+"""`method="auto"`: heads, parts or one member, by the NLL on data that chose nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..data.batches import without_labels
+from ..data.model_runs import collect_logits
+from ..data.progress import announce
+from ..errors import DataError, MaskError, UnsupportedModelError
+from ..evaluation.intervals import student
+from ..fusion.fuse_members import fuse
+from ..heads.head_mask import HeadMask
+from .calibration import cross_fitted_nll
+from .data_parts import Outcome, Task
+from .methods import METHODS, Select
+from .refit_methods import Parts
+
+NAMES = {"select": "heads (select)", "parts": "parts", "one": "one member"}
+
+
+@METHODS.register("auto")
+@dataclass(frozen=True)
+class Auto:
+    """Take heads, parts or one member, whichever has the lowest NLL on held-out data (the default).
+
+    The NLL is that at one temperature, cross-fitted on the part of the data that selected nothing.
+    Heads are taken unless another is better by more than the paired 95 % interval. A number of
+    members that the caller gives is obeyed.
+    """
+
+    name: ClassVar[str] = "auto"
+    members: ClassVar[int | None] = None
+    proxies: ClassVar[bool] = False
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the result depends on."""
+        return {"select": Select().settings(), "parts": Parts().settings()}
+
+    def find(self, task: Task) -> Outcome:
+        """Find members in each way, and keep the best."""
+        outcomes, refused = _candidates(task)
+        known = task.state.find("auto")
+        decision: dict[str, Any] = known[0] if known else _decide(task, outcomes, refused)
+        if not known:
+            task.state.add({"auto": decision})
+        announce(decision["why"], enabled=task.progress)
+        chosen = outcomes[decision["chosen"]]
+        return Outcome({**chosen.record, "auto": decision}, chosen.ensemble)
+
+
+def _candidates(task: Task) -> tuple[dict[str, Outcome], dict[str, str]]:
+    """Return what each way found, heads first, and why others are not possible."""
+    first = without_labels(task.parts.data["select"].batch(0))
+
+    def fused(record: dict[str, Any]) -> Outcome:
+        masks = [HeadMask(rows) for rows in record["masks"]]
+        return Outcome(record, fuse(task.host.model, masks, batch=first))
+
+    known = task.state.find("heads")
+    heads: dict[str, Any] = known[0] if known else Select().find(task).record
+    if not known:
+        task.state.add({"heads": heads})
+    outcomes, refused = {"select": fused(heads)}, {}
+    if task.members > 1:
+        members = task.members if task.asked else Parts.members
+        assert members is not None
+        try:
+            outcomes["parts"] = Parts().find(replace(task, members=members))
+        except (UnsupportedModelError, DataError, MaskError) as error:
+            refused["parts"] = str(error)
+    whole = [HeadMask.full(task.host)]
+    if (not task.asked or task.members == 1) and task.budget.allows(whole):
+        cost = task.budget.ratio(whole)
+        outcomes["one"] = fused({"masks": [whole[0].tolist()], "cost": cost, "branch_layers": []})
+    return outcomes, refused
+
+
+def _decide(
+    task: Task, outcomes: Mapping[str, Outcome], refused: Mapping[str, str]
+) -> dict[str, Any]:
+    """Choose by the NLL on held-out examples; say why."""
+    data = task.parts.data["temperature"]
+    losses: dict[str, Tensor] = {}
+    for name, outcome in outcomes.items():
+        logits, labels = collect_logits(
+            outcome.ensemble, data, name=f"auto, {name}", need_labels=True, progress=task.progress
+        )
+        assert labels is not None
+        losses[name] = cross_fitted_nll(logits.float(), labels, seed=task.seed)
+    nll = {name: float(loss.mean()) for name, loss in losses.items()}
+    best = min(nll, key=lambda name: round(nll[name], 7))  # ties: the first, heads
+    chosen, reason, difference = best, "their NLL is the lowest", None
+    if best != "select":
+        difference = student((losses["select"] - losses[best]).tolist())
+        if difference.low <= 0:
+            chosen = "select"
+            reason = f"{NAMES[best]} has a lower NLL, but not by more than the interval"
+        else:
+            reason = f"its NLL is lower than that of heads by {difference}"
+    figures = ", ".join(f"{NAMES[name]} {value:.4f}" for name, value in nll.items())
+    why = (
+        f"Took {NAMES[chosen]}: {reason}. NLL at one temperature on {len(losses['select'])} "
+        f"held-out examples: {figures}."
+    )
+    for error in refused.values():
+        why += f" {error.split('. ')[0].rstrip('.')}."
+    return {
+        "chosen": chosen,
+        "why": why,
+        "nll": nll,
+        "examples": len(losses["select"]),
+        "difference": None if difference is None else list(difference),
+        "refused": dict(refused),
+    }

@@ -1,0 +1,194 @@
+"""One pass over unlabelled data: trunks and hosts run together, only moments are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.batches import check_inputs
+from ..data.processes import in_order
+from ..data.progress import length_of, progress_bar
+from ..errors import DataError, HydraError, UnsupportedModelError
+from ..hosts.probes import largest_difference
+from .readout_states import Parting, Reader, States
+from .ridge import Fit, Linear, Moments, fit
+
+HELD_OUT = 5
+"""Every fifth example is held out to choose the ridge."""
+LEAST = 20
+"""Fewest examples to fit to."""
+ROWS = 1024
+"""Rows that are kept before their moments are added."""
+
+Trunk = int | str
+"""The number of a host, or "mean"."""
+
+
+@dataclass
+class Rows:
+    """Moments of the rows that are fitted and of those that judge the ridge."""
+
+    fitted: Moments | None = None
+    judging: Moments | None = None
+    _kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def add_(
+        self, features: Tensor, targets: Tensor, judges: Tensor, weights: Tensor | None = None
+    ) -> None:
+        """Add the rows of a batch.
+
+        Args:
+            features, targets: The rows, `[row, n]` and `[row, k]`; as many per example.
+            judges: Which examples judge, `[example]`.
+            weights: How much each row counts; by default all count the same.
+        """
+        weights = features.new_ones(len(features)) if weights is None else weights
+        judges = judges.repeat_interleave(len(features) // len(judges))
+        self._kept.append((features, targets, judges, weights))
+        if sum(len(part[0]) for part in self._kept) >= ROWS:
+            self.flush_()
+
+    def flush_(self) -> None:
+        """Turn the kept rows into moments."""
+        if not self._kept:
+            return
+        features, targets, judges, weights = map(torch.cat, zip(*self._kept, strict=True))
+        self._kept = []
+        for name, rows in (("fitted", ~judges), ("judging", judges)):
+            new, old = Moments.of(features[rows], targets[rows], weights[rows]), getattr(self, name)
+            setattr(self, name, new if old is None else old + new)
+
+    def fit(self, given: Sequence[Linear]) -> list[Fit]:
+        """Fit linear maps, each never worse than the given one (see `ridge.fit`)."""
+        self.flush_()
+        assert self.fitted is not None and self.judging is not None
+        return fit(self.fitted, self.judging, given)
+
+    def fit_outputs(self, count: int) -> list[Fit]:
+        """Fit so many maps of equal size, for which nothing is given."""
+        self.flush_()
+        assert self.fitted is not None
+        features, targets = self.fitted.uy.shape
+        size = targets // count
+        zero = torch.zeros(features, size, dtype=torch.float64)
+        return self.fit([Linear(zero, zero[0])] * count)
+
+
+@dataclass
+class FoldRows:
+    """What one pass over the data gives.
+
+    Attributes:
+        examples: Number of examples.
+        states: By trunk, rows of neurons, with what each host's sum adds to the trunk's state.
+        logits: By trunk, rows of readout features, with the logits to follow.
+    """
+
+    examples: int
+    states: dict[Trunk, Rows]
+    logits: dict[Trunk, Rows]
+
+
+def read_rows(
+    trunks: Mapping[Trunk, nn.Module],
+    hosts: Sequence[nn.Module],
+    parting: Parting,
+    data: Any,
+    *,
+    states: bool,
+    members: bool,
+    student: bool,
+    seed: int,
+    progress: bool,
+) -> FoldRows:
+    """Run trunks and hosts over data, each model once per batch.
+
+    Args:
+        trunks: The trunks to fit on; some may be hosts.
+        hosts: The hosts to follow.
+        parting: Where members branch.
+        data: Batches; labels are ignored.
+        states: Whether to keep rows for members by states.
+        members: Whether to keep rows for members by logits.
+        student: Whether to keep rows for a student, which follows the mean of the hosts' logits.
+        seed: Determines which examples judge.
+        progress: Show a bar on a terminal.
+    """
+    models = {id(model): model for model in (*hosts, *trunks.values())}
+    readers = {key: Reader(model, parting) for key, model in models.items()}
+    unchecked = states
+
+    def work(number: int, batch: Any) -> dict[str, Tensor]:
+        nonlocal unchecked
+        where = f"batch {number} of the data"
+        check_inputs(batch, where)
+        try:
+            found = {key: reader(batch) for key, reader in readers.items()}
+        except HydraError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"The hosts failed on {where} ({type(error).__name__}: {error}). Give inputs as "
+                "the hosts take them."
+            ) from error
+        for one in found.values():
+            if not bool(one.total.isfinite().all() and one.logits.isfinite().all()):
+                raise DataError(
+                    f"The hosts' states hold NaN or infinity on {where}. Fix or remove these "
+                    "examples, and check the hosts' weights."
+                )
+        theirs = [found[id(host)] for host in hosts]
+        if unchecked:
+            _check_sum(theirs[0], parting.linear(hosts[0]), type(hosts[0]).__name__)
+            unchecked = False
+        result = {}
+        for name, trunk in trunks.items():
+            own = found[id(trunk)]
+            result[f"{name}.readout"] = own.readout
+            if states:
+                result[f"{name}.features"] = own.features
+                targets = [one.total - own.entering for one in theirs]
+                result[f"{name}.states"] = torch.cat(targets, 1)
+        logits = [one.logits for one in theirs]
+        aims = (logits if members else []) + ([torch.stack(logits).mean(0)] if student else [])
+        if aims:
+            result["logits"] = torch.cat(aims, 1)
+        if states and theirs[0].weights is not None:
+            result["weights"] = theirs[0].weights
+        return result
+
+    rows = FoldRows(0, {name: Rows() for name in trunks}, {name: Rows() for name in trunks})
+    results = in_order(data, work, name="data to fold on")
+    bar = progress_bar(results, description="fold", enabled=progress, total=length_of(data))
+    for result in bar:
+        count = len(result[f"{next(iter(trunks))}.readout"])
+        numbers = torch.arange(rows.examples, rows.examples + count)
+        rows.examples += count
+        judges = (numbers + seed) % HELD_OUT == 0
+        for name in trunks:
+            if states:
+                given = (result[f"{name}.features"], result[f"{name}.states"])
+                rows.states[name].add_(*given, judges, result.get("weights"))
+            if "logits" in result:
+                rows.logits[name].add_(result[f"{name}.readout"], result["logits"], judges)
+    if rows.examples < LEAST:
+        raise DataError(
+            f"The data has {rows.examples} examples, too few to fit to. Give at least {LEAST}; "
+            "a few thousand are best, and they need no labels."
+        )
+    return rows
+
+
+def _check_sum(states: States, linear: Linear, name: str) -> None:
+    """Raise unless a host's last block gives a + u W + b."""
+    expected = states.features @ linear.weight + states.entering
+    expected = expected if linear.bias is None else expected + linear.bias
+    if not largest_difference(states.total, expected) < 1e-2:
+        raise UnsupportedModelError(
+            f"{name} cannot be folded by states: its last block adds more to its state than the "
+            'output of its MLP. Fold it with readout="logits".'
+        )
