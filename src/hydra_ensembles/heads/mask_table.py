@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from .._html import squares
+from .._tables import squares
 from ..errors import MaskError
 from .head_tables import HeadTable, describe_shape
 
