@@ -23,10 +23,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import hydra_ensembles as hydra
-from hydra_ensembles.data.batches import split_batch
+from hydra_ensembles.costs import choose_units
+from hydra_ensembles.criteria import score_units
+from hydra_ensembles.data.batches import split_batch, without_labels
+from hydra_ensembles.heads import prune_units_
 from hydra_ensembles.hosts import host_model, main_output
 from hydra_ensembles.hosts.mlp_site import mlp_site
+from hydra_ensembles.refit.readout_fit import refit_readout_
 from hydra_ensembles.refit.readout_states import Parting, Reader
+from hydra_ensembles.refit.refit_run import refit_
 from hydra_ensembles.training import average_weights
 
 from .answers import Answers, Store, ask
@@ -142,14 +147,16 @@ def probe(store: Store, row: Row, draw: int) -> Answers:
 def prune(store: Store, row: Row, draw: int) -> Answers:
     """Prune a host to a budget."""
     task = store.task
-    host = task.host(draw)
-    model = hydra.prune(
-        host,
-        task.training("train", row.get("count", PRUNE)),
-        refit=row.get("refit", True),
-        progress=False,
-        **row["options"],
-    )
+    host, options = task.host(draw), row["options"]
+    data = task.training("train", row.get("count", PRUNE))
+    if row.get("refit", True):
+        model = hydra.prune(host, data, progress=False, **options)
+    else:
+        criterion = options.get("criterion", "energy")
+        scores = score_units(host, data, criterion=criterion, progress=False)
+        first = without_labels(data[0])
+        mask = choose_units(host, scores, max_cost=options["max_cost"], batch=first)
+        model = prune_units_(host, mask)
     return answers_of_model(task, model.eval(), row, draw)
 
 
@@ -160,7 +167,9 @@ def torch_pruning(store: Store, row: Row, draw: int) -> Answers:
     host = task.host(draw)
     model = pruned_by_torch_pruning(task, host, row["max_cost"])
     if row.get("then") == "refit":
-        model = hydra.refit.follow(model, host, task.training("train", PRUNE), progress=False)
+        data = task.training("train", PRUNE)
+        refit_(model, host, data, progress=False)
+        refit_readout_(model, host, data, progress=False)
     elif row.get("then") == "tune":
         model = tuned(task, model)
     return answers_of_model(task, model.eval(), row, draw)
