@@ -226,7 +226,9 @@ class Prefix:
         found: dict[str, list[Tensor]] = {}
 
         def run(name: str, index: int, x: Tensor, call: Call) -> dict[str, Tensor]:
-            key = self._span(name, index)
+            # a batch is named by its data set and examples, whatever the size of batches is
+            start = sum(self._sizes[name][:index])
+            key = f"{list(self.data).index(name)}-{start}-{start + self._sizes[name][index]}"
             known = None if store is None else store.get(key)
             if known is None:
                 edit = None if replacement is None else replacement(name, index, call)
@@ -245,9 +247,3 @@ class Prefix:
         for name, values in labels.items():
             check_labels(values, f"the data set {name!r}", classes=found[name][0].shape[-1])
         return Outputs({name: torch.cat(parts) for name, parts in found.items()}, labels)
-
-    def _span(self, name: str, index: int) -> str:
-        """Name a batch by its data set and examples, whatever the size of batches is."""
-        sizes = self._sizes[name]
-        start = sum(sizes[:index])
-        return f"{list(self.data).index(name)}-{start}-{start + sizes[index]}"

@@ -301,10 +301,6 @@ def make_teachers(
     return [teacher.eval() for teacher in make(job)]
 
 
-def _full(job: Job) -> list[nn.Module]:
-    return [job.tune(job.host.model, seed) for seed in job.seeds]
-
-
 def _snapshots(job: Job) -> list[nn.Module]:
     teachers, model = [], job.host.model
     for seed in job.seeds:
@@ -384,7 +380,12 @@ def _lora(job: Job) -> list[nn.Module]:
     return teachers
 
 
-ways.register("full")((_full, Settings(epochs=3, learning_rate=1e-4, bootstrap=True)))
+ways.register("full")(
+    (
+        lambda job: [job.tune(job.host.model, seed) for seed in job.seeds],
+        Settings(epochs=3, learning_rate=1e-4, bootstrap=True),
+    )
+)
 ways.register("snapshots")((_snapshots, Settings(epochs=3, learning_rate=2e-4)))
 ways.register("branch")((_branch, Settings(epochs=3, learning_rate=5e-4, bootstrap=True)))
 ways.register("lora")(
