@@ -83,10 +83,7 @@ class Prefix:
         self._read(labelled)
 
     def _read(self, labelled: Sequence[str]) -> None:
-        """Pass over all data once: embed it, keep what fits.
-
-        Several processes share the batches: each keeps the states of its own.
-        """
+        """Pass over all data once: embed it, keep what fits; each process keeps its own."""
         with evaluating(self.host.model):
             for name, batches in self.data.items():
                 check_reiterable(batches, name=name)

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ...registry import check_name
+from ...registry import check_name, imported
 from .parts import Featured, collect, need_classifier
-from .task import Task, baselines, library
+from .task import Task, baselines
 
 PRIORS = ("marginal-likelihood", "validation")
 BATCH = 256
@@ -98,7 +98,7 @@ def fit_posterior(layer: nn.Linear, features: Tensor, labels: Tensor) -> Any:
     with warnings.catch_warnings():  # two that do not concern this use of the library
         warnings.filterwarnings("ignore", message=".*torch.jit.script.*")
         warnings.filterwarnings("ignore", message="By default `link_approx`")
-        laplace_torch = library("laplace", "laplace-torch")
+        laplace_torch = imported("laplace", "This rival", "rivals")
         posterior = laplace_torch.Laplace(
             head,
             "classification",

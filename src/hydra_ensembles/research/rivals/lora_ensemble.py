@@ -7,9 +7,10 @@ import copy
 import torch
 from torch import nn
 
+from ...registry import imported
 from ...training import finetune
 from .parts import MemberStack, attention_linears
-from .task import Task, baselines, library
+from .task import Task, baselines
 
 
 @baselines.register("lora-ensemble")
@@ -30,7 +31,7 @@ def lora_ensemble(host: nn.Module, task: Task, *, rank: int = 4, train: bool = T
     if rank < 1:
         raise ValueError(f"rank={rank}: expected at least 1.")
     data = task.need("train")
-    peft, starts = library("peft", "peft"), []
+    peft, starts = imported("peft", "This rival", "rivals"), []
     for seed in task.seeds:
         model = copy.deepcopy(host)
         config = peft.LoraConfig(

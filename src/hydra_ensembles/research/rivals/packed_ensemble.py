@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from ...errors import UnsupportedModelError
 from ...hosts import host_model
 from ...hosts.probes import modules_after_blocks
+from ...registry import imported
 from ...training import finetune
 from .parts import Folded, block_linears, need_classifier, replace_
-from .task import Task, baselines, library
+from .task import Task, baselines
 
 
 class PackedProjections(nn.Module):
@@ -44,7 +45,7 @@ def packed_ensemble(host: nn.Module, task: Task) -> nn.Module:
         host: A classifier whose shape is taken; width and heads must divide by `members`.
         task: Needs `train`; give many more epochs than fine-tuning wants.
     """
-    layers = library("torch_uncertainty.layers", "torch-uncertainty")
+    layers = imported("torch_uncertainty.layers", "This rival", "rivals")
     data, members = task.need("train"), task.members
     model = copy.deepcopy(host)
     view = host_model(model)
