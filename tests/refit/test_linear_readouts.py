@@ -315,7 +315,7 @@ def test_hosts_that_average_tokens_fold_by_states_within_the_budget() -> None:
 
 def test_members_by_logits_are_not_hosts() -> None:
     ensemble = folded("bert")
-    with pytest.raises(UnsupportedModelError, match="linear readouts.*readout=\"states\""):
+    with pytest.raises(UnsupportedModelError, match='linear readouts.*readout="states"'):
         ensemble.member(0)
     looped = copy.deepcopy(ensemble)
     looped.mode = "loop"
