@@ -12,7 +12,6 @@ from ..errors import Stop
 from ..inputs import READING, Reading, reads_data
 from ..output import finish, say, sizes, write_config
 
-
 STUDENT = {"yes": True, "no": False, "auto": "auto"}
 
 
