@@ -121,7 +121,7 @@ def fold(
     names = _trunks(first_host, hosts, trunk, choosing=held_out is not None)
     if readout == "states" and parting.pooling is not None:  # known before anything is fitted
         own = [parting.linear(host) for host in hosts]
-        _check_cost(_by_states(hosts[0], hosts, parting, own, batch), hosts, batch, max_cost)
+        _check_cost(fuse_by_states(hosts[0], hosts, parting, own, batch), hosts, batch, max_cost)
     bases = {name: average_weights(hosts) if name == "mean" else hosts[name] for name in names}  # type: ignore[index]
     bases = {name: within_budget(base, data, max_cost) for name, base in bases.items()}
     has_student = student is True or (student == "auto" and held_out is not None)
@@ -210,7 +210,7 @@ def _folded(
     fits: list[Fit] = []
     if readout == "states":
         fits = rows.states[name].fit([parting.linear(host) for host in hosts])
-        ensemble = _by_states(base, hosts, parting, [one.linear for one in fits], batch)
+        ensemble = fuse_by_states(base, hosts, parting, [one.linear for one in fits], batch)
     else:
         masks, last = [HeadMask.full(base)] * len(hosts), len(host_model(base)) - 1
         ensemble = fuse(base, masks, branch_layer=last, batch=batch)
@@ -243,7 +243,7 @@ def _folded(
     return ensemble
 
 
-def _by_states(
+def fuse_by_states(
     base: nn.Module,
     hosts: Sequence[nn.Module],
     parting: Parting,
