@@ -64,22 +64,16 @@ def find_width_settings(host: HostModel) -> WidthSettings:
     fewer = max(1, neurons // 2)
     expected = _cut_shapes(host, neurons=fewer)
 
-    def per_neuron(number: int, path: str, value: Any) -> Any:
-        return number / width if isinstance(value, float) else number
-
-    found = None
     for path, value in _leaves(config):
+        ratio = _is_number(value) and value != neurons  # a multiple of the model's width
+
+        def settings(number: int, path: str = path, ratio: bool = ratio) -> Settings:
+            return {path: number / width if ratio else number}
+
         plausible = value is None or (_is_number(value) and value in (neurons, neurons / width))
-        if plausible and _built_shapes(model, {path: per_neuron(fewer, path, value)}) == expected:
-            found = (path, value)
-            break
-    if found is None:
-        raise _refused(host, "no setting of its config changes the number of its neurons only")
-    path, value = found
-    return WidthSettings(
-        lambda number: {path: per_neuron(number, path, value)},
-        _find_heads(host) if len(counts) == 1 else None,
-    )
+        if plausible and _built_shapes(model, settings(fewer)) == expected:
+            return WidthSettings(settings, _find_heads(host) if len(counts) == 1 else None)
+    raise _refused(host, "no setting of its config changes the number of its neurons only")
 
 
 def _find_heads(host: HostModel) -> Callable[[int], Settings] | None:

@@ -88,7 +88,7 @@ def prune(
     """
     host, notes = _checked(model, max_cost)
     widths = find_width_settings(host) if uniform else None
-    if widths is not None and widths.heads is None:
+    if widths is not None and widths.heads is None and host.why_not_prunable() is None:
         notes.append("All heads stay: the config cannot say that they are fewer.")
     data = check_reiterable(as_data(data))
     first = next(iter(data), None)
@@ -98,7 +98,7 @@ def prune(
     if folder is not None:
         name = criterion if isinstance(criterion, str | None) else repr(criterion)
         settings = {"max_cost": max_cost, "uniform": uniform, "criterion": name, "seed": seed}
-        state = SearchState(folder, {**settings, "model": model_fingerprint(model)})
+        state = SearchState(folder, {**settings, "model": model_fingerprint(model)}, name="prune.json")
         if not state.steps:
             state.add({"begun": True})
     scores = score_units(host, data, criterion=criterion or "energy", progress=progress)
