@@ -222,6 +222,10 @@ class _HostedGeometry:
         """Multiply-adds of a block of one stream."""
         return self.weight.whole if kept is None else self.weight.with_heads(kept)
 
+    def rows(self, outside: _Outside) -> int:
+        """Tokens of the whole batch that pass the block."""
+        return self.weight.rows
+
     def fused(self, plan: LayerPlan, outside: _Outside, readout: Readout) -> int:
         """Multiply-adds of all streams."""
         return sum(self.weight.with_heads(heads) for heads in plan.heads)
@@ -247,10 +251,14 @@ class _Geometry:
         """Multiply-adds of a block of one stream, all tokens; groups of queries go as a whole."""
         group = max(1, self.heads // max(1, self.kv_heads))
         kv = self.kv_heads if kept is None else len({place // group for place in kept})
-        rows, t = outside.batch * outside.tokens, outside.tokens
+        rows, t = self.rows(outside), outside.tokens
         wide = (self.heads if kept is None else kv * group) * self.head_dim
         projections = rows * self.width * (2 * wide + 2 * kv * self.head_dim)
         return projections + 2 * rows * t * wide + rows * self.mlp
+
+    def rows(self, outside: _Outside) -> int:
+        """Tokens of the whole batch that pass the block."""
+        return outside.batch * outside.tokens
 
     def fused(self, plan: LayerPlan, outside: _Outside, readout: Readout) -> int:
         """Multiply-adds of a fused block."""
