@@ -26,7 +26,7 @@ def as_ensemble(model: nn.Module) -> HydraEnsemble:
     Example:
         >>> as_ensemble(pruned).predict(batch)
     """
-    ensemble = fuse(model, [HeadMask.full(model)])
+    ensemble = fuse(model, [HeadMask.full(model)], readout_only=False)  # all blocks stay whole
     ensemble.record = {**getattr(model, "hydra_record", {}), _PLAIN: True}
     return ensemble
 

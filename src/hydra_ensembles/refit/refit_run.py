@@ -187,9 +187,8 @@ def _fit(states: _States, sublayer: Sublayer, bar: Progress) -> SublayerFit:
     if fitted is None or judging is None or fitted.rows + judging.rows < LEAST:
         rows = sum(part.rows for part in (fitted, judging) if part is not None)
         raise DataError(
-            f"The data has {rows} tokens in {sum(states.sizes)} examples, too few to fit "
-            f"{unknowns} unknowns. Give at least {LEAST} tokens in {HELD_OUT} examples; twice as "
-            "many tokens as unknowns are best, and they need no labels."
+            f"The data has {rows} tokens, too few to fit {unknowns} unknowns. Give at least "
+            f"{LEAST}; twice as many as unknowns are best, and they need no labels."
         )
     result = fit(fitted, judging, [given], ridges=RIDGES)[0]
     if result.ridge is not None:
@@ -342,6 +341,11 @@ class _States:
             bar.update()
         if not self.sizes:
             raise DataError("The data has no batches. Check the loader or the filter.")
+        if sum(self.sizes) < HELD_OUT:
+            raise DataError(
+                f"The data has {sum(self.sizes)} examples, too few to hold some out. Give at least "
+                f"{HELD_OUT}; a few thousand are best, and they need no labels."
+            )
         for number, entered in self._cache.items():
             entered.judges = self._judges(number)
 

@@ -98,7 +98,9 @@ def prune(
     if folder is not None:
         name = criterion if isinstance(criterion, str | None) else repr(criterion)
         settings = {"max_cost": max_cost, "uniform": uniform, "criterion": name, "seed": seed}
-        state = SearchState(folder, {**settings, "model": model_fingerprint(model)}, name="prune.json")
+        state = SearchState(
+            folder, {**settings, "model": model_fingerprint(model)}, name="prune.json"
+        )
         if not state.steps:
             state.add({"begun": True})
     scores = score_units(host, data, criterion=criterion or "energy", progress=progress)
@@ -153,7 +155,10 @@ def _checked(model: nn.Module, max_cost: float) -> tuple[HostModel, list[str]]:
         raise UnsupportedModelError(
             f"{host.name} cannot be pruned. Heads stay: {heads}. Neurons stay: {neurons}."
         )
-    reasons = (("Heads", heads), ("Some neurons" if any(host.neuron_counts) else "Neurons", neurons))
+    reasons = (
+        ("Heads", heads),
+        ("Some neurons" if any(host.neuron_counts) else "Neurons", neurons),
+    )
     return host, [f"{what} stay: {reason}." for what, reason in reasons if reason is not None]
 
 
