@@ -25,6 +25,7 @@ COMMANDS = {
     "build": "Build a fused ensemble from a model and calibration data.",
     "distill": "Distil one teacher into each member of a fused model.",
     "fold": "Fold fine-tuned copies of one model into one ensemble, without training.",
+    "prune": "Remove heads and neurons to a budget; refit the rest, without training.",
     "eval": "Evaluate models, with outliers and corruptions; write a report.",
     "bench": "Time models against each other, as ratios.",
     "sweep": "Prune by each criterion to each ratio; measure the quality.",
@@ -39,7 +40,7 @@ COMMANDS = {
     "env": "Print the versions of everything that matters.",
 }
 
-KEPT = ("build", "circuit", "demo", "distill", "sweep", "try")
+KEPT = ("build", "circuit", "demo", "distill", "prune", "sweep", "try")
 """Commands that resume."""
 
 
