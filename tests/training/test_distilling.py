@@ -485,11 +485,12 @@ def test_a_folded_start_gives_the_folded_answers_and_training_goes_on_from_there
     assert trained.record["cost"] == pytest.approx(folded.record["cost"])
     assert trained.record["fold"]["members"] == folded.record["members"]
     assert "folded   from 3 hosts" in str(trained) and "taught   by 3 teachers" in str(trained)
-    aims = torch.stack([zoo.run(teacher, inputs) for teacher in teachers], 1).log_softmax(-1)
+    seen = batches[0][0]
+    aims = torch.stack([zoo.run(teacher, seen) for teacher in teachers], 1).log_softmax(-1)
     trained.temperature = None
 
     def distance(ensemble: hydra.HydraEnsemble) -> float:
-        answer = ensemble.predict(inputs).member_logits.log_softmax(-1)
+        answer = ensemble.predict(seen).member_logits.log_softmax(-1)
         return float((aims.exp() * (aims - answer)).sum(-1).mean())
 
     assert distance(trained) < distance(folded)
@@ -498,8 +499,8 @@ def test_a_folded_start_gives_the_folded_answers_and_training_goes_on_from_there
 def test_a_folded_start_refuses_what_it_cannot_fold() -> None:
     with pytest.raises(DataError, match="one model per member"):
         distill(model(), [teacher(0)], data(), start="folded", progress=False)
-    with pytest.raises(DataError, match="members, and found str"):
-        distill(model(), ["x"], data(), start="folded", members=1, progress=False)
+    with pytest.raises(DataError, match="members, and found function"):
+        distill(model(), [lambda inputs: inputs], data(), start="folded", members=1, progress=False)
     with pytest.raises(ValueError, match="no masks"):
         distill(model(), [teacher(0)], data(), start="folded", masks=MASKS, progress=False)
     with pytest.raises(KeyError, match="Did you mean 'folded'"):
