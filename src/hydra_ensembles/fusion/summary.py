@@ -73,6 +73,7 @@ def _readouts(ensemble: HydraEnsemble) -> list[str]:
 
 def _teachers(record: dict[str, Any]) -> list[str]:
     """Say who taught the members, if they were distilled or folded."""
+    lines = _teachers(record["fold"]) if "fold" in record else []
     if record.get("made_by") == "fold":
         trunk = (
             "the mean of their weights" if record["trunk"] == "mean" else f"host {record['trunk']}"
@@ -80,7 +81,7 @@ def _teachers(record: dict[str, Any]) -> list[str]:
         hosts, examples = record["hosts"], record["examples"]
         return [f"  folded   from {hosts} hosts by {examples:,} examples, trunk {trunk}"]
     if record.get("made_by") != "distill":
-        return []
+        return lines
     shares = record["shares"]
     teachers = len(shares[0])
     assignment = "one per member" if all(max(share) == 1 for share in shares) else "their mean"
@@ -91,7 +92,10 @@ def _teachers(record: dict[str, Any]) -> list[str]:
     )
     steps, examples = record["training"]["steps"], record["examples"]["data"]
     trunk = "trained" if record["settings"]["trunk_rate"] else "frozen"
-    return [f"  taught   by {words}: {steps:,} steps on {examples:,} examples, trunk {trunk}"]
+    return [
+        *lines,
+        f"  taught   by {words}: {steps:,} steps on {examples:,} examples, trunk {trunk}",
+    ]
 
 
 def _members(ensemble: HydraEnsemble) -> str:
