@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hydra_ensembles.training import distillation
-from hydra_ensembles.training.distillation import DistillRun, log_mean
+from hydra_ensembles.training.distillation import DistillRun
 from hydra_ensembles.training.sample_order import generator
+from hydra_ensembles.uncertainty import log_mean_probability
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Trial:
 def mutual_information(log_probabilities: Tensor) -> Tensor:
     """Return H(mean p) - mean H(p) over members, `[batch]`; gradients pass."""
     each = -(log_probabilities.exp() * log_probabilities).sum(-1).mean(1)
-    mean = log_mean(log_probabilities)
+    mean = log_mean_probability(log_probabilities)
     return -(mean.exp() * mean).sum(-1) - each
 
 

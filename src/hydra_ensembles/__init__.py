@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from .fusion import HydraEnsemble as HydraEnsemble
     from .fusion import fit_policy as fit_policy
     from .fusion import fuse as fuse
+    from .fusion import load as load
+    from .fusion import save as save
     from .fusion import verify as verify
     from .heads import HeadMask as HeadMask
     from .heads import HeadScores as HeadScores
+    from .heads import UnitMask as UnitMask
     from .heads import gate as gate
     from .heads import prune_heads_ as prune_heads_
     from .hosts import Family as Family
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from .integrations.pipelines import pipeline as pipeline
     from .prediction import Prediction as Prediction
     from .refit import fold as fold
+    from .refit import prune as prune
     from .report.page import write_report as write_report
     from .search.headmap import find_circuit as find_circuit
     from .serving.exporter import export as export
@@ -64,9 +68,12 @@ _NAMES = {
     "HydraEnsemble": "fusion",
     "fit_policy": "fusion",
     "fuse": "fusion",
+    "load": "fusion",
+    "save": "fusion",
     "verify": "fusion",
     "HeadMask": "heads",
     "HeadScores": "heads",
+    "UnitMask": "heads",
     "gate": "heads",
     "prune_heads_": "heads",
     "Family": "hosts",
@@ -77,6 +84,7 @@ _NAMES = {
     "pipeline": "integrations.pipelines",
     "Prediction": "prediction",
     "fold": "refit",
+    "prune": "refit",
     "write_report": "report.page",
     "find_circuit": "search.headmap",
     "export": "serving.exporter",

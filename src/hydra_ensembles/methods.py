@@ -11,5 +11,6 @@ from .builder.methods import Hies as Hies
 from .builder.methods import Random as Random
 from .builder.methods import Select as Select
 from .builder.methods import Taylor as Taylor
+from .builder.refit_methods import Fold as Fold
 from .builder.refit_methods import Parts as Parts
 from .search.selection import EnsembleObjective as EnsembleObjective

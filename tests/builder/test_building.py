@@ -156,9 +156,9 @@ def test_a_killed_search_of_members_ends_the_same_and_a_changed_one_is_refused(t
         build(model, data, seed=1, **arguments)
     with pytest.raises(FormatError, match="data has changed"):
         build(model, pictures(seed=1), **arguments)
+    calibrated = Select(objective=EnsembleObjective(nll=1.0))
     with pytest.raises(FormatError, match="options"):
-        other = Select(objective=EnsembleObjective(ece=1.0))
-        build(model, data, **{**arguments, "method": other})
+        build(model, data, **{**arguments, "method": calibrated})
     other = sharp("timm")
     with torch.no_grad():
         other.head.bias.add_(1.0)

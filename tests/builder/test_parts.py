@@ -16,9 +16,11 @@ from torch import Tensor
 
 import hydra_ensembles as hydra
 from hydra_ensembles.builder import build, replay
+from hydra_ensembles.data.batches import without_labels
 from hydra_ensembles.errors import DataError, MaskError, UnsupportedModelError
 from hydra_ensembles.evaluation.disagreement_check import check_disagreement
 from hydra_ensembles.hosts import host_model
+from hydra_ensembles.methods import Fold
 from hydra_ensembles.refit.part_members import part_host, shares_of
 from hydra_ensembles.refit.readout_states import Parting, Reader
 from tests import zoo
@@ -83,7 +85,9 @@ def test_a_member_reads_its_own_neurons_only_and_shares_the_rest(name: str) -> N
         assert isinstance(weight, Tensor)
         assert weight.abs().sum(0).nonzero().flatten().tolist() == share.tolist()
         state = model.state_dict()
-        changed = [path for path, value in member.state_dict().items() if not value.equal(state[path])]
+        changed = [
+            path for path, value in member.state_dict().items() if not value.equal(state[path])
+        ]
         assert changed == [f"{LAST[name]}.weight", f"{LAST[name]}.bias"]
 
 
@@ -122,12 +126,43 @@ def test_what_cannot_be_parted_is_refused() -> None:
     for name, words in (("timm-unusual", "all tokens"), ("clip-classifier", "all tokens")):
         with pytest.raises(UnsupportedModelError, match=words + '.*method="select"'):
             parted(name)
-    with pytest.raises(UnsupportedModelError, match="48 neurons.*50 members"):
+    with pytest.raises(UnsupportedModelError, match=r"48 neurons.*50 members"):
         parted("bert", members=50)
     with pytest.raises(DataError, match="too few"):
         build(zoo.sharp("timm"), pictures(30), method="parts", **QUICK)
     with pytest.raises(MaskError, match=r"max_cost=0\.3"):
         build(zoo.sharp("timm"), pictures(60), method="parts", max_cost=0.3, progress=False)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_decoders_have_parts_at_their_last_token(name: str) -> None:
+    data = sentences(240)
+    found = part_host(host_model(zoo.sharp(name)), data, members=3, progress=False)
+    hydra.verify(found.ensemble, data[0])
+    assert all(one.error < one.given_error for one in found.fits)
+
+
+# --- fold -----------------------------------------------------------------------------------------
+
+
+def test_one_host_becomes_a_folded_ensemble_and_resumes(tmp_path: Path) -> None:
+    model, data = zoo.sharp("bert"), sentences(120)
+    before = [parameter.clone() for parameter in model.parameters()]
+    way = Fold(epochs=1, learning_rate=1e-2)
+    options: dict[str, Any] = {"method": way, "progress": False}
+    ensemble = build(model, data, **options)
+    assert ensemble.members == 3 and ensemble.temperature is not None
+    assert "folded   from 3 hosts by 72 examples, trunk the mean" in str(ensemble)
+    assert all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
+    hydra.verify(ensemble, data[0])
+    members = ensemble.predict(data[0]).member_logits
+    assert float((members - zoo.run(model, without_labels(data[0]))[:, None]).abs().max()) > 1e-2
+    with pytest.raises(DataError, match="from_pretrained"):
+        replay(model, ensemble.record)
+    first, second = (build(model, data, folder=tmp_path, **options) for _ in range(2))
+    assert first.record == second.record
+    assert first.member_logits(data[0]).equal(second.member_logits(data[0]))
+    assert first.member_logits(data[0]).equal(ensemble.member_logits(data[0]))
 
 
 # --- auto -----------------------------------------------------------------------------------------
@@ -238,7 +273,9 @@ def columns(mutual_information: Tensor) -> dict[str, Tensor]:
 
 def test_disagreement_is_called_an_alarm_only_where_it_is_one() -> None:
     known, far = torch.rand(200, generator=torch.Generator().manual_seed(0)), torch.ones(50) * 0.9
-    good = check_disagreement({"id": columns(known), "ood/far": columns(far)}, members=3, score="msp")
+    good = check_disagreement(
+        {"id": columns(known), "ood/far": columns(far)}, members=3, score="msp"
+    )
     assert good is not None and good["useful"]
     assert good["sentence"].startswith("Disagreement tells outliers from known data: AUROC 0.9")
     both = {"id": columns(known), "ood/far": columns(far), "ood/near": columns(known[:60])}

@@ -11,7 +11,7 @@ import torch
 
 import hydra_ensembles as hydra
 from hydra_ensembles.cli.main import main
-from hydra_ensembles.data import digits
+from hydra_ensembles.data import ImageTransform, digits
 from hydra_ensembles.hosts.tiny_vit import TinyViT
 from tests.cli.conftest import CONFIG
 
@@ -28,6 +28,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
         ensemble = hydra.fuse(host, [hydra.HeadMask.full(host)])
         ensemble.id2label = list(names)
+        ensemble.transform = ImageTransform(16, None, "bilinear", mean=(0.5,), std=(0.5,))
         ensemble.save_pretrained(root / str(number))
         folders.append(str(root / str(number)))
     return folders
@@ -48,6 +49,20 @@ def test_saved_models_become_one_ensemble(
     assert (out / "config.yaml").exists()
 
 
+def test_members_by_logits_and_a_student(
+    hosts: list[str], shelf: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "folded"
+    given = ["fold", *hosts[:2], "--data", str(shelf / "digits"), "-o", str(out), "--json"]
+    assert main([*given, "--readout", "logits", "--student", "yes", "--max-cost", "1.2"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["readout"] == "logits" and said["student"] is True
+    ensemble = hydra.HydraEnsemble.from_pretrained(out)
+    assert ensemble.student is not None and ensemble.member_readout is not None
+    assert main([*given, "--max-cost", "0.1"]) == 3
+    assert "max_cost is 0.1" in capsys.readouterr().err
+
+
 def test_what_cannot_be_folded_is_refused(
     hosts: list[str], shelf: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -58,3 +73,6 @@ def test_what_cannot_be_folded_is_refused(
     assert "two or more" in capsys.readouterr().err
     assert main(["fold", *hosts[:2], *data, "--trunk", "best"]) == 2
     assert "--trunk" in capsys.readouterr().err
+    for option in ("--readout", "--student"):
+        assert main(["fold", *hosts[:2], *data, option, "best"]) == 2
+        assert option in capsys.readouterr().err

@@ -296,8 +296,11 @@ def test_bad_data_and_models_are_refused() -> None:
     refuse = partial(refit_, halved(dense), dense, progress=False)
     with pytest.raises(DataError, match="no batches"):
         refuse([])
-    with pytest.raises(DataError, match="too few to fit 17 unknowns"):
-        refuse([batch("vit", 1)])
+    with pytest.raises(DataError, match="4 examples, too few to hold some out"):
+        refuse([batch("vit", 2), batch("vit", 2)])
+    short = {"input_ids": torch.full((6, 3), 5)}
+    with pytest.raises(DataError, match="18 tokens, too few to fit 17 unknowns"):
+        refit_(halved(host("bert")), host("bert"), [short], progress=False)
     broken = batch("vit").clone()
     broken[3] = torch.nan
     with pytest.raises(DataError, match="NaN for 1 of 20 examples in batch 1"):

@@ -22,6 +22,7 @@ from hydra_ensembles.errors import DataError, FormatError, MaskError
 from hydra_ensembles.training import DISTILL, Settings, distill, finetune
 from hydra_ensembles.training.distillation import DistillRun
 from hydra_ensembles.training.teacher_answers import assign
+from hydra_ensembles.training.trunk_cache import folded_start
 from hydra_ensembles.training.views import Views
 from tests import zoo
 from tests.training.arguments import arguments
@@ -448,3 +449,59 @@ def test_what_a_loader_drops_in_order_is_answered_too():
 def test_settings_without_a_share_for_teachers_are_refused():
     with pytest.raises(ValueError, match="DISTILL"):
         distill(model(), [teacher(0)], data(), settings=Settings(trunk_rate=1.0))
+
+
+def test_a_folded_start_gives_the_folded_answers_and_training_goes_on_from_there() -> None:
+    batches = [(zoo.batch("vit", 40, seed=place), torch.arange(40) % 5) for place in range(5)]
+    start = model()
+    teachers = []
+    for place in range(3):  # fine-tunings of one start
+        noisy = copy.deepcopy(start)
+        generator = torch.Generator().manual_seed(place)
+        with torch.no_grad():
+            for parameter in noisy.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(0.1 * noise * parameter.std())
+        teachers.append(noisy)
+    folded = hydra.fold(teachers, batches, student=False, progress=False)
+    options = {"members": 3, "max_cost": 1.0, "seed": 0, "progress": False}
+    begun = folded_start(teachers, batches, **options)
+    inputs = zoo.batch("vit", 16, seed=99)
+    expected = folded.predict(inputs).member_logits
+    assert begun.predict(inputs).member_logits.equal(expected)
+    trained = distill(
+        start,
+        teachers,
+        batches,
+        start="folded",
+        max_cost=1.0,
+        validation=batches[:1],
+        settings=replace(DISTILL, epochs=2, learning_rate=1e-3, views=1),
+        ood=None,
+        novelty=False,
+        progress=False,
+    )
+    hydra.verify(trained, inputs)
+    assert trained.record["cost"] == pytest.approx(folded.record["cost"])
+    assert trained.record["fold"]["members"] == folded.record["members"]
+    assert "folded   from 3 hosts" in str(trained) and "taught   by 3 teachers" in str(trained)
+    seen = batches[0][0]
+    aims = torch.stack([zoo.run(teacher, seen) for teacher in teachers], 1).log_softmax(-1)
+    trained.temperature = None
+
+    def distance(ensemble: hydra.HydraEnsemble) -> float:
+        answer = ensemble.predict(seen).member_logits.log_softmax(-1)
+        return float((aims.exp() * (aims - answer)).sum(-1).mean())
+
+    assert distance(trained) < distance(folded)
+
+
+def test_a_folded_start_refuses_what_it_cannot_fold() -> None:
+    with pytest.raises(DataError, match="one model per member"):
+        distill(model(), [teacher(0)], data(), start="folded", progress=False)
+    with pytest.raises(DataError, match="members, and found function"):
+        distill(model(), [lambda inputs: inputs], data(), start="folded", members=1, progress=False)
+    with pytest.raises(ValueError, match="no masks"):
+        distill(model(), [teacher(0)], data(), start="folded", masks=MASKS, progress=False)
+    with pytest.raises(KeyError, match="Did you mean 'folded'"):
+        distill(model(), [teacher(0)], data(), start="fold", progress=False)  # type: ignore[arg-type]

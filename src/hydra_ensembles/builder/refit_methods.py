@@ -1,16 +1,18 @@
-"""Methods of `build` whose members are fitted by least squares: parts of one host."""
+"""Methods of `build` whose members are fitted by least squares: parts of one host, and folding."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
 
 from ..costs.budget import SLACK
 from ..costs.formula import cost
 from ..data.batches import without_labels
 from ..errors import MaskError
 from ..fusion.ensemble import HydraEnsemble
+from ..refit.fold_members import fold
 from ..refit.part_members import part_host
+from ..training.teachers import How, make_teachers
 from .data_parts import Outcome, Task
 from .methods import METHODS
 
@@ -57,6 +59,67 @@ class Parts:
                 ],
             },
             found.ensemble,
+        )
+
+
+@METHODS.register("fold")
+@dataclass(frozen=True)
+class Fold:
+    """Fine-tune teachers of the host on the selecting data, and fold them into one model.
+
+    The only method that trains: a Deep Ensemble of one start, at the cost of one model. A stopped
+    build goes on from the teachers' checkpoints.
+
+    Attributes:
+        how: How teachers are made; see `make_teachers`.
+        epochs, learning_rate: Of each teacher; None for the defaults of `how`.
+        readout: Members by `"states"` or `"logits"`; see `fold`.
+    """
+
+    name: ClassVar[str] = "fold"
+    members: ClassVar[int | None] = 3
+    proxies: ClassVar[bool] = False
+    how: How = "full"
+    epochs: int | None = None
+    learning_rate: float | None = None
+    readout: Literal["states", "logits"] = "states"
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the result depends on."""
+        return asdict(self)
+
+    def find(self, task: Task) -> Outcome:
+        """Make teachers, then fold them."""
+        data, path = task.parts.data["select"], task.state.path
+        teachers = make_teachers(
+            task.host,
+            data,
+            count=task.members,
+            how=self.how,
+            epochs=self.epochs,
+            learning_rate=self.learning_rate,
+            seed=task.seed,
+            folder=None if path is None else path.parent / "teachers",
+            progress=task.progress,
+        )
+        ensemble = fold(
+            teachers,
+            data,
+            readout=self.readout,
+            student=False,
+            max_cost=task.budget.limit,
+            seed=task.seed,
+            progress=task.progress,
+        )
+        record = ensemble.record
+        return Outcome(
+            {
+                "cost": counted(ensemble, task, without_labels(data.batch(0))),
+                "branch_layers": [len(task.host) - 1],
+                "fits": record["members"],
+                "fold": record,
+            },
+            ensemble,
         )
 
 

@@ -7,8 +7,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +25,7 @@ COMMANDS = {
     "build": "Build a fused ensemble from a model and calibration data.",
     "distill": "Distil one teacher into each member of a fused model.",
     "fold": "Fold fine-tuned copies of one model into one ensemble, without training.",
+    "prune": "Remove heads and neurons to a budget; refit the rest, without training.",
     "eval": "Evaluate models, with outliers and corruptions; write a report.",
     "bench": "Time models against each other, as ratios.",
     "sweep": "Prune by each criterion to each ratio; measure the quality.",
@@ -40,7 +40,7 @@ COMMANDS = {
     "env": "Print the versions of everything that matters.",
 }
 
-KEPT = ("build", "circuit", "demo", "distill", "sweep", "try")
+KEPT = ("build", "circuit", "demo", "distill", "prune", "sweep", "try")
 """Commands that resume."""
 
 
@@ -108,7 +108,15 @@ def main(arguments: list[str] | None = None) -> int:
     status.show_after(f"hydra-ensembles {_command_of(given) or ''}: starting")
     try:
         defaults = _config_of(given, command)
-        with _silenced(quiet):
+        with ExitStack() as stack:
+            if not is_first():  # only the first of several processes prints
+                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                stack.enter_context(redirect_stdout(nowhere))
+            if quiet:
+                from ..data.progress import silence
+
+                silence()
+                stack.callback(silence, False)
             code = int(command.main(given, standalone_mode=False, default_map=defaults) or 0)
         return _say(_stopped(given), 130) if code == 130 else code
     except (typer.Abort, KeyboardInterrupt):
@@ -131,21 +139,6 @@ def main(arguments: list[str] | None = None) -> int:
         return _say(text, code)
     finally:
         status.cancel()
-
-
-@contextmanager
-def _silenced(quiet: bool) -> Iterator[None]:
-    """Report no progress if asked; only the first of several processes prints."""
-    with ExitStack() as stack:
-        if not is_first():
-            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-            stack.enter_context(redirect_stdout(nowhere))
-        if quiet:
-            from ..data.progress import silence
-
-            silence()
-            stack.callback(silence, False)
-        yield
 
 
 def _command_of(given: list[str]) -> str | None:

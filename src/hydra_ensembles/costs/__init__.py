@@ -2,3 +2,4 @@
 
 from .cost_record import Cost as Cost
 from .formula import cost as cost
+from .unit_choice import choose_units as choose_units

@@ -225,6 +225,10 @@ class _HostedGeometry:
         """Multiply-adds of a block of one stream."""
         return self.weight.whole if kept is None else self.weight.with_heads(kept)
 
+    def rows(self, outside: _Outside) -> int:
+        """Tokens of the whole batch that pass the block."""
+        return self.weight.rows
+
     def fused(self, plan: LayerPlan, outside: _Outside, readout: Readout) -> int:
         """Multiply-adds of all streams."""
         return sum(self.weight.with_heads(heads) for heads in plan.heads)
@@ -250,10 +254,14 @@ class _Geometry:
         """Multiply-adds of a block of one stream, all tokens; groups of queries go as a whole."""
         group = max(1, self.heads // max(1, self.kv_heads))
         kv = self.kv_heads if kept is None else len({place // group for place in kept})
-        rows, t = outside.batch * outside.tokens, outside.tokens
+        rows, t = self.rows(outside), outside.tokens
         wide = (self.heads if kept is None else kv * group) * self.head_dim
         projections = rows * self.width * (2 * wide + 2 * kv * self.head_dim)
         return projections + 2 * rows * t * wide + rows * self.mlp
+
+    def rows(self, outside: _Outside) -> int:
+        """Tokens of the whole batch that pass the block."""
+        return outside.batch * outside.tokens
 
     def fused(self, plan: LayerPlan, outside: _Outside, readout: Readout) -> int:
         """Multiply-adds of a fused block."""
@@ -354,15 +362,7 @@ def _outside(
     readout: Readout | None = None,
     last: Tensor | None = None,
 ) -> _Outside:
-    """Count what the host runs before and after its blocks, on shapes only.
-
-    Args:
-        host: The host.
-        batch: A batch.
-        streams: Number of streams after the blocks.
-        readout: Which tokens are read; None for all.
-        last: The states after the last block; by default they are like those before the first.
-    """
+    """Count what the host runs before and after its blocks; `last` are the states after them."""
     shapes: list[tuple[int, ...]] = []
     folds = readout is None or readout.folds
     forms = host.forms  # probed by a pass through the host, which must not be counted below

@@ -9,11 +9,13 @@ from .criterion import AttentionScore as AttentionScore
 from .criterion import CombinedScore as CombinedScore
 from .criterion import Criterion as Criterion
 from .criterion import GateGradient as GateGradient
+from .criterion import OutputScore as OutputScore
 from .criterion import Setting as Setting
 from .criterion import WeightScore as WeightScore
 from .criterion import as_criterion as as_criterion
 from .criterion import criteria as criteria
 from .criterion import ranked as ranked
+from .energy import Energy as Energy
 from .gradients import Fisher as Fisher
 from .gradients import HeadImportance as HeadImportance
 from .gradients import Taylor as Taylor
@@ -23,5 +25,6 @@ from .hies import AlphaChoice as AlphaChoice
 from .hies import HeadImportanceEntropy as HeadImportanceEntropy
 from .hies import choose_alpha as choose_alpha
 from .hies import mix as mix
+from .unit_scoring import score_units as score_units
 from .weights import Magnitude as Magnitude
 from .weights import RandomOrder as RandomOrder

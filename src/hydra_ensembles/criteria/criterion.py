@@ -3,13 +3,16 @@
 **Higher = keep**, except for criteria that say `lower_is_kept = True` (attention entropy is
 reported as it is defined); `ranked` turns any criterion's scores into *higher = keep*.
 
-There are four kinds, by what they read. Everything else (one pass over the data, gates, attention,
+There are five kinds, by what they read. Everything else (one pass over the data, gates, attention,
 averaging in float64) is shared:
 
 - `WeightScore`: the weights only.
 - `GateGradient`: gradients of each sample's loss in the gates of the heads.
+- `OutputScore`: what each head writes to the states.
 - `AttentionScore`: queries and keys of each layer, as its softmax sees them.
 - `CombinedScore`: the tables of other criteria.
+
+The first three also score the neurons of MLPs (`score_units`): a neuron is a unit of width 1.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data.padding import IGNORED
-from ..errors import DataError
+from ..errors import DataError, HydraError
 from ..heads.head_mask import HeadScores
 from ..hosts import HostModel
 from ..hosts.model_output import predicts_next_token
@@ -89,7 +92,7 @@ def _token_losses(logits: Tensor, labels: Tensor, host: HostModel, padding: Any)
 
 
 @dataclass(frozen=True)
-class Criterion(ABC):  # noqa: B024  (abstract through its four kinds)
+class Criterion(ABC):  # noqa: B024  (abstract through its five kinds)
     """Base of all criteria: a frozen dataclass whose fields are its options."""
 
     lower_is_kept: ClassVar[bool] = False
@@ -117,13 +120,30 @@ class WeightScore(Criterion):
     def score(self, host: HostModel) -> list[Tensor]:
         """Return one tensor `[heads]` per layer."""
 
+    def score_neurons(self, host: HostModel) -> list[Tensor]:
+        """Return one tensor `[neurons]` per layer, empty where neurons stay."""
+        raise HydraError(f"{self.label} does not score neurons: give it a score_neurons().")
+
 
 class GateGradient(Criterion):
-    """A mean over samples of a function of dL(x)/dg_h at g = 1."""
+    """A mean over samples of a function of dL(x)/dg at g = 1, g the gate of a head or neuron."""
 
     @abstractmethod
     def accumulate(self, gradients: Tensor) -> Tensor:
-        """Sum over a batch: per-sample gradients `[batch, heads]` to `[heads]`."""
+        """Sum over a batch: per-sample gradients `[batch, units]` to `[units]`."""
+
+
+class OutputScore(Criterion):
+    """A mean over tokens of a function of what heads or neurons write to the states."""
+
+    @abstractmethod
+    def total(self, values: Tensor, weight: Tensor) -> Tensor:
+        """Sum over tokens, `[units]`.
+
+        Args:
+            values: What the linear reads, float64 `[tokens, units, width]`; 1 wide for neurons.
+            weight: Its columns by unit, float64 `[units, states, width]`.
+        """
 
 
 class AttentionScore(Criterion):

@@ -28,11 +28,13 @@ from .criterion import (
     Criterion,
     GateGradient,
     Loss,
+    OutputScore,
     Setting,
     WeightScore,
     as_criterion,
     sample_losses,
 )
+from .output_watch import watch_outputs
 
 
 @overload
@@ -77,7 +79,7 @@ def score_heads(
         data: Calibration batches (dict, `BatchEncoding` or `(inputs, labels)`), read once; 32
             examples are often enough. None is enough for criteria that look at the weights only.
         criterion: A registered name (`random`, `magnitude`, `taylor`, `his`, `entropy`, `hies`,
-            `fisher`), a `Criterion` with options, or a list of them.
+            `fisher`, `energy`), a `Criterion` with options, or a list of them.
         loss: A function of logits and labels to one loss per sample `[batch]`; by default
             cross-entropy (for language models, its mean over the next tokens).
         held_out: Labelled data for criteria that tune themselves, such as `hies(alpha="auto")`.
@@ -90,34 +92,62 @@ def score_heads(
         >>> scores = score_heads(model, calibration, criterion="hies")
         >>> mask = scores.top_k(0.7, scope="model")
     """
-    several = isinstance(criterion, (list, tuple))
-    wanted: Sequence[Any] = criterion if isinstance(criterion, (list, tuple)) else [criterion]
-    asked = [as_criterion(one) for one in wanted]
+    several, asked = asked_criteria(criterion)
     host = host_model(model)
+    tables = {
+        part: rows[0] for part, rows in score_tables(host, data, asked, loss, progress).items()
+    }
+    setting = Setting(host, held_out=held_out, progress=progress)
+    scores = {one.label: _score(one, tables, setting) for one in asked}
+    return scores if several else scores[asked[0].label]
+
+
+def asked_criteria(criterion: Any) -> tuple[bool, list[Criterion]]:
+    """Return whether a list was given, and the criteria."""
+    several = isinstance(criterion, (list, tuple))
+    return several, [as_criterion(one) for one in (criterion if several else [criterion])]
+
+
+def score_tables(
+    host: HostModel,
+    data: Iterable[Any] | None,
+    asked: Sequence[Criterion],
+    loss: Loss | None,
+    progress: bool,
+    *,
+    neurons: bool = False,
+) -> dict[Criterion, list[HeadScores]]:
+    """Compute the tables of all criteria, and of their parts, in one pass.
+
+    Returns:
+        By criterion, the table of heads; with `neurons`, that of neurons after it.
+    """
     check_data(host.model, data)
     check_class_order(host.model, data)
-    tables: dict[Criterion, HeadScores] = {}
+    tables: dict[Criterion, list[HeadScores]] = {}
     sums: dict[Criterion, _Mean] = {}
     for part in dict.fromkeys(part for one in asked for part in _simple(one)):
         if isinstance(part, WeightScore):
-            tables[part] = HeadScores(part.score(host), name=part.label)
-        elif isinstance(part, (GateGradient, AttentionScore)):
-            sums[part] = _Mean(host)
+            rows = [part.score(host), *([part.score_neurons(host)] if neurons else [])]
+            tables[part] = [HeadScores(table, name=part.label) for table in rows]
+        elif isinstance(part, (GateGradient, OutputScore, AttentionScore)):
+            sums[part] = _Mean(host, neurons)
         else:
             raise TypeError(
                 f"{type(part).__name__} is not a criterion: derive it from WeightScore, "
-                "GateGradient, AttentionScore or CombinedScore."
+                "GateGradient, OutputScore, AttentionScore or CombinedScore."
             )
     if sums:
         if data is None:
             names = ", ".join(part.label for part in sums)
             raise DataError(f"{names}: calibration data is needed, but data is None.")
-        _read(host, data, sums, loss, progress)
+        _read(host, data, sums, loss, progress, neurons)
     for part, mean in sums.items():
-        tables[part] = HeadScores(part.finish(mean.table(part.label)).rows, name=part.label)
-    setting = Setting(host, held_out=held_out, progress=progress)
-    scores = {one.label: _score(one, tables, setting) for one in asked}
-    return scores if several else scores[asked[0].label]
+        tables[part] = [
+            HeadScores(part.finish(table).rows, name=part.label)
+            for table in mean.tables(part.label)
+        ]
+    return tables
 
 
 def _score(
@@ -137,27 +167,31 @@ def _simple(criterion: Criterion) -> list[Criterion]:
 
 
 class _Mean:
-    """Sums and counts of all heads, float64 `[2, heads]`."""
+    """Sums and counts of all units, float64 `[2, units]`: heads by layer, then neurons by layer."""
 
-    def __init__(self, host: HostModel) -> None:
-        self.heads = list(host.head_counts)
-        self.sums = torch.zeros(2, sum(self.heads), dtype=torch.float64)
+    def __init__(self, host: HostModel, neurons: bool) -> None:
+        self.layers = len(host)
+        self.units = [*host.head_counts, *(host.neuron_counts if neurons else ())]
+        self.sums = torch.zeros(2, sum(self.units), dtype=torch.float64)
 
-    def add(self, layer: int, values: Tensor, count: Tensor | float) -> None:
-        total, counts = (row.split(self.heads)[layer] for row in self.sums)
+    def add(self, row: int, values: Tensor, count: Tensor | float) -> None:
+        """Add to a row: the number of a layer for its heads, after all layers for its neurons."""
+        total, counts = (part.split(self.units)[row] for part in self.sums)
         total += values.detach().double().cpu()
         counts += count
 
-    def table(self, name: str) -> HeadScores:
-        """Return the means; raise for a head without any sample."""
-        total, counts = (row.split(self.heads) for row in self.sums)
-        for layer, count in enumerate(counts):
+    def tables(self, name: str) -> list[HeadScores]:
+        """Return the means of heads, and of neurons; raise for a unit without any sample."""
+        total, counts = (part.split(self.units) for part in self.sums)
+        for row, count in enumerate(counts):
             if not bool((count > 0).all()):
                 raise DataError(
-                    f"{name}: nothing could be counted in layer {layer}. Is the data empty, or has "
-                    "every sample a single token?"
+                    f"{name}: nothing could be counted in layer {row % self.layers}. Is the data "
+                    "empty, or has every sample a single token?"
                 )
-        return HeadScores([t / c for t, c in zip(total, counts, strict=True)])
+        means = [t / c for t, c in zip(total, counts, strict=True)]
+        starts = range(0, len(means), self.layers)
+        return [HeadScores(means[start : start + self.layers]) for start in starts]
 
 
 def _read(
@@ -166,10 +200,12 @@ def _read(
     sums: dict[Criterion, _Mean],
     loss: Loss | None,
     progress: bool,
+    neurons: bool,
 ) -> None:
     """Add up what the criteria need, in one pass."""
     names = {str(place): criterion for place, criterion in enumerate(sums)}
     by_gate = [c for c in sums if isinstance(c, GateGradient)]
+    by_output = [c for c in sums if isinstance(c, OutputScore)]
     by_attention = [c for c in sums if isinstance(c, AttentionScore)]
     of_batch: dict[Criterion, _Mean] = {}
 
@@ -180,17 +216,25 @@ def _read(
             count = left_in.double().sum(0).cpu()
             of_batch[criterion].add(view.layer, values.nan_to_num(0.0).sum(0), count)
 
+    def weigh(row: int, values: Tensor, weight: Tensor) -> None:
+        for criterion in by_output:
+            of_batch[criterion].add(row, criterion.total(values, weight), len(values))
+
     def work(index: int, batch: Any) -> dict[str, Tensor]:
         check_inputs(batch)
-        of_batch.update({criterion: _Mean(host) for criterion in sums})
+        of_batch.update({criterion: _Mean(host, neurons) for criterion in sums})
+        if outputs is not None:
+            outputs.attention_mask(split_batch(batch)[1].get("attention_mask"))
         if by_gate:
-            run = partial(gate_gradients, host, loss=loss, watch=watch)
+            run = partial(gate_gradients, host, loss=loss, watch=watch, neurons=neurons)
             # what was watched before memory ran out would count twice
-            parts = halving(run, batch) if watch is None else [(batch, run(batch))]
+            watched = watch is not None or outputs is not None
+            parts = [(batch, run(batch))] if watched else halving(run, batch)
             for _, gradients in parts:
-                for layer, row in enumerate(gradients):
+                for row, values in enumerate(gradients):
                     for criterion in by_gate:
-                        of_batch[criterion].add(layer, criterion.accumulate(row.double()), len(row))
+                        total = criterion.accumulate(values.double())
+                        of_batch[criterion].add(row, total, len(values))
         else:
             _run(host, batch, watch)
         return {name: of_batch[criterion].sums for name, criterion in names.items()}
@@ -198,13 +242,18 @@ def _read(
     halving = Halving("calibration data")
     with ExitStack() as stack:
         stack.enter_context(evaluating(host.model))
-        watch = None
+        watch = outputs = None
         if by_attention:
             watch = stack.enter_context(watch_attention(host, observe))
+        if by_output:
+            outputs = stack.enter_context(watch_outputs(host, weigh, neurons=neurons))
         # sums of batches are added in their order: the same bits for any number of processes
         results = in_order(data, work, name="calibration")
         for result in progress_bar(
-            results, description="heads", enabled=progress, total=length_of(data)
+            results,
+            description="units" if neurons else "heads",
+            enabled=progress,
+            total=length_of(data),
         ):
             for name, criterion in names.items():
                 sums[criterion].sums += result[name]
@@ -225,21 +274,26 @@ def gate_gradients(
     *,
     loss: Loss | None = None,
     watch: Watch | None = None,
+    neurons: bool = False,
 ) -> list[Tensor]:
     """Return dL(x)/dg_h at g = 1 for each sample and head: one tensor `[batch, heads]` per layer.
 
-    Every sample has its own gates, so one backward pass of the summed loss gives them all.
+    Every sample has its own gates, so one backward pass of the summed loss gives them all. With
+    `neurons` as many tensors `[batch, neurons]` follow.
     """
     host = host_model(model)
     args, kwargs, labels = split_batch(batch)
     size = next((len(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
     if not size:
         raise DataError("A batch of the calibration data has no tensor or no sample.")
+    counts = [*host.head_counts, *(host.neuron_counts if neurons else ())]
+    places = [site.output.weight.device for site in host.sites] * 2
     gates = [
-        torch.ones(size, site.num_heads, device=site.output.weight.device, requires_grad=True)  # type: ignore[arg-type]
-        for site in host.sites
+        torch.ones(size, count, device=device, requires_grad=True)  # type: ignore[arg-type]
+        for count, device in zip(counts, places, strict=False)
     ]
-    with torch.enable_grad(), gate(host, gates):
+    of_neurons = [g if g.shape[1] else None for g in gates[len(host) :]] if neurons else None
+    with torch.enable_grad(), gate(host, gates[: len(host)], of_neurons):
         logits = main_output(_run(host, batch, watch))
         losses = sample_losses(
             logits, labels, host, loss=loss, padding=kwargs.get("attention_mask")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..hosts import HostModel
+from ..hosts.head_weights import linear_weight
 from .criterion import WeightScore, criteria
 
 
@@ -30,6 +31,23 @@ class Magnitude(WeightScore):
             rows.append(sum(squares[1:], squares[0]).sqrt())
         return rows
 
+    def score_neurons(self, host: HostModel) -> list[Tensor]:
+        """Return the norm of each neuron's rows of the first linears and column of the second."""
+        rows = []
+        for block, site in zip(host.blocks, host.mlps, strict=True):
+            if isinstance(site, str):
+                rows.append(torch.zeros(0))
+                continue
+            weights = [
+                linear_weight(block.module.get_submodule(path)).detach().double().cpu()
+                for path in (*site.first, site.second)
+            ]
+            total = weights[-1].square().sum(0)
+            for weight in weights[:-1]:
+                total = total.index_add(0, torch.tensor(site.by_row()), weight.square().sum(1))
+            rows.append(total.sqrt())
+        return rows
+
 
 # Random scores: the baseline that every criterion has to beat.
 @criteria.register("random")
@@ -47,3 +65,8 @@ class RandomOrder(WeightScore):
         """Draw `[heads]` for every layer."""
         generator = torch.Generator().manual_seed(self.seed)
         return [torch.rand(heads, generator=generator) for heads in host.head_counts]
+
+    def score_neurons(self, host: HostModel) -> list[Tensor]:
+        """Draw `[neurons]` for every layer."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        return [torch.rand(neurons, generator=generator) for neurons in host.neuron_counts]

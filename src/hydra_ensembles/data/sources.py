@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import DataError, MissingDependencyError
+from ..errors import DataError
+from ..registry import imported
 from ..runtime.images import open_image
 from .class_names import Names, encode_labels, pick_column
 from .image_data import IMAGE_COLUMNS, image_batches, image_folder
@@ -127,12 +128,7 @@ def is_saved_dataset(folder: Path) -> bool:
 
 def _open(name: str | Path, split: str | None, config: str | None) -> Any:
     """Open a dataset of the hub, or a folder that `save_to_disk` wrote."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Hugging Face datasets need the package datasets: pip install 'hydra-ensembles[data]'."
-        ) from error
+    datasets = imported("datasets", "A dataset of Hugging Face", "data")
     try:
         if isinstance(name, Path):
             dataset = datasets.load_from_disk(str(name))

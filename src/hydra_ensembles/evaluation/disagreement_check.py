@@ -32,7 +32,8 @@ def check_disagreement(
         without outliers, or with one member, which cannot disagree.
 
     Example:
-        >>> evaluate(ensemble, test, ood={"textures": textures}).settings["disagreement"]["sentence"]
+        >>> results = evaluate(ensemble, test, ood={"textures": textures})
+        >>> results.settings["disagreement"]["sentence"]
     """
     groups: dict[str, list[str]] = {}
     for name in examples:

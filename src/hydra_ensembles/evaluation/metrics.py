@@ -334,12 +334,3 @@ class Selection:
     def _area(self, values: Tensor, first: Tensor, last: Tensor) -> Tensor:
         """Return the trapezoidal area, scaled to a support of one, of a curve with this sum."""
         return (values - (first + last) / 2) / (len(self.errors) - 1)
-
-
-def selective_figures(
-    uncertainty: Tensor, errors: Tensor, *, at_most: float = RISK
-) -> dict[str, float]:
-    """Return the figures of selective classification of `uncertainty` and `errors`, `[example]`."""
-    order = Order(uncertainty)
-    found = Selection(order, errors, at_most=at_most).figures(order.weigh(once(len(errors))))
-    return {key: float(value) for key, value in found.items()}

@@ -4,6 +4,8 @@ from .assembly import Assembly as Assembly
 from .ensemble import HydraEnsemble as HydraEnsemble
 from .fuse_members import fuse as fuse
 from .fused_block import FusedBlock as FusedBlock
+from .host_folder import load as load
+from .host_folder import save as save
 from .policy_data import fit_policy as fit_policy
 from .streams import PerStream as PerStream
 from .verification import Verification as Verification

@@ -43,6 +43,7 @@ def summarize(ensemble: HydraEnsemble) -> str:
         lines.append(f"  averaged {', '.join(ensemble.merged)} (members were fine-tuned)")
     if "auto" in ensemble.record:
         lines.append(f"  chosen   {ensemble.record['auto']['why']}")
+    lines += _readouts(ensemble)
     lines += _teachers(ensemble.record)
     lines += _cost_lines(ensemble)
     lines.append(f"  score    {_score(ensemble)}")
@@ -60,8 +61,19 @@ def summarize(ensemble: HydraEnsemble) -> str:
     return "\n".join(lines)
 
 
+def _readouts(ensemble: HydraEnsemble) -> list[str]:
+    """Say what linear readouts of the last block answer, if there are any."""
+    words = []
+    if ensemble.member_readout is not None:
+        words.append("each member is linear in the last block's features")
+    if ensemble.student is not None:
+        words.append("a student answers, members give the disagreement")
+    return [f"  readout  {'; '.join(words)}"] if words else []
+
+
 def _teachers(record: dict[str, Any]) -> list[str]:
     """Say who taught the members, if they were distilled or folded."""
+    lines = _teachers(record["fold"]) if "fold" in record else []
     if record.get("made_by") == "fold":
         trunk = (
             "the mean of their weights" if record["trunk"] == "mean" else f"host {record['trunk']}"
@@ -69,7 +81,7 @@ def _teachers(record: dict[str, Any]) -> list[str]:
         hosts, examples = record["hosts"], record["examples"]
         return [f"  folded   from {hosts} hosts by {examples:,} examples, trunk {trunk}"]
     if record.get("made_by") != "distill":
-        return []
+        return lines
     shares = record["shares"]
     teachers = len(shares[0])
     assignment = "one per member" if all(max(share) == 1 for share in shares) else "their mean"
@@ -80,14 +92,17 @@ def _teachers(record: dict[str, Any]) -> list[str]:
     )
     steps, examples = record["training"]["steps"], record["examples"]["data"]
     trunk = "trained" if record["settings"]["trunk_rate"] else "frozen"
-    return [f"  taught   by {words}: {steps:,} steps on {examples:,} examples, trunk {trunk}"]
+    return [
+        *lines,
+        f"  taught   by {words}: {steps:,} steps on {examples:,} examples, trunk {trunk}",
+    ]
 
 
 def _members(ensemble: HydraEnsemble) -> str:
     """Count the members, and the distinct ones where some are equal."""
     members, distinct = ensemble.members, len(ensemble.plan.ends)
     text = f"{members} member{'s' * (members > 1)}"
-    if distinct == members:
+    if distinct == members or ensemble.member_readout is not None:
         return text
     text += f", {distinct} distinct"
     reason = ensemble.record.get("equal_members")

@@ -6,3 +6,4 @@ from .gates import prune_units_ as prune_units_
 from .head_mask import HeadMask as HeadMask
 from .head_mask import HeadScores as HeadScores
 from .unit_mask import UnitMask as UnitMask
+from .unit_scores import UnitScores as UnitScores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -153,6 +154,7 @@ class BlockWeight:
         heads, group: Number of heads, and size of the groups that are removed together.
         gated: Multiply-adds with heads gated off, if they cannot be removed: a gate before W_O may
             cost a product of its own (torchvision's windows).
+        rows: Tokens of the whole batch.
     """
 
     whole: int
@@ -160,6 +162,7 @@ class BlockWeight:
     heads: int
     group: int
     gated: int | None = None
+    rows: int = 0
 
     def with_heads(self, places: Sequence[int]) -> int:
         """Return the multiply-adds with these heads kept."""
@@ -184,16 +187,16 @@ def weigh_blocks(blocks: Sequence[Block], calls: Sequence[BlockCall]) -> list[Bl
 def _weigh(block: Block, call: BlockCall) -> BlockWeight:
     site = block.attention
     heads, group = site.num_heads, max(1, site.num_heads // max(1, site.kv_heads))
-    full = multiply_adds(lambda: call.call(block.module))
+    full, rows = multiply_adds(lambda: call.call(block.module)), math.prod(call.hidden.shape[:-1])
     remaining = tuple(range(group, heads))
     if not remaining or why_not_cut(block, remaining, call) is not None:
         with opened([site.module]):  # as it is where gates must reach W_O
             gated = multiply_adds(lambda: call.call(block.module))
-        return BlockWeight(full, 0.0, heads, group, gated)
+        return BlockWeight(full, 0.0, heads, group, gated, rows)
     pruned = Block.of(block.index, copy.deepcopy(block.module), block.family)
     Cut(remaining, remaining).apply_(pruned)
     saved = full - multiply_adds(lambda: call.call(pruned.module))
-    return BlockWeight(full, saved / group, heads, group)
+    return BlockWeight(full, saved / group, heads, group, rows=rows)
 
 
 def cost_of_three_members(

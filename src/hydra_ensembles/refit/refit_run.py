@@ -168,7 +168,7 @@ def _fit(states: _States, sublayer: Sublayer, bar: Progress) -> SublayerFit:
     given = sublayer.given(block)
     watched = [WatchedBlock(host.blocks[layer], sublayer) for host in (states.dense, states.pruned)]
     unknowns = len(given.weight) + (given.bias is not None)
-    sums = _Sums()
+    sums = TokenSums()
 
     def work(batch: _Batch) -> None:
         call = batch.calls[layer]
@@ -183,13 +183,12 @@ def _fit(states: _States, sublayer: Sublayer, bar: Progress) -> SublayerFit:
             batch.ahead = theirs.states
 
     states.over(layer, work, bar)
-    fitted, judging = sums.exchange()
+    fitted, judging = sums.of_all_processes()
     if fitted is None or judging is None or fitted.rows + judging.rows < LEAST:
         rows = sum(part.rows for part in (fitted, judging) if part is not None)
         raise DataError(
-            f"The data has {rows} tokens in {sum(states.sizes)} examples, too few to fit "
-            f"{unknowns} unknowns. Give at least {LEAST} tokens in {HELD_OUT} examples; twice as "
-            "many tokens as unknowns are best, and they need no labels."
+            f"The data has {rows} tokens, too few to fit {unknowns} unknowns. Give at least "
+            f"{LEAST}; twice as many as unknowns are best, and they need no labels."
         )
     result = fit(fitted, judging, [given], ridges=RIDGES)[0]
     if result.ridge is not None:
@@ -207,7 +206,7 @@ def _fit(states: _States, sublayer: Sublayer, bar: Progress) -> SublayerFit:
 
 
 @dataclass
-class _Sums:
+class TokenSums:
     """Moments of the tokens that are fitted and of those that judge."""
 
     parts: list[Moments | None] = field(default_factory=lambda: [None, None])
@@ -232,15 +231,19 @@ class _Sums:
             new, old = Moments.of(features[rows], targets[rows], weights[rows]), self.parts[place]
             self.parts[place] = new if old is None else old + new
 
-    def exchange(self) -> list[Moments | None]:
-        """Return the moments of all processes together."""
+    def together(self) -> list[Moments | None]:
+        """Return the moments of what was added; None for those without rows."""
         self._flush()
+        return [part if part is not None and part.rows else None for part in self.parts]
+
+    def of_all_processes(self) -> list[Moments | None]:
+        """Return the moments of what all processes added."""
         totals: list[Moments | None] = [None, None]
-        for parts in processes.exchange(self.parts):
+        for parts in processes.exchange(self.together()):
             for place, part in enumerate(parts):
                 total = totals[place]
                 totals[place] = part if total is None else total if part is None else total + part
-        return [part if part is not None and part.rows else None for part in totals]
+        return totals
 
 
 @dataclass
@@ -338,6 +341,11 @@ class _States:
             bar.update()
         if not self.sizes:
             raise DataError("The data has no batches. Check the loader or the filter.")
+        if sum(self.sizes) < HELD_OUT:
+            raise DataError(
+                f"The data has {sum(self.sizes)} examples, too few to hold some out. Give at least "
+                f"{HELD_OUT}; a few thousand are best, and they need no labels."
+            )
         for number, entered in self._cache.items():
             entered.judges = self._judges(number)
 

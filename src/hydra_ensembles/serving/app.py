@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import signal
 import socket
@@ -13,7 +12,8 @@ from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from ..errors import HydraError, MissingDependencyError
+from ..errors import HydraError
+from ..registry import imported
 from .limits import Refusal
 from .protocol_v2 import ProtocolV2
 from .requests import Incoming, Message, Receive, predict
@@ -214,12 +214,7 @@ def path_name(path: str) -> str:
 def check_packages() -> None:
     """Raise when a package of the extra `serve` is missing."""
     for package in ("starlette", "uvicorn", "prometheus_client", "python_multipart"):
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"The service needs {package}: pip install 'hydra-ensembles[serve]'."
-            ) from error
+        imported(package, "The service", "serve")
 
 
 def run(app: Gate, *, host: str, port: int, say: Callable[[str], None]) -> None:

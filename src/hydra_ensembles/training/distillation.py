@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +31,8 @@ from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fuse_members import fuse
 from ..heads.head_mask import HeadMask
 from ..hosts import HostModel, host_model
-from ..uncertainty.temperatures import find_temperature
+from ..registry import check_name
+from ..uncertainty import find_temperature, log_mean_probability
 from .accelerator import accelerator
 from .branch_run import BranchRun
 from .loop import StepInfo
@@ -40,7 +40,7 @@ from .sample_order import Stream, generator, keys_of
 from .settings import DISTILL, Settings
 from .teacher_answers import TeacherLogits, assign
 from .teachers import Teacher, read_teachers
-from .trunk_cache import CachedTrunk, untied
+from .trunk_cache import CachedTrunk, folded_start, untied
 from .views import DistillationData
 
 RUN_FILE = "distill.json"
@@ -65,6 +65,7 @@ def distill(
     criterion: str | Criterion = "magnitude",
     at_most: float = 0.5,
     own_mlps: bool = False,
+    start: Literal["host", "folded"] = "host",
     ood: Any = "auto",
     validation: Any = None,
     settings: Settings = DISTILL,
@@ -96,7 +97,8 @@ def distill(
     (`Settings.parts`); call `distill` in all of them.
 
     Args:
-        model: The host: the trunk and every member start from its weights. It is not changed.
+        model: The host: the trunk and every member start from its weights, unless `start` says
+            otherwise. It is not changed.
         teachers: One teacher, or a list. A teacher is a model; an ensemble, whose members all
             teach; a callable, called as the host is, that returns logits or probabilities (a
             resumed run identifies it only by its position and name); a table of probabilities
@@ -118,6 +120,9 @@ def distill(
             would allow more.
         own_mlps: Whether members also own the MLPs above the branch. They run one by one anyway, so
             copies cost memory, not arithmetic.
+        start: `"host"`, members start as the host with their heads; or `"folded"`, as
+            `fold(teachers, data)`, one fine-tuning of the host per member. Members then keep all
+            heads and share them, so that `masks` and the options on heads do not apply.
         ood: Unlabelled inputs on which to learn the teachers' answers: `"auto"` for variants of the
             data whose label is destroyed; batches, or batches by family; or None.
         validation: Labelled data for the temperature, and for each epoch's NLL when the best epoch
@@ -173,31 +178,40 @@ def distill(
     batch = _first_batch(train)
     if settings.distill < 1:
         check_labels(labels_of(batch), settings.distill)
-    chosen_masks = masks
-    if masks is None and members > 1:
-        chosen_masks = budgeted_masks(
-            counter_of(host, batch),
-            score_heads(host, train, criterion=criterion, progress=progress),
-            members=members,
-            max_cost=max_cost,
-            batch=batch,
-            branch_layer=branch_layer,
-            at_most=at_most,
-            untied=True,
+    if start == "folded":
+        if masks is not None or branch_layer is not None or own_mlps:
+            raise ValueError('start="folded" has no masks, no branch_layer and no own_mlps.')
+        begun = folded_start(
+            teachers, train, members=members, max_cost=max_cost, seed=seed, progress=progress
         )
-    start = _start(host, batch, members, max_cost, chosen_masks, branch_layer, own_mlps)
-    ratio = cost(start, batch).relative_to(cost(host.model, batch)).multiply_adds
-    if masks is None and ratio > max_cost + 1e-6:
+    else:
+        check_name("start", start, ("host", "folded"))
+        chosen_masks = masks
+        if masks is None and members > 1:
+            chosen_masks = budgeted_masks(
+                counter_of(host, batch),
+                score_heads(host, train, criterion=criterion, progress=progress),
+                members=members,
+                max_cost=max_cost,
+                batch=batch,
+                branch_layer=branch_layer,
+                at_most=at_most,
+                untied=True,
+            )
+        begun = _start(host, batch, members, max_cost, chosen_masks, branch_layer, own_mlps)
+    ratio = cost(begun, batch).relative_to(cost(host.model, batch)).multiply_adds
+    if start == "host" and masks is None and ratio > max_cost + 1e-6:
         raise MaskError(f"The members cost {ratio:.3f} x, more than max_cost={max_cost}.")
     training_data = DistillationData(train, ood, settings, seed=seed)
     if place is not None:
-        processes.on_first(lambda: _check_folder(place, training_data, sources, start, settings))
-    trained = CachedTrunk(start, cache_bytes, frozen=settings.trunk_rate == 0)
+        processes.on_first(lambda: _check_folder(place, training_data, sources, begun, settings))
+    folded = begun.record  # empty without folding
+    trained = CachedTrunk(begun, cache_bytes, frozen=settings.trunk_rate == 0)
     trunk_names = {n for n, p in trained.named_parameters() if not p.requires_grad}
     if settings.trunk_rate:
         trained.requires_grad_(True)
-    with evaluating(start):
-        classes = member_logits(start, batch).shape[-1]
+    with evaluating(begun):
+        classes = member_logits(begun, batch).shape[-1]
     with accelerator(settings.mixed_precision) as group:
         answers = TeacherLogits(
             sources,
@@ -237,6 +251,7 @@ def distill(
         "masks": [mask.tolist() for mask in ensemble.masks],
         "cost": ratio,
         "training": result.to_dict(),
+        **({"fold": folded} if folded else {}),
     }
     if calibrate and held_out is not None:
         logits, labels = collect_logits(ensemble, held_out, name="validation", need_labels=True)
@@ -385,11 +400,11 @@ class DistillRun(BranchRun):
         )
         if not joint or logits.shape[1] == 1:  # one member is its own mean
             return losses
-        mean_logits = log_mean(logits)[:, None]
+        mean_logits = log_mean_probability(logits)[:, None]
         mean = self._cross_entropy(
             name,
             target.mean(1, keepdim=True),
-            log_mean(logits / temperature)[:, None],
+            log_mean_probability(logits / temperature)[:, None],
             mean_logits,
             batch,
         )
@@ -431,8 +446,3 @@ def check_labels(labels: Tensor | None, share: float, classes: int | None = None
             f"classes, numbered from 0. {otherwise}"
         )
     return labels
-
-
-def log_mean(logits: Tensor) -> Tensor:
-    """Return the log of the members' mean probability, `[batch, class]`."""
-    return logits.log_softmax(-1).logsumexp(1) - math.log(logits.shape[1])

@@ -89,6 +89,13 @@ def finetune(
             f"There are {len(models)} members but {len(seeds)} seeds. "
             "Give one seed per member, or a single number."
         )
+    if parameters is None:
+        is_trained: Callable[[str, nn.Parameter], bool] = lambda _, p: p.requires_grad  # noqa: E731
+    elif callable(parameters):
+        is_trained = parameters
+    else:
+        pattern = re.compile(parameters)
+        is_trained = lambda name, _: pattern.search(name) is not None  # noqa: E731
     trained = []
     for index, (model, member_seed) in enumerate(zip(models, seeds, strict=True)):
         check_data(model, data)
@@ -102,7 +109,7 @@ def finetune(
                 seed=member_seed,
                 accelerator=group,
                 member=index,
-                is_trained=_chooser(parameters),
+                is_trained=is_trained,
                 loss=loss,
                 validation=validation,
                 folder=None if folder is None else Path(folder) / f"member-{index}",
@@ -113,12 +120,3 @@ def finetune(
             )
             trained.append(run.train())
     return trained
-
-
-def _chooser(parameters: ParameterChoice) -> Callable[[str, nn.Parameter], bool]:
-    if parameters is None:
-        return lambda name, parameter: parameter.requires_grad
-    if callable(parameters):
-        return parameters
-    pattern = re.compile(parameters)
-    return lambda name, parameter: pattern.search(name) is not None

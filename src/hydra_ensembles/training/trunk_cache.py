@@ -12,16 +12,20 @@ from torch import Tensor, nn
 from ..data.batches import take
 from ..data.eval_mode import in_eval
 from ..data.processes import in_order
-from ..errors import HydraError
+from ..errors import DataError, HydraError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.structure import split_classifier_
 from ..hosts import host_model
 from ..hosts.probes import modules_after_blocks
+from ..registry import public_function
 from .sample_order import is_numbered, keys_of
 
 
-def untied(ensemble: HydraEnsemble, *, mlps: bool = False) -> HydraEnsemble:
-    """Return a copy whose members own all parts they may own; only these are trained."""
+def untied(ensemble: HydraEnsemble, *, mlps: bool = False, heads: bool = True) -> HydraEnsemble:
+    """Return a copy whose members own all parts they may own; only the branch is trained.
+
+    Without `heads`, members share what they share now, and train it together.
+    """
     if not isinstance(ensemble, HydraEnsemble) or not ensemble.is_classifier:
         raise HydraError(
             f"finetune_branch trains a fused classifier, not {type(ensemble).__name__} "
@@ -34,7 +38,10 @@ def untied(ensemble: HydraEnsemble, *, mlps: bool = False) -> HydraEnsemble:
             "The members' masks are all equal, so they have no branch of their own to train. "
             "Give fuse masks that differ."
         )
-    result = copy.deepcopy(ensemble).untie_(mlps=mlps).freeze_trunk_()
+    result = copy.deepcopy(ensemble)
+    if heads:
+        result.untie_(mlps=mlps)
+    result.freeze_trunk_()
     # temperatures and novelty were fitted to the old weights
     result.mode, result.temperature, result.member_temperatures = "fused", None, None
     result.novelty = None
@@ -47,6 +54,29 @@ def untied(ensemble: HydraEnsemble, *, mlps: bool = False) -> HydraEnsemble:
             split_classifier_(result.host, {name: streams})
             result.copies[name] = streams
         result.host.get_submodule(path).requires_grad_(True)
+    return result
+
+
+def folded_start(
+    teachers: Any, data: Any, *, members: int, max_cost: float, seed: int, progress: bool
+) -> HydraEnsemble:
+    """Fold teachers, and return the ensemble ready for training; its answers are the same.
+
+    Members share the heads and the first linear layer of the last block, so that training does not
+    raise the cost.
+    """
+    models = [teachers] if isinstance(teachers, nn.Module) else list(teachers)
+    plain = [isinstance(m, nn.Module) and not isinstance(m, HydraEnsemble) for m in models]
+    if len(models) != members or not all(plain):
+        kinds = ", ".join(type(model).__name__ for model in models)
+        raise DataError(
+            f'start="folded" needs one model per member, fine-tuned from the host: {members} '
+            f"members, and found {kinds}. Load the teachers, or pass members={len(models)}."
+        )
+    fold = public_function("fold")
+    folded = fold(models, data, student=False, max_cost=max_cost, seed=seed, progress=progress)
+    result = untied(folded, heads=False)
+    result.record = folded.record
     return result
 
 

@@ -220,7 +220,7 @@ class Novelty:
         bank_positions: Their positions in the known data.
         names: Names of the known data by position (may be empty).
         examples: Known examples seen.
-        hashes: Of all known inputs in order, int64 `[example]` (`data.input_hashes`); None where
+        hashes: Of all known inputs in order, int64 `[example]` (`input_hashes`); None where
             they were not kept.
         precision: In which the features were computed, such as `"bfloat16"` or `"float32 under
             autocast to bfloat16"`: in another precision they are other features.

@@ -10,8 +10,6 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,15 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ...registry import check_name
+from ...registry import check_name, imported
 from .parts import Featured, collect, need_classifier
-from .task import Task, baselines, library
+from .task import Task, baselines
 
-STRUCTURES = ("kron", "full", "diag")
 PRIORS = ("marginal-likelihood", "validation")
 BATCH = 256
 GRID = torch.logspace(-4, 6, 31)  # of lambda
-MOST_NUMBERS = 2**30  # what `full` and `diag` may form: 4 GB
 
 
 class LaplaceHead(nn.Module):
@@ -50,9 +46,7 @@ def probit(logits: Tensor, variance: Tensor) -> Tensor:
 
 
 @baselines.register("laplace")
-def laplace(
-    host: nn.Module, task: Task, *, structure: str = "kron", prior: str = "marginal-likelihood"
-) -> nn.Module:
+def laplace(host: nn.Module, task: Task, *, prior: str = "marginal-likelihood") -> nn.Module:
     """Put a Gaussian posterior on the last layer, and average its predictions in closed form.
 
     p(w | D) = N(w_host, (GGN + lambda I)^-1); the softmax's mean by the probit approximation:
@@ -62,29 +56,26 @@ def laplace(
     by validation.
 
     laplace-torch fits the last layer to its inputs, which is the same approximation and works for
-    any host. The factors of `kron` and the logits' variances are computed here in closed form, with
+    any host. The Kronecker factors and the logits' variances are computed here in closed form, with
     the library's result and without its passes and Jacobians, which do not fit a thousand classes:
     classes^2 numbers are kept, and as many multiply-adds done per example.
 
     Args:
         host: A trained classifier that ends in a linear layer.
         task: Needs `train`, the data that the host was trained on.
-        structure: Of the curvature: `kron`, or for few classes `full` or `diag`.
         prior: How lambda is chosen: by the `marginal-likelihood` of `train`, or by the NLL of
             `validation`.
     """
-    for name, value, known in (("structure", structure, STRUCTURES), ("prior", prior, PRIORS)):
-        check_name(name, value, known)
+    check_name("prior", prior, PRIORS)
     data = task.need("train")
     held_out = task.need("validation") if prior == "validation" else None
     path = need_classifier(host, data, task.name)
     featured = Featured(copy.deepcopy(host), path)
     layer = featured.host.get_submodule(path)
     assert isinstance(layer, nn.Linear)
-    _refuse_too_large(layer, structure)
     _, features, labels = collect(featured, data, name="train", labels=True, progress=task.progress)
     assert labels is not None
-    posterior = fit_posterior(layer, features, labels, structure=structure)
+    posterior = fit_posterior(layer, features, labels)
     if held_out is not None:
         logits, features, labels = collect(
             featured, held_out, name="validation", labels=True, progress=task.progress
@@ -93,28 +84,27 @@ def laplace(
         grid, losses = GRID.to(features), []
         for precision in grid:
             posterior.prior_precision = precision
-            variance = logit_variance(posterior, layer, structure=structure)(features)
+            variance = KronVariance(posterior, layer)(features)
             losses.append(float(F.cross_entropy(probit(logits, variance), labels)))
         posterior.prior_precision = grid[losses.index(min(losses))]
-    return LaplaceHead(featured, logit_variance(posterior, layer, structure=structure))
+    return LaplaceHead(featured, KronVariance(posterior, layer))
 
 
-def fit_posterior(layer: nn.Linear, features: Tensor, labels: Tensor, *, structure: str) -> Any:
+def fit_posterior(layer: nn.Linear, features: Tensor, labels: Tensor) -> Any:
     """Return laplace-torch's posterior of a linear layer, its prior by the marginal likelihood."""
     # Identity: the library looks for the last of several layers
     head = nn.Sequential(nn.Identity(), copy.deepcopy(layer)).eval()
     loader = DataLoader(TensorDataset(features, labels), batch_size=BATCH)
-    with _quiet():
-        laplace_torch = library("laplace", "laplace-torch")
-        curvature = {}  # the library's own
-        if structure == "kron":
-            curvature = {"backend": _linear_curvature(layer.bias is not None)}
+    with warnings.catch_warnings():  # two that do not concern this use of the library
+        warnings.filterwarnings("ignore", message=".*torch.jit.script.*")
+        warnings.filterwarnings("ignore", message="By default `link_approx`")
+        laplace_torch = imported("laplace", "This rival", "rivals")
         posterior = laplace_torch.Laplace(
             head,
             "classification",
             subset_of_weights="last_layer",
-            hessian_structure=structure,
-            **curvature,
+            hessian_structure="kron",
+            backend=_linear_curvature(layer.bias is not None),
         )
         with torch.enable_grad():
             posterior.fit(loader)
@@ -146,42 +136,10 @@ def _linear_curvature(bias: bool) -> Any:
     return LinearCurvature
 
 
-def _refuse_too_large(layer: nn.Linear, structure: str) -> None:
-    """Stop before the library asks for more memory than there is."""
-    parameters = sum(parameter.numel() for parameter in layer.parameters())
-    formed = {"full": parameters, "diag": BATCH * layer.out_features}
-    if structure in formed and formed[structure] * parameters > MOST_NUMBERS:
-        raise ValueError(
-            f"structure={structure!r} forms {formed[structure]:,} x {parameters:,} numbers for "
-            f"{layer.out_features:,} classes of {layer.in_features:,} features. "
-            'Use structure="kron".'
-        )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide two warnings of the library that do not concern this use of it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit.script.*")
-        warnings.filterwarnings("ignore", message="By default `link_approx`")
-        yield
-
-
-def logit_variance(posterior: Any, layer: nn.Linear, *, structure: str) -> nn.Module:
-    """Return a module from features `[batch, width]` to variances `[batch, class]`.
-
-    Args:
-        posterior: What laplace-torch fitted to the last layer.
-        layer: The last layer.
-        structure: Of the posterior's precision: `kron`, `full` or `diag`.
-    """
-    makers = {"kron": KronVariance, "full": FullVariance, "diag": DiagVariance}
-    return makers[structure](posterior, layer)
-
-
 class KronVariance(nn.Module):
-    """For a precision B (x) A + lambda I with eigenvalues b_i a_j + lambda, and B + lambda I.
+    """Variances of logits `[batch, class]` from features `[batch, width]`.
 
+    The precision is B (x) A + lambda I with eigenvalues b_i a_j + lambda, and B + lambda I, so
     var_c = sum_ij U_ci^2 (V^T phi)_j^2 / (b_i a_j + lambda) + sum_i U_ci^2 / (b_i + lambda), with
     the eigenvectors U of B `[class, class]` and V of A `[width, width]` (Ritter et al., 2018).
     """
@@ -208,43 +166,3 @@ class KronVariance(nn.Module):
         """Return variances `[batch, class]`."""
         along = (features @ self.inputs).square() @ self.inverse.T
         return along @ self.classes.T + self.bias
-
-
-class DiagVariance(nn.Module):
-    """For independent weights: var_c = sum_j phi_j^2 var(w_cj) + var(b_c)."""
-
-    weight: Tensor
-    bias: Tensor
-
-    def __init__(self, posterior: Any, layer: nn.Linear) -> None:
-        super().__init__()
-        variance, size = posterior.posterior_variance, layer.weight.numel()
-        self.register_buffer("weight", variance[:size].view_as(layer.weight))
-        bias = variance[size:] if layer.bias is not None else variance.new_zeros(layer.out_features)
-        self.register_buffer("bias", bias)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return variances `[batch, class]`."""
-        return features.square() @ self.weight.T + self.bias
-
-
-class FullVariance(nn.Module):
-    """For any covariance S: var_c = phi^T S_cc phi, with the bias as a weight of a constant one."""
-
-    covariance: Tensor
-
-    def __init__(self, posterior: Any, layer: nn.Linear) -> None:
-        super().__init__()
-        classes, width = layer.weight.shape
-        rows = torch.arange(classes * width).view(classes, width)
-        if layer.bias is not None:
-            rows = torch.cat([rows, classes * width + torch.arange(classes)[:, None]], 1)
-        covariance = posterior.posterior_covariance
-        blocks = torch.stack([covariance[one][:, one] for one in rows.to(covariance.device)])
-        self.register_buffer("covariance", blocks)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return variances `[batch, class]`."""
-        if self.covariance.shape[-1] > features.shape[-1]:
-            features = torch.cat([features, torch.ones_like(features[:, :1])], 1)
-        return torch.einsum("bi,cij,bj->bc", features, self.covariance, features)
