@@ -73,7 +73,13 @@ def _differences(records: Records) -> list[str]:
     rows = []
     for name in dict.fromkeys(row for row, _ in records.rows):
         for other in (DENSE, DEEP):
-            spans = [records.differences.get((name, other, key)) for key in keys]
+            if name in (DENSE, DEEP):
+                continue
+            members = min(records.mean(row, "div/MI") or 0.0 for row in (name, other))
+            spans = [
+                records.differences.get((name, other, key)) if members or MI not in key else None
+                for key in keys
+            ]
             if any(spans):
                 rows.append([f"{name} minus {other}", *map(_span, keys, spans)])
     if rows:
