@@ -36,6 +36,7 @@ FIGURES = {
     "fail/AUROC": "error AUROC",
 }
 SINGLE, DEEP, SOUP, FOLDED = "single (mean of three)", "Deep Ensemble", "soup", "folded"
+BY_LOGITS, STUDENT = "folded, by logits", "folded, student"
 MI = "/mutual-information/"
 OWN = "error of the host's own layer"
 
@@ -51,10 +52,13 @@ def measured(task: Task) -> dict[str, Any]:
     hosts = [task.host(seed) for seed in SEEDS]
     inputs = task.training("train", EXAMPLES)
     begun = time.process_time()
-    folded = hydra.fold(hosts, inputs, held_out=task.held_out, progress=False)
+    folded = hydra.fold(hosts, inputs, student=False, progress=False)
     seconds = time.process_time() - begun
     check = hydra.verify(folded, next(iter(task.test)))
-    folded.temperature = None  # evaluate fits one for every row
+    linear = hydra.fold(hosts, inputs, readout="logits", student=False, progress=False)
+    answered = hydra.fold(hosts, inputs, student=True, progress=False)
+    for one in (linear, answered):
+        hydra.verify(one, next(iter(task.test)))
     singles = [answers_of(task, host) for host in hosts]
     first = singles[0].sets
     together = {name: ask_all(name, singles) for name in first}
@@ -63,6 +67,8 @@ def measured(task: Task) -> dict[str, Any]:
         DEEP: [Answers(together)],
         SOUP: [answers_of(task, average_weights(hosts).eval())],
         FOLDED: [answers_of(task, folded)],
+        BY_LOGITS: [answers_of(task, linear)],
+        STUDENT: [answers_of(task, answered)],
     }
     results = {
         name: [evaluate_answers(one, scores=SCORES, name=name) for one in answers]
@@ -81,12 +87,15 @@ def measured(task: Task) -> dict[str, Any]:
             for key in keys
             if key in compared
         }
-    cost = hydra.cost(folded, task.one).relative_to(hydra.cost(hosts[0], task.one))
+    costs = {
+        name: hydra.cost(one, task.one).relative_to(hydra.cost(hosts[0], task.one)).multiply_adds
+        for name, one in ((FOLDED, folded), (BY_LOGITS, linear), (STUDENT, answered))
+    }
     return {
         "examples": folded.record["examples"],
         "members": folded.record["members"],
         "seconds of one core": round(seconds, 1),
-        "cost": {SINGLE: 1.0, DEEP: float(len(SEEDS)), SOUP: 1.0, FOLDED: cost.multiply_adds},
+        "cost": {SINGLE: 1.0, DEEP: float(len(SEEDS)), SOUP: 1.0, **costs},
         "fused against members": check.largest,
         "figures": figures,
         "folded minus": differences,
