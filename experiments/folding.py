@@ -145,7 +145,7 @@ def page(record: dict[str, Any]) -> str:
             cells = [row, f"{task['cost'][row]:.2f}", *(shown(k, found[k]) for k in FIGURES)]
             for key in outliers:
                 other = key.replace("/AUROC", f"{MI}AUROC")
-                several = row in (DEEP, FOLDED)
+                several = row not in (SINGLE, SOUP)
                 cells.append(
                     shown(key, found[key]) + (f", {shown(key, found[other])}" if several else "")
                 )
@@ -182,11 +182,17 @@ def told(task: dict[str, Any]) -> str:
 def kept(figures: dict[str, dict[str, float]]) -> str:
     """Say how much of the Deep Ensemble's gain is kept, and what the soup has."""
     key = "post/cls/NLL"
-    gains = {row: figures[row][key] - figures[SINGLE][key] for row in (DEEP, FOLDED, SOUP)}
+    gains = {row: found[key] - figures[SINGLE][key] for row, found in figures.items()}
+    del gains[SINGLE]
     listed = ", ".join(f"{row} {gain:+.4f}" for row, gain in gains.items())
+    shares = ", ".join(
+        f"{gains[row] / gains[DEEP]:.0%} ({row})"
+        for row in (FOLDED, BY_LOGITS, STUDENT)
+        if row in gains
+    )
     return (
-        f"NLL at one temperature, minus that of the mean host: {listed}. Folding keeps "
-        f"{gains[FOLDED] / gains[DEEP]:.0%} of the Deep Ensemble's gain."
+        f"NLL at one temperature, minus that of the mean host: {listed}. Folding keeps {shares} of "
+        "the Deep Ensemble's gain."
     )
 
 
