@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .fusion import verify as verify
     from .heads import HeadMask as HeadMask
     from .heads import HeadScores as HeadScores
+    from .heads import UnitMask as UnitMask
     from .heads import gate as gate
     from .heads import prune_heads_ as prune_heads_
     from .hosts import Family as Family
@@ -72,6 +73,7 @@ _NAMES = {
     "verify": "fusion",
     "HeadMask": "heads",
     "HeadScores": "heads",
+    "UnitMask": "heads",
     "gate": "heads",
     "prune_heads_": "heads",
     "Family": "hosts",

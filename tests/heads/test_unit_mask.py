@@ -111,6 +111,7 @@ def test_a_host_with_fewer_neurons_is_fused_counted_saved_and_loaded(
     expected = ensemble.fused_logits(*zoo_inputs(batch))
     with gate(model, masks[1]):
         torch.testing.assert_close(expected[:, 1], zoo.run(model, batch), atol=1e-4, rtol=1e-4)
+    assert hydra.cost(ensemble.unpruned_host(), batch).multiply_adds == whole.multiply_adds
     ensemble.save_pretrained(tmp_path)
     loaded = hydra.HydraEnsemble.from_pretrained(tmp_path)
     torch.testing.assert_close(loaded.fused_logits(*zoo_inputs(batch)), expected)
@@ -176,3 +177,63 @@ def test_gates_of_each_sample_carry_gradients() -> None:
             loss = model(batch[sample : sample + 1]).logits.square().sum()
         for row, expected in zip(gradients, torch.autograd.grad(loss, ones), strict=True):
             torch.testing.assert_close(row[sample], expected, atol=1e-4, rtol=1e-3)
+
+
+def test_members_with_different_neurons_are_refused() -> None:
+    members = [zoo.make("bert"), zoo.make("bert")]
+    prune_units_(members[1], UnitMask(HeadMask.full(members[1]), [[], [1] * 20 + [0] * 28, []]))
+    with pytest.raises(UnsupportedModelError, match="different numbers of neurons in layer 1"):
+        hydra.fuse(members, [HeadMask.full(member) for member in members])
+
+
+def test_explain_counts_neurons_and_says_why_they_stay() -> None:
+    from timm.models import Eva
+    from transformers import MixtralConfig, MixtralForSequenceClassification
+
+    model = zoo.make("bert")
+    assert "  neurons   3 x 48 (layers x neurons)" in str(hydra.explain(model)).splitlines()
+    prune_units_(model, UnitMask(HeadMask.full(model), [[], [1] * 20 + [0] * 28, []]))
+    told = hydra.explain(model)
+    assert told.neuron_counts == (48, 20, 48)
+    assert "already pruned: 20 of 48 neurons are left in 1 MLPs" in told.notes
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
+    norms = zoo.seeded(lambda: Eva(**sizes, swiglu_mlp=True, scale_mlp=True, num_classes=3))
+    why = "stay: its MLP has neurons that depend on each other (mlp.norm)"
+    assert f"  neurons   {why}" in str(hydra.explain(norms))
+    config = MixtralConfig(**zoo.SIZES, **zoo.TEXT, num_key_value_heads=2, num_local_experts=2)
+    experts = zoo.seeded(lambda: MixtralForSequenceClassification(config))
+    assert "  neurons   stay: its MLP is a mixture of experts" in str(hydra.explain(experts))
+
+
+def t5() -> Any:
+    from transformers import T5Config, T5ForTokenClassification
+
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return T5ForTokenClassification(T5Config(**sizes, vocab_size=99, num_labels=5))
+
+
+def bloom() -> Any:
+    from transformers import BloomConfig, BloomForSequenceClassification
+
+    config = BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=99, pad_token_id=0)
+    return BloomForSequenceClassification(config)
+
+
+@pytest.mark.parametrize("make", [t5, bloom])
+def test_an_mlp_that_only_its_block_can_run_is_found(make: Any, tmp_path: Path) -> None:
+    model = zoo.seeded(make)
+    ids = {"input_ids": torch.arange(3, 15).view(2, 6)}
+    mask = UnitMask(HeadMask.full(model), UnitMask.random(model, keep=0.5).neurons)
+    assert 0 < mask.neurons.total_kept < sum(mask.neurons.shape)
+    whole = zoo.run(model, ids)
+    with gate(model, mask):
+        gated = zoo.run(model, ids)
+    pruned = prune_units_(model, mask)
+    torch.testing.assert_close(zoo.run(pruned, ids), gated, atol=1e-5, rtol=1e-5)
+    assert float((gated - whole).abs().max()) > 1e-3
+    heads = [HeadMask.random(model, keep=0.5, seed=seed) for seed in range(2)]
+    ensemble = hydra.fuse(model, heads, batch=ids)
+    ensemble.save_pretrained(tmp_path)
+    loaded = hydra.HydraEnsemble.from_pretrained(tmp_path)
+    expected = ensemble.fused_logits((), ids)
+    torch.testing.assert_close(loaded.fused_logits((), ids), expected)

@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import MaskError, UnsupportedModelError
 from ..heads.head_mask import HeadMask, check_fits, describe_shape
 from ..heads.stream_plan import Plan, make_plan
-from ..hosts import HostModel, host_model
+from ..hosts import Block, HostModel, host_model
 from ..hosts.architecture import describe_host
 from ..hosts.block import last_linear
 from ..hosts.probes import modules_after_blocks
@@ -187,12 +187,23 @@ def _masks_of(
                 f"{first.width} and {host.name} with {len(host)} of width {host.width}. Members "
                 "must be fine-tuned from one model."
             )
+        sizes = [[_mlp_shapes(block) for block in member.blocks] for member in (first, host)]
+        layer = next((i for i, (a, b) in enumerate(zip(*sizes, strict=True)) if a != b), None)
+        if layer is not None:
+            raise UnsupportedModelError(
+                f"Members keep different numbers of neurons in layer {layer}. Members share their "
+                "MLPs: prune the model before it is fine-tuned, or keep equal numbers."
+            )
     if len({mask.shape for mask in result}) > 1:
         raise MaskError(
             "Members had different numbers of heads before they were pruned: "
             + ", ".join(describe_shape(mask.shape) for mask in result)
         )
     return result, hosts
+
+
+def _mlp_shapes(block: Block) -> list[torch.Size]:
+    return [p.shape for path in block.mlp_names for p in block.part(path).parameters()]
 
 
 def _within(original: HeadMask, mask: HeadMask) -> HeadMask:

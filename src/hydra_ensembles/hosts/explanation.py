@@ -9,6 +9,7 @@ from torch import nn
 from ..errors import HydraError
 from .families import Family
 from .host import HostModel, describe_shape, host_model
+from .mlp_site import removed_neurons
 from .model_output import NEXT_TOKENS, other_task, predicts_next_token
 from .operation_count import cost_of_three_members
 
@@ -25,6 +26,8 @@ class Explanation:
     head_counts: tuple[int, ...] = ()
     head_dim: int = 0
     width: int = 0
+    neuron_counts: tuple[int, ...] = ()
+    neurons_why: str = ""
     norm: str = ""
     readout: str = ""
     readout_why: str = ""
@@ -44,6 +47,7 @@ class Explanation:
             f"  family    {self.family}, blocks at {self.blocks}",
             f"  heads     {describe_shape(self.head_counts)} (layers x heads) of width "
             f"{self.head_dim}, model width {self.width}",
+            f"  neurons   {self._neurons()}",
             f"  norms     {self.norm}-norm{', causal attention' if self.causal else ''}",
             f"  readout   {self.readout} ({self.readout_why})",
             *([f"  engine    {self.engine}: {self.engine_why}"] if self.engine else []),
@@ -52,6 +56,12 @@ class Explanation:
         if self.reason:
             lines.append(f"  why not   {self.reason}")
         return "\n".join([*lines, *(f"  note      {note}" for note in self.notes)])
+
+    def _neurons(self) -> str:
+        if not any(self.neuron_counts):
+            return f"stay: {self.neurons_why}"
+        shape = f"{describe_shape(self.neuron_counts)} (layers x neurons)"
+        return f"{shape}; some stay: {self.neurons_why}" if self.neurons_why else shape
 
 
 def explain(model: nn.Module | HostModel, *, family: Family | None = None) -> Explanation:
@@ -82,6 +92,10 @@ def _explain(host: HostModel) -> Explanation:
     notes = []
     if host.original_mask is not None:
         notes.append(f"already pruned: {host.original_mask.total_kept} heads are left")
+    removed = removed_neurons(host.model)
+    if removed:
+        kept, of = (sum(record[name] for record in removed) for name in ("kept", "neurons"))
+        notes.append(f"already pruned: {kept} of {of} neurons are left in {len(removed)} MLPs")
     if host.other_stacks:
         others = ", ".join(host.other_stacks)
         kind = "two towers" if len(host.other_stacks) == 1 else "several stacks"
@@ -105,6 +119,8 @@ def _explain(host: HostModel) -> Explanation:
         head_counts=host.head_counts,
         head_dim=site.head_dim,
         width=host.width,
+        neuron_counts=host.neuron_counts,
+        neurons_why=host.why_no_neurons() or "",
         norm=host.family.norm,
         readout=str(host.readout) if fusable is None else "not probed",
         readout_why=host.readout.why if fusable is None else "only needed for fusing",

@@ -120,11 +120,16 @@ class HostModel(HostView):
     def mlps(self) -> tuple[MlpSite | str, ...]:
         """The neurons of each layer, or the reason why they stay."""
         known: dict[Any, MlpSite | str] = {}
+        result = []
         for block in self.blocks:
             key = structure_of(block.module)
-            known[key] = known.get(key) or find_neurons(block)
-        found = [(block.index, known[structure_of(block.module)]) for block in self.blocks]
-        return tuple(x if isinstance(x, str) else replace(x, layer=layer) for layer, x in found)
+            if key not in known:
+                known[key] = find_neurons(block)
+                if isinstance(known[key], str) and self.passes():  # by running the whole block
+                    known[key] = find_neurons(block, self.passes()[0][block.index])
+            found = known[key]
+            result.append(found if isinstance(found, str) else replace(found, layer=block.index))
+        return tuple(result)
 
     @property
     def width(self) -> int:
@@ -166,7 +171,7 @@ class HostModel(HostView):
         """Run the host on real inputs; remember and return what it passed to its blocks."""
         calls = capture_calls(self, self.blocks, inputs)
         self._passes = replace(self._passes, calls=[*self.passes()[-1:], calls], inputs=inputs)
-        for name in ("forms", "arithmetic", "_proof", "_removal", "_hosting"):
+        for name in ("forms", "arithmetic", "_proof", "_removal", "_hosting", "mlps"):
             vars(self).pop(name, None)  # found from the passes before
         return calls
 

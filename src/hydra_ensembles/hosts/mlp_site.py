@@ -9,23 +9,30 @@ dependence on all rows.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..errors import FormatError, MaskError, UnsupportedModelError
 from .block import Block
+from .block_calls import BlockCall
 from .head_removal import HeadGate
 from .head_weights import is_linear, linear_bias, linear_weight, set_linear_
-from .probes import largest_difference, randomized
+from .probes import largest_difference, random_states, randomized
 from .reasons import describe_modules
 
-TOKENS = 64
-"""Random states of a probe: enough for every neuron behind a ReLU to be on at one of them."""
+Run = Callable[[Block], Tensor]
+"""Runs a block, or only its MLP, on random states."""
+
+TOKENS = 4
+"""Random states on which an MLP is run on its own."""
+
+_CLOSED = "its MLP cannot be run on its own"
 
 _WIDTHS = ("intermediate_size", "ffn_hidden_size", "hidden_features", "hidden_dim", "ffn_dim")
 """Attributes by which modules remember the number of their neurons."""
@@ -64,8 +71,13 @@ class MlpSite:
         return [row for row, neuron in enumerate(self.by_row()) if neuron in wanted]
 
 
-def mlp_site(block: Block) -> MlpSite:
+def mlp_site(block: Block, call: BlockCall | None = None) -> MlpSite:
     """Find the neurons of a block by running its MLP on random states.
+
+    Args:
+        block: A block of a host.
+        call: How the host calls it. An MLP that cannot be run on its own is then found by running
+            the whole block.
 
     Raises:
         UnsupportedModelError: When they cannot be told apart or removed, with the reason.
@@ -74,34 +86,73 @@ def mlp_site(block: Block) -> MlpSite:
         >>> mlp_site(host_model(model).blocks[0])
         MlpSite(layer=0, first=('intermediate.dense',), packed=1, second='output.dense', ...)
     """
-    found = find_neurons(block)
+    found = find_neurons(block, call)
     if isinstance(found, str):
         raise UnsupportedModelError(f"The neurons of block {block.index} stay: {found}.")
     return found
 
 
-def why_no_neurons(block: Block) -> str | None:
+def why_no_neurons(block: Block, call: BlockCall | None = None) -> str | None:
     """Say why a block's neurons cannot be removed, or None."""
-    found = find_neurons(block)
+    found = find_neurons(block, call)
     return found if isinstance(found, str) else None
 
 
-def find_neurons(block: Block) -> MlpSite | str:
+def find_neurons(block: Block, call: BlockCall | None = None) -> MlpSite | str:
     """Return where a block's neurons are, proven by a removal, or why they stay."""
-    if not block.mlp_names:
-        return "its family does not say where the MLP is"
-    if block.has_experts:
+    if any("expert" in name.lower() for name, _ in block.module.named_modules()):
         return "its MLP is a mixture of experts, which stay whole"
+    alone: MlpSite | str = "its family does not say where the MLP is"
+    if block.mlp_names:
+        alone = _find(block, _run_alone, _inside_mlp(block))
+    if not isinstance(alone, str) or call is None:
+        return alone
+    given = random_states(call)
+    args, kwargs = pytree.tree_map(_in_float64, given.given)
+    given = replace(given, hidden=given.hidden.double(), args=args, kwargs=kwargs)
+    found = _find(block, lambda probe: given.run(probe.module), _without_attention(block))
+    return alone if isinstance(found, str) and not alone.startswith(_CLOSED) else found
+
+
+def _inside_mlp(block: Block) -> dict[str, nn.Module]:
+    """Return the modules of a block's MLP, by their paths."""
+    names = tuple(f"{name}." for name in block.mlp_names)
+    return {path: m for path, m in block.module.named_modules() if f"{path}.".startswith(names)}
+
+
+def _in_float64(value: Any) -> Any:
+    floats = isinstance(value, Tensor) and value.is_floating_point()
+    return value.double() if floats else value
+
+
+def _run_alone(block: Block) -> Tensor:
+    """Run a block's MLP on random states."""
+    like = linear_weight(block.attention.output)
+    x = torch.randn(1, TOKENS, len(like), generator=torch.Generator().manual_seed(0)).to(like)
+    for path in block.mlp_names:
+        x = block.part(path)(x)
+    return x
+
+
+def _without_attention(block: Block) -> dict[str, nn.Module]:
+    """Return the modules of a block that do not belong to its attention, by their paths."""
+    site = block.attention
+    owner = [] if site.module is block.module else list(site.module.modules())
+    known = {*owner, site.output, site.packed, site.query, site.key, site.value}
+    return {path: module for path, module in block.module.named_modules() if module not in known}
+
+
+def _find(block: Block, run: Run, parts: Mapping[str, nn.Module]) -> MlpSite | str:
+    """Find neurons among some parts of a block, run in one way, on random weights."""
     probe = Block.of(block.index, randomized(block.module).double(), block.family)
-    width = linear_weight(block.attention.output).shape[0]
-    x = torch.randn(1, TOKENS, width, generator=torch.Generator().manual_seed(0))
-    x = x.to(linear_weight(probe.attention.output))
     try:
-        site = _by_gradient(probe, x)
+        site = _by_gradient(probe, run, [path for path, m in parts.items() if is_linear(m)])
     except Exception as error:
         line = str(error).strip().partition("\n")[0][:120]
-        return f"its MLP cannot be run on its own ({type(error).__name__}: {line})"
-    return site if isinstance(site, str) else _why_not_cut(probe, site, x) or site
+        return f"{_CLOSED} ({type(error).__name__}: {line})"
+    if isinstance(site, str):
+        return site
+    return _why_not_cut(probe, run, site) or site
 
 
 def cut_neurons_(block: Block, kept: Sequence[int], site: MlpSite | None = None) -> None:
@@ -197,28 +248,37 @@ def remove_neurons_(model: nn.Module, records: Sequence[dict[str, Any]]) -> None
             _cut_(model, site, range(kept))
 
 
+def grow_neurons_(block: nn.Module) -> None:
+    """Give a block without storage as many neurons as it had before any was removed, in place."""
+    for record in removed_neurons(block):
+        for path in record["first"]:
+            linear = block.get_submodule(path)
+            rows, weight = record["packed"] * record["neurons"], linear_weight(linear)
+            set_linear_(linear, weight.new_empty(rows, weight.shape[1]), weight.new_empty(rows))
+        second: Any = block.get_submodule(record["second"])
+        weight = linear_weight(second)
+        set_linear_(second, weight.new_empty(len(weight), record["neurons"]), linear_bias(second))
+        del second.hydra_mlp
+
+
 @torch.enable_grad()
-def _by_gradient(block: Block, x: Tensor) -> MlpSite | str:
+def _by_gradient(block: Block, run: Run, linears: Sequence[str]) -> MlpSite | str:
     """Find which rows of which linear layers move which inputs of the last linear layer."""
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
 
     def note(path: str, module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
         inputs[path] = given[0]
-        outputs[path] = output.detach().requires_grad_()  # what it depends on itself is of no use
-        return outputs[path].clone()
+        # positive, so that no ReLU is off; what a linear depends on itself is of no use
+        values = torch.rand(output.shape, generator=generator).to(output) + 0.5
+        outputs[path] = values.requires_grad_()
+        return values.clone()
 
-    paths = [
-        f"{path}.{name}".rstrip(".")
-        for path in block.mlp_names
-        for name, module in block.module.get_submodule(path).named_modules()
-        if is_linear(module)
-    ]
-    linears = {path: block.module.get_submodule(path) for path in paths}
-    hooks = [m.register_forward_hook(partial(note, path)) for path, m in linears.items()]
+    modules = {path: block.module.get_submodule(path) for path in linears}
+    hooks = [m.register_forward_hook(partial(note, path)) for path, m in modules.items()]
     try:
-        for path in block.mlp_names:
-            x = block.part(path)(x)
+        run(block)
     finally:
         for hook in hooks:
             hook.remove()
@@ -237,7 +297,9 @@ def _by_gradient(block: Block, x: Tensor) -> MlpSite | str:
         if gradients[0] is not None:
             moved = _moved([g.flatten(0, -2).sum(0) for g in gradients])
             if moved is None:
-                return f"its neurons depend on each other{_parts_between(block, paths)}"
+                return (
+                    f"its MLP has neurons that depend on each other{_parts_between(block, linears)}"
+                )
             found[path] = moved
     return _as_site(block.index, found, second, neurons)
 
@@ -257,34 +319,31 @@ def _moved(gradients: Sequence[Tensor]) -> Tensor | None:
 
 def _as_site(layer: int, moved: dict[str, Tensor], second: str, neurons: int) -> MlpSite | str:
     if not moved:
-        return "its last linear layer does not read what another one computes"
+        return "its MLP ends with a linear layer that does not read what another one computes"
     for packed in {len(rows) // neurons for rows in moved.values()}:
         for interleaved in (False, True):
             site = MlpSite(layer, tuple(moved), packed, second, neurons, interleaved)
             if all(rows.tolist() == site.by_row() for rows in moved.values()):
                 return site
-    return "its linear layers keep their neurons in an order that we do not know"
+    return "its MLP keeps its neurons in an order that we do not know"
 
 
 @torch.no_grad()
-def _why_not_cut(block: Block, site: MlpSite, x: Tensor) -> str | None:
+def _why_not_cut(block: Block, run: Run, site: MlpSite) -> str | None:
     """Compare half of the neurons gated off with half of them removed, on random weights."""
     kept = list(range(0, site.neurons, 2))
     cut = Block.of(block.index, copy.deepcopy(block.module), block.family)
     row = torch.zeros(site.neurons)
     row[kept] = 1.0
     block.module.get_submodule(site.second).register_forward_pre_hook(HeadGate(row, 1))
-    gated = x
     try:
         cut_neurons_(cut, kept, site)
-        for path in block.mlp_names:
-            x, gated = cut.part(path)(x), block.part(path)(gated)
+        difference = largest_difference(run(cut), run(block))
     except Exception as error:
         line = str(error).strip().partition("\n")[0][:120]
-        return f"its code needs all neurons ({type(error).__name__}: {line})"
-    difference = largest_difference(x, gated)
+        return f"its MLP needs all its neurons ({type(error).__name__}: {line})"
     if not difference <= 1e-5:
-        return f"without some neurons its MLP computes something else (off by {difference:.2g})"
+        return f"its MLP computes something else without some neurons (off by {difference:.2g})"
     return None
 
 
