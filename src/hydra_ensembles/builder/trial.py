@@ -92,7 +92,7 @@ def try_model(
     model: nn.Module,
     data: Any,
     *,
-    members: int = 3,
+    members: int | None = None,
     max_cost: float | None = 1.07,
     risk: float = 0.05,
     alarm: float = 0.05,
