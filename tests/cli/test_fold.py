@@ -48,6 +48,20 @@ def test_saved_models_become_one_ensemble(
     assert (out / "config.yaml").exists()
 
 
+def test_members_by_logits_and_a_student(
+    hosts: list[str], shelf: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "folded"
+    given = ["fold", *hosts[:2], "--data", str(shelf / "digits"), "-o", str(out), "--json"]
+    assert main([*given, "--readout", "logits", "--student", "yes", "--max-cost", "1.2"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["readout"] == "logits" and said["student"] is True
+    ensemble = hydra.HydraEnsemble.from_pretrained(out)
+    assert ensemble.student is not None and ensemble.member_readout is not None
+    assert main([*given, "--max-cost", "0.1"]) == 3
+    assert "max_cost is 0.1" in capsys.readouterr().err
+
+
 def test_what_cannot_be_folded_is_refused(
     hosts: list[str], shelf: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -58,3 +72,6 @@ def test_what_cannot_be_folded_is_refused(
     assert "two or more" in capsys.readouterr().err
     assert main(["fold", *hosts[:2], *data, "--trunk", "best"]) == 2
     assert "--trunk" in capsys.readouterr().err
+    for option in ("--readout", "--student"):
+        assert main(["fold", *hosts[:2], *data, option, "best"]) == 2
+        assert option in capsys.readouterr().err

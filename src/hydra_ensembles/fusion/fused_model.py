@@ -347,6 +347,7 @@ class FusedModel(HostInterface):
             args, kwargs, summaries=self.novelty is not None
         )
         logits = logits.float()
+        student_logits = None if student_logits is None else student_logits.float()
         if model._gives_classes is False:
             raise UnsupportedModelError(
                 f"{type(self.host).__name__} gives embeddings, not classes. Load it with a "

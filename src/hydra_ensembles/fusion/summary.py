@@ -43,6 +43,7 @@ def summarize(ensemble: HydraEnsemble) -> str:
         lines.append(f"  averaged {', '.join(ensemble.merged)} (members were fine-tuned)")
     if "auto" in ensemble.record:
         lines.append(f"  chosen   {ensemble.record['auto']['why']}")
+    lines += _readouts(ensemble)
     lines += _teachers(ensemble.record)
     lines += _cost_lines(ensemble)
     lines.append(f"  score    {_score(ensemble)}")
@@ -58,6 +59,16 @@ def summarize(ensemble: HydraEnsemble) -> str:
     if ensemble.mode != "fused":
         lines.append("  mode     members run one by one")
     return "\n".join(lines)
+
+
+def _readouts(ensemble: HydraEnsemble) -> list[str]:
+    """Say what linear readouts of the last block answer, if there are any."""
+    words = []
+    if ensemble.member_readout is not None:
+        words.append("each member is linear in the last block's features")
+    if ensemble.student is not None:
+        words.append("a student answers, members give the disagreement")
+    return [f"  readout  {'; '.join(words)}"] if words else []
 
 
 def _teachers(record: dict[str, Any]) -> list[str]:
@@ -91,7 +102,7 @@ def _members(ensemble: HydraEnsemble) -> str:
     """Count the members, and the distinct ones where some are equal."""
     members, distinct = ensemble.members, len(ensemble.plan.ends)
     text = f"{members} member{'s' * (members > 1)}"
-    if distinct == members:
+    if distinct == members or ensemble.member_readout is not None:
         return text
     text += f", {distinct} distinct"
     reason = ensemble.record.get("equal_members")

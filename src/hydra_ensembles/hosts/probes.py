@@ -292,7 +292,7 @@ def find_pooling(host: HostView) -> Pooling | None:
     """Find which tokens a host averages, by the gradient of its own code; None if unclear.
 
     All real tokens from `start` on must be read. A class token that matters several times as much
-    as the other tokens is read by itself.
+    as the other tokens is read apart from the mean.
     """
     poolings = set()
     for inputs in examples(host.model):

@@ -12,6 +12,8 @@ from ..errors import Stop
 from ..inputs import READING, Reading, reads_data
 from ..output import finish, say, sizes, write_config
 
+STUDENT = {"yes": True, "no": False, "auto": "auto"}
+
 
 @reads_data()
 def command(
@@ -22,11 +24,20 @@ def command(
     data: options.Data,
     held_out: Annotated[
         str | None,
-        typer.Option(help="Labelled data that fits the temperature and novelty."),
+        typer.Option(help="Labelled data: decides what is auto, fits temperature and novelty."),
     ] = None,
+    readout: Annotated[
+        str, typer.Option(help="states (members are plain models) or logits (linear readouts).")
+    ] = "states",
+    student: Annotated[
+        str, typer.Option(help="Whether a student answers for the members: yes, no or auto.")
+    ] = "auto",
     trunk: Annotated[
         str, typer.Option(help="mean (of the weights), auto, or the number of a model, from 0.")
     ] = "mean",
+    max_cost: Annotated[
+        float, typer.Option(help="Multiply-adds at most, relative to one model.")
+    ] = 1.0,
     output: options.Output = Path("hydra-folded"),
     reading: Reading = READING,
     config: options.Config = None,
@@ -41,6 +52,10 @@ def command(
 
     if not (trunk in ("mean", "auto") or trunk.isdecimal()):
         raise Stop(f"Unknown --trunk {trunk!r}: expected mean, auto or a number.", 2)
+    if readout not in ("states", "logits"):
+        raise Stop(f"Unknown --readout {readout!r}: expected states or logits.", 2)
+    if student not in STUDENT:
+        raise Stop(f"Unknown --student {student!r}: expected {', '.join(STUDENT)}.", 2)
     check_sources(data)
     check_sources(held_out)
     loaded = [reading.load_model(model) for model in models]
@@ -54,7 +69,10 @@ def command(
     ensemble = fold(
         [one.host for one in loaded],
         train,
+        readout=readout,  # type: ignore[arg-type]
+        student=STUDENT[student],  # type: ignore[arg-type]
         trunk=int(trunk) if trunk.isdecimal() else trunk,  # type: ignore[arg-type]
+        max_cost=max_cost,
         held_out=held,
         seed=reading.seed,
         progress=not json,
