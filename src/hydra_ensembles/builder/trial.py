@@ -134,6 +134,7 @@ def try_model(
     ensemble = build(
         model,
         halves["learn"],
+        method="select" if labels is None else "auto",  # the host's own answers favour the host
         members=members,
         max_cost=max_cost,
         score="msp",

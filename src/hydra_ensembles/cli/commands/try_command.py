@@ -212,7 +212,8 @@ def _lead(trial: Trial, files: Any, note: str) -> list[str]:
         "Every statement about an example comes from a fit that did not see it. Novelty needs no "
         "members: your model alone, fused with all its heads, can have it.",
     ]
-    lines += [record["auto"]["why"], record["disagreement"]["sentence"]]
+    lines += [record["auto"]["why"]] if "auto" in record else []
+    lines.append(record["disagreement"]["sentence"])
     return [*lines, note] if note else lines
 
 
