@@ -201,8 +201,8 @@ def make_card(ensemble: HydraEnsemble, name: str = "this-folder") -> str:
     parts = [
         _head(ensemble),
         f"# A Hydra ensemble of {host}",
-        f"One model that is an ensemble of {ensemble.members} members with different attention "
-        "heads, in one forward pass. Every prediction comes with its uncertainty"
+        f"One model that is an ensemble of {_members(ensemble)}, in one forward pass. "
+        "Every prediction comes with its uncertainty"
         + (" and the novelty of the input." if ensemble.novelty is not None else "."),
         _usage(ensemble, name),
         *_cost(ensemble),
