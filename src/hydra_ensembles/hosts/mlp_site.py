@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -187,7 +188,12 @@ def _cut_(root: nn.Module, site: MlpSite, kept: Sequence[int]) -> None:
     second: Any = root.get_submodule(site.second)
     weight = linear_weight(second)
     set_linear_(second, weight[:, torch.tensor(kept, device=weight.device)], linear_bias(second))
-    second.hydra_mlp = replace(site, neurons=neurons_before(second, site.neurons))
+    paths = [path.split(".") for path in (*site.first, site.second)]
+    levels = takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+    shared = len(list(levels))  # what is above all of them depends on who looks
+    *first, last = (".".join(path[shared:]) for path in paths)
+    neurons = neurons_before(second, site.neurons)
+    second.hydra_mlp = replace(site, first=tuple(first), second=last, neurons=neurons)
     for path in {path.rpartition(".")[0] for path in (*site.first, site.second)}:
         module = root.get_submodule(path)
         for name in _WIDTHS:
