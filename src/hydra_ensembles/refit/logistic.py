@@ -27,7 +27,7 @@ PENALTY = 2e-4
 both it is within 0.002 of the best NLL between 1e-4 and 1e-2."""
 MORE = (1, 10, 100, 1000)
 """Factors of the penalty that are tried on held-out rows where rows are few."""
-FEW = 2
+FEW = 3
 """Rows per feature below which they are few."""
 HELD_OUT = 5
 """Every fifth row is held out then."""
