@@ -1,4 +1,4 @@
-"""What one model is asked: explain, score, gate == prune, fused == members, counted, saved."""
+"""What a model is asked: explain, score, gate == prune (heads, neurons), fuse, cost, save."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import hydra_ensembles as hydra
-from hydra_ensembles import HeadMask
+from hydra_ensembles import HeadMask, UnitMask
 from hydra_ensembles.costs.formula import CostModel
+from hydra_ensembles.heads import prune_units_
 
 TOLERANCE = 1e-4
 KEPT, BROKEN, WRONG, CRASHED, REFUSED = "kept", "broken", "wrong", "crashed", "refused"
-STEPS = ("explain", "score", "gate", "prune", "fuse", "cost", "save")
+STEPS = ("explain", "score", "gate", "prune", "neurons", "fuse", "cost", "save")
 
 
 def scale_(model: nn.Module, seed: int) -> None:
@@ -217,6 +218,17 @@ def _ask(case: Case, explanation: Any, plain: Tensor) -> str | None:
                 gated = case.run(model, index)
             case.compare(case.run(pruned, index), gated, index, f"pruned, batch {index}")
 
+    def neurons() -> None:
+        mask = UnitMask(HeadMask.full(host), UnitMask.random(host, keep=0.6).neurons)
+        pruned = None if host.shares_layers else prune_units_(copy.deepcopy(model), mask)
+        for index in range(len(case.batches)):
+            with hydra.gate(model, mask):
+                gated = case.run(model, index)
+            if float((gated - case.run(model, index)).abs().max()) < 1e-6:
+                raise Difference("gating neurons changes nothing")
+            if pruned is not None:
+                case.compare(case.run(pruned, index), gated, index, f"no neurons, batch {index}")
+
     ensembles: list[Any] = []
 
     def compare_members(ensemble: Any, what: str) -> None:
@@ -263,6 +275,8 @@ def _ask(case: Case, explanation: Any, plain: Tensor) -> str | None:
     case.step("gate", gates, promised=True)
     if not all(bool(row.all()) for row in whole):  # else all heads are one group
         case.step("prune", prune, promised=explanation.removable)
+    if any(explanation.neuron_counts):
+        case.step("neurons", neurons, promised=True)
     if case.step("fuse", fuse, promised=explanation.fusable):
         case.step("cost", count, promised=True)
         case.step("save", save, promised=explanation.fusable)

@@ -113,7 +113,7 @@ def equal(given: argparse.Namespace) -> dict[str, Any]:
     step("score", start)
 
     start = time.perf_counter()
-    ensemble = hydra.build(model, known, ood={"textures": odd}, progress=False)
+    ensemble = hydra.build(model, known, ood={"textures": odd}, method="select", progress=False)
     record = ensemble.record
     found["masks"] = record["masks"]
     found["calibration"] = record["calibration"]

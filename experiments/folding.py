@@ -36,6 +36,7 @@ FIGURES = {
     "fail/AUROC": "error AUROC",
 }
 SINGLE, DEEP, SOUP, FOLDED = "single (mean of three)", "Deep Ensemble", "soup", "folded"
+BY_LOGITS, STUDENT = "folded, by logits", "folded, student"
 MI = "/mutual-information/"
 OWN = "error of the host's own layer"
 
@@ -51,10 +52,13 @@ def measured(task: Task) -> dict[str, Any]:
     hosts = [task.host(seed) for seed in SEEDS]
     inputs = task.training("train", EXAMPLES)
     begun = time.process_time()
-    folded = hydra.fold(hosts, inputs, held_out=task.held_out, progress=False)
+    folded = hydra.fold(hosts, inputs, student=False, progress=False)
     seconds = time.process_time() - begun
     check = hydra.verify(folded, next(iter(task.test)))
-    folded.temperature = None  # evaluate fits one for every row
+    linear = hydra.fold(hosts, inputs, readout="logits", student=False, progress=False)
+    answered = hydra.fold(hosts, inputs, student=True, progress=False)
+    for one in (linear, answered):
+        hydra.verify(one, next(iter(task.test)))
     singles = [answers_of(task, host) for host in hosts]
     first = singles[0].sets
     together = {name: ask_all(name, singles) for name in first}
@@ -63,6 +67,8 @@ def measured(task: Task) -> dict[str, Any]:
         DEEP: [Answers(together)],
         SOUP: [answers_of(task, average_weights(hosts).eval())],
         FOLDED: [answers_of(task, folded)],
+        BY_LOGITS: [answers_of(task, linear)],
+        STUDENT: [answers_of(task, answered)],
     }
     results = {
         name: [evaluate_answers(one, scores=SCORES, name=name) for one in answers]
@@ -81,12 +87,15 @@ def measured(task: Task) -> dict[str, Any]:
             for key in keys
             if key in compared
         }
-    cost = hydra.cost(folded, task.one).relative_to(hydra.cost(hosts[0], task.one))
+    costs = {
+        name: hydra.cost(one, task.one).relative_to(hydra.cost(hosts[0], task.one)).multiply_adds
+        for name, one in ((FOLDED, folded), (BY_LOGITS, linear), (STUDENT, answered))
+    }
     return {
         "examples": folded.record["examples"],
         "members": folded.record["members"],
         "seconds of one core": round(seconds, 1),
-        "cost": {SINGLE: 1.0, DEEP: float(len(SEEDS)), SOUP: 1.0, FOLDED: cost.multiply_adds},
+        "cost": {SINGLE: 1.0, DEEP: float(len(SEEDS)), SOUP: 1.0, **costs},
         "fused against members": check.largest,
         "figures": figures,
         "folded minus": differences,
@@ -136,7 +145,7 @@ def page(record: dict[str, Any]) -> str:
             cells = [row, f"{task['cost'][row]:.2f}", *(shown(k, found[k]) for k in FIGURES)]
             for key in outliers:
                 other = key.replace("/AUROC", f"{MI}AUROC")
-                several = row in (DEEP, FOLDED)
+                several = row not in (SINGLE, SOUP)
                 cells.append(
                     shown(key, found[key]) + (f", {shown(key, found[other])}" if several else "")
                 )
@@ -173,11 +182,17 @@ def told(task: dict[str, Any]) -> str:
 def kept(figures: dict[str, dict[str, float]]) -> str:
     """Say how much of the Deep Ensemble's gain is kept, and what the soup has."""
     key = "post/cls/NLL"
-    gains = {row: figures[row][key] - figures[SINGLE][key] for row in (DEEP, FOLDED, SOUP)}
+    gains = {row: found[key] - figures[SINGLE][key] for row, found in figures.items()}
+    del gains[SINGLE]
     listed = ", ".join(f"{row} {gain:+.4f}" for row, gain in gains.items())
+    shares = ", ".join(
+        f"{gains[row] / gains[DEEP]:.0%} ({row})"
+        for row in (FOLDED, BY_LOGITS, STUDENT)
+        if row in gains
+    )
     return (
-        f"NLL at one temperature, minus that of the mean host: {listed}. Folding keeps "
-        f"{gains[FOLDED] / gains[DEEP]:.0%} of the Deep Ensemble's gain."
+        f"NLL at one temperature, minus that of the mean host: {listed}. Folding keeps {shares} of "
+        "the Deep Ensemble's gain."
     )
 
 

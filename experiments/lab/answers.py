@@ -64,12 +64,13 @@ def ask(model: Any, data: Any) -> Tensors:
     with evaluating(model):
         for batch in data:
             args, kwargs, labels = split_batch(batch)
-            if getattr(model, "novelty", None) is None:
+            if getattr(model, "novelty", None) is None and getattr(model, "student", None) is None:
                 add(logits=member_logits(model, batch), labels=labels)
                 continue
             said = model.predict(kwargs or args[0])
             add(logits=said.member_logits, labels=labels)
             add(novelty=said.novelty, novelty_score=said.novelty_score)
+            add(student_logits=said.student_logits)
     return {name: torch.cat(part).contiguous() for name, part in parts.items()}
 
 
@@ -130,7 +131,7 @@ class Stored:
 
     def predict(self, batch: Mapping[str, Tensor]) -> Prediction:
         """Return the stored answer as a prediction."""
-        answer = predict_from_logits(batch["logits"])
+        answer = predict_from_logits(batch["logits"], student_logits=batch.get("student_logits"))
         if "novelty" not in batch:
             return answer
         return replace(answer, novelty=batch["novelty"], novelty_score=batch["novelty_score"])

@@ -204,7 +204,7 @@ def build(store: Store, row: Row, draw: int) -> Answers:
     """Build an ensemble in one line; what it chose stands in `about.json`."""
     seed = seed_of(row, draw)
     task = store.task.at(seed)
-    options = {"seed": draw, "progress": False, **row.get("options", {})}
+    options = {"seed": draw, "progress": False, "method": "select", **row.get("options", {})}
     searched, host = task.search_host(seed), task.host(seed)
     model = hydra.build(searched, task.calibration, ood=task.outliers or "auto", **options)
     chosen = model.record["masks"]

@@ -54,7 +54,7 @@ def test_explain(shelf: Path, ensemble: Path, capsys: pytest.CaptureFixture[str]
 
 def test_build_writes_a_folder_and_its_resolved_config(shelf: Path, ensemble: Path) -> None:
     loaded = HydraEnsemble.from_pretrained(ensemble)
-    assert loaded.members == 2 and loaded.record["settings"]["method"] == "select"
+    assert loaded.members == 2 and loaded.record["settings"]["method"] == "auto"
     config = yaml.safe_load((ensemble / "config.yaml").read_text())
     assert config["command"] == "build" and config["members"] == 2 and config["max_cost"] == 1.07
 

@@ -104,7 +104,7 @@ def test_each_model_and_data_has_a_folder_by_default(
         assert (tmp_path / folder / "try.html").is_file()
     assert run("try", shelf / "host", "--data", mixed, *FEW[2:]) == 5
     said = capsys.readouterr().err
-    assert "members was 2, is 3" in said and "choose another folder with --output" in said
+    assert "members was 2, is not set" in said and "choose another folder with --output" in said
     args = ("--data", shelf / "digits", *FEW, "-o", f"hydra-try-host-{mixed.name}")
     assert run("try", shelf / "host", *args) == 5
     assert "the data has changed" in capsys.readouterr().err

@@ -111,6 +111,7 @@ def test_a_host_with_fewer_neurons_is_fused_counted_saved_and_loaded(
     expected = ensemble.fused_logits(*zoo_inputs(batch))
     with gate(model, masks[1]):
         torch.testing.assert_close(expected[:, 1], zoo.run(model, batch), atol=1e-4, rtol=1e-4)
+    assert hydra.cost(ensemble.unpruned_host(), batch).multiply_adds == whole.multiply_adds
     ensemble.save_pretrained(tmp_path)
     loaded = hydra.HydraEnsemble.from_pretrained(tmp_path)
     torch.testing.assert_close(loaded.fused_logits(*zoo_inputs(batch)), expected)

@@ -148,11 +148,11 @@ def _error(case: Callable[[], Any]) -> str:
 
 
 def builds(folder: Path) -> dict[str, Any]:
-    """Members, cost, temperatures and novelty of two methods; one resumes what it has done."""
+    """Members, cost, temperatures and novelty of three methods; one resumes what it has done."""
     data = as_data(pictures(120), batch_size=7)
     odd = {"odd": as_data(torch.rand(40, 1, 8, 8, generator=torch.Generator().manual_seed(5)))}
     found = {}
-    for method in ("select", "circuit"):
+    for method in ("select", "circuit", "parts"):
         built = hydra.build(
             host(),
             data,

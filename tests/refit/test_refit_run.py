@@ -19,7 +19,8 @@ from hydra_ensembles.errors import DataError, FormatError, UnsupportedModelError
 from hydra_ensembles.hosts import host_model
 from hydra_ensembles.hosts.head_weights import linear_bias
 from hydra_ensembles.hosts.mlp_site import cut_neurons_, mlp_site
-from hydra_ensembles.refit import refit_run
+from hydra_ensembles.refit import paired_states
+from hydra_ensembles.refit.paired_states import PairedStates
 from hydra_ensembles.refit.refit_run import SublayerFit, refit_
 from hydra_ensembles.refit.sublayer import sublayers
 from tests import zoo
@@ -202,7 +203,7 @@ def test_in_the_last_block_the_tokens_that_are_read_count() -> None:
 
 def test_a_few_read_tokens_weigh_as_much_as_the_rest_of_their_sequence() -> None:
     dense, one = host("phi3"), batch("phi3")
-    states = refit_run._States(dense, halved(dense), [one], 0)
+    states = PairedStates(dense, halved(dense), [one], 0)
     entered = states._enter(one)
     assert entered.read is not None
     lengths = one["attention_mask"].sum(1)
@@ -223,7 +224,7 @@ def test_states_that_do_not_fit_in_memory_are_computed_again(
     dense = host("bert")
     whole, sharded = halved(dense, range(1, 9)), halved(dense, range(1, 9))
     a = refit_(whole, dense, data("bert"), progress=False)
-    monkeypatch.setattr(refit_run, "STATES_BYTES", 40_000)
+    monkeypatch.setattr(paired_states, "STATES_BYTES", 40_000)
     b = refit_(sharded, dense, data("bert"), progress=False)
     assert a == [fit for fit in b if fit.layer]
     assert all(p.equal(sharded.state_dict()[n]) for n, p in whole.state_dict().items())
@@ -263,7 +264,7 @@ def test_a_killed_run_resumes_with_equal_results(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "from tests.refit.test_refit_run import *\n"
         "from tests.refit.test_refit_run import _fit_once\n"
-        "refit_run.STATES_BYTES = 0\n"  # so that the data is read for every layer
+        "paired_states.STATES_BYTES = 0\n"  # so that the data is read for every layer
         f"_fit_once(Path({str(tmp_path / 'killed')!r}), Deadly())\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

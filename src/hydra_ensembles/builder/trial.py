@@ -91,7 +91,7 @@ def try_model(
     model: nn.Module,
     data: Any,
     *,
-    members: int = 3,
+    members: int | None = None,
     max_cost: float | None = 1.07,
     risk: float = 0.05,
     alarm: float = 0.05,
@@ -133,6 +133,7 @@ def try_model(
     ensemble = build(
         model,
         halves["learn"],
+        method="select" if labels is None else "auto",  # the host's own answers favour the host
         members=members,
         max_cost=max_cost,
         score="msp",

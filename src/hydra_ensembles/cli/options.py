@@ -60,6 +60,14 @@ Criteria = Annotated[
 ]
 Scope = Annotated[str, typer.Option(help="Rank heads within each 'layer' or over the 'model'.")]
 Members = Annotated[int, typer.Option(min=1, help="Number of members.")]
+MembersOrDefault = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Number of members; by default 3, for parts 5, and auto may choose one.",
+        show_default=False,
+    ),
+]
 MaxCost = Annotated[
     float, typer.Option(help="Bound on multiply-adds relative to the model; 0 for none.")
 ]

@@ -41,29 +41,24 @@ class PeakMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-
-        def storage_of(tensor: Tensor) -> int:
-            return tensor.untyped_storage()._cdata
-
-        def freed(key: int, size: int) -> None:
-            self._known.discard(key)
-            self.alive -= size
-
-        leaves = tree_leaves((args, kwargs))
-        given = {storage_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = {leaf.untyped_storage()._cdata for leaf in leaves}
         for leaf in tree_leaves(result):
             if not isinstance(leaf, Tensor):
                 continue
-            key = storage_of(leaf)
+            storage = leaf.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
             if key in given or key in self._known:
                 continue  # a view, or written in place
-            storage = leaf.untyped_storage()
-            size = storage.nbytes()
             self._known.add(key)
             self.alive += size
             self.peak = max(self.peak, self.alive)
-            weakref.finalize(storage, freed, key, size)
+            weakref.finalize(storage, self._freed, key, size)
         return result
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.alive -= size
 
 
 @dataclass(frozen=True)

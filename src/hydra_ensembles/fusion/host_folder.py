@@ -7,7 +7,6 @@ and every command reads the folder.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from torch import nn
 
@@ -77,6 +76,6 @@ def load(folder: str | os.PathLike[str]) -> nn.Module:
     ensemble = HydraEnsemble.from_pretrained(folder)
     if not ensemble.record.get(_PLAIN):
         return ensemble
-    model: Any = ensemble.member(0)
-    model.hydra_record = {k: v for k, v in ensemble.record.items() if k != _PLAIN}
-    return model  # type: ignore[no-any-return]
+    model = ensemble.member(0)
+    vars(model)["hydra_record"] = {k: v for k, v in ensemble.record.items() if k != _PLAIN}
+    return model

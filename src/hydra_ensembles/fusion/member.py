@@ -15,6 +15,7 @@ from ..hosts.attention_site import AttentionSite
 from ..hosts.block import Scale
 from ..hosts.block_calls import HostView
 from ..hosts.families import Family
+from ..hosts.mlp_site import grow_neurons_
 from .body import Body
 from .fused_block import FusedBlock
 from .host_engine import HostedBody
@@ -143,8 +144,8 @@ def _with_blocks(
 def unpruned_model(
     model: nn.Module, body: Body | HostedBody, block_templates: Sequence[nn.Module], host: HostView
 ) -> nn.Module:
-    """Return the host with all its original heads, blocks without storage: for counting."""
-    blocks = []
+    """Return the host with all its heads and neurons, blocks without storage: for counting."""
+    blocks: list[nn.Module] = []
     shape = body.plan.masks[0].shape
     for layer in range(body.plan.depth):
         if isinstance(body, HostedBody):
@@ -158,6 +159,8 @@ def unpruned_model(
         if site.num_heads != shape[layer]:
             site.grow_(shape[layer])
         blocks.append(module)
+    for block in blocks:
+        grow_neurons_(block)
     result = _with_blocks(model, body, host, blocks)
     for path, part in list(result.named_modules()):
         if isinstance(part, PerStream) and path:

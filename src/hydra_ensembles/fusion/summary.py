@@ -72,7 +72,14 @@ def _readouts(ensemble: HydraEnsemble) -> list[str]:
 
 
 def _teachers(record: dict[str, Any]) -> list[str]:
-    """Say who taught the members, if they were distilled or folded."""
+    """Say who taught the members, if they were distilled or folded; what was pruned."""
+    if record.get("made_by") == "prune":
+        kept = [
+            f"{sum(kept for kept, _ in record[units]):,} of {sum(n for _, n in record[units]):,} "
+            f"{units}"
+            for units in ("heads", "neurons")
+        ]
+        return [f"  pruned   to {record['cost']:.3f} x: {', '.join(kept)}"]
     lines = _teachers(record["fold"]) if "fold" in record else []
     if record.get("made_by") == "fold":
         trunk = (
@@ -194,8 +201,8 @@ def make_card(ensemble: HydraEnsemble, name: str = "this-folder") -> str:
     parts = [
         _head(ensemble),
         f"# A Hydra ensemble of {host}",
-        f"One model that is an ensemble of {ensemble.members} members with different attention "
-        "heads, in one forward pass. Every prediction comes with its uncertainty"
+        f"One model that is an ensemble of {_members(ensemble)}, in one forward pass. "
+        "Every prediction comes with its uncertainty"
         + (" and the novelty of the input." if ensemble.novelty is not None else "."),
         _usage(ensemble, name),
         *_cost(ensemble),

@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ Run = Callable[[Block], Tensor]
 
 TOKENS = 4
 """Random states on which an MLP is run on its own."""
+
+_CLOSED = "its MLP cannot be run on its own"
 
 _WIDTHS = ("intermediate_size", "ffn_hidden_size", "hidden_features", "hidden_dim", "ffn_dim")
 """Attributes by which modules remember the number of their neurons."""
@@ -100,25 +103,22 @@ def find_neurons(block: Block, call: BlockCall | None = None) -> MlpSite | str:
     """Return where a block's neurons are, proven by a removal, or why they stay."""
     if any("expert" in name.lower() for name, _ in block.module.named_modules()):
         return "its MLP is a mixture of experts, which stay whole"
-    inside = {
-        path: module
-        for name in block.mlp_names
-        for path, module in block.module.named_modules()
-        if f"{path}.".startswith(f"{name}.")
-    }
-    reason = "its family does not say where the MLP is"
+    alone: MlpSite | str = "its family does not say where the MLP is"
     if block.mlp_names:
-        found = _find(block, _run_alone, inside)
-        if not isinstance(found, str):
-            return found
-        reason = f"its MLP {found}"
-    if call is None:
-        return reason
+        alone = _find(block, _run_alone, _inside_mlp(block))
+    if not isinstance(alone, str) or call is None:
+        return alone
     given = random_states(call)
     args, kwargs = pytree.tree_map(_in_float64, given.given)
     given = replace(given, hidden=given.hidden.double(), args=args, kwargs=kwargs)
     found = _find(block, lambda probe: given.run(probe.module), _without_attention(block))
-    return reason if isinstance(found, str) else found
+    return alone if isinstance(found, str) and not alone.startswith(_CLOSED) else found
+
+
+def _inside_mlp(block: Block) -> dict[str, nn.Module]:
+    """Return the modules of a block's MLP, by their paths."""
+    names = tuple(f"{name}." for name in block.mlp_names)
+    return {path: m for path, m in block.module.named_modules() if f"{path}.".startswith(names)}
 
 
 def _in_float64(value: Any) -> Any:
@@ -150,7 +150,7 @@ def _find(block: Block, run: Run, parts: Mapping[str, nn.Module]) -> MlpSite | s
         site = _by_gradient(probe, run, [path for path, m in parts.items() if is_linear(m)])
     except Exception as error:
         line = str(error).strip().partition("\n")[0][:120]
-        return f"cannot be run on its own ({type(error).__name__}: {line})"
+        return f"{_CLOSED} ({type(error).__name__}: {line})"
     if isinstance(site, str):
         return site
     return _why_not_cut(probe, run, site) or site
@@ -188,7 +188,12 @@ def _cut_(root: nn.Module, site: MlpSite, kept: Sequence[int]) -> None:
     second: Any = root.get_submodule(site.second)
     weight = linear_weight(second)
     set_linear_(second, weight[:, torch.tensor(kept, device=weight.device)], linear_bias(second))
-    second.hydra_mlp = replace(site, neurons=neurons_before(second, site.neurons))
+    paths = [path.split(".") for path in (*site.first, site.second)]
+    levels = takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+    shared = len(list(levels))  # what is above all of them depends on who looks
+    *first, last = (".".join(path[shared:]) for path in paths)
+    neurons = neurons_before(second, site.neurons)
+    second.hydra_mlp = replace(site, first=tuple(first), second=last, neurons=neurons)
     for path in {path.rpartition(".")[0] for path in (*site.first, site.second)}:
         module = root.get_submodule(path)
         for name in _WIDTHS:
@@ -249,6 +254,19 @@ def remove_neurons_(model: nn.Module, records: Sequence[dict[str, Any]]) -> None
             _cut_(model, site, range(kept))
 
 
+def grow_neurons_(block: nn.Module) -> None:
+    """Give a block without storage as many neurons as it had before any was removed, in place."""
+    for record in removed_neurons(block):
+        for path in record["first"]:
+            linear = block.get_submodule(path)
+            rows, weight = record["packed"] * record["neurons"], linear_weight(linear)
+            set_linear_(linear, weight.new_empty(rows, weight.shape[1]), weight.new_empty(rows))
+        second: Any = block.get_submodule(record["second"])
+        weight = linear_weight(second)
+        set_linear_(second, weight.new_empty(len(weight), record["neurons"]), linear_bias(second))
+        del second.hydra_mlp
+
+
 @torch.enable_grad()
 def _by_gradient(block: Block, run: Run, linears: Sequence[str]) -> MlpSite | str:
     """Find which rows of which linear layers move which inputs of the last linear layer."""
@@ -271,7 +289,7 @@ def _by_gradient(block: Block, run: Run, linears: Sequence[str]) -> MlpSite | st
         for hook in hooks:
             hook.remove()
     if len(outputs) < 2:
-        return "does not have two linear layers"
+        return "its MLP does not have two linear layers"
     second = list(outputs)[-1]  # in the order of their calls
     u = inputs[second]
     neurons = u.shape[-1]
@@ -285,7 +303,9 @@ def _by_gradient(block: Block, run: Run, linears: Sequence[str]) -> MlpSite | st
         if gradients[0] is not None:
             moved = _moved([g.flatten(0, -2).sum(0) for g in gradients])
             if moved is None:
-                return f"has neurons that depend on each other{_parts_between(block, linears)}"
+                return (
+                    f"its MLP has neurons that depend on each other{_parts_between(block, linears)}"
+                )
             found[path] = moved
     return _as_site(block.index, found, second, neurons)
 
@@ -305,13 +325,13 @@ def _moved(gradients: Sequence[Tensor]) -> Tensor | None:
 
 def _as_site(layer: int, moved: dict[str, Tensor], second: str, neurons: int) -> MlpSite | str:
     if not moved:
-        return "ends with a linear layer that does not read what another one computes"
+        return "its MLP ends with a linear layer that does not read what another one computes"
     for packed in {len(rows) // neurons for rows in moved.values()}:
         for interleaved in (False, True):
             site = MlpSite(layer, tuple(moved), packed, second, neurons, interleaved)
             if all(rows.tolist() == site.by_row() for rows in moved.values()):
                 return site
-    return "keeps its neurons in an order that we do not know"
+    return "its MLP keeps its neurons in an order that we do not know"
 
 
 @torch.no_grad()
@@ -327,9 +347,9 @@ def _why_not_cut(block: Block, run: Run, site: MlpSite) -> str | None:
         difference = largest_difference(run(cut), run(block))
     except Exception as error:
         line = str(error).strip().partition("\n")[0][:120]
-        return f"needs all its neurons ({type(error).__name__}: {line})"
+        return f"its MLP needs all its neurons ({type(error).__name__}: {line})"
     if not difference <= 1e-5:
-        return f"computes something else without some neurons (off by {difference:.2g})"
+        return f"its MLP computes something else without some neurons (off by {difference:.2g})"
     return None
 
 

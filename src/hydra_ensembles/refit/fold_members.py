@@ -1,4 +1,4 @@
-"""`fold`: fine-tunings of one pretrained model in, one ensemble out, by least squares."""
+"""`fold`: fine-tunings of one pretrained model in, one ensemble out, without training."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ from ..registry import check_name
 from ..training.weight_average import average_weights
 from .fold_choice import Choice, HeldOut, calibrate_, choose
 from .fold_rows import FoldRows, Trunk, read_rows
+from .logistic import SoftFit
 from .readout_states import Parting, layer_scale
 from .ridge import Fit, Linear
+from .unit_pruning import prune
 
 APART = 0.5
 """Distance of the hosts' weights from their mean, relative to it, from which we warn. Three
@@ -62,12 +64,12 @@ def fold(
         by states   s_m = a + u W_m + b_m,  then host m's own norm, pooler and classifier,
         by logits   z_m = [u, a] W_m + b_m,
 
-    with W_m, b_m fitted by ridge regression to host m's own residual sum, or to its logits. A
-    student is one more readout, fitted to the mean of the hosts' logits: `probabilities`, class and
-    uncertainty then come from it, mutual information and disagreement from the members. All else is
-    shared, so the ensemble costs about as much as one host. Every fifth example is held out to
-    choose the ridge; a member whose fit by states is not better on them than host m's own W, b
-    keeps the latter.
+    with W_m, b_m fitted by ridge regression to host m's own residual sum, or by logistic regression
+    to its probabilities. A student is one more readout, fitted to the mean of the hosts'
+    probabilities: `probabilities`, class and uncertainty then come from it, mutual information and
+    disagreement from the members. All else is shared, so the ensemble costs about as much as one
+    host. Every fifth example is held out to choose the ridge; a member whose fit by states is not
+    better on them than host m's own W, b keeps the latter.
 
     Args:
         models: Two or more hosts of one architecture with the same classes, fine-tuned from the
@@ -82,7 +84,8 @@ def fold(
             NLL on `held_out` (without it the mean, or host 0 if the hosts do not seem to come from
             one pretrained model).
         max_cost: Multiply-adds of the ensemble at most, relative to one host; two per cent more are
-            let pass for linear readouts.
+            let pass for linear readouts. Where folding needs more, the trunk is pruned first (see
+            `prune`) and follows itself; then members and student are fitted to what is left.
         held_out: Labelled data. It decides what is `"auto"`, by the NLL at one temperature, fitted
             on one half of it and judged on the other; ties go to the mean and to no student. Then
             it fits one temperature. Without it nothing is calibrated and no student is made unless
@@ -123,7 +126,11 @@ def fold(
         own = [parting.linear(host) for host in hosts]
         _check_cost(fuse_by_states(hosts[0], hosts, parting, own, batch), hosts, batch, max_cost)
     bases = {name: average_weights(hosts) if name == "mean" else hosts[name] for name in names}  # type: ignore[index]
-    bases = {name: within_budget(base, data, max_cost) for name, base in bases.items()}
+    if max_cost < 1:
+        bases = {
+            name: prune(base, data, max_cost=max_cost, seed=seed, progress=progress)
+            for name, base in bases.items()
+        }
     has_student = student is True or (student == "auto" and held_out is not None)
     rows = read_rows(
         bases,
@@ -167,16 +174,6 @@ def fold(
     return ensemble
 
 
-def within_budget(trunk: nn.Module, data: Any, max_cost: float) -> nn.Module:
-    """Return the trunk, pruned first where `max_cost` is below what folding needs.
-
-    Trunks are not pruned yet: a budget that a whole trunk exceeds is refused once it is counted.
-    """
-    if not max_cost > 0:
-        raise HydraError(f"max_cost={max_cost}: expected a positive number, such as 1.0.")
-    return trunk
-
-
 def _check_cost(
     ensemble: HydraEnsemble, hosts: Sequence[nn.Module], batch: Any, max_cost: float
 ) -> None:
@@ -209,18 +206,19 @@ def _folded(
     """Fit the members, and a student, to one trunk."""
     fits: list[Fit] = []
     if readout == "states":
-        fits = rows.states[name].fit([parting.linear(host) for host in hosts])
+        own = [parting.linear(host) for host in hosts]
+        if len(own[0].weight) != len(parting.linear(base).weight):  # pruned: the trunk's layer
+            own = [parting.linear(base)] * len(hosts)
+        fits = rows.states[name].fit(own)
         ensemble = fuse_by_states(base, hosts, parting, [one.linear for one in fits], batch)
     else:
         masks, last = [HeadMask.full(base)] * len(hosts), len(host_model(base)) - 1
         ensemble = fuse(base, masks, branch_layer=last, batch=batch)
-    outputs = len(hosts) * (readout == "logits") + student
-    linear = rows.logits[name].fit_outputs(outputs) if outputs else []
-    fits += linear[: len(hosts)] if readout == "logits" else []
-    if linear:
+    readouts = rows.readouts[name].fit() if student or readout == "logits" else []
+    if readouts:
         dtype = ensemble.dtype
-        members = _readout(linear[: len(hosts)], dtype) if readout == "logits" else None
-        answer = _readout(linear[-1:], dtype) if student else None
+        members = _readout(readouts[: len(hosts)], dtype) if readout == "logits" else None
+        answer = _readout(readouts[-1:], dtype) if student else None
         ensemble.attach_readouts_(
             Readouts(parting.second, members=members, student=answer, pooling=parting.pooling)
         )
@@ -231,15 +229,23 @@ def _folded(
         "readout": readout,
         "examples": rows.examples,
         "members": [
-            {"ridge": one.ridge, "error": one.error, "error of the host's own layer": given}
+            {
+                "ridge": one.ridge,
+                "error": one.error,
+                "error of the host's own layer": one.given_error,
+            }
             for one in fits
-            for given in [one.given_error if readout == "states" else None]
-        ],
-        "notes": _fit_notes(fits, readout),
+        ]
+        or [{"divergence": one.divergence} for one in readouts[: len(hosts)]],
+        "notes": _fit_notes(fits),
     }
     if student:
-        fitted = linear[-1]
-        ensemble.record["student's fit"] = {"ridge": fitted.ridge, "error": fitted.error}
+        ensemble.record["student's divergence"] = readouts[-1].divergence
+    if readouts and rows.readouts[name].rows < rows.examples:
+        ensemble.record["notes"].append(
+            f"Readouts were fitted to the first {rows.readouts[name].rows:,} examples only, to "
+            "save memory."
+        )
     return ensemble
 
 
@@ -258,7 +264,7 @@ def fuse_by_states(
     return fuse(members, average="first", branch_layer=last, batch=batch)
 
 
-def _readout(fits: Sequence[Fit], dtype: torch.dtype) -> LinearReadout:
+def _readout(fits: Sequence[SoftFit], dtype: torch.dtype) -> LinearReadout:
     """Return fitted maps as one linear readout."""
     weight = torch.stack([one.linear.weight.T for one in fits])
     biases = [one.linear.bias for one in fits if one.linear.bias is not None]
@@ -365,19 +371,17 @@ def _distance(hosts: Sequence[nn.Module], blocks_path: str) -> float:
     return float((apart / max(size, 1e-300)).max().sqrt())
 
 
-def _fit_notes(fits: Sequence[Fit], readout: str) -> list[str]:
-    """Say what a user should know about the members' fits."""
+def _fit_notes(fits: Sequence[Fit]) -> list[str]:
+    """Say what a user should know about the fits by states."""
     notes = []
-    unknowns = len(fits[0].linear.weight)
     if any(one.few for one in fits):
-        shrink = "their hosts' own layers" if readout == "states" else "0"
-        what = "neurons" if readout == "states" else "features"
         notes.append(
-            f"There are fewer examples than {what} ({unknowns:,}): members shrink to {shrink}. "
-            "More unlabelled data would let them follow their hosts better."
+            f"There are fewer examples than neurons ({len(fits[0].linear.weight):,}): members "
+            "shrink to their hosts' own layers. More unlabelled data would let them follow their "
+            "hosts better."
         )
     kept = [place for place, one in enumerate(fits) if one.ridge is None]
-    if kept and readout == "states":
+    if kept:
         names = ", ".join(map(str, kept))
         notes.append(
             f"Members {names} keep their hosts' own last linear layers: on held-out examples no "

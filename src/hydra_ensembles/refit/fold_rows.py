@@ -1,4 +1,4 @@
-"""One pass over unlabelled data: trunks and hosts run together, only moments are kept."""
+"""One pass over unlabelled data: trunks and hosts run together; moments and readouts are kept."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..data.processes import in_order
 from ..data.progress import length_of, progress_bar
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..hosts.probes import largest_difference
+from .logistic import SoftRows
 from .readout_states import Parting, Reader, States
 from .ridge import Fit, Linear, Moments, fit
 
@@ -68,15 +69,6 @@ class Rows:
         assert self.fitted is not None and self.judging is not None
         return fit(self.fitted, self.judging, given)
 
-    def fit_outputs(self, count: int) -> list[Fit]:
-        """Fit so many maps of equal size, for which nothing is given."""
-        self.flush_()
-        assert self.fitted is not None
-        features, targets = self.fitted.uy.shape
-        size = targets // count
-        zero = torch.zeros(features, size, dtype=torch.float64)
-        return self.fit([Linear(zero, zero[0])] * count)
-
 
 @dataclass
 class FoldRows:
@@ -85,12 +77,12 @@ class FoldRows:
     Attributes:
         examples: Number of examples.
         states: By trunk, rows of neurons, with what each host's sum adds to the trunk's state.
-        logits: By trunk, rows of readout features, with the logits to follow.
+        readouts: By trunk, rows of readout features, with the probabilities to follow.
     """
 
     examples: int
     states: dict[Trunk, Rows]
-    logits: dict[Trunk, Rows]
+    readouts: dict[Trunk, SoftRows]
 
 
 def read_rows(
@@ -114,7 +106,7 @@ def read_rows(
         data: Batches; labels are ignored.
         states: Whether to keep rows for members by states.
         members: Whether to keep rows for members by logits.
-        student: Whether to keep rows for a student, which follows the mean of the hosts' logits.
+        student: Whether to keep rows for a student, which follows the hosts' mean probability.
         seed: Determines which examples judge.
         progress: Show a bar on a terminal.
     """
@@ -153,15 +145,15 @@ def read_rows(
                 result[f"{name}.features"] = own.features
                 targets = [one.total - own.entering for one in theirs]
                 result[f"{name}.states"] = torch.cat(targets, 1)
-        logits = [one.logits for one in theirs]
-        aims = (logits if members else []) + ([torch.stack(logits).mean(0)] if student else [])
+        each = torch.stack([one.logits.softmax(-1) for one in theirs], 1)  # [row, host, class]
+        aims = [each] * members + [each.mean(1, keepdim=True)] * student
         if aims:
-            result["logits"] = torch.cat(aims, 1)
+            result["targets"] = torch.cat(aims, 1)
         if states and theirs[0].weights is not None:
             result["weights"] = theirs[0].weights
         return result
 
-    rows = FoldRows(0, {name: Rows() for name in trunks}, {name: Rows() for name in trunks})
+    rows = FoldRows(0, {name: Rows() for name in trunks}, {name: SoftRows() for name in trunks})
     results = in_order(data, work, name="data to fold on")
     bar = progress_bar(results, description="fold", enabled=progress, total=length_of(data))
     for result in bar:
@@ -173,8 +165,8 @@ def read_rows(
             if states:
                 given = (result[f"{name}.features"], result[f"{name}.states"])
                 rows.states[name].add_(*given, judges, result.get("weights"))
-            if "logits" in result:
-                rows.logits[name].add_(result[f"{name}.readout"], result["logits"], judges)
+            if "targets" in result:
+                rows.readouts[name].add_(result[f"{name}.readout"], result["targets"])
     if rows.examples < LEAST:
         raise DataError(
             f"The data has {rows.examples} examples, too few to fit to. Give at least {LEAST}; "

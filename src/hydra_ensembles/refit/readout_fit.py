@@ -17,8 +17,9 @@ from ..data.progress import length_of, progress_bar
 from ..hosts import HostModel, host_model, main_output
 from ..hosts.block_calls import parameter_names
 from ..hosts.head_weights import is_linear, linear_weight
-from .refit_run import HELD_OUT, RIDGES, TokenSums
-from .ridge import Fit, Linear, fit
+from .paired_states import HELD_OUT
+from .ridge import Linear
+from .token_sums import TokenSums, best_fit
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def refit_readout_(
         linear_weight(layer).detach().double().cpu().T,
         None if bias is None else bias.detach().double().cpu(),
     )
-    result: Fit = fit(fitted, judging, [given], ridges=RIDGES)[0]
+    result = best_fit(fitted, judging, given)
     if result.ridge is not None:
         linear_weight(layer).copy_(result.linear.weight.T)
         if result.linear.bias is not None:

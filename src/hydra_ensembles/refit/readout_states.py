@@ -172,9 +172,8 @@ class Reader:
             counted = collector.real_tokens(neurons).clone()
             counted[:, self._pooling.own : self._pooling.start] = 0
             weights = counted.flatten().double().cpu()
-        rows = [
-            x.detach().flatten(0, 1).double().cpu()
+        u, a, s = (
+            x.flatten(0, 1).double().cpu()
             for x in (neurons, entering, collector.select(self._totals[-1]))
-        ]
-        readout, logits = (x.detach().double().cpu() for x in (collector.features(), logits))
-        return States(*rows, weights, readout, logits)
+        )
+        return States(u, a, s, weights, collector.features().double().cpu(), logits.double().cpu())

@@ -112,7 +112,7 @@ def stock_model(pruned: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
     old: Any = pruned
     config = _changed(old.config, settings)
     with torch.random.fork_rng():
-        model = type(old)(config)
+        model: nn.Module = type(old)(config)
     state = pruned.state_dict()
     if _shapes(model) != _shapes(pruned):
         raise UnsupportedModelError(
@@ -121,7 +121,7 @@ def stock_model(pruned: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
         )
     fill_(model, state, {})
     if getattr(old, "generation_config", None) is not None:
-        model.generation_config = copy.deepcopy(old.generation_config)
+        vars(model)["generation_config"] = copy.deepcopy(old.generation_config)
     return model.to(next(pruned.parameters()).device).train(pruned.training)
 
 

@@ -132,8 +132,10 @@ def converted(image: Any, mode: str, *, exif_orientation: bool) -> Any:
     if exif_orientation and getattr(image, "format", None) != "TIFF":  # which Pillow turns itself
         from PIL import Image
 
+        turn = None
         with suppress(Exception):  # there is none, or it is damaged: Pillow raises many kinds
-            image = image.transpose(Image.Transpose[TURNS[image.getexif()[0x0112]]])
+            turn = TURNS[image.getexif()[0x0112]]
+        image = image if turn is None else image.transpose(Image.Transpose[turn])
     try:
         return image.convert(mode)
     except (OSError, ValueError) as error:

@@ -89,13 +89,12 @@ def finetune(
             f"There are {len(models)} members but {len(seeds)} seeds. "
             "Give one seed per member, or a single number."
         )
-    if parameters is None:
-        is_trained: Callable[[str, nn.Parameter], bool] = lambda _, p: p.requires_grad  # noqa: E731
-    elif callable(parameters):
-        is_trained = parameters
-    else:
-        pattern = re.compile(parameters)
-        is_trained = lambda name, _: pattern.search(name) is not None  # noqa: E731
+
+    def is_trained(name: str, parameter: nn.Parameter) -> bool:
+        if callable(parameters):
+            return parameters(name, parameter)
+        return parameter.requires_grad if parameters is None else bool(re.search(parameters, name))
+
     trained = []
     for index, (model, member_seed) in enumerate(zip(models, seeds, strict=True)):
         check_data(model, data)

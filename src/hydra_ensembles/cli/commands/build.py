@@ -19,13 +19,17 @@ def command(
     data: options.Data,
     ood: options.Ood = None,
     method: Annotated[
-        str, typer.Option(help="select, circuit, taylor, hies or random.")
-    ] = "select",
-    members: options.Members = 3,
+        str,
+        typer.Option(
+            help="auto (heads, parts or one member, by the NLL), select, parts, circuit, taylor, "
+            "hies, random or fold (trains teachers)."
+        ),
+    ] = "auto",
+    members: options.MembersOrDefault = None,
     max_cost: options.MaxCost = 1.07,
     keep: Annotated[
         float | None,
-        typer.Option(help="Share of heads kept in branched layers; not for select."),
+        typer.Option(help="Share of heads kept; for circuit, taylor, hies and random."),
     ] = None,
     score: Annotated[
         str, typer.Option(help="Uncertainty to report: msp, entropy, energy ... or auto.")
@@ -56,7 +60,8 @@ def command(
     loaded, calibration, outliers = reading.load(model, data, ood)
     labelled = None if held_out is None else reading.load_known(loaded, held_out)
     write_config(output, begin=True)
-    say(f"Building {members} members ({method}) from {sizes(calibration, outliers)}", json=json)
+    what = f"{members} members" if members else "members"
+    say(f"Building {what} ({method}) from {sizes(calibration, outliers)}", json=json)
     ensemble = build(
         loaded.host,
         calibration,

@@ -81,7 +81,8 @@ def command(
         finish(as_ensemble(pruned), output, loaded, held, json=json)
         return
     if is_first():
-        for part in (pruned, loaded.tokenizer, getattr(loaded.transform, "processor", None)):
+        parts: list[Any] = [pruned, loaded.tokenizer, getattr(loaded.transform, "processor", None)]
+        for part in parts:
             if part is not None:
                 part.save_pretrained(output)
     processes.wait()

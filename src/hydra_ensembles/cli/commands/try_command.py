@@ -31,7 +31,7 @@ EACH = {"images": 12, "texts": 9}
 def command(
     model: options.Model,
     data: options.Data,
-    members: options.Members = 3,
+    members: options.MembersOrDefault = None,
     max_cost: options.MaxCost = 1.07,
     risk: options.Risk = 0.05,
     alarm: options.Alarm = 0.05,
@@ -204,12 +204,16 @@ def _kind(files: Any) -> str:
 def _lead(trial: Trial, files: Any, note: str) -> list[str]:
     """Return a few lines about what was done."""
     asked = "with labels" if trial.labels is not None else "without labels"
+    record, count = trial.ensemble.record, trial.ensemble.members
+    members = "1 member" if count == 1 else f"{count} members"
     lines = [
-        f"{files.count} {_kind(files)} {asked}. {trial.ensemble.members} members in one model, at "
+        f"{files.count} {_kind(files)} {asked}. {members} in one model, at "
         f"{trial.ratio.multiply_adds:.2f} × the multiply-adds of yours. Nothing was trained.",
         "Every statement about an example comes from a fit that did not see it. Novelty needs no "
         "members: your model alone, fused with all its heads, can have it.",
     ]
+    lines += [record["auto"]["why"]] if "auto" in record else []
+    lines.append(record["disagreement"]["sentence"])
     return [*lines, note] if note else lines
 
 
