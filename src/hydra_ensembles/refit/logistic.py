@@ -116,8 +116,8 @@ def _fit(features: Tensor, target: Tensor, penalty: float) -> tuple[Tensor, Tens
     def loss() -> Tensor:
         optimizer.zero_grad()
         value = _cross_entropy(features, target, weight, bias) + penalty * weight.square().sum()
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         return value
 
-    optimizer.step(loss)  # type: ignore[no-untyped-call]
+    optimizer.step(loss)
     return weight.detach(), bias.detach()
