@@ -71,9 +71,6 @@ done
 part choosing - - "$python experiments/choosing.py digits --hosts $HYDRA_HOSTS"
 part teachers - - "$python experiments/teachers.py --hosts $HYDRA_HOSTS --cache $HYDRA_CACHE"
 part hies data "cache hies" "$python experiments/hies.py"
-for task in sst2 clinc150 cola; do
-  part "folding-$task" data - "$python experiments/folding.py $task"
-done
 part uncertainty-heads data - "$python experiments/uncertainty_heads.py"
 part zero-shot-reach data - "$python experiments/zero_shot_reach.py"
 part llama data - "$python experiments/llama.py --data ${HYDRA_DATA:-DATA} --work $work/llama"

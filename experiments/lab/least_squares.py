@@ -35,7 +35,7 @@ from hydra_ensembles.refit.refit_run import refit_
 from hydra_ensembles.training import average_weights
 
 from .answers import Answers, Store, ask
-from .methods import HOST, Row, answer, answers_of_model, cost_of, deep_ensemble, methods
+from .methods import Row, answers_of_model, cost_of, deep_ensemble, methods
 from .tasks import Task
 
 FOLD, PRUNE = 6000, 2500
@@ -114,7 +114,7 @@ def features(model: nn.Module, data: Any) -> tuple[Tensor, Tensor | None]:
 
 @methods.register("probe")
 def probe(store: Store, row: Row, draw: int) -> Answers:
-    """Fit a classifier with labels to the features that `fold` reads; its penalty by held-out NLL."""
+    """Fit a classifier with labels to what `fold` reads; its penalty by held-out NLL."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
 

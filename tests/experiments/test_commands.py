@@ -25,7 +25,7 @@ NO_DATA, NO_HOST = "HYDRA_DATA", "There is no host"
         ("novelty.py features sst2 --seeds student", NO_HOST),
         ("hies.py", NO_DATA),
         ("uncertainty_heads.py", NO_HOST),
-        ("folding.py sst2", NO_HOST),
+        ("run.py least-squares-sst2", NO_HOST),
         ("ways.py sst2", NO_HOST),
         ("zero_shot_reach.py", NO_DATA),
         ("policy_coverage.py", "novelty.py features"),
