@@ -93,6 +93,8 @@ def fold(store: Store, row: Row, draw: int) -> Answers:
     ensemble = folded(store, draw, int(row.get("hosts", 3)), options)
     if row["answers"] == "members":
         found = answers_of_model(task, ensemble, row, trio(row, draw)[0])
+        for one in found.sets.values():  # the student has rows of its own
+            one.pop("student_logits", None)
     else:
         student, host = Student(ensemble), task.host(trio(row, draw)[0])
         sets = {name: student.ask(data) for name, data in task.evaluated().items()}
