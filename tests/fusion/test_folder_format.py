@@ -128,6 +128,7 @@ LOADS = {
     **dict.fromkeys(("temperature", "member_temperatures", "labels", "policy", "novelty")),
     "image_transform": None,
     "merged": [],
+    "readouts": None,
 }
 """The one value of those below that a field may have: it is empty, or not set."""
 
@@ -151,6 +152,7 @@ SAYS = {
     ("image_transform", "{}"): "image_transform is {{'exif_orientation': False}}, expected all",
     ("plan", "{}"): "plan is {{}}: object missing required field `trunk`",
     ("readout", "{}"): "readout is {{}}: object missing required field `tokens`",
+    ("readouts", "{}"): "readouts is {{}}: object missing required field `second`",
     ("host", "{}"): "host is {{}}: object missing required field `library`",
     ("masks", "[[{'a': None}]]"): "masks[0][0] is {{'a': None}}: expected `array`, got `object`",
     ("merged", "[[{'a': None}]]"): "merged[0] is [{{'a': None}}]: expected `str`, got `array`",

@@ -384,7 +384,8 @@ def test_a_damaged_record_of_readouts_is_refused(tmp_path: Path) -> None:
 
     folded("vit").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    for change in ({"members": 2}, {"features": 7}, {"second": "nowhere"}, {"student": False}):
+    changes: list[dict[str, Any]] = [{"members": 2}, {"features": 7}, {"student": False}]
+    for change in [*changes, {"second": "nowhere"}, {"classes": 10**6, "features": 10**6}]:
         broken = {k: v for k, v in config.items() if k != DIGEST}
         broken["readouts"] = {**config["readouts"], **change}
         (tmp_path / "config.json").write_text(json.dumps(sealed(broken, DIGEST)))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.eval_mode import evaluating
+from ..data.model_runs import device_of
 from ..errors import FormatError
 from ..hosts import HostFacts, HostModel, families
 from ..hosts.architecture import describe_host, rebuild_host
@@ -125,7 +126,8 @@ def structured(skeleton: nn.Module, structure: Structure) -> tuple[Assembly, Hos
         body, templates = build_body_(view, plan, structure.copies)
     split_classifier_(view.model, structure.copies, folds=body.folds)
     if structure.readouts is not None:
-        attach_readouts_(body, structure.readouts.empty(), templates[-1])
+        with torch.device(device_of(skeleton) or "cpu"):  # without storage while sizes are checked
+            attach_readouts_(body, structure.readouts.empty(), templates[-1])
     merged, copies = tuple(structure.merged), dict(structure.copies)
     return Assembly(view.model, body, plan, templates, copies, merged, description), view
 

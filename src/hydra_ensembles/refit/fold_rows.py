@@ -69,7 +69,13 @@ class Rows:
         return fit(self.fitted, self.judging, given)
 
     def fit_outputs(self, count: int) -> list[Fit]:
-        """Fit so many maps of equal size, for which nothing is given."""
+        """Fit so many maps of equal size, for which nothing is given.
+
+        Logits have the same rule as states: the ridge with the least squared error on held-out
+        rows. On CLINC150 (one trio, 6,000 training inputs) it takes 1e-2, where 1e-3 has the lower
+        test NLL at one temperature (student .1925 instead of .1937, members .1971 instead of
+        .1976). That is one task, read on its test data: the rule stays.
+        """
         self.flush_()
         assert self.fitted is not None
         features, targets = self.fitted.uy.shape
