@@ -59,8 +59,8 @@ def test_members_by_logits_and_a_student(
     assert said["readout"] == "logits" and said["student"] is True
     ensemble = hydra.HydraEnsemble.from_pretrained(out)
     assert ensemble.student is not None and ensemble.member_readout is not None
-    assert main([*given, "--max-cost", "0.1"]) == 3
-    assert "max_cost is 0.1" in capsys.readouterr().err
+    assert main([*given, "--max-cost", "0.1"]) == 5
+    assert "max_cost=0.1 cannot be met" in capsys.readouterr().err
 
 
 def test_what_cannot_be_folded_is_refused(

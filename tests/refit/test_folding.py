@@ -255,14 +255,15 @@ def test_hosts_that_differ_are_refused() -> None:
         hydra.fold([first, folded("bert")], batches, progress=False)
 
 
-def test_hosts_that_read_in_another_way_are_refused() -> None:
+def test_hosts_that_take_the_maximum_over_tokens_fold_by_states() -> None:
     from timm.models import VisionTransformer
 
     torch.manual_seed(0)
     shape = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
     host = VisionTransformer(**shape, num_classes=5, global_pool="max").eval()  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedModelError, match=r"all tokens.*distill"):
-        hydra.fold([host, copy.deepcopy(host)], data("timm"), progress=False)
+    batches = data("timm")
+    ensemble = hydra.fold([host, copy.deepcopy(host)], batches, max_cost=2.0, progress=False)
+    hydra.verify(ensemble, batches[0])
 
 
 def test_lora_adapters_are_merged() -> None:

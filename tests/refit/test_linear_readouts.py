@@ -306,7 +306,7 @@ def test_hosts_that_average_tokens_fold_by_states_within_the_budget() -> None:
     ours, theirs = ensemble.predict(batch).member_logits, answers(hosts, batch)
     soup = zoo.run(average_weights(hosts), batch)[:, None]
     assert float((ours - theirs).square().mean()) < float((soup - theirs).square().mean())
-    with pytest.raises(HydraError, match=r"max_cost is 0\.3"):
+    with pytest.raises(HydraError, match=r"max_cost=0\.3 cannot be met"):
         hydra.fold(hosts_of("vit"), inputs_of("vit"), max_cost=0.3, progress=False)
     for wrong in (0, -1.0, float("nan")):
         with pytest.raises(HydraError, match="positive"):
@@ -396,3 +396,18 @@ def test_a_damaged_record_of_readouts_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(POOLING))
 def test_the_tokens_that_a_host_averages_are_probed(name: str) -> None:
     assert find_pooling(host_model(zoo.host(name))) == POOLING[name]
+
+
+@pytest.mark.parametrize("readout", ["states", "logits"])
+def test_a_budget_below_one_host_prunes_the_trunk_first(readout: Any, tmp_path: Path) -> None:
+    hosts, batch = hosts_of("vit"), batch_of("vit")
+    options: dict[str, Any] = {"readout": readout, "student": True, "progress": False}
+    ensemble = hydra.fold(hosts, inputs_of("vit"), max_cost=0.7, **options)
+    needed = hydra.cost(ensemble, batch).relative_to(hydra.cost(hosts[0], batch)).multiply_adds
+    assert needed <= 0.72
+    hydra.verify(ensemble, batch)
+    answer = ensemble.predict(batch)
+    ensemble.save_pretrained(tmp_path)
+    again = hydra.HydraEnsemble.from_pretrained(tmp_path).predict(batch)
+    assert again.member_logits.equal(answer.member_logits)
+    assert again.student_logits.equal(answer.student_logits)

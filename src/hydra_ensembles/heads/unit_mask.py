@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .._records import read_record, to_record
+from .._tensors import write_tensors
 from ..errors import MaskError
 from ..hosts import HostModel, host_model
 from .head_mask import HeadMask, Keep, check_fits, keep_counts
@@ -164,12 +166,9 @@ class UnitMask:
 
     def to_safetensors(self, path: str | os.PathLike[str]) -> None:
         """Write the mask's rows to a file, as `heads.0`, `neurons.0` and so on."""
-        from safetensors.torch import save_file
-
-        save_file(
-            {f"{t._units}.{i}": r for t in (self.heads, self.neurons) for i, r in enumerate(t)},
-            path,
-        )
+        tables = (self.heads, self.neurons)
+        rows = {f"{t._units}.{i}": row for t in tables for i, row in enumerate(t)}
+        write_tensors(Path(path), rows)
 
     @classmethod
     def from_safetensors(cls, path: str | os.PathLike[str]) -> UnitMask:

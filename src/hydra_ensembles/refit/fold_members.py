@@ -30,8 +30,7 @@ from ..hosts.probes import modules_after_blocks
 from ..registry import check_name
 from ..training.weight_average import average_weights
 from .fold_choice import Choice, HeldOut, calibrate_, choose
-from .fold_rows import FoldRows, Trunk, read_rows
-from .logistic import SoftFit
+from .fold_rows import FoldRows, ReadoutFit, Trunk, read_rows
 from .readout_states import Parting, layer_scale
 from .ridge import Fit, Linear
 from .unit_pruning import prune
@@ -64,12 +63,13 @@ def fold(
         by states   s_m = a + u W_m + b_m,  then host m's own norm, pooler and classifier,
         by logits   z_m = [u, a] W_m + b_m,
 
-    with W_m, b_m fitted by ridge regression to host m's own residual sum, or by logistic regression
-    to its probabilities. A student is one more readout, fitted to the mean of the hosts'
-    probabilities: `probabilities`, class and uncertainty then come from it, mutual information and
-    disagreement from the members. All else is shared, so the ensemble costs about as much as one
-    host. Every fifth example is held out to choose the ridge; a member whose fit by states is not
-    better on them than host m's own W, b keeps the latter.
+    with W_m, b_m fitted by ridge regression to host m's own residual sum; or by logits, the mean of
+    two fits, ridge regression to host m's logits and logistic regression to its probabilities. A
+    student is one more readout, fitted to the hosts' mean: `probabilities`, class and uncertainty
+    then come from it, mutual information and disagreement from the members. All else is shared, so
+    the ensemble costs about as much as one host. Every fifth example is held out to choose the
+    ridge; a member whose fit by states is not better on them than host m's own W, b keeps the
+    latter.
 
     Args:
         models: Two or more hosts of one architecture with the same classes, fine-tuned from the
@@ -109,6 +109,8 @@ def fold(
     check_name("readout", readout, ("states", "logits"))
     if student not in (True, False, "auto"):
         raise HydraError(f'student={student!r}: expected True, False or "auto".')
+    if not max_cost > 0:
+        raise HydraError(f"max_cost={max_cost}: expected a positive number, such as 1.0.")
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         models = [models]
     hosts = [_merged(model) for model in models]
@@ -214,7 +216,8 @@ def _folded(
     else:
         masks, last = [HeadMask.full(base)] * len(hosts), len(host_model(base)) - 1
         ensemble = fuse(base, masks, branch_layer=last, batch=batch)
-    readouts = rows.readouts[name].fit() if student or readout == "logits" else []
+    outputs = len(hosts) * (readout == "logits") + student
+    readouts = rows.fit_readouts(name, outputs) if outputs else []
     if readouts:
         dtype = ensemble.dtype
         members = _readout(readouts[: len(hosts)], dtype) if readout == "logits" else None
@@ -236,15 +239,15 @@ def _folded(
             }
             for one in fits
         ]
-        or [{"divergence": one.divergence} for one in readouts[: len(hosts)]],
+        or [_followed(one) for one in readouts[: len(hosts)]],
         "notes": _fit_notes(fits),
     }
     if student:
-        ensemble.record["student's divergence"] = readouts[-1].divergence
-    if readouts and rows.readouts[name].rows < rows.examples:
+        ensemble.record["student's fit"] = _followed(readouts[-1])
+    kept = rows.probabilities[name].rows
+    if readouts and kept < rows.examples:
         ensemble.record["notes"].append(
-            f"Readouts were fitted to the first {rows.readouts[name].rows:,} examples only, to "
-            "save memory."
+            f"Only the first {kept:,} examples were fitted to probabilities, to save memory."
         )
     return ensemble
 
@@ -264,7 +267,12 @@ def fuse_by_states(
     return fuse(members, average="first", branch_layer=last, batch=batch)
 
 
-def _readout(fits: Sequence[SoftFit], dtype: torch.dtype) -> LinearReadout:
+def _followed(one: ReadoutFit) -> dict[str, float | None]:
+    """Say how well a readout follows: ridge and error of logits, divergence of probabilities."""
+    return {"ridge": one.ridge, "error": one.error, "divergence": one.divergence}
+
+
+def _readout(fits: Sequence[ReadoutFit], dtype: torch.dtype) -> LinearReadout:
     """Return fitted maps as one linear readout."""
     weight = torch.stack([one.linear.weight.T for one in fits])
     biases = [one.linear.bias for one in fits if one.linear.bias is not None]

@@ -212,7 +212,7 @@ def test_a_token_classifier_answers_for_every_token(tmp_path: Path) -> None:
     assert_answers(outputs, answer)
     new = answer.novelty.numpy() > 0.8  # a new text is new in every token
     np.testing.assert_array_equal(outputs["decision"], np.repeat(new[:, None] * 2, 7, 1))
-    assert runtime.read_contract(tmp_path).task == "token-classification"
+    assert runtime.read_contract(tmp_path).data["task"] == "token-classification"
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
