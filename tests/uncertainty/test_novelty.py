@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from sklearn.covariance import ledoit_wolf as reference_ledoit_wolf
@@ -9,16 +12,18 @@ from sklearn.covariance import oas as reference_oas
 from torch import Tensor
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.uncertainty.distances import (
+from hydra_ensembles.uncertainty import distances
+from hydra_ensembles.uncertainty.distances import unit
+from hydra_ensembles.uncertainty.moments import (
     Moments,
+    Scatter,
     class_distance,
     global_distance,
-    held_out_class_distance,
-    held_out_distance,
     ledoit_wolf,
     oracle_approximating,
+    whiten,
 )
-from hydra_ensembles.uncertainty.novelty import Novelty, Ranks, from_tensors, unit
+from hydra_ensembles.uncertainty.novelty import Novelty, Ranks, from_tensors
 from hydra_ensembles.uncertainty.novelty_fit import NoveltyFit
 
 TAPS, WIDTH, CLASSES = 3, 6, 4
@@ -61,6 +66,7 @@ def test_moments_do_not_depend_on_chunks_or_order() -> None:
     for rows in order.split(8):
         parts.add_(features[rows], labels[rows])
     for name in ("total", "outer", "class_totals"):
+        assert whole.outer is not None and parts.outer is not None
         torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=0, atol=1e-10)
     assert parts.class_counts.tolist() == whole.class_counts.tolist()
 
@@ -71,34 +77,35 @@ def test_scatters_are_those_of_numpy() -> None:
     rows = unit(features.double())
     for tap in range(TAPS):
         expected = torch.cov(rows[:, tap].T, correction=0) * len(rows)
-        torch.testing.assert_close(moments.scatter()[tap], expected)
+        torch.testing.assert_close(moments.scatter(tap).factor, expected)
         within = sum(
             torch.cov(rows[labels == c, tap].T, correction=0) * int((labels == c).sum())
             for c in range(CLASSES)
         )
-        torch.testing.assert_close(moments.within_scatter()[tap], within)
+        torch.testing.assert_close(moments.within_scatter(tap).factor, within)
 
 
 def test_ridge_is_that_of_scikit_learn() -> None:
     features, _ = known(25)
     moments = moments_of(features)
-    ridge = ledoit_wolf(moments.count, moments.mean(), moments.scatter())
     for tap in range(TAPS):
+        scatter = moments.scatter(tap)
+        ridge = ledoit_wolf(moments.count, moments.mean()[tap], scatter)
         rows = unit(features.double())[:, tap]
         _, share = reference_ledoit_wolf(rows.numpy())
-        level = float(moments.scatter()[tap].trace()) / 25 / WIDTH
-        assert float(ridge[tap]) == pytest.approx(level * share / (1 - share), rel=1e-6)
+        level = float(scatter.trace()) / 25 / WIDTH
+        assert float(ridge) == pytest.approx(level * share / (1 - share), rel=1e-6)
 
 
 def test_shrinkage_is_that_of_scikit_learn() -> None:
     features, _ = known(25)
     centred = unit(features.double()) - unit(features.double()).mean(0)
-    scatter = torch.einsum("nti,ntj->tij", centred, centred)
-    ridge = oracle_approximating(25, scatter)
     for tap in range(TAPS):
+        scatter = Scatter(centred[:, tap].T @ centred[:, tap], thin=False)
+        ridge = oracle_approximating(25, scatter)
         _, share = reference_oas(centred[:, tap].numpy(), assume_centered=True)
-        level = float(scatter[tap].trace()) / 25 / WIDTH
-        assert float(ridge[tap]) == pytest.approx(level * share / (1 - share), rel=1e-6)
+        level = float(scatter.trace()) / 25 / WIDTH
+        assert float(ridge) == pytest.approx(level * share / (1 - share), rel=1e-6)
 
 
 def test_held_out_ranks_leave_the_example_out() -> None:
@@ -115,9 +122,9 @@ def test_held_out_distance_is_the_distance_without_the_example() -> None:
     features, _ = known(30)
     rows = unit(features.double())
     moments = moments_of(features)
-    scatter, mean = moments.scatter(), moments.mean()
-    ridge = ledoit_wolf(30, mean, scatter)
-    held_out = held_out_distance(global_distance(moments), rows)
+    mean = moments.mean()
+    ridge = [ledoit_wolf(30, mean[tap], moments.scatter(tap)) for tap in range(TAPS)]
+    held_out = global_distance(moments).held_out(rows)
     for i in (0, 7, 29):
         others = torch.cat([rows[:i], rows[i + 1 :]])
         for tap in range(TAPS):
@@ -138,10 +145,10 @@ def test_held_out_class_distance_is_the_distance_without_the_example() -> None:
     labels[3] = 2  # class 3 has example 0 only
     rows = unit(features.double())
     moments = moments_of(features, labels)
-    distance = class_distance(moments, slice(None))
-    held_out = held_out_class_distance(distance, rows, labels)
+    held_out = class_distance(moments).held_out(rows, labels)
     classes = int((moments.class_counts > 0).sum())
-    ridge = oracle_approximating(30 - classes, moments.within_scatter())
+    within = [moments.within_scatter(tap) for tap in range(TAPS)]
+    ridge = [oracle_approximating(30 - classes, scatter) for scatter in within]
     for i in (0, 7, 29):
         keep = torch.arange(30) != i
         for tap in range(TAPS):
@@ -153,6 +160,77 @@ def test_held_out_class_distance_is_the_distance_without_the_example() -> None:
             z = rows[i, tap] - centres
             expected = (z * torch.linalg.solve(sigma, z.T).T).sum(-1).min()
             torch.testing.assert_close(held_out[i, tap], expected)
+
+
+def wide(count: int, width: int = 96) -> tuple[Tensor, Tensor]:
+    """Draw features whose directions vary by a factor of a thousand, as those of hosts do."""
+    draw = torch.Generator().manual_seed(1)
+    scale = torch.logspace(0, -3, width)
+    centres = torch.randn(CLASSES, TAPS, width, generator=draw) * scale
+    labels = torch.arange(count) % CLASSES
+    return 1 + centres[labels] + torch.randn(count, TAPS, width, generator=draw) * scale, labels
+
+
+def test_few_examples_of_a_wide_host_have_the_distances_of_the_full_covariance() -> None:
+    features, labels = wide(40)
+    thin = Moments.empty(TAPS, 96, CLASSES)
+    thin.add_(features[:25], labels[:25])
+    thin.add_(features[25:], labels[25:])
+    full = copy.deepcopy(thin)
+    rows = unit(features.double())
+    full.outer = torch.einsum("nti,ntj->tij", rows, rows)
+    assert thin.outer is None
+    new = unit(wide(60)[0].double())[40:]
+    for fit in (global_distance, class_distance):
+        ours, theirs = fit(thin), fit(full)
+        assert ours.whitening.level is not None and theirs.whitening.level is None
+        assert ours.whitening.matrix.shape == (TAPS, 96, 40)
+        torch.testing.assert_close(ours(new), theirs(new), rtol=1e-9, atol=0)
+    held_out = [global_distance(moments).held_out(rows) for moments in (thin, full)]
+    torch.testing.assert_close(*held_out, rtol=1e-9, atol=0)
+    held_out = [class_distance(moments).held_out(rows, labels) for moments in (thin, full)]
+    torch.testing.assert_close(*held_out, rtol=1e-9, atol=0)
+
+
+def test_more_examples_than_half_the_width_become_sums() -> None:
+    features, labels = wide(60)
+    moments = Moments.empty(TAPS, 96, CLASSES)
+    for rows in torch.arange(60).split(16):
+        moments.add_(features[rows], labels[rows])
+    assert moments.outer is not None and not moments.rows
+    expected = torch.cov(unit(features.double())[:, 1].T, correction=0) * 60
+    torch.testing.assert_close(moments.scatter(1).factor, expected)
+
+
+def test_a_wide_host_saves_its_statistics_thin() -> None:
+    features, labels = wide(40)
+    fit = NoveltyFit([f"tap {i}" for i in range(TAPS)], classes=CLASSES, class_taps=2)
+    fit.add_(features, logits_of(40), labels)
+    novelty = fit.finish()
+    tensors = novelty.tensors()
+    assert tensors["distance.whitening"].shape == (TAPS, 96, 40)
+    twin = from_tensors(tensors, novelty.facts())
+    new, _ = wide(60)
+    assert torch.equal(novelty(new, logits_of(60))[1], twin(new, logits_of(60))[1])
+
+
+def test_rounding_that_breaks_the_cholesky_factor_falls_back() -> None:
+    matrix = torch.diag(torch.tensor([1.0, 1e-3, -1e-9]).double())
+    whitening = whiten(1, Scatter(matrix, thin=False), torch.tensor(1e-10).double())
+    expected = torch.tensor([1.0, 1e-3, 1e-10]).double() + torch.tensor([1e-10, 1e-10, 0])
+    sigma = torch.linalg.inv(whitening.matrix @ whitening.matrix.T).diagonal()
+    torch.testing.assert_close(sigma, expected)
+
+
+def test_many_classes_are_measured_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, labels = known(60)
+    classes = class_distance(moments_of(features, labels))
+    rows = unit(features.double())
+    whole = classes(rows), classes.held_out(rows, labels)
+    monkeypatch.setattr(distances, "CLASSES", 3)
+    monkeypatch.setattr(distances, "CELLS", 40)
+    steps = replace(classes)  # without the cached lengths
+    torch.testing.assert_close((steps(rows), steps.held_out(rows, labels)), whole)
 
 
 def test_float32_is_enough_for_narrow_classes() -> None:

@@ -3,7 +3,7 @@
     score(x)   = sum over terms of w_term * -log p_term(x)     Fisher's sum, taken as a score
     novelty(x) = share of known data with a lower score         in [0, 1]
 
-The terms are the Mahalanobis distances at every tap (fitted by `distances.py`) and the generalized
+The terms are the Mahalanobis distances at every tap (`distances.py`, fitted by `moments.py`) and the generalized
 entropy of the mean probability (GEN, Liu et al., 2023). Each p-value is the term's rank among known
 examples, each of them held out. Taps repeat each other, so each kind of terms has a fixed weight,
 shared by its taps:
@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError
+from .distances import ClassDistance, GlobalDistance, Whitening, unit
 from .evidence import Evidence
 from .scores import gen, gen_of
 
@@ -52,60 +53,6 @@ def full_precision(features: Tensor) -> AbstractContextManager[Any]:
     if not torch.is_autocast_enabled(kind):
         return nullcontext()  # an exported graph would keep a change that changes nothing
     return torch.autocast(kind, enabled=False)
-
-
-def unit(features: Tensor) -> Tensor:
-    """Return features `[..., width]` at length 1 (a zero vector stays)."""
-    lengths: Tensor = features.norm(dim=-1, keepdim=True)
-    return features / lengths.clamp_min(1e-12)
-
-
-@dataclass(frozen=True)
-class GlobalDistance:
-    """Distance to all known data, per tap.
-
-    Attributes:
-        mean: mu, `[tap, width]`.
-        whitening: W with W W^T = Sigma^-1, `[tap, width, width]`; d(f) = |(f - mu) W|^2.
-        count: Known examples n.
-    """
-
-    mean: Tensor
-    whitening: Tensor
-    count: int
-
-    def __call__(self, features: Tensor) -> Tensor:
-        """Return the distance of unit features `[example, tap, width]`, `[example, tap]`."""
-        apart = (features - self.mean).transpose(0, 1)
-        return torch.bmm(apart, self.whitening).square().sum(-1).T
-
-
-@dataclass(frozen=True)
-class ClassDistance:
-    """Distance to the nearest class, per tap; `relative` subtracts the global distance.
-
-    Attributes:
-        centre: mu, `[tap, width]`, taken from features first: whitened features are long, and
-            float32 would lose their differences.
-        means: (mu_c - mu) W of the known classes, `[tap, class, width]`.
-        whitening: W with W W^T = Sigma_w^-1, the covariance within classes.
-        counts: Known examples per class, `[class]`, none empty.
-    """
-
-    centre: Tensor
-    means: Tensor
-    whitening: Tensor
-    counts: Tensor
-
-    def to_classes(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return squared distances `[tap, example, class]` and whitened features."""
-        white = torch.bmm((features - self.centre).transpose(0, 1), self.whitening)
-        square = white.square().sum(-1, keepdim=True) + self.means.square().sum(-1)[:, None]
-        return (square - 2 * white @ self.means.transpose(1, 2)).clamp_min(0), white
-
-    def __call__(self, features: Tensor) -> Tensor:
-        """Return the distance of unit features `[example, tap, width]`, `[example, tap]`."""
-        return self.to_classes(features)[0].amin(-1).T
 
 
 @dataclass(frozen=True)
@@ -169,7 +116,7 @@ def count_below(rows: Tensor, values: Tensor) -> Tensor:
     return below.clamp_max(length)
 
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 def class_terms(nearest: Tensor, distance: Tensor, *, hears_end: bool) -> Tensor:
@@ -201,12 +148,6 @@ def term_weights(taps: int, class_taps: int, *, hears_end: bool) -> Tensor:
         late = class_taps - 1
         each = [4 / (taps - 1)] * (taps - 1) + [0.0] + [1 / max(late, 1)] * late + [2.0]
     return torch.tensor([*each, 1.0])
-
-
-def _weights_of_format_1(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Tensor:
-    taps = len(facts["taps"])
-    late = taps - int(facts["first_class_tap"]) if "classes.means" in tensors else 0
-    return term_weights(taps, late, hears_end=False).to(tensors["ranks.values"])
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -338,7 +279,7 @@ class Novelty:
         """Return all tensors by name."""
         found = {
             "distance.mean": self.distance.mean,
-            "distance.whitening": self.distance.whitening,
+            **_whitening_tensors("distance", self.distance.whitening),
             "weights": self.weights,
             "ranks.values": self.ranks.values,
             "ranks.scale": self.ranks.scale,
@@ -353,7 +294,7 @@ class Novelty:
             found |= {
                 "classes.centre": self.classes.centre,
                 "classes.means": self.classes.means,
-                "classes.whitening": self.classes.whitening,
+                **_whitening_tensors("classes", self.classes.whitening),
                 "classes.counts": self.classes.counts,
             }
         return found
@@ -378,28 +319,40 @@ class Novelty:
         )
 
 
+def _whitening_tensors(name: str, whitening: Whitening) -> dict[str, Tensor]:
+    found = {f"{name}.whitening": whitening.matrix}
+    return found if whitening.level is None else {**found, f"{name}.level": whitening.level}
+
+
 def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
     """Read what `Novelty.tensors` and `Novelty.facts` returned."""
     version = facts.get("format_version", 0)
-    if version > FORMAT_VERSION:
+    if version != FORMAT_VERSION:
+        age = "newer" if version > FORMAT_VERSION else "older"
         raise FormatError(
-            f"The novelty statistics have format {version}, newer than {FORMAT_VERSION} which "
-            "this library reads. Upgrade hydra-ensembles, or call fit_novelty_() again."
+            f"The novelty statistics have format {version}, {age} than {FORMAT_VERSION} which this "
+            "library reads. Use the version of hydra-ensembles that wrote them, or build the "
+            "ensemble again."
         )
     try:
         classes = None
         if "classes.means" in tensors:
             classes = ClassDistance(
-                *(tensors[f"classes.{n}"] for n in ("centre", "means", "whitening", "counts"))
+                tensors["classes.centre"],
+                tensors["classes.means"],
+                Whitening(tensors["classes.whitening"], tensors.get("classes.level")),
+                tensors["classes.counts"],
             )
         return Novelty(
             taps=tuple(facts["taps"]),
             distance=GlobalDistance(
-                tensors["distance.mean"], tensors["distance.whitening"], int(facts["examples"])
+                tensors["distance.mean"],
+                Whitening(tensors["distance.whitening"], tensors.get("distance.level")),
+                int(facts["examples"]),
             ),
             classes=classes,
             first_class_tap=int(facts["first_class_tap"]),
-            weights=tensors["weights"] if version > 1 else _weights_of_format_1(tensors, facts),
+            weights=tensors["weights"],
             ranks=Ranks(tensors["ranks.values"], tensors["ranks.scale"]),
             sums=Ranks(tensors["sums.values"], tensors["sums.scale"]),
             bank=tensors["bank"],

@@ -13,14 +13,9 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from .distances import (
-    Moments,
-    class_distance,
-    global_distance,
-    held_out_class_distance,
-    held_out_distance,
-)
-from .novelty import Novelty, Ranks, class_terms, term_weights, unit
+from .distances import unit
+from .moments import Moments, class_distance, global_distance
+from .novelty import Novelty, Ranks, class_terms, term_weights
 from .scores import gen
 
 RANKED = 2048
@@ -82,7 +77,12 @@ class NoveltyFit:
         summaries = summaries.float().cpu()
         if self.moments is None:
             _, taps, width = summaries.shape
-            self.moments = Moments.empty(taps, width, self.number if self._labelled else 0)
+            self.moments = Moments.empty(
+                taps,
+                width,
+                self.number if self._labelled else 0,
+                first_class_tap=self.first_class_tap,
+            )
         self.moments.add_(summaries, classes)
         room = RANKED - sum(map(len, self._scores))
         if room > 0:
@@ -106,17 +106,15 @@ class NoveltyFit:
             )
         features = unit(torch.cat(self._summaries).double())
         distance = global_distance(moments)
-        held_out = held_out_distance(distance, features)
+        held_out = distance.held_out(features)
         terms = [held_out]
         classes = None
         if self._labelled and self._enough(moments.class_counts):
             late = slice(self.first_class_tap, None)
-            classes = class_distance(moments, late)
+            classes = class_distance(moments)
             # classes without examples are left out
             number = (moments.class_counts > 0).cumsum(0) - 1
-            nearest = held_out_class_distance(
-                classes, features[:, late], number[torch.cat(self._labels)]
-            )
+            nearest = classes.held_out(features[:, late], number[torch.cat(self._labels)])
             terms.append(class_terms(nearest, held_out[:, late], hears_end=self.hears_end))
         terms.append(torch.cat(self._scores)[:, None])
         values = torch.cat(terms, 1)
