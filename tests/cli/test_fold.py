@@ -48,6 +48,17 @@ def test_saved_models_become_one_ensemble(
     assert (out / "config.yaml").exists()
 
 
+def test_novelty_takes_its_distances_from_the_data(
+    hosts: list[str], shelf: Path, tmp_path: Path, capsys: Any
+) -> None:
+    given = ["fold", *hosts[:2], "--data", str(shelf / "digits"), "-o", str(tmp_path), "--json"]
+    assert main([*given, "--novelty-from-data"]) == 2
+    assert "--held-out" in capsys.readouterr().err
+    assert main([*given, "--novelty-from-data", "--held-out", str(shelf / "more")]) == 0
+    novelty = hydra.HydraEnsemble.from_pretrained(tmp_path).novelty
+    assert novelty is not None and novelty.trained == 64
+
+
 def test_what_cannot_be_folded_is_refused(
     hosts: list[str], shelf: Path, tmp_path: Path, capsys: Any
 ) -> None:

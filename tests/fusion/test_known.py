@@ -200,6 +200,23 @@ def test_labels_add_distances_to_classes() -> None:
     assert any("nearest class" in term for term in ensemble.novelty.terms)
 
 
+def test_training_data_gives_the_distances(tmp_path: Path) -> None:
+    ensemble = ensemble_of("bert")
+    alone = ensemble.fit_novelty_(labelled("bert"), progress=False).novelty
+    ensemble.fit_novelty_(known("bert"), train=labelled("bert"), progress=False)
+    both = ensemble.novelty
+    assert alone is not None and both is not None and both.classes is not None
+    assert torch.equal(both.distance.mean, alone.distance.mean)
+    assert torch.equal(both.classes.means, alone.classes.means)
+    assert (both.examples, both.trained, both.ranks.values.shape[1]) == (24, 48, 24)
+    ensemble.save_pretrained(tmp_path)
+    loaded = HydraEnsemble.from_pretrained(tmp_path)
+    ours, theirs = (m.predict(zoo.batch("bert", seed=5)).novelty_score for m in (ensemble, loaded))
+    assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+    with pytest.raises(DataError, match="training data is empty"):
+        ensemble.fit_novelty_(known("bert"), train=[], progress=False)
+
+
 def test_training_mode_predicts_the_same() -> None:
     ensemble = ensemble_of("bert").fit_novelty_(known("bert"), progress=False)
     batch = zoo.batch("bert", seed=5)

@@ -271,6 +271,46 @@ def test_new_known_data_alarm_at_the_promised_rate(labels: bool, hears_end: bool
     assert 0.07 < sum(rates) / len(rates) < 0.13
 
 
+def fitted_with_training(known_count: int, seed: int, *, labels: bool = True) -> Novelty:
+    fit = NoveltyFit(
+        [f"tap {i}" for i in range(TAPS)], classes=CLASSES, class_taps=2, hears_end=True
+    )
+    features, classes = known(400, seed=1000 + seed)
+    fit.add_train_(features, classes if labels else None)
+    features, _ = known(known_count, seed)
+    fit.add_(features, logits_of(known_count, seed))
+    return fit.finish()
+
+
+def test_training_data_gives_the_distances_and_known_data_the_ranks() -> None:
+    novelty = fitted_with_training(50, 0)
+    features, classes = known(400, seed=1000)
+    moments = moments_of(features, classes)
+    rows = unit(known(50)[0].double())
+    expected = global_distance(moments)(rows).sort(0).values.T
+    torch.testing.assert_close(novelty.ranks.values[:TAPS].double(), expected, rtol=1e-4, atol=0)
+    assert (novelty.examples, novelty.trained) == (50, 400)
+    assert novelty.classes is not None  # the known data has no labels
+    assert "50 known examples, distances of 400 training examples" in str(novelty)
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_training_data_keeps_the_rate_of_false_alarms(labels: bool) -> None:
+    rates = []
+    for seed in range(40):
+        novelty = fitted_with_training(150, seed, labels=labels)
+        value, _ = novelty(known(400, seed=100 + seed)[0], logits_of(400, seed=100 + seed))
+        rates.append(float((value > 0.9).float().mean()))
+    assert 0.09 < sum(rates) / len(rates) < 0.11
+
+
+def test_training_data_comes_first() -> None:
+    fit = NoveltyFit(["tap"])
+    fit.add_(torch.randn(12, 1, 4), logits_of(12))
+    with pytest.raises(DataError, match="before the known"):
+        fit.add_train_(torch.randn(3, 1, 4))
+
+
 def test_outliers_are_new_and_farther_ones_are_newer() -> None:
     novelty = fitted()
     features, _ = known(20, seed=5)

@@ -103,7 +103,12 @@ class HydraEnsemble(FusedModel):
     # --- novelty ---------------------------------------------------------------------------------
 
     def fit_novelty_(
-        self, known: Any, *, names: Sequence[str] | None = None, progress: bool = True
+        self,
+        known: Any,
+        *,
+        train: Any = None,
+        names: Sequence[str] | None = None,
+        progress: bool = True,
     ) -> HydraEnsemble:
         """Learn what is known, in place: `predict` then says how new an input is.
 
@@ -114,10 +119,18 @@ class HydraEnsemble(FusedModel):
         Args:
             known: In-distribution data that the model was not trained on; a few hundred examples.
                 Labels are optional: with five per class or more, distances to classes are used.
+            train: Training data (or other data of the same kind that `known` has no part of), with
+                labels for distances to classes. Means and covariances are then those of `train`,
+                of which there is more; ranks, and with them the rate of false alarms, still come
+                from `known`.
             names: Names of the known examples (files, texts) for `why_novel`.
             progress: Show a bar on a terminal.
+
+        Example:
+            >>> ensemble.fit_novelty_(held_out)
+            >>> ensemble.predict(batch).novelty > 0.95
         """
-        self.novelty = fit_novelty(self, known, names=names, progress=progress)
+        self.novelty = fit_novelty(self, known, train=train, names=names, progress=progress)
         if self.policy is not None and self.policy.reads_novelty:
             self._drop_policy("what is known")
         return self

@@ -172,9 +172,11 @@ def whiten(count: int, scatter: Scatter, ridge: Tensor) -> Whitening:
     """Return W with W W^T = (S / n + ridge I)^-1 at one tap, in float64."""
     ridge = ridge.clamp_min(1e-20)  # features that are all equal
     if scatter.thin:
-        _, values, vectors = torch.linalg.svd(scatter.factor, full_matrices=False)
-        shorter = 1 - (ridge / (values.square() / count + ridge)).sqrt()
-        return Whitening(vectors.T * shorter.sqrt(), ridge.rsqrt())
+        # the thin SVD of X by X X^T; directions that X does not span never come up
+        values, vectors = torch.linalg.eigh(scatter.factor @ scatter.factor.T)
+        larger = 1 + values.clamp_min(0) / (count * ridge)
+        shorter = ((larger + larger.sqrt()) * count * ridge).rsqrt()
+        return Whitening(scatter.factor.T @ (vectors * shorter), ridge.rsqrt())
     covariance = scatter.factor / count
     identity = torch.eye(len(covariance), dtype=covariance.dtype)
     lower, failed = torch.linalg.cholesky_ex(covariance + ridge * identity)

@@ -3,10 +3,10 @@
     score(x)   = sum over terms of w_term * -log p_term(x)     Fisher's sum, taken as a score
     novelty(x) = share of known data with a lower score         in [0, 1]
 
-The terms are the Mahalanobis distances at every tap (`distances.py`, fitted by `moments.py`) and the generalized
-entropy of the mean probability (GEN, Liu et al., 2023). Each p-value is the term's rank among known
-examples, each of them held out. Taps repeat each other, so each kind of terms has a fixed weight,
-shared by its taps:
+The terms are the Mahalanobis distances at every tap (`distances.py`, fitted by `moments.py`) and
+the generalized entropy of the mean probability (GEN, Liu et al., 2023). Each p-value is the term's
+rank among known examples, each of them held out. Taps repeat each other, so each kind of terms has
+a fixed weight, shared by its taps:
 
     trunk: distance to all known data             4
     trunk: distance to the nearest class          1   relative to that to all known data
@@ -167,6 +167,7 @@ class Novelty:
         bank_positions: Their positions in the known data.
         names: Names of the known data by position (may be empty).
         examples: Known examples seen.
+        trained: Training examples that gave means and covariances; 0 where known data gave them.
         hashes: Of all known inputs in order, int64 `[example]` (`data.input_hashes`); None where
             they were not kept.
         precision: In which the features were computed, such as `"bfloat16"` or `"float32 under
@@ -184,6 +185,7 @@ class Novelty:
     bank_positions: Tensor
     names: tuple[str, ...] = ()
     examples: int = 0
+    trained: int = 0
     hears_end: bool = False
     hashes: Tensor | None = None
     precision: str = "float32"
@@ -308,14 +310,17 @@ class Novelty:
             "hears_end": self.hears_end,
             "names": list(self.names),
             "examples": self.examples,
+            "trained": self.trained,
             "precision": self.precision,
         }
 
     def __repr__(self) -> str:
         classes = "" if self.classes is None else f", {len(self.classes.counts)} classes"
+        trained = f", distances of {self.trained} training examples" if self.trained else ""
         precision = "" if self.precision == "float32" else f", in {self.precision}"
         return (
-            f"{len(self.taps)} taps, fitted on {self.examples} known examples{classes}{precision}"
+            f"{len(self.taps)} taps, fitted on {self.examples} known examples{trained}{classes}"
+            f"{precision}"
         )
 
 
@@ -348,7 +353,7 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
             distance=GlobalDistance(
                 tensors["distance.mean"],
                 Whitening(tensors["distance.whitening"], tensors.get("distance.level")),
-                int(facts["examples"]),
+                int(facts["trained"] or facts["examples"]),
             ),
             classes=classes,
             first_class_tap=int(facts["first_class_tap"]),
@@ -359,6 +364,7 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
             bank_positions=tensors["bank_positions"],
             names=tuple(facts["names"]),
             examples=int(facts["examples"]),
+            trained=int(facts["trained"]),
             hears_end=bool(facts.get("hears_end", False)),
             hashes=tensors.get("hashes"),
             precision=str(facts.get("precision", "float32")),

@@ -24,6 +24,13 @@ def command(
         str | None,
         typer.Option(help="Labelled data that fits the temperature and novelty."),
     ] = None,
+    novelty_from_data: Annotated[
+        bool,
+        typer.Option(
+            help="Take novelty's means and covariances from DATA, which then needs labels, and "
+            "only its ranks from --held-out."
+        ),
+    ] = False,
     trunk: Annotated[
         str, typer.Option(help="mean (of the weights), auto, or the number of a model, from 0.")
     ] = "mean",
@@ -41,6 +48,8 @@ def command(
 
     if not (trunk in ("mean", "auto") or trunk.isdecimal()):
         raise Stop(f"Unknown --trunk {trunk!r}: expected mean, auto or a number.", 2)
+    if novelty_from_data and held_out is None:
+        raise Stop("--novelty-from-data needs --held-out: novelty is ranked among its examples.", 2)
     check_sources(data)
     check_sources(held_out)
     loaded = [reading.load_model(model) for model in models]
@@ -60,5 +69,6 @@ def command(
         progress=not json,
     )
     if held is not None:
-        ensemble.fit_novelty_(held, progress=not json)
+        known = reading.load_known(loaded[0], data) if novelty_from_data else None
+        ensemble.fit_novelty_(held, train=known, progress=not json)
     finish(ensemble, output, loaded[0], held, json=json)
