@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.uncertainty import distances
-from hydra_ensembles.uncertainty.distances import unit
+from hydra_ensembles.uncertainty.distances import Term, unit
 from hydra_ensembles.uncertainty.moments import (
     Moments,
     Scatter,
@@ -49,11 +49,13 @@ def moments_of(features: Tensor, labels: Tensor | None = None) -> Moments:
 
 
 def fitted(
-    count: int = 200, *, labels: bool = True, seed: int = 0, hears_end: bool = True
+    count: int = 200, *, labels: bool = True, seed: int = 0, uses_last_block: bool = True
 ) -> Novelty:
     features, classes = known(count, seed)
     taps = [f"tap {i}" for i in range(TAPS)]
-    fit = NoveltyFit(taps, classes=CLASSES, class_taps=2, hears_end=hears_end)
+    fit = NoveltyFit(
+        taps, classes=CLASSES, class_taps=2, uses_last_block=uses_last_block, choose=False
+    )
     fit.add_(features, logits_of(count, seed), classes if labels else None)
     return fit.finish()
 
@@ -259,12 +261,12 @@ def test_constant_terms_say_nothing() -> None:
     assert float(ranks.surprise(torch.tensor([[3.0]]))) == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize("hears_end", [False, True])
+@pytest.mark.parametrize("uses_last_block", [False, True])
 @pytest.mark.parametrize("labels", [False, True])
-def test_new_known_data_alarm_at_the_promised_rate(labels: bool, hears_end: bool) -> None:
+def test_new_known_data_alarm_at_the_promised_rate(labels: bool, uses_last_block: bool) -> None:
     rates = []
     for seed in range(6):
-        novelty = fitted(150, labels=labels, seed=seed, hears_end=hears_end)
+        novelty = fitted(150, labels=labels, seed=seed, uses_last_block=uses_last_block)
         fresh, _ = known(400, seed=100 + seed)
         value, _ = novelty(fresh, logits_of(400, seed=100 + seed))
         rates.append(float((value > 0.9).float().mean()))
@@ -272,11 +274,10 @@ def test_new_known_data_alarm_at_the_promised_rate(labels: bool, hears_end: bool
 
 
 def fitted_with_training(known_count: int, seed: int, *, labels: bool = True) -> Novelty:
-    fit = NoveltyFit(
-        [f"tap {i}" for i in range(TAPS)], classes=CLASSES, class_taps=2, hears_end=True
-    )
+    taps = [f"tap {i}" for i in range(TAPS)]
+    fit = NoveltyFit(taps, classes=CLASSES, class_taps=2, uses_last_block=True, choose=False)
     features, classes = known(400, seed=1000 + seed)
-    fit.add_train_(features, classes if labels else None)
+    fit.add_train_(features, logits_of(400, seed), classes if labels else None)
     features, _ = known(known_count, seed)
     fit.add_(features, logits_of(known_count, seed))
     return fit.finish()
@@ -287,8 +288,8 @@ def test_training_data_gives_the_distances_and_known_data_the_ranks() -> None:
     features, classes = known(400, seed=1000)
     moments = moments_of(features, classes)
     rows = unit(known(50)[0].double())
-    expected = global_distance(moments)(rows).sort(0).values.T
-    torch.testing.assert_close(novelty.ranks.values[:TAPS].double(), expected, rtol=1e-4, atol=0)
+    expected = global_distance(moments)(rows).sort(0).values.T[:2]  # of the trunk's taps
+    torch.testing.assert_close(novelty.ranks.values[:2].double(), expected, rtol=1e-4, atol=0)
     assert (novelty.examples, novelty.trained) == (50, 400)
     assert novelty.classes is not None  # the known data has no labels
     assert "50 known examples, distances of 400 training examples" in str(novelty)
@@ -308,7 +309,7 @@ def test_training_data_comes_first() -> None:
     fit = NoveltyFit(["tap"])
     fit.add_(torch.randn(12, 1, 4), logits_of(12))
     with pytest.raises(DataError, match="before the known"):
-        fit.add_train_(torch.randn(3, 1, 4))
+        fit.add_train_(torch.randn(3, 1, 4), logits_of(3))
 
 
 def test_outliers_are_new_and_farther_ones_are_newer() -> None:
@@ -335,23 +336,17 @@ def test_class_distances_need_enough_examples_per_class() -> None:
 
 
 def test_the_last_block_has_a_weight_of_its_own() -> None:
-    with_labels, without = fitted().weights.tolist(), fitted(labels=False).weights.tolist()
-    assert with_labels == [2, 2, 0, 1, 2, 1]  # two taps of the trunk, the end; classes; probability
-    assert without == [2, 2, 0.5, 1]
-    third = pytest.approx(4 / 3)
-    assert fitted(hears_end=False).weights.tolist() == [third, third, third, 1, 1, 1]
+    def weights(*, labels: bool = True, uses_last_block: bool = True) -> dict[Term, float]:
+        novelty = fitted(labels=labels, uses_last_block=uses_last_block)
+        return dict(zip(novelty.chosen, novelty.weights.tolist(), strict=True))
 
-
-def test_the_last_block_hears_a_class_that_the_trunk_does_not() -> None:
-    """The end measures its own distance to classes, not one relative to all known data."""
-    novelty = fitted()
-    assert novelty.classes is not None
-    features, _ = known(5, seed=3)
-    nearest = novelty.classes(unit(features)[:, novelty.first_class_tap :])
-    expected = novelty.ranks.surprise(
-        torch.cat([torch.zeros(5, 4), nearest[:, -1:], torch.zeros(5, 1)], 1)
-    )[:, 4]
-    torch.testing.assert_close(novelty.surprise(features, logits_of(5))[:, 4], expected)
+    trunk = {("distance", 0): 2, ("distance", 1): 2}
+    end = {("relative", 1): 1, ("class", 2): 2}  # of the end, the distance itself
+    assert weights() == {**trunk, **end, ("gen", -1): 1}
+    assert weights(labels=False) == {**trunk, ("distance", 2): 0.5, ("gen", -1): 1}
+    every = {("distance", tap): pytest.approx(4 / 3) for tap in range(3)}
+    late = {("relative", 1): 1, ("relative", 2): 1}
+    assert weights(uses_last_block=False) == {**every, **late, ("gen", -1): 1}
 
 
 def test_statistics_survive_as_plain_data() -> None:
@@ -374,7 +369,7 @@ def test_evidence_names_terms_and_neighbours() -> None:
     assert float(evidence.similarity[0, 0]) == pytest.approx(1.0)
     text = str(evidence)
     assert "file 7 (1.00)" in text and "novelty" in text
-    assert novelty.terms == ("early", "late", "late, nearest class", "probability")
+    assert novelty.terms == ("early", "late", "late, nearest class (relative)", "probability")
     torch.testing.assert_close(evidence.surprise @ novelty.weights, evidence.score)
     assert float(novelty.weights.sum()) == pytest.approx(7.0)
 

@@ -269,7 +269,7 @@ def _check_novelty(ensemble: HydraEnsemble, folder: Path) -> None:
         return
     taps = tap_names(len(ensemble.body.trunk), readout=ensemble.readout.has_token)
     try:
-        width = novelty.distance.mean.shape[-1]
+        width = novelty.measures.distance.mean.shape[-1]
         classes = 2 if novelty.classes is None else len(novelty.classes.counts)
         summaries = torch.zeros(2, len(novelty.taps), width)
         novelty(summaries, torch.zeros(2, ensemble.members, classes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ def text_logits(logits: Tensor, batch: Any) -> Tensor:
     return per_text(logits, split_batch(batch)[1].get("attention_mask"))
 
 
-def novelty_fit(ensemble: FusedModel, classes: int) -> NoveltyFit:
+def novelty_fit(ensemble: FusedModel, classes: int, *, choose: bool = True) -> NoveltyFit:
     """Return statistics of nothing yet, for the taps of an ensemble."""
     blocks = len(ensemble.body.trunk)
     taps = tap_names(blocks, readout=ensemble.readout.has_token)
@@ -54,7 +54,8 @@ def novelty_fit(ensemble: FusedModel, classes: int) -> NoveltyFit:
         taps,
         classes=classes,
         class_taps=late + 1,
-        hears_end=blocks > 0,
+        uses_last_block=blocks > 0,
+        choose=choose,
         precision=ensemble.precision(),
     )
 
@@ -65,6 +66,7 @@ def fit_novelty(
     known: Iterable[Any],
     *,
     train: Iterable[Any] | None = None,
+    ood: Mapping[str, Iterable[Any]] | None = None,
     names: Sequence[str] | None,
     progress: bool,
 ) -> Novelty:
@@ -73,7 +75,7 @@ def fit_novelty(
     fit: NoveltyFit | None = None
     for found in () if train is None else summaries_of(ensemble, train, "training", progress):
         fit = fit or novelty_fit(ensemble, found["logits"].shape[-1])
-        fit.add_train_(found["summaries"], found.get("labels"))
+        fit.add_train_(found["summaries"], found["logits"], found.get("labels"))
     if train is not None and fit is None:
         raise DataError("The training data is empty: it gave no batch.")
     hashes: list[Tensor | None] = []
@@ -83,6 +85,9 @@ def fit_novelty(
         hashes.append(found.get("hashes"))
     if fit is None or not hashes:
         raise DataError("The known data is empty: it gave no batch.")
+    for name, data in (ood or {}).items():
+        for found in summaries_of(ensemble, data, name, progress):
+            fit.add_ood_(name, found["summaries"], found["logits"])
     novelty, kept = fit.finish(names or ()), [part.cpu() for part in hashes if part is not None]
     return replace(novelty, hashes=torch.cat(kept)) if len(kept) == len(hashes) else novelty
 

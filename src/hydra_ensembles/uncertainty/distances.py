@@ -1,15 +1,19 @@
-"""Mahalanobis distances of unit features: to all known data, and to the nearest class.
+"""How far unit features lie from known data: what the terms of novelty are measured with.
 
-    global    d(f)   = (f - mu)^T Sigma^-1 (f - mu)                    arXiv 2505.18032, no labels
-    relative  r(f)   = min_c (f - mu_c)^T Sigma_w^-1 (f - mu_c) - d(f)      arXiv 2106.09022
+    distance   d(f) = (f - mu)^T Sigma^-1 (f - mu)                     arXiv 2505.18032, no labels
+    class      c(f) = min_c (f - mu_c)^T Sigma_w^-1 (f - mu_c)         arXiv 1807.03888
+    relative   c(f) - d(f)                                             arXiv 2106.09022
+    neighbour  -max_i f . f_i, over known examples                     arXiv 2204.06507 with k = 1
+    cosine     -max_c f . mu_c / |mu_c|
 
 Sigma = S / n + ridge I with the scatter S of the known data, Sigma_w the same around class means;
-`moments.py` fits them. Larger is further away, **so a higher distance speaks for a new input**, as
+`moments.py` fits them. Larger is further away, **so a higher value speaks for a new input**, as
 everywhere.
 
-A known example's own distance is too small: it helped to place mu and Sigma. Leaving it out has a
-closed form (Sherman and Morrison): with d the distance under all n examples, its distance under
-the others is n d / (n - 1 - d). So every known example is held out once, in one pass.
+A known example's own value is too small: it helped to place mu and Sigma, and is its own nearest
+neighbour. Leaving it out has closed forms (Sherman and Morrison): with d the distance under all n
+examples, its distance under the others is n d / (n - 1 - d). So every known example is held out
+once, in one pass.
 """
 
 from __future__ import annotations
@@ -20,6 +24,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .scores import entropy_of, gen_of
+
+Term = tuple[str, int]
+"""Kind and tap of a term; scores of the probability, `gen` and `entropy`, have tap -1."""
 CLASSES = 1024
 """Classes that one step measures distances to, so that many classes need no more memory."""
 CELLS = 2**22
@@ -145,3 +153,88 @@ class ClassDistance:
         own = torch.where(number > 1, own, torch.inf)  # its class goes with it
         index = classes.expand(len(own), -1)[..., None]
         return others.scatter(2, index, own[..., None]).amin(-1).T
+
+
+@dataclass(frozen=True)
+class Measures:
+    """All that terms are measured with.
+
+    Attributes:
+        distance: To all known data, at every tap.
+        classes: To the nearest class, at the taps from `first_class_tap` on; None without classes.
+        first_class_tap: See `classes`.
+        neighbours: Unit features of known examples, `[tap, example, width]`; None without.
+        neighbour_taps: The taps of `neighbours`.
+        totals: Sums of the unit features of each class, `[tap, class, width]`; None without.
+        cosine_taps: The taps of `totals`.
+    """
+
+    distance: GlobalDistance
+    classes: ClassDistance | None
+    first_class_tap: int
+    neighbours: Tensor | None = None
+    neighbour_taps: tuple[int, ...] = ()
+    totals: Tensor | None = None
+    cosine_taps: tuple[int, ...] = ()
+
+    @property
+    def terms(self) -> list[Term]:
+        """What is measured, in the order of the values."""
+        taps = range(len(self.distance.mean))
+        late = taps[self.first_class_tap :] if self.classes is not None else ()
+        found = [("distance", tap) for tap in taps]
+        found += [(kind, tap) for kind in ("class", "relative") for tap in late]
+        found += [("neighbour", tap) for tap in self.neighbour_taps]
+        found += [("cosine", tap) for tap in self.cosine_taps]
+        return [*found, ("gen", -1), ("entropy", -1)]
+
+    def __call__(
+        self,
+        features: Tensor,
+        probability: Tensor,
+        *,
+        rows: Tensor | None = None,
+        classes: Tensor | None = None,
+    ) -> Tensor:
+        """Return all values of unit features `[example, tap, width]`, `[example, term]`.
+
+        Args:
+            features: Unit features.
+            probability: Mean probability of the members, `[example, class]`.
+            rows: Numbers of the examples among the neighbours, if they are known examples: each of
+                them is then left out of all statistics.
+            classes: Classes of known examples, as numbers among the known classes.
+        """
+        held_out = rows is not None
+        distance = self.distance.held_out(features) if held_out else self.distance(features)
+        parts = [distance]
+        if self.classes is not None:
+            late = features[:, self.first_class_tap :]
+            if held_out and classes is not None:
+                nearest = self.classes.held_out(late, classes)
+            else:
+                nearest = self.classes(late)
+            parts += [nearest, nearest - distance[:, self.first_class_tap :]]
+        if self.neighbours is not None:
+            near = features[:, list(self.neighbour_taps)].transpose(0, 1)
+            similar = near @ self.neighbours.transpose(1, 2)
+            if rows is not None:
+                index = rows.expand(len(similar), -1)[..., None]
+                similar = similar.scatter(2, index, -torch.inf)
+            parts.append(-similar.amax(-1).T)
+        if self.totals is not None:
+            parts.append(self._cosine(features[:, list(self.cosine_taps)], held_out, classes))
+        scores = torch.stack([gen_of(probability), entropy_of(probability)], 1)
+        return torch.cat([*parts, scores.to(distance.dtype)], 1)
+
+    def _cosine(self, features: Tensor, held_out: bool, classes: Tensor | None) -> Tensor:
+        assert self.totals is not None
+        similar = torch.einsum("ntw,tcw->tnc", features, unit(self.totals))
+        if held_out and classes is not None:
+            others = self.totals[:, classes] - features.transpose(0, 1)
+            own = (unit(others) * features.transpose(0, 1)).sum(-1, keepdim=True)
+            # a class of one example goes with it
+            own = torch.where(others.norm(dim=-1, keepdim=True) > 1e-6, own, -1.0)
+            index = classes.expand(len(similar), -1)[..., None]
+            similar = similar.scatter(2, index, own)
+        return -similar.amax(-1).T

@@ -1,23 +1,23 @@
-"""Novelty: is this input like anything known? Distances and one score, joined as p-values.
+"""Novelty: is this input like anything known? Distances and scores, joined as p-values.
 
     score(x)   = sum over terms of w_term * -log p_term(x)     Fisher's sum, taken as a score
     novelty(x) = share of known data with a lower score         in [0, 1]
 
-The terms are the Mahalanobis distances at every tap (`distances.py`, fitted by `moments.py`) and
-the generalized entropy of the mean probability (GEN, Liu et al., 2023). Each p-value is the term's
-rank among known examples, each of them held out. Taps repeat each other, so each kind of terms has
-a fixed weight, shared by its taps:
+The terms are distances at the taps (`distances.py`) and scores of the mean probability. Each
+p-value is the term's rank among known examples, each of them held out. Taps repeat each other, so
+each kind of terms has a weight, shared by its taps. The usual weights:
 
     trunk: distance to all known data             4
     trunk: distance to the nearest class          1   relative to that to all known data
     last block: distance to the nearest class     2   this block was trained to tell classes apart
-    probability                                   1
+    probability                                   1   generalized entropy (GEN, Liu et al., 2023)
 
 Without labels, or with two classes, there are no distances to classes, and the last block's
 distance to all known data weighs 0.5. The weights were chosen on textures, MNIST, TREC,
-out-of-scope validation questions, scribbles, proxies, and classes left out of the known data. As
-terms depend on each other, the sum is not read off a chi-square table: it is ranked among the known
-examples' own sums.
+out-of-scope validation questions, scribbles, proxies, and classes left out of the known data. Where
+leaving out classes of the known data shows that another sum is clearly better on this host, that
+sum is taken (`term_choice.py`). As terms depend on each other, the sum is not read off a chi-square
+table: it is ranked among the known examples' own sums.
 
 P-values by rank among held-out known data, continued beyond the largest value seen.
 
@@ -34,15 +34,16 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import FormatError
-from .distances import ClassDistance, GlobalDistance, Whitening, unit
+from .distances import ClassDistance, GlobalDistance, Measures, Term, Whitening, unit
 from .evidence import Evidence
-from .scores import gen, gen_of
+from .scores import mean_probability
 
 TAIL = 0.1
 
@@ -117,37 +118,39 @@ def count_below(rows: Tensor, values: Tensor) -> Tensor:
 
 
 FORMAT_VERSION = 3
+KINDS = {
+    "distance": "{}",
+    "class": "{}, nearest class",
+    "relative": "{}, nearest class (relative)",
+    "neighbour": "{}, nearest neighbour",
+    "cosine": "{}, nearest class by cosine",
+    "gen": "probability",
+    "entropy": "entropy",
+}
+"""Names of the kinds of terms."""
 
 
-def class_terms(nearest: Tensor, distance: Tensor, *, hears_end: bool) -> Tensor:
-    """Return distances to the nearest class, in the trunk relative to those to all known data.
-
-    Args:
-        nearest: Distances to the nearest class, `[example, late tap]`.
-        distance: Distances to all known data at these taps.
-        hears_end: Whether the last tap is the end of the last block: it is not relative.
-    """
-    if not hears_end:
-        return nearest - distance
-    return torch.cat([nearest[:, :-1] - distance[:, :-1], nearest[:, -1:]], 1)
-
-
-def term_weights(taps: int, class_taps: int, *, hears_end: bool) -> Tensor:
-    """Return the weight of every term (see the top of this file), `[term]`.
+def usual_terms(
+    taps: int, first_class_tap: int, *, classes: bool, uses_last_block: bool
+) -> dict[Term, float]:
+    """Return the usual terms and their weights (see the top of this file).
 
     Args:
         taps: Number of taps.
-        class_taps: Number of taps that measure distances to classes; 0 without labels.
-        hears_end: Whether the last tap is the end of the last block.
+        first_class_tap: The first tap that measures distances to classes.
+        classes: Whether there are distances to classes.
+        uses_last_block: Whether the last tap is the end of the last block.
     """
-    if not hears_end:
-        each = [4 / taps] * taps + [2 / max(class_taps, 1)] * class_taps
-    elif not class_taps:
-        each = [4 / (taps - 1)] * (taps - 1) + [0.5]
-    else:
-        late = class_taps - 1
-        each = [4 / (taps - 1)] * (taps - 1) + [0.0] + [1 / max(late, 1)] * late + [2.0]
-    return torch.tensor([*each, 1.0])
+    late = range(first_class_tap, taps) if classes else range(0)
+    if not uses_last_block:
+        found = {("distance", tap): 4 / taps for tap in range(taps)}
+        return {**found, **{("relative", tap): 2 / len(late) for tap in late}, ("gen", -1): 1.0}
+    end = taps - 1
+    found = {("distance", tap): 4 / end for tap in range(end)}
+    if not classes:
+        return {**found, ("distance", end): 0.5, ("gen", -1): 1.0}
+    found |= {("relative", tap): 1 / (len(late) - 1) for tap in late[:-1]}
+    return {**found, ("class", end): 2.0, ("gen", -1): 1.0}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -156,10 +159,8 @@ class Novelty:
 
     Attributes:
         taps: Names of the taps, in their order.
-        distance: To all known data.
-        classes: To the nearest class, of the taps from `first_class_tap` on; None without.
-        first_class_tap: See `classes`.
-        hears_end: Whether the last tap is the end of the last block, which has a weight of its own.
+        measures: What the terms are measured with.
+        chosen: Kind and tap of every term.
         weights: Of the terms, `[term]`.
         ranks: Held-out terms.
         sums: Held-out scores, `[1, example]`.
@@ -172,12 +173,12 @@ class Novelty:
             they were not kept.
         precision: In which the features were computed, such as `"bfloat16"` or `"float32 under
             autocast to bfloat16"`: in another precision they are other features.
+        choice: How the terms were chosen, in a few words.
     """
 
     taps: tuple[str, ...]
-    distance: GlobalDistance
-    classes: ClassDistance | None
-    first_class_tap: int
+    measures: Measures
+    chosen: tuple[Term, ...]
     weights: Tensor
     ranks: Ranks
     sums: Ranks
@@ -186,15 +187,25 @@ class Novelty:
     names: tuple[str, ...] = ()
     examples: int = 0
     trained: int = 0
-    hears_end: bool = False
     hashes: Tensor | None = None
     precision: str = "float32"
+    choice: str = "the usual terms"
+
+    @property
+    def classes(self) -> ClassDistance | None:
+        """Distances to classes; None without."""
+        return self.measures.classes
 
     @property
     def terms(self) -> tuple[str, ...]:
         """Names of the terms of the score."""
-        named = self.taps[self.first_class_tap :] if self.classes is not None else ()
-        return (*self.taps, *(f"{tap}, nearest class" for tap in named), "probability")
+        return tuple(KINDS[kind].format(self.taps[tap]) for kind, tap in self.chosen)
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """Where the terms stand among all that is measured."""
+        every = self.measures.terms
+        return [every.index(term) for term in self.chosen]
 
     def total(self, surprise: Tensor) -> Tensor:
         """Return the score of surprises `[example, term]`: their weighted sum, `[example]`."""
@@ -210,20 +221,11 @@ class Novelty:
             member_logits: Raw logits `[example, member, class]`, no temperature applied.
             probability: Their mean probability `[example, class]`, when it is known already.
         """
-        score = gen(member_logits) if probability is None else gen_of(probability)
-        heard = summaries[:, : len(self.taps)]  # old statistics do not know the last block
-        features = unit(heard.to(self.distance.mean.dtype))
-        return self.ranks.surprise(self._terms(features, score))
-
-    def _terms(self, features: Tensor, score: Tensor) -> Tensor:
-        distance = self.distance(features)
-        parts = [distance]
-        if self.classes is not None:
-            late = slice(self.first_class_tap, None)
-            nearest = self.classes(features[:, late])
-            parts.append(class_terms(nearest, distance[:, late], hears_end=self.hears_end))
-        parts.append(score.to(distance.dtype)[:, None])
-        return torch.cat(parts, 1)
+        if probability is None:
+            probability = mean_probability(member_logits)
+        features = unit(summaries.to(self.measures.distance.mean.dtype))
+        values = self.measures(features, probability)
+        return self.ranks.surprise(values[:, self._places])
 
     def __call__(
         self, summaries: Tensor, member_logits: Tensor, probability: Tensor | None = None
@@ -249,7 +251,7 @@ class Novelty:
         with full_precision(summaries):
             surprise = self.surprise(summaries, member_logits)
             score = self.total(surprise)
-            last = unit(summaries[:, len(self.taps) - 1].to(self.bank.dtype))
+            last = unit(summaries[:, -1].to(self.bank.dtype))
             similarity, order = (last @ self.bank.T).topk(min(neighbours, len(self.bank)))
         return Evidence(
             terms=self.terms,
@@ -279,9 +281,13 @@ class Novelty:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name."""
-        found = {
-            "distance.mean": self.distance.mean,
-            **_whitening_tensors("distance", self.distance.whitening),
+        measures, classes = self.measures, self.measures.classes
+        found: dict[str, Tensor | None] = {
+            "distance.mean": measures.distance.mean,
+            "distance.whitening": measures.distance.whitening.matrix,
+            "distance.level": measures.distance.whitening.level,
+            "neighbours": measures.neighbours,
+            "totals": measures.totals,
             "weights": self.weights,
             "ranks.values": self.ranks.values,
             "ranks.scale": self.ranks.scale,
@@ -289,25 +295,28 @@ class Novelty:
             "sums.scale": self.sums.scale,
             "bank": self.bank,
             "bank_positions": self.bank_positions,
+            "hashes": self.hashes,
         }
-        if self.hashes is not None:
-            found["hashes"] = self.hashes
-        if self.classes is not None:
+        if classes is not None:
             found |= {
-                "classes.centre": self.classes.centre,
-                "classes.means": self.classes.means,
-                **_whitening_tensors("classes", self.classes.whitening),
-                "classes.counts": self.classes.counts,
+                "classes.centre": classes.centre,
+                "classes.means": classes.means,
+                "classes.whitening": classes.whitening.matrix,
+                "classes.level": classes.whitening.level,
+                "classes.counts": classes.counts,
             }
-        return found
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def facts(self) -> dict[str, Any]:
         """Return all that is not a tensor, as JSON can hold it."""
         return {
             "format_version": FORMAT_VERSION,
             "taps": list(self.taps),
-            "first_class_tap": self.first_class_tap,
-            "hears_end": self.hears_end,
+            "first_class_tap": self.measures.first_class_tap,
+            "neighbour_taps": list(self.measures.neighbour_taps),
+            "cosine_taps": list(self.measures.cosine_taps),
+            "terms": [list(term) for term in self.chosen],
+            "choice": self.choice,
             "names": list(self.names),
             "examples": self.examples,
             "trained": self.trained,
@@ -320,13 +329,19 @@ class Novelty:
         precision = "" if self.precision == "float32" else f", in {self.precision}"
         return (
             f"{len(self.taps)} taps, fitted on {self.examples} known examples{trained}{classes}"
-            f"{precision}"
+            f"{precision}; {self._said()}"
         )
 
-
-def _whitening_tensors(name: str, whitening: Whitening) -> dict[str, Tensor]:
-    found = {f"{name}.whitening": whitening.matrix}
-    return found if whitening.level is None else {**found, f"{name}.level": whitening.level}
+    def _said(self) -> str:
+        """Say which terms are summed and why."""
+        if not self.choice.startswith("chosen"):
+            return self.choice
+        late = [
+            name
+            for name, weight in zip(self.terms, self.weights.tolist(), strict=True)
+            if weight >= 1
+        ]
+        return f"{self.choice}: the trunk's distance, {', '.join(late)}"
 
 
 def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
@@ -348,15 +363,23 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
                 Whitening(tensors["classes.whitening"], tensors.get("classes.level")),
                 tensors["classes.counts"],
             )
+        distance = GlobalDistance(
+            tensors["distance.mean"],
+            Whitening(tensors["distance.whitening"], tensors.get("distance.level")),
+            int(facts["trained"] or facts["examples"]),
+        )
         return Novelty(
             taps=tuple(facts["taps"]),
-            distance=GlobalDistance(
-                tensors["distance.mean"],
-                Whitening(tensors["distance.whitening"], tensors.get("distance.level")),
-                int(facts["trained"] or facts["examples"]),
+            measures=Measures(
+                distance,
+                classes,
+                int(facts["first_class_tap"]),
+                tensors.get("neighbours"),
+                tuple(facts["neighbour_taps"]),
+                tensors.get("totals"),
+                tuple(facts["cosine_taps"]),
             ),
-            classes=classes,
-            first_class_tap=int(facts["first_class_tap"]),
+            chosen=tuple((str(kind), int(tap)) for kind, tap in facts["terms"]),
             weights=tensors["weights"],
             ranks=Ranks(tensors["ranks.values"], tensors["ranks.scale"]),
             sums=Ranks(tensors["sums.values"], tensors["sums.scale"]),
@@ -365,9 +388,9 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
             names=tuple(facts["names"]),
             examples=int(facts["examples"]),
             trained=int(facts["trained"]),
-            hears_end=bool(facts.get("hears_end", False)),
             hashes=tensors.get("hashes"),
-            precision=str(facts.get("precision", "float32")),
+            precision=str(facts["precision"]),
+            choice=str(facts["choice"]),
         )
     except KeyError as error:
         raise FormatError(
