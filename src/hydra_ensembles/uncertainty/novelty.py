@@ -341,7 +341,7 @@ class Novelty:
             for name, weight in zip(self.terms, self.weights.tolist(), strict=True)
             if weight >= 1
         ]
-        return f"{self.choice}: the trunk's distance, {', '.join(late)}"
+        return f"{self.choice}: the trunk's distance + {' + '.join(late)}"
 
 
 def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
