@@ -15,9 +15,9 @@ each kind of terms has a weight, shared by its taps. The usual weights:
 Without labels, or with two classes, there are no distances to classes, and the last block's
 distance to all known data weighs 0.5. The weights were chosen on textures, MNIST, TREC,
 out-of-scope validation questions, scribbles, proxies, and classes left out of the known data. Where
-leaving out classes of the known data shows that another sum is clearly better on this host, that
-sum is taken (`term_choice.py`). As terms depend on each other, the sum is not read off a chi-square
-table: it is ranked among the known examples' own sums.
+leaving out classes of the known data shows that another sum finds them clearly better on this host
+(`term_choice.py`), there are two sums, and the score is the larger -log p of both. As terms depend
+on each other, a sum is not read off a chi-square table: it is ranked among the known examples' own.
 
 P-values by rank among held-out known data, continued beyond the largest value seen.
 
@@ -161,8 +161,9 @@ class Novelty:
         taps: Names of the taps, in their order.
         measures: What the terms are measured with.
         chosen: Kind and tap of every term.
-        weights: Of the terms, `[term]`.
+        weights: Of the terms in each sum, `[sum, term]`: the usual sum, and a chosen one if any.
         ranks: Held-out terms.
+        by_sum: Held-out sums, `[sum, example]`, if there are two.
         sums: Held-out scores, `[1, example]`.
         bank: Unit features of some known examples at the last tap, `[example, width]`.
         bank_positions: Their positions in the known data.
@@ -181,6 +182,7 @@ class Novelty:
     chosen: tuple[Term, ...]
     weights: Tensor
     ranks: Ranks
+    by_sum: Ranks | None
     sums: Ranks
     bank: Tensor
     bank_positions: Tensor
@@ -208,8 +210,12 @@ class Novelty:
         return [every.index(term) for term in self.chosen]
 
     def total(self, surprise: Tensor) -> Tensor:
-        """Return the score of surprises `[example, term]`: their weighted sum, `[example]`."""
-        return surprise @ self.weights.to(surprise.dtype)
+        """Return the score of surprises `[example, term]`, `[example]`.
+
+        That is their weighted sum; of two sums, the larger -log p.
+        """
+        sums = surprise @ self.weights.T.to(surprise.dtype)
+        return sums[:, 0] if self.by_sum is None else self.by_sum.surprise(sums).amax(1)
 
     def surprise(
         self, summaries: Tensor, member_logits: Tensor, probability: Tensor | None = None
@@ -297,6 +303,8 @@ class Novelty:
             "bank_positions": self.bank_positions,
             "hashes": self.hashes,
         }
+        if self.by_sum is not None:
+            found |= {"by_sum.values": self.by_sum.values, "by_sum.scale": self.by_sum.scale}
         if classes is not None:
             found |= {
                 "classes.centre": classes.centre,
@@ -334,13 +342,10 @@ class Novelty:
 
     def _said(self) -> str:
         """Say which terms are summed and why."""
-        if not self.choice.startswith("chosen"):
+        if self.by_sum is None:
             return self.choice
-        late = [
-            name
-            for name, weight in zip(self.terms, self.weights.tolist(), strict=True)
-            if weight >= 1
-        ]
+        terms = zip(self.terms, self.weights[1].tolist(), strict=True)
+        late = [name for name, weight in terms if weight >= 1]
         return f"{self.choice}: the trunk's distance + {' + '.join(late)}"
 
 
@@ -382,6 +387,9 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
             chosen=tuple((str(kind), int(tap)) for kind, tap in facts["terms"]),
             weights=tensors["weights"],
             ranks=Ranks(tensors["ranks.values"], tensors["ranks.scale"]),
+            by_sum=Ranks(tensors["by_sum.values"], tensors["by_sum.scale"])
+            if "by_sum.values" in tensors
+            else None,
             sums=Ranks(tensors["sums.values"], tensors["sums.scale"]),
             bank=tensors["bank"],
             bank_positions=tensors["bank_positions"],

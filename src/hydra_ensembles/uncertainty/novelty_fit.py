@@ -155,12 +155,13 @@ class NoveltyFit:
             )
         # the half that the choice saw is ranked only where nothing was chosen
         every = torch.arange(self._known.count)
-        ranked = second if choice.chosen and not self.trained else every
+        ranked = every if choice.chosen is None or self.trained else second
         measures = self._measures(moments, labelled, choice, kept)
         values = self._values(measures, choice, ranked)
         ranks = Ranks.of(values)
-        weights = torch.tensor(list(choice.terms.values())).double()
-        score = ranks.held_out_surprise(values) @ weights
+        sums = ranks.held_out_surprise(values) @ choice.weights.T
+        by_sum = None if choice.chosen is None else Ranks.of(sums)
+        score = sums if by_sum is None else by_sum.held_out_surprise(sums).amax(1, keepdim=True)
         bank = every[:: -(-len(every) // BANK)]
         last = self._known.rows(bank).features[:, -1]
         positions = self._known.positions[bank]
@@ -168,9 +169,10 @@ class NoveltyFit:
             taps=self.taps,
             measures=measures,
             chosen=tuple(choice.terms),
-            weights=weights,
+            weights=choice.weights,
             ranks=ranks,
-            sums=Ranks.of(score[:, None]),
+            by_sum=by_sum,
+            sums=Ranks.of(score),
             bank=last,
             bank_positions=positions,
             names=tuple(names)[: int(positions.max()) + 1],

@@ -5,11 +5,13 @@ statistics are fitted to the others, whose examples are held out in closed form,
 classes are the outliers; probabilities of the left-out classes are dropped. Without labels,
 clusters are left out. Families of far outliers (proxies) can be given beside them.
 
-A sum of -log p is built step by step. It starts with the trunk's distance to all known data, which
-finds far outliers and always stays, and takes the term that raises the worst and the mean AUROC
-most, until that is below 0.05. Single winners are fragile, sums are not. The usual sum is kept
-unless the chosen one is better by 0.5 AUROC in the mean, on classes that took no part in choosing
-it, with a paired interval above 0, and loses no more than 0.3 on any family of far outliers.
+A sum of -log p is built step by step. It starts with the trunk's distance to all known data, and
+takes the term that raises the worst and the mean AUROC most, until that is below 0.05. Single
+winners are fragile, sums are not. An input is then as new as the usual sum says or as the chosen
+one says, whichever says more: left-out classes tell nothing about far outliers, which the usual sum
+finds. The usual sum stays alone unless both together are better by 0.5 AUROC in the mean, on
+classes that took no part in choosing, with a paired interval above 0, and lose no more than 0.3 on
+any family of far outliers.
 
 Candidates are the distances of the last blocks (to all data, to classes, relative), the nearest
 neighbour, the nearest class by cosine, which is the distance to classes at full shrinkage, and two
@@ -56,14 +58,26 @@ class Choice:
     """The terms of novelty.
 
     Attributes:
-        terms: Their weights.
-        chosen: Whether they differ from the usual ones.
+        usual: Weights of the usual terms.
+        chosen: Weights of a second sum; None without one.
         note: Why, in a few words.
     """
 
-    terms: dict[Term, float]
-    chosen: bool = False
+    usual: dict[Term, float]
+    chosen: dict[Term, float] | None = None
     note: str = "the usual terms"
+
+    @property
+    def terms(self) -> list[Term]:
+        """All terms, each once."""
+        return list({**self.usual, **(self.chosen or {})})
+
+    @property
+    def weights(self) -> Tensor:
+        """Weights of all terms in each sum, `[sum, term]`."""
+        sums = [self.usual] if self.chosen is None else [self.usual, self.chosen]
+        rows = [[weights.get(term, 0.0) for term in self.terms] for weights in sums]
+        return torch.tensor(rows, dtype=torch.float64)
 
     def taps(self, kind: str) -> list[int]:
         """Return the taps of one kind of terms."""
@@ -134,26 +148,33 @@ def choose_terms(
         sums = weights.new_zeros(len(weights), 2)
         sums[:, 0] = weights
         sums[select([other for other in folds if other is not fold], base, candidates), 1] = 1.0
-        shares = 100 * shares_below(fold.known @ sums, fold.near @ sums)
+        ranks = Ranks.of(fold.known @ sums)
+        known = _both(ranks.held_out_surprise(fold.known @ sums))
+        shares = 100 * shares_below(known, _both(ranks.surprise(fold.near @ sums)))
         figures.append(shares.mean(0))
         gain = shares[:, 1] - shares[:, 0]
         gains += [float(gain[fold.groups == group].mean()) for group in fold.groups.unique()]
         for family in fold.far:
-            share = 100 * shares_below(fold.known @ sums, family @ sums).mean(0)
+            share = 100 * shares_below(known, _both(ranks.surprise(family @ sums))).mean(0)
             losses.append(float(share[0] - share[1]))
     before, after = torch.stack(figures).mean(0).tolist()
     gain = torch.tensor(gains)
     low = float(gain.mean() - 1.96 * gain.std() / len(gain) ** 0.5)
-    kind = "classes" if classes else "clusters"
-    by_family = torch.tensor(losses).view(FOLDS, -1).mean(0)
-    if after - before < GAIN or low <= 0 or bool((by_family > FAR_LOSS).any()):
-        note = f"AUROC of left-out {kind} {before:.1f}, of the best other sum {after:.1f}"
-        return Choice(usual, note=f"the usual terms ({note})")
-    weight = dict.fromkeys((("distance", tap) for tap in range(taps - 1)), 1 / (taps - 1))
+    lost = torch.tensor(losses).view(FOLDS, -1).mean(0)
+    figure = f"AUROC of left-out {'classes' if classes else 'clusters'}"
+    if after - before < GAIN or low <= 0 or bool((lost > FAR_LOSS).any()):
+        note = f"the usual terms ({figure} {before:.1f}, with the best other sum {after:.1f})"
+        return Choice(usual, note=note)
+    chosen = dict.fromkeys((("distance", tap) for tap in range(taps - 1)), 1 / (taps - 1))
     for column in select(folds, base, candidates)[1:]:
-        weight[terms[column - 1]] = weight.get(terms[column - 1], 0.0) + 1.0
-    note = f"AUROC of left-out {kind} {after:.1f}, of the usual terms {before:.1f}"
-    return Choice(weight, chosen=True, note=f"chosen terms ({note})")
+        chosen[terms[column - 1]] = chosen.get(terms[column - 1], 0.0) + 1.0
+    note = f"the usual terms or chosen ones ({figure} {after:.1f}, without these {before:.1f})"
+    return Choice(usual, chosen, note)
+
+
+def _both(surprise: Tensor) -> Tensor:
+    """Return -log p of the usual sum, and the larger one of both sums, `[example, 2]`."""
+    return torch.stack([surprise[:, 0], surprise.amax(1)], 1)
 
 
 def select(folds: Sequence[Fold], base: Sequence[int], candidates: Sequence[int]) -> list[int]:

@@ -77,7 +77,7 @@ def test_every_kind_of_term_is_exported(tmp_path: Path, monkeypatch: pytest.Monk
         last = max(tap for _, tap in usual)
         kinds = ("distance", "class", "relative", "neighbour", "cosine")
         terms = {(kind, last): 1.0 for kind in kinds} | {("gen", -1): 1.0, ("entropy", -1): 1.0}
-        return Choice(terms, chosen=True, note="chosen terms")
+        return Choice(usual, terms)
 
     monkeypatch.setattr(novelty_fit, "choose_terms", every)
     ensemble = hydra.fuse(zoo.make("vit"), late_masks(zoo.host("vit"))).eval()
