@@ -16,8 +16,9 @@ Without labels, or with two classes, there are no distances to classes, and the 
 distance to all known data weighs 0.5. The weights were chosen on textures, MNIST, TREC,
 out-of-scope validation questions, scribbles, proxies, and classes left out of the known data. Where
 leaving out classes of the known data shows that another sum finds them clearly better on this host
-(`term_choice.py`), there are two sums, and the score is the larger -log p of both. As terms depend
-on each other, a sum is not read off a chi-square table: it is ranked among the known examples' own.
+(`term_choice.py`), there are two sums on one scale, and the score is the larger one. As terms
+depend on each other, the score is not read off a chi-square table: it is ranked among the known
+examples' own scores.
 
 P-values by rank among held-out known data, continued beyond the largest value seen.
 
@@ -163,7 +164,7 @@ class Novelty:
         chosen: Kind and tap of every term.
         weights: Of the terms in each sum, `[sum, term]`: the usual sum, and a chosen one if any.
         ranks: Held-out terms.
-        by_sum: Held-out sums, `[sum, example]`, if there are two.
+        offset: Added to each sum, `[sum]`.
         sums: Held-out scores, `[1, example]`.
         bank: Unit features of some known examples at the last tap, `[example, width]`.
         bank_positions: Their positions in the known data.
@@ -181,8 +182,8 @@ class Novelty:
     measures: Measures
     chosen: tuple[Term, ...]
     weights: Tensor
+    offset: Tensor
     ranks: Ranks
-    by_sum: Ranks | None
     sums: Ranks
     bank: Tensor
     bank_positions: Tensor
@@ -212,10 +213,9 @@ class Novelty:
     def total(self, surprise: Tensor) -> Tensor:
         """Return the score of surprises `[example, term]`, `[example]`.
 
-        That is their weighted sum; of two sums, the larger -log p.
+        That is their weighted sum; the larger one of two sums.
         """
-        sums = surprise @ self.weights.T.to(surprise.dtype)
-        return sums[:, 0] if self.by_sum is None else self.by_sum.surprise(sums).amax(1)
+        return (surprise @ self.weights.T.to(surprise.dtype) + self.offset).amax(1)
 
     def surprise(
         self, summaries: Tensor, member_logits: Tensor, probability: Tensor | None = None
@@ -295,6 +295,7 @@ class Novelty:
             "neighbours": measures.neighbours,
             "totals": measures.totals,
             "weights": self.weights,
+            "offset": self.offset,
             "ranks.values": self.ranks.values,
             "ranks.scale": self.ranks.scale,
             "sums.values": self.sums.values,
@@ -303,8 +304,6 @@ class Novelty:
             "bank_positions": self.bank_positions,
             "hashes": self.hashes,
         }
-        if self.by_sum is not None:
-            found |= {"by_sum.values": self.by_sum.values, "by_sum.scale": self.by_sum.scale}
         if classes is not None:
             found |= {
                 "classes.centre": classes.centre,
@@ -342,10 +341,11 @@ class Novelty:
 
     def _said(self) -> str:
         """Say which terms are summed and why."""
-        if self.by_sum is None:
+        if len(self.weights) == 1:
             return self.choice
-        terms = zip(self.terms, self.weights[1].tolist(), strict=True)
-        late = [name for name, weight in terms if weight >= 1]
+        weights = self.weights[1].tolist()
+        each = max(weights) / 2  # the trunk's taps share the weight of one term
+        late = [name for name, weight in zip(self.terms, weights, strict=True) if weight > each]
         return f"{self.choice}: the trunk's distance + {' + '.join(late)}"
 
 
@@ -387,9 +387,7 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
             chosen=tuple((str(kind), int(tap)) for kind, tap in facts["terms"]),
             weights=tensors["weights"],
             ranks=Ranks(tensors["ranks.values"], tensors["ranks.scale"]),
-            by_sum=Ranks(tensors["by_sum.values"], tensors["by_sum.scale"])
-            if "by_sum.values" in tensors
-            else None,
+            offset=tensors["offset"],
             sums=Ranks(tensors["sums.values"], tensors["sums.scale"]),
             bank=tensors["bank"],
             bank_positions=tensors["bank_positions"],

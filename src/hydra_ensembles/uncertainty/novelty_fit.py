@@ -22,7 +22,7 @@ from .distances import Measures, unit
 from .moments import Moments, class_distance, global_distance
 from .novelty import Novelty, Ranks, usual_terms
 from .scores import mean_probability
-from .term_choice import Choice, Examples, choose_terms
+from .term_choice import Choice, Examples, choose_terms, matched
 
 KEPT = 2**27
 """Numbers of token summaries that are kept, about; at least 1,024 examples are."""
@@ -160,8 +160,8 @@ class NoveltyFit:
         values = self._values(measures, choice, ranked)
         ranks = Ranks.of(values)
         sums = ranks.held_out_surprise(values) @ choice.weights.T
-        by_sum = None if choice.chosen is None else Ranks.of(sums)
-        score = sums if by_sum is None else by_sum.held_out_surprise(sums).amax(1, keepdim=True)
+        scale, offset = matched(sums)
+        score = (sums * scale + offset).amax(1, keepdim=True)
         bank = every[:: -(-len(every) // BANK)]
         last = self._known.rows(bank).features[:, -1]
         positions = self._known.positions[bank]
@@ -169,9 +169,9 @@ class NoveltyFit:
             taps=self.taps,
             measures=measures,
             chosen=tuple(choice.terms),
-            weights=choice.weights,
+            weights=choice.weights * scale[:, None],
+            offset=offset,
             ranks=ranks,
-            by_sum=by_sum,
             sums=Ranks.of(score),
             bank=last,
             bank_positions=positions,

@@ -8,10 +8,11 @@ clusters are left out. Families of far outliers (proxies) can be given beside th
 A sum of -log p is built step by step. It starts with the trunk's distance to all known data, and
 takes the term that raises the worst and the mean AUROC most, until that is below 0.05. Single
 winners are fragile, sums are not. An input is then as new as the usual sum says or as the chosen
-one says, whichever says more: left-out classes tell nothing about far outliers, which the usual sum
-finds. The usual sum stays alone unless both together are better by 0.5 AUROC in the mean, on
-classes that took no part in choosing, with a paired interval above 0, and lose no more than 0.3 on
-any family of far outliers.
+one says, whichever says more, on the usual one's scale (matched at the median and the 95 % quantile
+of known data): left-out classes tell nothing about far outliers, which the usual sum finds. The
+usual sum stays alone unless both together are better by 0.5 AUROC in the mean, on classes that took
+no part in choosing, with a paired interval above 0, and lose no more than 0.3 on any family of far
+outliers.
 
 Candidates are the distances of the last blocks (to all data, to classes, relative), the nearest
 neighbour, the nearest class by cosine, which is the distance to classes at full shrinkage, and two
@@ -148,14 +149,14 @@ def choose_terms(
         sums = weights.new_zeros(len(weights), 2)
         sums[:, 0] = weights
         sums[select([other for other in folds if other is not fold], base, candidates), 1] = 1.0
-        ranks = Ranks.of(fold.known @ sums)
-        known = _both(ranks.held_out_surprise(fold.known @ sums))
-        shares = 100 * shares_below(known, _both(ranks.surprise(fold.near @ sums)))
+        scale, offset = matched(fold.known @ sums)
+        known = _both((fold.known @ sums) * scale + offset)
+        shares = 100 * shares_below(known, _both((fold.near @ sums) * scale + offset))
         figures.append(shares.mean(0))
         gain = shares[:, 1] - shares[:, 0]
         gains += [float(gain[fold.groups == group].mean()) for group in fold.groups.unique()]
         for family in fold.far:
-            share = 100 * shares_below(known, _both(ranks.surprise(family @ sums))).mean(0)
+            share = 100 * shares_below(known, _both((family @ sums) * scale + offset)).mean(0)
             losses.append(float(share[0] - share[1]))
     before, after = torch.stack(figures).mean(0).tolist()
     gain = torch.tensor(gains)
@@ -172,9 +173,21 @@ def choose_terms(
     return Choice(usual, chosen, note)
 
 
-def _both(surprise: Tensor) -> Tensor:
-    """Return -log p of the usual sum, and the larger one of both sums, `[example, 2]`."""
-    return torch.stack([surprise[:, 0], surprise.amax(1)], 1)
+def matched(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return factors and offsets that bring known sums `[example, sum]` to the scale of the first.
+
+    Their medians and 95 % quantiles are then equal.
+    """
+    levels = torch.tensor([0.5, 0.95], dtype=sums.dtype)
+    middle, high = sums.quantile(levels, dim=0)
+    spread = (high - middle).clamp_min(1e-12)
+    scale = spread[0] / spread
+    return scale, middle[0] - middle * scale
+
+
+def _both(sums: Tensor) -> Tensor:
+    """Return the usual sum, and the larger one of both, `[example, 2]`."""
+    return torch.stack([sums[:, 0], sums.amax(1)], 1)
 
 
 def select(folds: Sequence[Fold], base: Sequence[int], candidates: Sequence[int]) -> list[int]:
