@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_ensembles.uncertainty import novelty_fit
+from hydra_ensembles.uncertainty import novelty_fit, term_choice
 from hydra_ensembles.uncertainty.distances import Measures, unit
 from hydra_ensembles.uncertainty.moments import Moments, class_distance, global_distance
 from hydra_ensembles.uncertainty.novelty import Novelty, from_tensors
@@ -142,21 +142,27 @@ def test_training_data_chooses_and_known_data_is_ranked_in_full() -> None:
     assert auroc(novelty) > auroc(fitted(choose=False)) + 1
 
 
-def test_far_families_can_veto() -> None:
-    """Outliers that only the usual sum finds, which has more of the end of the last block."""
+def test_far_families_count_and_can_veto(monkeypatch: pytest.MonkeyPatch) -> None:
     features, logits, labels = examples(300, 0)
     far = examples(150, 8)[0]
-    far[:, -1] += 1.0
+    far[:, -1] += 0.8 * torch.logspace(
+        -1, 0, WIDTH
+    )  # where known data varies little
 
-    def fit(shift: bool) -> Novelty:
+    def fit(ood: bool) -> Novelty:
         found = empty()
         found.add_(features, logits, labels)
-        if shift:
-            found.add_ood_("far", far, logits[:150])
+        if ood:
+            found.add_ood_("far", far[:80], logits[:80])
+            found.add_ood_("far", far[80:], logits[80:150])
         return found.finish()
 
-    assert len(fit(False).weights) == 2
+    with_far, without = fit(True), fit(False)
+    assert len(with_far.weights) == len(without.weights) == 2
+    assert with_far.chosen != without.chosen
+    monkeypatch.setattr(term_choice, "FAR_LOSS", -100.0)  # no gain is enough
     assert fit(True).choice.startswith("the usual terms (")
+    assert len(fit(False).weights) == 2
 
 
 def test_held_out_terms_leave_the_example_out() -> None:
