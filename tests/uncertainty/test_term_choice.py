@@ -145,9 +145,7 @@ def test_training_data_chooses_and_known_data_is_ranked_in_full() -> None:
 def test_far_families_count_and_can_veto(monkeypatch: pytest.MonkeyPatch) -> None:
     features, logits, labels = examples(300, 0)
     far = examples(150, 8)[0]
-    far[:, -1] += 0.8 * torch.logspace(
-        -1, 0, WIDTH
-    )  # where known data varies little
+    far[:, -1] += 0.8 * torch.logspace(-1, 0, WIDTH)  # where known data varies little
 
     def fit(ood: bool) -> Novelty:
         found = empty()

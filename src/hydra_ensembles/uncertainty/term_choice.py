@@ -246,7 +246,8 @@ def _fold(
     features = examples.features[:, heard]
     rows = features[inside]
     stayed, number = groups[inside].unique(return_inverse=True)
-    moments = Moments.empty(*rows.shape[1:], len(stayed) if classes else 0, first_class_tap=late)
+    _, taps, width = rows.shape
+    moments = Moments.empty(taps, width, len(stayed) if classes else 0, first_class_tap=late)
     moments.add_(rows, number if classes else None)
     last = tuple(range(late, len(heard)))
     measures = Measures(
