@@ -20,7 +20,7 @@ ROOMS = {
     "registry": "strings that name things",
     "_records": "files, records, resuming",
     "_tensors": "digests of tensors",
-    "_html": "tables for notebooks",
+    "_tables": "tables for notebooks and pages",
     "prediction": "the one answer",
     "answer_each": "one bad input never costs others",
     "runtime": "exported, without torch",
@@ -45,7 +45,7 @@ ROOMS = {
 }
 """The rooms in order; each imports only rooms that stand before it."""
 
-LEAVES = ("errors", "registry", "_records", "_tensors", "_html", "prediction", "answer_each")
+LEAVES = ("errors", "registry", "_records", "_tensors", "_tables", "prediction", "answer_each")
 WIDTH, HEIGHT, GAP, STEP = 208, 46, 22, 92
 
 

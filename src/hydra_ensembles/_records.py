@@ -159,12 +159,7 @@ def read_steady(folder: Path, read: Callable[[], T]) -> T:
 
 
 def _file_numbers(folder: Path, opened: ExitStack | None = None) -> dict[str, int]:
-    """Return the inode of every file in a folder; a file that replaces another has its own.
-
-    Args:
-        folder: Without its sub-folders.
-        opened: Keeps the files open, so that the system does not use their numbers again.
-    """
+    """Return the inode of every file; kept open, so that no number is used again, if asked."""
     numbers = {}
     for entry in os.scandir(folder):
         if entry.is_dir(follow_symlinks=False) or entry.name.endswith(LOCK):

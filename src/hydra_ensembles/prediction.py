@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ._html import table
+from ._tables import table
 
 DECISIONS = ("answer", "unsure", "new", "new")
 """Decisions by their code; 3 is both unsure and new, which is decided as new."""

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from .errors import UnknownNameError
+from .errors import MissingDependencyError, UnknownNameError
 
 T = TypeVar("T")
 
@@ -25,6 +25,23 @@ def check_name(kind: str, name: object, known: Iterable[str]) -> None:
     known = list(known)
     if name not in known:
         raise unknown_name(kind, name, known)
+
+
+def imported(module: str, who: str, extra: str) -> Any:
+    """Import a package that an extra of the library brings, or say what needs it.
+
+        parquet = imported("pyarrow.parquet", "Reading Parquet files", "ray")
+
+    Raises:
+        MissingDependencyError: It is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise MissingDependencyError(
+            f"{who} needs {package}: pip install 'hydra-ensembles[{extra}]'."
+        ) from error
 
 
 def public_function(name: str) -> Any:

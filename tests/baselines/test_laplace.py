@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_ensembles.errors import DataError, UnknownNameError
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.research.rivals import make_baseline, relative_cost
-from hydra_ensembles.research.rivals.laplace import LaplaceHead, fit_posterior
-from hydra_ensembles.research.rivals.laplace_variance import logit_variance
+from hydra_ensembles.research.rivals.laplace import KronVariance, LaplaceHead, fit_posterior
 from hydra_ensembles.research.rivals.parts import Featured
 from hydra_ensembles.uncertainty import energy
 
@@ -34,15 +33,14 @@ def problem(classes: int, *, width: int = 6, bias: bool = True) -> tuple[nn.Line
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("structure", ["kron", "full", "diag"])
-def test_it_predicts_what_laplace_torch_predicts(structure: str, bias: bool) -> None:
+def test_it_predicts_what_laplace_torch_predicts(bias: bool) -> None:
     layer, features, labels = problem(5, bias=bias)
-    posterior = fit_posterior(layer, features, labels, structure=structure)
+    posterior = fit_posterior(layer, features, labels)
     far = 3 * features
     with torch.enable_grad():  # the library takes Jacobians
         _, covariance = posterior._glm_predictive_distribution(far)
         expected = posterior(far, pred_type="glm", link_approx="probit")
-    variance = logit_variance(posterior, layer, structure=structure)
+    variance = KronVariance(posterior, layer)
     torch.testing.assert_close(
         variance(far), covariance.diagonal(dim1=1, dim2=2), rtol=1e-4, atol=1e-5
     )
@@ -56,7 +54,7 @@ def test_many_classes_need_no_jacobians() -> None:
     model = nn.Sequential(nn.Identity(), layer)
     rival = make_baseline("laplace", model, train=[(features, labels)], progress=False)
     # by hand for one class: its weights' and its bias's part of the posterior
-    posterior = fit_posterior(layer, features, labels, structure="kron")
+    posterior = fit_posterior(layer, features, labels)
     jacobian = torch.zeros(1, 1, 200 * 21)
     jacobian[0, 0, 7 * 20 : 8 * 20], jacobian[0, 0, 200 * 20 + 7] = features[0], 1.0
     expected = posterior.functional_variance(jacobian)[0, 0, 0]
@@ -66,20 +64,12 @@ def test_many_classes_need_no_jacobians() -> None:
     assert cost == pytest.approx(1 + 20 / 200 + 1 + 200 / 20)
 
 
-@pytest.mark.parametrize("structure", ["full", "diag"])
-def test_what_does_not_fit_is_refused(structure: str) -> None:
-    wide = nn.Sequential(nn.Identity(), nn.Linear(192, 1000))
-    data = [(torch.randn(4, 192), torch.arange(4))]
-    with pytest.raises(ValueError, match=rf"'{structure}' forms .* 1,000 classes .*\"kron\""):
-        make_baseline("laplace", wide, train=data, options={"structure": structure})
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_factors_are_those_of_laplace_torch(bias: bool) -> None:
     from laplace import Laplace
 
     layer, features, labels = problem(8, bias=bias)
-    ours = fit_posterior(layer, features, labels, structure="kron")
+    ours = fit_posterior(layer, features, labels)
     head = nn.Sequential(nn.Identity(), layer)
     theirs = Laplace(head, "classification", "last_layer", "kron")
     parts = TensorDataset(features, labels)
@@ -88,7 +78,7 @@ def test_factors_are_those_of_laplace_torch(bias: bool) -> None:
     torch.testing.assert_close(ours.loss, theirs.loss)
     marginals = [one.log_marginal_likelihood() for one in (ours, theirs)]
     torch.testing.assert_close(*marginals, rtol=1e-4, atol=1e-4)
-    variances = [logit_variance(one, layer, structure="kron")(features) for one in (ours, theirs)]
+    variances = [KronVariance(one, layer)(features) for one in (ours, theirs)]
     torch.testing.assert_close(*variances, rtol=1e-3, atol=1e-5)
 
 
@@ -99,8 +89,6 @@ def test_laplace_is_less_sure_far_away_and_agrees_on_the_class() -> None:
         assert (found.amax(-1) < plain.amax(-1) + 1e-6).all()
     assert (found.argmax(-1) == plain.argmax(-1)).float().mean() > 0.9
     assert energy(logits(rival, images)[:, None]).std() > 0.1  # logits, not log probabilities
-    with pytest.raises(UnknownNameError, match="structure 'lowrank'"):
-        make_baseline("laplace", host(), train=TRAIN, options={"structure": "lowrank"})
 
 
 def test_a_prior_by_validation_is_the_best_of_its_grid() -> None:

@@ -154,7 +154,7 @@ def test_a_killed_search_of_members_ends_the_same_and_a_changed_one_is_refused(t
     with pytest.raises(FormatError, match="data has changed"):
         build(model, pictures(seed=1), **arguments)
     with pytest.raises(FormatError, match="options"):
-        build(model, data, method=Select(objective=EnsembleObjective(ece=1.0)), **arguments)
+        build(model, data, method=Select(objective=EnsembleObjective(nll=1.0)), **arguments)
     other = sharp("timm")
     with torch.no_grad():
         other.head.bias.add_(1.0)

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 import hydra_ensembles as hydra
-from hydra_ensembles.data import digits
+from hydra_ensembles.data import ImageTransform, digits
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 
 CONFIG = TinyViTConfig(width=24, heads=4, layers=2, mlp_width=24)
@@ -42,5 +42,6 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     host = TinyViT(CONFIG, seed=1).eval()
     ensemble = hydra.fuse(host, [hydra.HeadMask.full(host)])
     ensemble.id2label = list("0123456789")
+    ensemble.transform = ImageTransform(16, None, "bilinear", mean=(0.5,), std=(0.5,))
     ensemble.save_pretrained(root / "host")
     return root

@@ -11,7 +11,7 @@ import torch
 
 import hydra_ensembles as hydra
 from hydra_ensembles.cli.main import main
-from hydra_ensembles.data import digits
+from hydra_ensembles.data import ImageTransform, digits
 from hydra_ensembles.hosts.tiny_vit import TinyViT
 from tests.cli.conftest import CONFIG
 
@@ -28,6 +28,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
         ensemble = hydra.fuse(host, [hydra.HeadMask.full(host)])
         ensemble.id2label = list(names)
+        ensemble.transform = ImageTransform(16, None, "bilinear", mean=(0.5,), std=(0.5,))
         ensemble.save_pretrained(root / str(number))
         folders.append(str(root / str(number)))
     return folders

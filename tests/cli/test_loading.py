@@ -17,6 +17,7 @@ from hydra_ensembles.cli.hub_models import hub_access, reachable
 from hydra_ensembles.cli.inputs import Reading
 from hydra_ensembles.cli.main import main
 from hydra_ensembles.cli.models import Loaded, check_sources, load_model, load_set, load_sets
+from hydra_ensembles.data import ImageTransform
 from hydra_ensembles.errors import DataError, FormatError, UnsupportedModelError
 from tests import zoo
 from tests.fusion.hub_server import serving
@@ -137,7 +138,7 @@ def test_an_ensemble_of_timm_remembers_its_images(tmp_path: Path) -> None:
     assert load_model(str(tmp_path)).transform == transform
     ensemble.transform = None
     ensemble.save_pretrained(tmp_path)
-    assert load_model(str(tmp_path)).transform.size in (32, (32, 32))
+    assert load_model(str(tmp_path)).transform.size in (32, (32, 32))  # its host's
 
 
 def test_imagenet_folders_by_name_or_number(tmp_path: Path) -> None:
@@ -163,9 +164,11 @@ def test_folders_never_become_other_classes(tmp_path: Path) -> None:
     def labels(names: list[str] | None, classes: int) -> list[int]:
         model = torch.nn.Module()
         model.num_classes = classes  # type: ignore[assignment]
-        loaded = Loaded(model, "model", class_names=names)
+        loaded = Loaded(model, "model", transform=ImageTransform(8), class_names=names)
         return load_set(loaded, str(tmp_path)).labels.tolist()
 
+    with pytest.raises(DataError, match="without an image transform"):
+        load_set(Loaded(torch.nn.Module(), "model"), str(tmp_path))
     assert labels(None, 2) == [0, 1]
     with pytest.raises(DataError, match=r"2 class names .* model has 10 classes"):
         labels(None, 10)
@@ -268,5 +271,5 @@ def test_an_ensemble_reads_and_fetches_nothing_elsewhere(tmp_path: Path) -> None
             )
     with serving() as (address, hub):
         lines = run(ELSEWHERE, *folders, address=address, home=tmp_path / "home")
-    assert [json.loads(line) for line in lines] == [[True, None]] * 2 + [[True, [0.5] * 3]] * 2
+    assert [json.loads(line) for line in lines] == [[True, None]] * 4
     assert hub.asked == []

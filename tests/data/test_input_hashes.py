@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hydra_ensembles.data.input_hashes import input_hashes
+from hydra_ensembles.data.splits import input_hashes
 
 
 def test_one_input_has_one_hash_whatever_it_comes_with() -> None:

@@ -204,10 +204,10 @@ def test_members_may_not_change_between_batches():
 
 def test_other_numbers_of_classes_are_refused():
     with pytest.raises(DataError, match=r"3 classes.*'svhn'.*10"):
-        list(inf.iterate_answers(Host(), [X], name="svhn", classes=10))
+        list(inf.run_model(Host(), [X], name="svhn", classes=10))
 
 
 def test_labels_of_another_task_can_be_ignored():
     batches = [(X, torch.full((10,), 99))]
-    [answers] = inf.iterate_answers(Host(), batches, ignore_labels=True)
+    [answers] = inf.run_model(Host(), batches, ignore_labels=True)
     assert answers.labels is None

@@ -227,18 +227,15 @@ def test_csv_jsonl_json_and_lines_agree(tmp_path: Path) -> None:
 
 def test_pairs_names_limits_and_headerless_files(tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"
-    path.write_text("yes,a good film,the film\nno,bad,very very very very bad film\n")
-    data = text_file(
-        path,
-        Tokenizer(),
-        columns=["label", "text", "second"],
-        pair_column="second",
-        max_length=5,
-    )
+    lines = "yes,a good film,the film\nno,bad,very very very very bad film\n"
+    path.write_text(lines)
+    assert read_table(path, columns=["a", "b", "c"])["a"] == ["yes", "no"]
+    path.write_text("label,text,second\n" + lines)
+    data = text_file(path, Tokenizer(), pair_column="second", max_length=5)
     assert data.class_names == ["no", "yes"]
     assert data.labels.tolist() == [1, 0]
     assert next(iter(data))["input_ids"].shape == (2, 5)
-    turned = text_file(path, Tokenizer(), columns=["label", "text", "x"], class_names=["yes", "no"])
+    turned = text_file(path, Tokenizer(), class_names=["yes", "no"])
     assert turned.labels.tolist() == [0, 1]
 
 

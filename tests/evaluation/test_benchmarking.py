@@ -78,7 +78,6 @@ def test_four_times_the_work_is_measured_and_counted() -> None:
     ratio = result.ratio("heavy", 400)
     assert 2.0 < ratio.value < 8.0  # a busy machine may disturb it, not by a factor of two
     assert ratio.low <= ratio.value <= ratio.high
-    assert result.ratio("light", 400, to="heavy").value == pytest.approx(1 / ratio.value, rel=0.2)
     assert set(light.calls) == {400}
 
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.evaluation.metrics import risk_coverage
-from hydra_ensembles.evaluation.metrics import selective_figures as figures
+from hydra_ensembles.evaluation.metrics import RISK, Order, Selection, once, risk_coverage
 from hydra_ensembles.uncertainty import (
     disagreement,
     mean_probability,
@@ -24,6 +23,14 @@ from hydra_ensembles.uncertainty import (
 from .strategies import logits_and_labels, two_kinds
 
 FIGURES = ("AURC", "E-AURC", "AUGRC", "Cov_5Risk")
+
+
+def figures(
+    uncertainty: torch.Tensor, errors: torch.Tensor, *, at_most: float = RISK
+) -> dict[str, float]:
+    order = Order(uncertainty)
+    found = Selection(order, errors, at_most=at_most).figures(order.weigh(once(len(errors))))
+    return {key: float(value) for key, value in found.items()}
 
 
 def shared(uncertainty, errors):

@@ -21,11 +21,9 @@ from hydra_ensembles.heads.head_mask import HeadMask, HeadScores
 from hydra_ensembles.hosts import host_model
 from hydra_ensembles.research import pruning_sweep as module
 from hydra_ensembles.research.figures import (
-    plot_alpha,
     plot_head_scores,
     plot_prune_sweep,
     plot_rank_correlation,
-    plot_shift_gaps,
 )
 from hydra_ensembles.research.pruning_sweep import prune_sweep, pruned
 from hydra_ensembles.research.pruning_sweep_results import (
@@ -285,8 +283,6 @@ def test_students_interval_of_other_figures():
 
 def test_tables_name_the_regime(sweep):
     assert [regime(r) for r in (0.1, 0.2, 0.3, 0.5)] == ["redundancy"] * 2 + ["specialisation"] * 2
-    rows = sweep.table("stability")
-    assert len(rows) == 5 * 2 and {row["regime"] for row in rows} == {"specialisation"}
     text = sweep.markdown()
     assert text.count("\n") == 7 and "25% (specialisation)" in text and "*unpruned*" in text
     assert "PruneSweep" in str(sweep)
@@ -336,17 +332,6 @@ def test_figures(sweep):
     heat = plot_head_scores(sweep.scores["his"])
     assert heat.images[0].get_array().shape == (3, 4) and heat.get_xlabel() == "head"
     ragged = plot_head_scores(HeadScores([[1.0, 2.0, 3.0], [1.0]]))
-    assert ragged.images[0].get_array().mask.sum() == 2
+    assert ragged.images[0].get_array().mask.sum() == 2  # what is missing is NaN
     matrix = plot_rank_correlation(sweep.scores, lower_is_kept=sweep.lower_is_kept)
     assert matrix.images[0].get_array().shape == (5, 5)
-    alpha = plot_alpha(sweep, {0.0: "entropy", 0.5: "hies", 1.0: "his"}, ratios=(0.5,))
-    assert [label.get_text() for label in alpha.get_xticklabels()] == [
-        "0\nentropy",
-        "0.5",
-        "1\nHIS",
-    ]
-    gap = {"gap_before": 0.1, "gap_after": 0.3, "gap_change_error": 0.05}
-    kinds = [(c, s) for c in ("taylor", "hies") for s in ("noise", "blur")]
-    bars = plot_shift_gaps([{"criterion": c, "ratio": 0.3, "shift": s, **gap} for c, s in kinds])
-    assert len(bars.patches) == 2 + 4  # before, and after for both criteria
-    assert max(bar.get_height() for bar in bars.patches) == 0.3

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 
@@ -96,8 +94,6 @@ def test_markdown_side_by_side(strong, weak):
     assert f"**{100 * strong['cls/Acc']:.2f}**" in lines[2]
     assert "**" not in lines[3]
     assert "[" in lines[2]
-    plain = compare_table([strong, weak], keys=["cls/Acc"], intervals=False, best=False)
-    assert "[" not in plain and "**" not in plain
     turned = compare_table([strong, weak], keys=["cls/Acc", "cls/NLL"], rows="figures")
     assert [line.split("|")[1].strip() for line in turned.splitlines()[2:]] == [
         "cls/Acc ↑",
@@ -122,23 +118,6 @@ def test_patterns_choose_figures(strong, weak):
 def test_missing_figures_are_dashes(strong):
     bare = Results("bare", {"cls/Acc": 0.5})
     assert "–" in compare_table([strong, bare])
-
-
-def test_latex_is_escaped(strong, weak):
-    text = compare_table([strong, weak], keys=["cls/Acc", "sc/Cov_5Risk"], form="latex")
-    assert r"weak\_one" in text
-    assert r"sc/Cov\_5Risk $\uparrow$" in text
-    assert text.count(r"\\") == 3
-    assert text.startswith(r"\begin{tabular}{lrr}")
-    assert r"\textbf{" in text
-    assert r"\begin{tabular}{lr}" in strong.to_latex()
-
-
-def test_csv_keeps_every_digit(strong):
-    rows = list(csv.DictReader(io.StringIO(strong.to_csv())))
-    assert {row["figure"]: float(row["value"]) for row in rows} == strong.figures
-    first = rows[0]
-    assert (float(first["low"]), float(first["high"])) == strong.interval(first["figure"])
 
 
 def test_markdown_of_one_shows_everything(strong):
@@ -171,7 +150,7 @@ def test_a_better_model_is_found_better(strong, weak):
     assert 0 < row.low < row.difference < row.high
     assert row.p < 0.05
     assert "ood/noise/energy/AUROC" in comparison
-    assert "| cls/Acc |" in repr(comparison)
+    assert "| cls/Acc " in repr(comparison) and r"five \| strong" in repr(comparison)
     back = compare(weak, strong, count=100)
     assert back["cls/Acc"].low == pytest.approx(-row.high)
 

@@ -114,9 +114,6 @@ def test_premises_and_conclusion_are_what_the_numbers_say():
     assert gap.shifted_gradient_not_negative == (gap.shifted.gradient >= 0)
     assert gap.curvature_grows == (gap.shifted.curvature > gap.clean.curvature)
     assert gap.conclusion == (gap.gap_after >= gap.gap_before)
-    assert gap.premises_hold == (
-        gap.stationary and gap.shifted_gradient_not_negative and gap.curvature_grows
-    )
     text = str(gap)
     assert "gap before" in text and "conclusion" in text
     assert json.loads(gap.to_json())["gap_change"] == gap.gap_change
@@ -141,11 +138,11 @@ def test_paired_data_gives_the_error_of_differences():
 
 def test_several_shifts_and_batch_sizes():
     model = vit()
-    gaps = pruning_shift_gap(model, MASK, CLEAN, {"a": SHIFTED, "b": CLEAN}, progress=False)
+    a, b = (pruning_shift_gap(model, MASK, CLEAN, x, progress=False) for x in (SHIFTED, CLEAN))
     whole = pruning_shift_gap(model, MASK, [(IMAGES, LABELS)], [(NOISY, LABELS)], progress=False)
-    assert gaps["a"].gap_change == pytest.approx(whole.gap_change, abs=1e-9)
-    assert gaps["a"].curvature_term == pytest.approx(whole.curvature_term, abs=1e-9)
-    assert gaps["b"].gap_change == 0 and gaps["b"].gap_change_error == 0
+    assert a.gap_change == pytest.approx(whole.gap_change, abs=1e-9)
+    assert a.curvature_term == pytest.approx(whole.curvature_term, abs=1e-9)
+    assert b.gap_change == 0 and b.gap_change_error == 0
 
 
 def test_hugging_face_with_padding_and_a_fused_backend():

@@ -278,7 +278,7 @@ def test_damaged_statistics_are_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["novelty"]["format_version"] = 99
     (tmp_path / "config.json").write_text(json.dumps(sealed(config, DIGEST)))
-    with pytest.raises(FormatError, match="newer"):
+    with pytest.raises(FormatError, match="format 99"):
         HydraEnsemble.from_pretrained(tmp_path)
 
 

@@ -19,7 +19,7 @@ from hydra_ensembles.heads.gates import gate
 from hydra_ensembles.heads.head_mask import HeadMask
 from hydra_ensembles.hosts import host_model, main_output
 from hydra_ensembles.search.headmap import Circuit, find_circuit
-from hydra_ensembles.search.objectives import as_objective, ece_of, effect, objectives, placements
+from hydra_ensembles.search.objectives import as_objective, effect, objectives, placements
 from hydra_ensembles.search.search_data import shifted
 from hydra_ensembles.search.trunk_cache import Outputs, Prefix
 
@@ -307,7 +307,8 @@ def test_figures_equal_their_references():
     logits = 2 * torch.randn(200, 5, generator=generator)
     labels = torch.randint(5, (200,), generator=generator)
     theirs = MulticlassCalibrationError(5, n_bins=15)(logits.softmax(-1), labels)
-    assert ece_of(logits[:, None], labels) == pytest.approx(float(theirs), abs=1e-6)
+    outputs = Outputs({"id": logits[:, None]}, {"id": labels})
+    assert as_objective("ece").value(outputs) == pytest.approx(float(theirs), abs=1e-6)
 
 
 def test_labels_are_needed_and_unknown_objectives_named():

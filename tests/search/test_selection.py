@@ -38,7 +38,7 @@ def test_figures_are_those_of_the_ensemble():
     table = Table(out)
     members = [1, 4, 4]
     names = ("msp", "energy", "entropy", "mutual-information", "max-logit")
-    found = table.figures(members, scores=names, detail=True)
+    found = table.figures(members, scores=names)
     logits = {k: v[:, members] for k, v in out.logits.items()}
     mean = logits["id"].double().softmax(-1).mean(1)
     assert found.nll == pytest.approx(log_loss(out.labels["id"], mean), abs=1e-5)

@@ -66,7 +66,6 @@ def test_few_examples_are_not_fitted():
     z, labels = sampled(4.0, size=19)
     with pytest.warns(CalibrationWarning, match="19 examples"):
         assert fit_temperature(z, labels) == 1.0
-    assert fit_temperature(z, labels, least=10) > 1.2
 
 
 def test_it_does_not_rest_on_one_example():
@@ -84,7 +83,7 @@ def test_a_bound_warns():
     z, _ = sampled(1.0, size=400)
     wrong = (z[:, 0].argmax(-1) + 1) % 4
     with pytest.warns(CalibrationWarning, match="at its bound"):
-        assert fit_temperature(z * 20, wrong, bounds=(0.5, 8.0)) == pytest.approx(8.0, rel=0.01)
+        assert fit_temperature(z * 2000, wrong) == pytest.approx(50.0, rel=0.01)
 
 
 @settings(max_examples=30, deadline=None)

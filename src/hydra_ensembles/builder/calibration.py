@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.answers import flat_tokens
 from ..data.batches import split_batch
 from ..data.eval_mode import in_eval
 from ..data.loaders import Batches
 from ..data.memory import Halving
-from ..data.model_runs import collect_logits
+from ..data.model_runs import collect_logits, flat_tokens
 from ..data.processes import in_order
 from ..data.progress import progress_bar
 from ..errors import DataError

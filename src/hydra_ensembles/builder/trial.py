@@ -24,11 +24,10 @@ from torch import Tensor, nn
 
 from ..costs.cost_record import CostRatio
 from ..costs.formula import cost
-from ..data.answers import Answers
 from ..data.batches import without_labels
 from ..data.class_names import check_class_order
 from ..data.loaders import Batches
-from ..data.model_runs import collect_logits
+from ..data.model_runs import ModelRun, collect_logits
 from ..data.progress import progress_bar
 from ..data.splits import split
 from ..errors import DataError
@@ -286,7 +285,7 @@ def _policy(
 
 def _results(name: str, logits: Tensor, labels: Tensor) -> Results:
     """Return the figures of some logits, with intervals."""
-    examples = {"id": columns_of(Answers(logits, labels), scores=["msp"])}
+    examples = {"id": columns_of(ModelRun(logits, labels), scores=["msp"])}
     settings = {
         "scores": ["msp"],
         "members": logits.shape[1],

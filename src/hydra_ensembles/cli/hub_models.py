@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..errors import DataError, FormatError, MissingDependencyError, UnsupportedModelError
+from ..errors import DataError, FormatError, UnsupportedModelError
+from ..registry import imported
 from .errors import Stop
 
 PATIENCE = 5.0
@@ -91,12 +92,7 @@ def is_timm_name(name: str) -> bool:
 
 def load_timm(name: str) -> Any:
     """Make a timm model with pretrained weights, or with those of a safetensors file."""
-    try:
-        import timm
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{name} needs timm: pip install 'hydra-ensembles[timm]'."
-        ) from error
+    timm = imported("timm", name, "timm")
     plain = name.removeprefix("timm:")
     if ":" not in plain:  # hf-hub:NAME@REVISION is timm's own
         plain, _, file = plain.partition("@")
@@ -157,12 +153,7 @@ def load_transformers(name: str, names: list[str] | None) -> tuple[Any, bool, tu
             f"The folder {name} has no config.json: expected what save_pretrained() of "
             "transformers or of hydra-ensembles writes."
         )
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{name} needs transformers: pip install 'hydra-ensembles[transformers]'."
-        ) from error
+    transformers = imported("transformers", name, "transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if folder.is_dir():

@@ -7,8 +7,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -108,7 +107,15 @@ def main(arguments: list[str] | None = None) -> int:
     status.show_after(f"hydra-ensembles {_command_of(given) or ''}: starting")
     try:
         defaults = _config_of(given, command)
-        with _silenced(quiet):
+        with ExitStack() as stack:
+            if not is_first():  # only the first of several processes prints
+                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                stack.enter_context(redirect_stdout(nowhere))
+            if quiet:
+                from ..data.progress import silence
+
+                silence()
+                stack.callback(silence, False)
             code = int(command.main(given, standalone_mode=False, default_map=defaults) or 0)
         return _say(_stopped(given), 130) if code == 130 else code
     except (typer.Abort, KeyboardInterrupt):
@@ -131,21 +138,6 @@ def main(arguments: list[str] | None = None) -> int:
         return _say(text, code)
     finally:
         status.cancel()
-
-
-@contextmanager
-def _silenced(quiet: bool) -> Iterator[None]:
-    """Report no progress if asked; only the first of several processes prints."""
-    with ExitStack() as stack:
-        if not is_first():
-            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-            stack.enter_context(redirect_stdout(nowhere))
-        if quiet:
-            from ..data.progress import silence
-
-            silence()
-            stack.callback(silence, False)
-        yield
 
 
 def _command_of(given: list[str]) -> str | None:

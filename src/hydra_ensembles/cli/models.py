@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from .class_names import check_labels, check_order, read_names
 from .errors import Stop
 from .hub_models import hub_access, is_timm_name, load_timm, load_transformers
 from .options import DATA_HELP
-from .output import say, waiting
+from .output import waiting
 
 FILES = (".csv", ".json", ".jsonl", ".ndjson", ".tab", ".tsv", ".txt")
 
@@ -202,6 +202,11 @@ def _check_kind(loaded: Loaded, path: Path) -> None:
             else "reads images: give a folder of them"
         )
         raise DataError(f"{path} is a file of texts, but {loaded.name} {why}.")
+    if path.is_dir() and loaded.tokenizer is None and loaded.transform is None:
+        raise DataError(
+            f"{loaded.name} was saved without an image transform, so how it wants its images is "
+            "not known. Set ensemble.transform and save it again."
+        )
     if path.is_dir() and loaded.tokenizer is not None:
         raise DataError(
             f"{path} is a folder, but {loaded.name} reads texts: give a CSV, TSV, JSONL or TXT "
@@ -241,43 +246,7 @@ def _ensemble(folder: str) -> Loaded:
     model = HydraEnsemble.from_pretrained(folder)
     loaded = Loaded(model, folder, tokenizer=model.tokenizer, transform=model.transform)
     loaded.key = image_key(model)
-    if loaded.tokenizer is None and loaded.transform is None:
-        # saved without: nothing is read or fetched from where the host is said to come from
-        if model.config is None:
-            loaded.transform = _by_host(model.host)
-        elif not hasattr(model.config, "vocab_size"):
-            loaded.transform = _by_config(model)
-            say(
-                f"{folder} was saved without an image transform: images are scaled to "
-                f"{loaded.transform.size} pixels and normalised to -1 ... 1. If the model was "
-                "trained otherwise, set ensemble.transform and save it again.",
-                json=True,
-            )
-        if loaded.transform is not None:  # orientation was not recorded, as in older folders
-            loaded.transform = replace(loaded.transform, exif_orientation=False)
     return loaded
-
-
-def _by_host(host: Any) -> Any:
-    """Return the transform of a host by its shape, where none was saved."""
-    from ..data import ImageTransform, image_transform
-
-    if type(host).__name__ == "TinyViT":
-        return tiny_vit_transform(host.shape)
-    try:
-        return image_transform(host)
-    except DataError:
-        return ImageTransform(size=getattr(getattr(host, "patch_embed", None), "img_size", 224))
-
-
-def tiny_vit_transform(shape: Any) -> Any:
-    """Return the transform of the demo's model."""
-    from ..data import ImageTransform
-
-    normal = (0.5,) * shape.channels
-    return ImageTransform(
-        size=shape.image_size, crop=None, interpolation="bilinear", mean=normal, std=normal
-    )
 
 
 def _processors(loaded: Loaded, source: str, *, text: bool) -> None:
@@ -298,12 +267,10 @@ def _processors(loaded: Loaded, source: str, *, text: bool) -> None:
             )
             loaded.transform = image_transform(processor)
     except (OSError, ValueError, KeyError, ImportError):
-        loaded.transform = None if text else _by_config(loaded.model)
+        if not text:
+            from ..data import ImageTransform
 
-
-def _by_config(model: Any) -> Any:
-    from ..data import ImageTransform
-
-    size = getattr(getattr(model, "config", None), "image_size", 224)
-    channels = getattr(getattr(model, "config", None), "num_channels", 3)
-    return ImageTransform(size=size, mean=(0.5,) * channels, std=(0.5,) * channels)
+            config = getattr(loaded.model, "config", None)
+            half = (0.5,) * getattr(config, "num_channels", 3)
+            size = getattr(config, "image_size", 224)
+            loaded.transform = ImageTransform(size=size, mean=half, std=half)

@@ -39,10 +39,6 @@ class Option:
     keep_per_layer: tuple[int, ...]
     cost: float
 
-    def __str__(self) -> str:
-        kept = ", ".join(map(str, self.keep_per_layer[self.branch_layer :]))
-        return f"branch at block {self.branch_layer}, heads kept {kept}: {self.cost:.3f} x"
-
 
 @dataclass(frozen=True)
 class Budget:

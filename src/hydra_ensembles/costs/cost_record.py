@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -45,18 +44,6 @@ class Cost:
             self.bytes_on_disk / other.bytes_on_disk,
             self.activation_bytes / other.activation_bytes,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "name": self.name,
-            "batch": self.batch,
-            "multiply_adds": self.multiply_adds,
-            "parameters": self.parameters,
-            "bytes_on_disk": self.bytes_on_disk,
-            "activation_bytes": self.activation_bytes,
-            "layers": [dict(layer.__dict__) for layer in self.layers],
-        }
 
     def __str__(self) -> str:
         lines = [

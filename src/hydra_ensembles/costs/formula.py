@@ -351,15 +351,7 @@ def _outside(
     readout: Readout | None = None,
     last: Tensor | None = None,
 ) -> _Outside:
-    """Count what the host runs before and after its blocks, on shapes only.
-
-    Args:
-        host: The host.
-        batch: A batch.
-        streams: Number of streams after the blocks.
-        readout: Which tokens are read; None for all.
-        last: The states after the last block; by default they are like those before the first.
-    """
+    """Count what the host runs before and after its blocks; `last` are the states after them."""
     shapes: list[tuple[int, ...]] = []
     folds = readout is None or readout.folds
     forms = host.forms  # probed by a pass through the host, which must not be counted below

@@ -1,47 +1,30 @@
 """Data: loaders, corruptions, attacks, OOD proxies and the embedded demo set."""
 
-from __future__ import annotations
-
-from .attacks import adversarial
-from .batches import Batch, batch_length
-from .class_names import check_class_order
-from .corruptions import COMMON, corrupt, corrupt_texts, corrupted, corruptions, text_corruptions
-from .digits_data import Demo, digits
-from .image_data import image_folder
-from .loaders import Batches, Data, as_data, check_reiterable, count
-from .proxies import make_proxies, proxies
-from .sources import load_data
-from .splits import fingerprint, sample, split
-from .text_files import text_data, text_file
-from .transforms import ImageTransform, image_transform
-
-__all__ = [
-    "COMMON",
-    "Batch",
-    "Batches",
-    "Data",
-    "Demo",
-    "ImageTransform",
-    "adversarial",
-    "as_data",
-    "batch_length",
-    "check_class_order",
-    "check_reiterable",
-    "corrupt",
-    "corrupt_texts",
-    "corrupted",
-    "corruptions",
-    "count",
-    "digits",
-    "fingerprint",
-    "image_folder",
-    "image_transform",
-    "load_data",
-    "make_proxies",
-    "proxies",
-    "sample",
-    "split",
-    "text_corruptions",
-    "text_data",
-    "text_file",
-]
+from .attacks import adversarial as adversarial
+from .batches import Batch as Batch
+from .batches import batch_length as batch_length
+from .class_names import check_class_order as check_class_order
+from .corruptions import COMMON as COMMON
+from .corruptions import corrupt as corrupt
+from .corruptions import corrupt_texts as corrupt_texts
+from .corruptions import corrupted as corrupted
+from .corruptions import corruptions as corruptions
+from .corruptions import text_corruptions as text_corruptions
+from .digits_data import Demo as Demo
+from .digits_data import digits as digits
+from .image_data import image_folder as image_folder
+from .loaders import Batches as Batches
+from .loaders import Data as Data
+from .loaders import as_data as as_data
+from .loaders import check_reiterable as check_reiterable
+from .loaders import count as count
+from .proxies import make_proxies as make_proxies
+from .proxies import proxies as proxies
+from .sources import load_data as load_data
+from .splits import fingerprint as fingerprint
+from .splits import sample as sample
+from .splits import split as split
+from .text_files import text_data as text_data
+from .text_files import text_file as text_file
+from .transforms import ImageTransform as ImageTransform
+from .transforms import image_transform as image_transform

@@ -245,12 +245,13 @@ def check_class_order(model: Any, data: Any, *, name: str = "the model", seed: i
         answers = logits.float().softmax(-1).mean(1).argmax(-1)
         fitted = better_order(answers, labels, logits.shape[-1], seed=seed)
         if fitted is not None and len(fitted.order) == len(names):
-            order = [names[place] for place in fitted.order]
+            line = io.StringIO()
+            csv.writer(line, lineterminator="").writerow([names[place] for place in fitted.order])
             raise ClassOrderError(
                 f"The assumed class order {shown_order(names)} ({assumed}) does not fit {name}: "
                 f"{fitted.before:.0%} of {fitted.examples} examples are right, and "
                 f"{fitted.after:.0%} with the order that fits best. If that is the model's, pass "
-                f"--class-names {_pasted(order)} (class_names= in Python)."
+                f"--class-names {shlex.quote(line.getvalue())} (class_names= in Python)."
             )
         data.info["judged"] = True
 
@@ -307,13 +308,6 @@ def shown_order(names: Sequence[str], most: int = 20) -> str:
     """Write an order for people: `cat=0, dog=1`."""
     shown = ", ".join(f"{name}={number}" for number, name in enumerate(names[:most]))
     return shown + (f", ... ({len(names)} classes)" if len(names) > most else "")
-
-
-def _pasted(names: Sequence[str]) -> str:
-    """Write names as `--class-names` reads them, for a shell."""
-    line = io.StringIO()
-    csv.writer(line, lineterminator="").writerow(names)
-    return shlex.quote(line.getvalue())
 
 
 def _drawn(labels: Tensor, classes: int, seed: int) -> list[int] | None:

@@ -29,7 +29,6 @@ def image_folder(
     transform: Any = None,
     *,
     labels: bool | str | Path = True,
-    file_column: str | None = None,
     label_column: str | None = None,
     class_names: Names | None = None,
     batch_size: int = 32,
@@ -47,7 +46,7 @@ def image_folder(
         labels: True: the subfolders' names, if there are any; a CSV, TSV or JSONL file with one row
             per image (paths relative to the folder, or anywhere below it); False: no labels, as
             for outliers.
-        file_column, label_column: columns of that file; by default the usual names.
+        label_column: column of that file; by default the usual names.
         class_names: names in the order of the host's classes, or spellings of each; by default
             those found, sorted: that order is assumed, and checked with the first model that meets
             the data (`check_class_order`).
@@ -70,7 +69,7 @@ def image_folder(
         )
     values: list[Any] | None = None
     if not isinstance(labels, bool):
-        files, values = _labelled(root, files, Path(labels), file_column, label_column)
+        files, values = _labelled(root, files, Path(labels), label_column)
     elif labels and any(path.parent != root for path in files):
         stray = [path for path in files if path.parent == root]
         if stray:
@@ -158,12 +157,12 @@ def _unbroken(
 
 
 def _labelled(
-    root: Path, files: list[Path], table: Path, file_column: str | None, label_column: str | None
+    root: Path, files: list[Path], table: Path, label_column: str | None
 ) -> tuple[list[Path], list[Any]]:
     """Return the files in a table of labels, with their labels, in the table's order."""
     rows = read_table(table)
     where = f"The table {table}"
-    names = rows[pick_column(file_column, rows, FILE_COLUMNS, "file", where)]
+    names = rows[pick_column(None, rows, FILE_COLUMNS, "file", where)]
     labels = rows[pick_column(label_column, rows, LABEL_COLUMNS, "label", where)]
     by_path = {path.relative_to(root).as_posix(): path for path in files}
     by_name: dict[str, list[Path]] = {}

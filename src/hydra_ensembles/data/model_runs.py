@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,58 @@ from torch import Tensor, nn
 from ..errors import DataError, HydraError
 from ..prediction import Prediction
 from ..uncertainty import as_member_logits
-from .answers import Answers, answers_from, flat_tokens, join_answers
 from .batches import check_inputs, check_labels, describe, move, split_batch
 from .eval_mode import evaluating
 from .memory import Halving
+from .padding import IGNORED
 from .processes import in_order
 from .progress import length_of, progress_bar
 
 NO_LABELS = "Give batches as (inputs, labels) or as mappings with 'labels'."
+
+
+class ModelRun(NamedTuple):
+    """What a model gave on one batch, on the CPU, with the batch's labels.
+
+    Attributes:
+        logits: The members' logits, `[batch, member, class]`.
+        labels: `[batch]`, or None.
+        novelty, novelty_score: As in `Prediction`, `[batch]`; None when novelty is not fitted.
+        code: As in `Prediction`, `[batch]`; None without a policy.
+    """
+
+    logits: Tensor
+    labels: Tensor | None
+    novelty: Tensor | None = None
+    novelty_score: Tensor | None = None
+    code: Tensor | None = None
+
+
+def flat_tokens(
+    model: Any, mask: Any, logits: Tensor, labels: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Make one example per real, labelled token of a token classifier; leave others alone."""
+    by_token = logits.ndim == 4
+    if logits.ndim == 3:  # one model's [batch, token, class], or members without tokens
+        named = type(model).__name__.endswith("ForTokenClassification")
+        by_token = named if labels is None else labels.shape == logits.shape[:2]
+        logits = logits[:, None] if by_token else logits
+    if not by_token:
+        return logits, labels
+    shape = (logits.shape[0], logits.shape[2])
+    real = torch.ones(shape, dtype=torch.bool)
+    if isinstance(mask, Tensor) and mask.shape == shape:
+        real = mask.cpu().bool()
+    if labels is not None:
+        if labels.shape != shape:
+            raise DataError(
+                f"Labels of shape {list(labels.shape)} for {shape[1]} tokens of {shape[0]} texts: "
+                "expected one label per token, -100 for tokens to ignore."
+            )
+        labels = labels.cpu()
+        real &= labels != IGNORED
+        labels = labels[real]
+    return logits.transpose(1, 2)[real], labels
 
 
 def check_data(model: Any, data: Any) -> None:
@@ -128,7 +172,7 @@ def checked(
         yield batch
 
 
-def iterate_answers(
+def run_model(
     model: Any,
     data: Iterable[Any],
     *,
@@ -138,11 +182,11 @@ def iterate_answers(
     device: Any = None,
     progress: bool = False,
     classes: int | None = None,
-) -> Iterator[Answers]:
-    """Yield a model's checked answers to every batch.
+) -> Iterator[ModelRun]:
+    """Yield what a model gives on every batch, checked.
 
     A batch that does not fit in memory is run in halves, with a warning. Several processes share
-    the batches; all of them get all answers, in order (`in_order`). Each token of a token
+    the batches; all of them get all results, in order (`in_order`). Each token of a token
     classifier is an example; padding and tokens with label -100 are left out.
 
     Args:
@@ -158,19 +202,24 @@ def iterate_answers(
     check_data(model, data)
     halving = Halving(name)
 
-    def answer(part: Any) -> Answers:
+    def run(part: Any) -> ModelRun:
         _, kwargs, labels = split_batch(part)
         output = _answer(model, part, device)
         logits = member_logits_of(output).detach().cpu()
         labels = None if ignore_labels else labels
         logits, labels = flat_tokens(model, kwargs.get("attention_mask"), logits, labels)
-        return answers_from(output, logits, labels)
+        if not isinstance(output, Prediction):
+            return ModelRun(logits, labels)
+        # novelty and decisions are of texts; where the examples are tokens, they do not apply
+        columns = (output.novelty, output.novelty_score, output.code)
+        fitting = (None if c is None or len(c) != len(logits) else c.cpu() for c in columns)
+        return ModelRun(logits, labels, *fitting)
 
     def work(index: int, batch: Any) -> dict[str, Tensor]:
         where = f"batch {index} of the data set {name!r}"
         try:
             check_inputs(batch, where)
-            output = join_answers([answers for _, answers in halving(answer, batch)])
+            parts = [part for _, part in halving(run, batch)]
         except DataError as error:
             if where in str(error) or f"data set {name!r}" in str(error):
                 raise
@@ -182,7 +231,9 @@ def iterate_answers(
                 f"The model failed on {where} ({describe(batch)}): {error}. Every data set must be "
                 "prepared as the model expects it."
             ) from error
-        return {key: value for key, value in output._asdict().items() if value is not None}
+        columns = dict(zip(ModelRun._fields, zip(*parts, strict=True), strict=True))
+        missing = [key for key, values in columns.items() if any(v is None for v in values)]
+        return {key: torch.cat(columns[key]) for key in columns if key not in missing}
 
     shape: torch.Size | None = None
     labelled: bool | None = None
@@ -191,9 +242,17 @@ def iterate_answers(
     with torch.no_grad() if getattr(model, "keeps_modes", False) else evaluating(model):
         for index, columns in enumerate(bar):
             where = f"batch {index} of the data set {name!r}"
-            answers = Answers(**{"labels": None, **columns})
-            logits, labels = answers.logits, answers.labels
-            _check_logits(logits, where)
+            result = ModelRun(**{"labels": None, **columns})
+            logits, labels = result.logits, result.labels
+            # a class may be masked with -inf, but every row needs a finite maximum
+            bad = ~logits.amax(-1).isfinite()
+            if bool(bad.any()):
+                kind = "NaN" if bool(logits.isnan().any()) else "infinite values"
+                raise DataError(
+                    f"The model's logits hold {kind} for {int(bad.any(1).sum())} of {len(logits)} "
+                    f"examples in {where}. Check the inputs (scale, missing values) and the "
+                    "model's precision."
+                )
             if shape is None:
                 shape, labelled = logits.shape[1:], labels is not None
                 if classes is not None and shape[1] != classes:
@@ -216,7 +275,7 @@ def iterate_answers(
                 if labels.ndim == 1 and len(labels) != len(logits):
                     raise DataError(f"{len(labels)} labels for {len(logits)} examples in {where}.")
                 labels = check_labels(labels, where, classes=logits.shape[-1])
-            yield answers._replace(labels=labels)
+            yield result._replace(labels=labels)
     if shape is None:
         raise DataError(
             f"The data set {name!r} is empty: it gave no examples. If it is a generator, it may "
@@ -240,23 +299,9 @@ def collect_logits(
         logits, labels = collect_logits(model, loader, need_labels=True)
 
     Args:
-        model, data, name, need_labels, device, progress: see `iterate_answers`.
+        model, data, name, need_labels, device, progress: see `run_model`.
     """
-    answers = list(
-        iterate_answers(
-            model, data, name=name, need_labels=need_labels, device=device, progress=progress
-        )
-    )
-    labels = [part.labels for part in answers if part.labels is not None]
-    return torch.cat([part.logits for part in answers]), torch.cat(labels) if labels else None
-
-
-def _check_logits(logits: Tensor, where: str) -> None:
-    # a class may be masked with -inf, but every row needs a finite maximum
-    bad = ~logits.amax(-1).isfinite()
-    if bool(bad.any()):
-        kind = "NaN" if bool(logits.isnan().any()) else "infinite values"
-        raise DataError(
-            f"The model's logits hold {kind} for {int(bad.any(1).sum())} of {len(logits)} examples "
-            f"in {where}. Check the inputs (scale, missing values) and the model's precision."
-        )
+    options = {"name": name, "need_labels": need_labels, "device": device, "progress": progress}
+    runs = list(run_model(model, data, **options))
+    labels = [run.labels for run in runs if run.labels is not None]
+    return torch.cat([run.logits for run in runs]), torch.cat(labels) if labels else None

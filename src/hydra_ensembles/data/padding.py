@@ -38,9 +38,12 @@ def even_columns(
     masked = all(isinstance(mask, Tensor) for mask in masks)
     if label or key == "attention_mask":
         return even(columns, IGNORED if label else 0)
-    value = _seen_padding(key, [*batches, *like]) if masked else None
-    if value is None:
-        value = pad_id if key == "input_ids" and pad_id is not None else 0
+    value: float = pad_id if key == "input_ids" and pad_id is not None else 0
+    for batch in [*batches, *like] if masked else []:  # what stands where the mask is 0
+        padding = batch["attention_mask"] == 0
+        if batch[key].shape == padding.shape and bool(padding.any()):
+            value = batch[key][padding][0].item()
+            break
     tokens = masked and all(c.shape[:2] == m.shape for c, m in zip(columns, masks, strict=True))
     if not tokens and not columns[0].is_floating_point():
         raise DataError(
@@ -85,13 +88,3 @@ def even(tensors: Sequence[Tensor], value: float, *, tokens: bool = False) -> li
 
 def _uneven(tensors: Sequence[Tensor]) -> bool:
     return tensors[0].ndim > 1 and len({t.shape[1:] for t in tensors}) > 1
-
-
-def _seen_padding(key: str, batches: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the value that pads a column: what stands where the attention mask is 0."""
-    for batch in batches:
-        masked = batch["attention_mask"] == 0
-        if batch[key].shape == masked.shape and bool(masked.any()):
-            value: float = batch[key][masked][0].item()
-            return value
-    return None

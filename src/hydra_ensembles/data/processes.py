@@ -339,10 +339,7 @@ def _noting(data: Iterable[Any], known: dict[str, Any]) -> Iterator[Any]:
 
 
 def _order_of(loader: DataLoader[Any], name: str) -> list[list[int]] | None:
-    """Return which examples each batch of a loader holds, as the first process draws them.
-
-    None for loaders that do not say so: they are read as streams.
-    """
+    """Return which examples each batch holds, by the first process; None for mere streams."""
     prepared = type(loader).__module__.startswith("accelerate.")
     if prepared or isinstance(loader.sampler, DistributedSampler):
         raise DataError(

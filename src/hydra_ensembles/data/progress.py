@@ -111,14 +111,15 @@ class Progress:
             **lines,
         )
         self._ended = threading.Event()
-        if enabled and lines:
-            threading.Thread(target=self._report, daemon=True, name="progress").start()
 
-    def _report(self) -> None:
-        wait = FIRST
-        while not self._ended.wait(wait):
-            self._bar.refresh()
-            wait = EVERY
+        def report() -> None:
+            wait = FIRST
+            while not self._ended.wait(wait):
+                self._bar.refresh()
+                wait = EVERY
+
+        if enabled and lines:
+            threading.Thread(target=report, daemon=True, name="progress").start()
 
     def update(self, steps: int = 1) -> None:
         """Count finished steps."""

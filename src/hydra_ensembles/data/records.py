@@ -156,10 +156,7 @@ def _no_number(name: str) -> Any:
 def _record(
     given: dict[str, Any] | DataError | None, keys: Sequence[str], place: Mapping[str, Any]
 ) -> Record:
-    """Check one input; where it is from and its other fields, an id say, come back in its answer.
-
-    An error stands for a row that cannot be read, None for a blank line.
-    """
+    """Check one input (an error: a row that cannot be read; None: a blank line)."""
     if given is None:
         return Record(echo=dict(place), skipped="a blank line")
     if isinstance(given, DataError):

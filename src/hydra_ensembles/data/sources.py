@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import DataError, MissingDependencyError
+from ..errors import DataError
+from ..registry import imported
 from ..runtime.images import open_image
 from .class_names import Names, encode_labels, pick_column
 from .image_data import IMAGE_COLUMNS, image_batches, image_folder
@@ -25,7 +26,6 @@ def load_data(
     split: str | None = None,
     text_column: str | None = None,
     pair_column: str | None = None,
-    image_column: str | None = None,
     label_column: str | None = None,
     labels: bool | str | Path = True,
     class_names: Names | None = None,
@@ -47,8 +47,7 @@ def load_data(
         tokenizer: the host's tokenizer, for text; a dataset without one is read as images.
         transform: how the host wants its images, see `image_transform`.
         split: of a dataset, for example `test`; required if there is more than one.
-        text_column, pair_column, image_column, label_column: by default found under their usual
-            names.
+        text_column, pair_column, label_column: by default found under their usual names.
         class_names: see `image_folder`; by default those of a dataset, in its order.
         labels, max_length, batch_size, key, skip_broken: see `image_folder` and `text_file`.
     """
@@ -110,7 +109,7 @@ def load_data(
             max_length=max_length,
             batch_size=batch_size,
         )
-    column = pick_column(image_column, columns, IMAGE_COLUMNS, "image", where)
+    column = pick_column(None, columns, IMAGE_COLUMNS, "image", where)
     images = dataset.select_columns([column])
 
     def image(row: int) -> Any:
@@ -129,12 +128,7 @@ def is_saved_dataset(folder: Path) -> bool:
 
 def _open(name: str | Path, split: str | None, config: str | None) -> Any:
     """Open a dataset of the hub, or a folder that `save_to_disk` wrote."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Hugging Face datasets need the package datasets: pip install 'hydra-ensembles[data]'."
-        ) from error
+    datasets = imported("datasets", "A dataset of Hugging Face", "data")
     try:
         if isinstance(name, Path):
             dataset = datasets.load_from_disk(str(name))

@@ -1,4 +1,4 @@
-"""Splits and fingerprints: which examples go where, and whether they are the same as before."""
+"""Splits, fingerprints and hashes: which examples go where, and whether they were seen before."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from ..errors import DataError
 from .batches import columns as columns_of
 from .batches import labels_of
 from .loaders import Batches, Data, indexable
+
+BESIDE = frozenset({"attention_mask", "token_type_ids", "position_ids"})
+"""Inputs that follow from the others, and that callers may leave out."""
 
 
 def split(data: Data, fractions: Mapping[str, float], *, seed: int = 0) -> dict[str, Batches]:
@@ -100,6 +103,40 @@ def fingerprint(data: Data) -> str:
     for name in sorted(columns):
         total.update(f"{name} {lengths.get(name, 0)} {columns[name].hexdigest()}\n".encode())
     return total.hexdigest()
+
+
+def input_hashes(inputs: Mapping[str, Any]) -> Tensor | None:
+    """Return a hash of every example, int64 `[example]`; None when no input is a tensor.
+
+    It tells whether an input is one of the known examples, to the bit (`Novelty.hashes`). It is of
+    the tensors that the host gets: floats in single precision, the rest as 64-bit integers; of a
+    token sequence only what the attention mask keeps, whatever it is padded to.
+
+    Args:
+        inputs: Inputs of the host by name, without labels.
+    """
+    mask = inputs.get("attention_mask")
+    columns = [
+        value.detach().cpu()
+        for name, value in sorted(inputs.items())
+        if isinstance(value, Tensor) and value.ndim > 0 and name not in BESIDE
+    ]
+    if not columns:
+        return None
+    kept = mask.detach().cpu().bool() if isinstance(mask, Tensor) else None
+    found = []
+    for place in range(len(columns[0])):
+        digest = hashlib.blake2b(digest_size=8)
+        for column in columns:
+            row = column[place] if len(column) == len(columns[0]) else column
+            if kept is not None and column.shape == kept.shape:
+                row = row[kept[place]]
+            # adding 0.0 turns -0.0 into 0.0
+            plain = row.float() + 0.0 if row.is_floating_point() else row.long()
+            digest.update(repr(list(plain.shape)).encode())
+            digest.update(tensor_bytes(plain))
+        found.append(int.from_bytes(digest.digest(), "little", signed=True))
+    return torch.tensor(found, dtype=torch.int64)
 
 
 def _class_numbers(source: Batches) -> Tensor:

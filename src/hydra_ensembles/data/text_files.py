@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +39,6 @@ def text_file(
     label_column: str | None = None,
     labels: bool = True,
     class_names: Names | None = None,
-    columns: Sequence[str] | None = None,
-    delimiter: str | None = None,
-    quoted: bool | None = None,
     max_length: int | None = None,
     batch_size: int = 32,
 ) -> TextBatches:
@@ -58,11 +53,10 @@ def text_file(
             usual names and there is no second text.
         labels: False leaves them out, as for outliers.
         class_names: see `image_folder`.
-        columns, delimiter, quoted: see `read_table`.
         max_length: most tokens per text; by default the tokenizer's limit.
         batch_size: texts per batch.
     """
-    table = read_table(file, columns=columns, delimiter=delimiter, quoted=quoted)
+    table = read_table(file)
     text_column = pick_column(text_column, table, TEXT_COLUMNS, "text", str(file))
     numbers: Tensor | None = None
     info: dict[str, Any] = {}
@@ -209,27 +203,19 @@ class TextBatches(Batches):
         return {**encoded, **({} if labels is None else {"labels": labels[list(rows)]})}
 
 
-def read_table(
-    file: str | Path,
-    *,
-    columns: Sequence[str] | None = None,
-    delimiter: str | None = None,
-    quoted: bool | None = None,
-) -> dict[str, list[Any]]:
+def read_table(file: str | Path, *, columns: Sequence[str] | None = None) -> dict[str, list[Any]]:
     """Read a table as `{column: values}`; the file's suffix gives its format.
 
     Args:
-        file: `.csv`, `.tsv`/`.tab`, `.jsonl`/`.ndjson` (one object per line), `.json` (a list of
-            objects) or `.txt` (one column `text`, one text per line).
+        file: `.csv`, `.tsv`/`.tab` (where `"` quotes nothing: texts there hold stray quotes),
+            `.jsonl`/`.ndjson` (one object per line), `.json` (a list of objects) or `.txt` (one
+            column `text`, one text per line).
         columns: names for a CSV or TSV file that has no header line.
-        delimiter: by default a comma, or a tab for TSV.
-        quoted: whether `"` quotes fields: by default yes in CSV and no in TSV, whose texts usually
-            hold stray quotes.
     """
     path = Path(file).expanduser()
     unit = "Entry" if path.suffix.lower() == ".json" else "Line"
     table: dict[str, list[Any]] = {}
-    for number, row in read_rows(path, columns=columns, delimiter=delimiter, quoted=quoted):
+    for number, row in read_rows(path, columns=columns):
         if row is None:
             continue
         if isinstance(row, DataError):
@@ -246,11 +232,7 @@ def read_table(
 
 
 def read_rows(
-    file: str | Path,
-    *,
-    columns: Sequence[str] | None = None,
-    delimiter: str | None = None,
-    quoted: bool | None = None,
+    file: str | Path, *, columns: Sequence[str] | None = None
 ) -> Iterator[tuple[int, Row]]:
     """Yield the rows of a table, each with the number of its first line (of its entry, in JSON).
 
@@ -262,17 +244,14 @@ def read_rows(
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
         raise DataError(f"The file {path} {kind}. Give a table that ends in {endings}.")
-    if suffix not in SUFFIXES and delimiter is None:
-        raise DataError(
-            f"Cannot tell what {path} is by its ending {suffix!r}; expected {endings}, or name "
-            "its delimiter."
-        )
+    if suffix not in SUFFIXES:
+        raise DataError(f"Cannot tell what {path} is by its ending {suffix!r}; expected {endings}.")
     # bytes that are not UTF-8 become lone surrogates, which are looked for row by row
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
         if suffix == ".json":
             for number, entry in enumerate(_json_list(lines.read(), path), start=1):
                 yield number, _object(entry)
-        elif suffix in (".jsonl", ".ndjson") or (suffix == ".txt" and delimiter is None):
+        elif suffix in (".jsonl", ".ndjson", ".txt"):
             for number, line in enumerate(lines, start=1):
                 line = line.rstrip("\r\n")
                 if not line.strip():
@@ -288,11 +267,12 @@ def read_rows(
                         yield number, DataError(f"It is not JSON: {error}.")
         else:
             tabs = suffix in (".tsv", ".tab")
-            mark = delimiter or ("\t" if tabs else ",")
-            plain = tabs if quoted is None else not quoted
-            with _long_fields():
-                reader = csv.reader(lines, delimiter=mark, quoting=3 if plain else 0, strict=True)
-                yield from _csv_rows(reader, columns, path)
+            form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {}
+            before = csv.field_size_limit(2**31 - 1)  # 128 KiB; the limit is global
+            try:
+                yield from _csv_rows(csv.reader(lines, strict=True, **form), columns, path)
+            finally:
+                csv.field_size_limit(before)
 
 
 def _csv_rows(reader: Any, columns: Sequence[str] | None, path: Path) -> Iterator[tuple[int, Row]]:
@@ -306,7 +286,7 @@ def _csv_rows(reader: Any, columns: Sequence[str] | None, path: Path) -> Iterato
         except csv.Error as error:
             last = reader.line_num
             where = f" (in lines {number} to {last})" if last > number else ""
-            yield number, DataError(f"{error}{where}. Check its quotes (quoted=...).")
+            yield number, DataError(f"{error}{where}. Check its quotes.")
             continue
         if not row:
             yield number, None
@@ -322,7 +302,7 @@ def _csv_rows(reader: Any, columns: Sequence[str] | None, path: Path) -> Iterato
             found = f"It has {len(row)} field{'s' * (len(row) != 1)}"
             problem = (
                 f"{found}, but there are {len(names)} columns ({', '.join(names)}). Check its "
-                "quotes and delimiters (quoted=..., delimiter=...)."
+                "quotes and delimiters."
             )
             yield number, DataError(problem)
         else:
@@ -355,13 +335,3 @@ def _is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-@contextmanager
-def _long_fields() -> Iterator[None]:
-    """Let csv read fields beyond 128 KiB; the limit is global, so restore it afterwards."""
-    before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)

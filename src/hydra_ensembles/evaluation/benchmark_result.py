@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .._records import read_record, to_record
+from .._tables import markdown_table
 from ..errors import DataError
 from .intervals import Interval, bootstrap
-from .tables import markdown_table
 
 
 class PeakMemory(TorchDispatchMode):
@@ -41,15 +41,15 @@ class PeakMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = {leaf.untyped_storage()._cdata for leaf in leaves}
         for leaf in tree_leaves(result):
             if not isinstance(leaf, Tensor):
                 continue
-            key = _storage(leaf)
+            storage = leaf.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
             if key in given or key in self._known:
                 continue  # a view, or written in place
-            storage = leaf.untyped_storage()
-            size = storage.nbytes()
             self._known.add(key)
             self.alive += size
             self.peak = max(self.peak, self.alive)
@@ -59,10 +59,6 @@ class PeakMemory(TorchDispatchMode):
     def _freed(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.alive -= size
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 @dataclass(frozen=True)
@@ -139,14 +135,14 @@ class BenchmarkResult:
             f"{', '.join(map(str, self.batch_sizes))}."
         )
 
-    def ratio(self, name: str, batch_size: int, *, to: str | None = None) -> Interval:
+    def ratio(self, name: str, batch_size: int) -> Interval:
         """Return the median over rounds of the paired latency ratios, with a bootstrap interval."""
-        base = self[to or self.names[0], batch_size].seconds
+        base = self[self.names[0], batch_size].seconds
         return paired_ratio(self[name, batch_size].seconds, base)
 
-    def counted(self, name: str, batch_size: int, *, to: str | None = None) -> float:
+    def counted(self, name: str, batch_size: int) -> float:
         """Return the ratio of counted multiply-adds."""
-        base = self[to or self.names[0], batch_size].multiply_adds
+        base = self[self.names[0], batch_size].multiply_adds
         return self[name, batch_size].multiply_adds / max(1, base)
 
     def rows(self) -> list[dict[str, Any]]:

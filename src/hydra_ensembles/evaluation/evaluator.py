@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.answers import Answers
 from ..data.class_names import check_class_order
-from ..data.model_runs import collect_logits, iterate_answers
+from ..data.model_runs import collect_logits, run_model
 from ..errors import DataError
 from ..uncertainty import fit_temperature, scale_logits, scores
 from .figures import NOVELTY, OOD, POST, SHIFT, AllFigures, Columns, Examples, columns_of
@@ -84,7 +83,7 @@ def evaluate(
     for key, batches in sets.items():
         parts: list[Columns] = []
         scaled: list[Columns] = []
-        for answers in iterate_answers(
+        for run in run_model(
             model,
             batches,
             name=key,
@@ -94,20 +93,26 @@ def evaluate(
             progress=progress,
             classes=shape[1] if shape else None,
         ):
-            shape = shape or (answers.logits.shape[1], answers.logits.shape[2])
-            names = _with_novelty(names, answers)
-            parts.append(columns_of(answers, scores=names, logit_scale=scale))
+            shape = shape or (run.logits.shape[1], run.logits.shape[2])
+            if NOVELTY in names and run.novelty_score is None:
+                raise DataError(
+                    "The score 'novelty' needs fitted novelty, but the model's predictions have "
+                    "none: call ensemble.fit_novelty_(known) first."
+                )
+            if NOVELTY not in names and run.novelty_score is not None:
+                names = [*names, NOVELTY]
+            parts.append(columns_of(run, scores=names, logit_scale=scale))
             if degrees is not None:
-                cooled = scale_logits(answers.logits.double(), temperature=degrees)
+                cooled = scale_logits(run.logits.double(), temperature=degrees)
                 # MCM reads cosines: what divides the logits divides their scale
                 by = None if scale is None else scale / degrees
-                after = answers._replace(logits=cooled, code=None)  # it is about the logits
+                after = run._replace(logits=cooled, code=None)  # it is about the logits
                 scaled.append(columns_of(after, scores=names, logit_scale=by))
         examples[key] = _concatenate(parts)
         if scaled:
             examples[POST + key] = _concatenate(scaled)
 
-    assert shape is not None  # iterate_answers raises on empty data
+    assert shape is not None  # run_model raises on empty data
     settings = {
         "scores": names,
         "members": shape[0],
@@ -120,18 +125,6 @@ def evaluate(
     return results_of(
         examples, name=name or type(model).__name__, settings=settings, progress=progress
     )
-
-
-def _with_novelty(names: list[str], answers: Answers) -> list[str]:
-    """Add novelty to the scores of a model that gives it; refuse it of one that does not."""
-    if answers.novelty_score is not None:
-        return names if NOVELTY in names else [*names, NOVELTY]
-    if NOVELTY in names:
-        raise DataError(
-            "The score 'novelty' needs fitted novelty, but the model's predictions have none: call "
-            "ensemble.fit_novelty_(known) first."
-        )
-    return names
 
 
 def results_of(

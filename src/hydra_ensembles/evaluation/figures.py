@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..data.answers import Answers
+from ..data.model_runs import ModelRun
 from ..prediction import ANSWER, NEW, UNSURE
 from ..uncertainty import (
     disagreement,
@@ -85,24 +85,24 @@ def direction(key: str) -> int:
 
 
 def columns_of(
-    answers: Answers, *, scores: Sequence[str], logit_scale: Tensor | None = None
+    run: ModelRun, *, scores: Sequence[str], logit_scale: Tensor | None = None
 ) -> Columns:
-    """Reduce a batch's answers to the columns that figures are made of.
+    """Reduce a batch's results to the columns that figures are made of.
 
     In float64: a confident model's scores differ by less than float32 can tell.
     """
-    logits, labels = answers.logits.double(), answers.labels
+    logits, labels = run.logits.double(), run.labels
     columns = {
         f"score:{name}": score_logits(logits, name, logit_scale=logit_scale)
         for name in scores
         if name != NOVELTY
     }
-    if answers.novelty_score is not None:
-        columns[f"score:{NOVELTY}"] = answers.novelty_score.double()
-    if answers.novelty is not None:
-        columns["alarm"] = answers.novelty > 1 - ALARM
-    if answers.code is not None:
-        columns["decision"] = answers.code
+    if run.novelty_score is not None:
+        columns[f"score:{NOVELTY}"] = run.novelty_score.double()
+    if run.novelty is not None:
+        columns["alarm"] = run.novelty > 1 - ALARM
+    if run.code is not None:
+        columns["decision"] = run.code
     if labels is None:
         return columns
     confidence, predicted = mean_probability(logits).max(-1)
@@ -161,8 +161,12 @@ class _Part:
 
     def __init__(self, examples: Examples, scores: Sequence[str]) -> None:
         self.scores = scores
+
+        def ranked(name: str) -> Sequence[str]:
+            return scores[:1] if name.startswith(SHIFT) else scores  # shifts by the main one
+
         self.orders = {
-            name: {score: Order(columns[f"score:{score}"]) for score in self._scores_of(name)}
+            name: {score: Order(columns[f"score:{score}"]) for score in ranked(name)}
             for name, columns in examples.items()
         }
         self.labelled = {
@@ -178,10 +182,6 @@ class _Part:
         }
         shares = {n: _alarms(examples[n], "Caught_5") | _decisions(examples[n]) for n in self.apart}
         self.means = {name: _Means(columns) for name, columns in shares.items() if columns}
-
-    def _scores_of(self, name: str) -> Sequence[str]:
-        """Return the scores that a set is ranked by: shifted data only by the main one."""
-        return self.scores[:1] if name.startswith(SHIFT) else self.scores
 
     def figures(self, counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         main = self.scores[0]

@@ -24,6 +24,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from .._tables import markdown_table
 from ..data.progress import progress_bar
 from ..errors import DataError
 from .figures import AllFigures, Measured, direction
@@ -237,17 +238,14 @@ class Comparison(Mapping[str, Difference]):
 
     def to_markdown(self) -> str:
         """Return the differences as a Markdown table; figures as they are, not in percent."""
-        lines = [
-            f"| figure | {self.a} | {self.b} | difference | {self.level:.0%} interval | p "
-            f"| {self.a} is |",
-            "|---|---:|---:|---:|---:|---:|---|",
-        ]
+        span = f"{self.level:.0%} interval"
+        head = ["figure", self.a, self.b, "difference", span, "p", f"{self.a} is"]
+        rows = [head]
         for key, row in self.differences.items():
-            lines.append(
-                f"| {key} | {row.a:.4f} | {row.b:.4f} | {row.difference:+.4f} "
-                f"| [{row.low:+.4f}, {row.high:+.4f}] | {row.p:.3f} | {row.verdict} |"
-            )
-        return "\n".join(lines)
+            values = (f"{row.a:.4f}", f"{row.b:.4f}", f"{row.difference:+.4f}")
+            interval = f"[{row.low:+.4f}, {row.high:+.4f}]"
+            rows.append([key, *values, interval, f"{row.p:.3f}", row.verdict])
+        return markdown_table(rows)
 
     def __repr__(self) -> str:
         head = f"{self.a} against {self.b}: paired bootstrap of {self.resamples} draws"
@@ -296,7 +294,11 @@ def compare(
     if count is None:
         sizes = {name: len(first.examples[name][f"score:{first.scores[0]}"]) for name in sets}
         count = default_draws(sizes, max((result.scores for result in everyone), key=len))
-    draws = [_mean_draws(side, sets, count, seed) for side in sides]
+    draws = []
+    for side in sides:  # the mean over several results
+        parts = [draws_of(result, sets, count, seed) for result in side]
+        shared = [key for key in parts[0] if all(key in part for part in parts)]
+        draws.append({key: torch.stack([part[key] for part in parts]).mean(0) for key in shared})
     differences = {}
     all_sets = all(set(result.examples) == set(sets) for result in everyone)
     for key in draws[0]:
@@ -347,15 +349,6 @@ def winners(results: Sequence[Measured]) -> dict[str, int]:
                 beaten[key, one if row.verdict == BETTER else other] += 1
     rivals = Counter(key for result in results for key in result)
     return {key: one for (key, one), number in beaten.items() if number == rivals[key] - 1}
-
-
-def _mean_draws(
-    side: Sequence[Measured], sets: tuple[str, ...], count: int, seed: int
-) -> dict[str, Tensor]:
-    """Return every figure on each draw, the mean over several results, `[count]`."""
-    found = [draws_of(result, sets, count, seed) for result in side]
-    shared = [key for key in found[0] if all(key in draws for draws in found)]
-    return {key: torch.stack([draws[key] for draws in found]).mean(0) for key in shared}
 
 
 def draws_of(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -87,7 +87,9 @@ def benchmark(
     on_gpu = any(place is not None and place.type == "cuda" for place in devices)
     timings: list[Timing] = []
     with ExitStack() as stack:
-        stack.enter_context(_threads(threads))
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        if threads is not None:
+            torch.set_num_threads(threads)
         for model in models.values():
             stack.enter_context(evaluating(model))
         counted = {
@@ -98,7 +100,10 @@ def benchmark(
             for call in calls.values():
                 for _ in range(warmup):
                     call()
-            memory = {name: _peak(models[name], call) for name, call in calls.items()}
+            memory = {
+                name: (_weight_bytes(models[name]), _peak_bytes(device_of(models[name]), call))
+                for name, call in calls.items()
+            }
             seconds = _interleaved(
                 calls,
                 synchronize=torch.cuda.synchronize if on_gpu else lambda: None,
@@ -184,18 +189,16 @@ def _time(call: Call, repeats: int, synchronize: Call) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def _peak(model: Any, call: Call) -> tuple[int, int]:
-    """Return the bytes of the weights and the peak that one call adds to them."""
-    device = device_of(model)
-    weights = _weight_bytes(model)
+def _peak_bytes(device: torch.device | None, call: Call) -> int:
+    """Return the peak that one call adds to the weights."""
     if device is not None and device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         call()
-        return weights, torch.cuda.max_memory_allocated(device) - before
+        return torch.cuda.max_memory_allocated(device) - before
     with PeakMemory() as memory:
         call()
-    return weights, memory.peak
+    return memory.peak
 
 
 def _weight_bytes(model: Any) -> int:
@@ -220,14 +223,3 @@ def _call(model: Callable[..., Any], batch: Any, size: int, dtype: torch.dtype |
 
     args, kwargs = (move(map_tensors(resize, part), where) for part in (args, kwargs))
     return lambda: model(*args, **kwargs)
-
-
-@contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if number is not None:
-        torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -316,33 +316,21 @@ class Selection:
         grown = (size * missed + rate * size * (size + 1) / 2).sum(1)
         area = self._area(risks, first, everything / total)
         best = self._area(oracle, (right == 0).double(), everything / total)
+        # the most examples that can be answered with at most this error rate
+        excess = wrong - self.at_most * answered
+        tiny = 1e-9 * total
+        whole = torch.where(excess <= tiny, answered, 0).amax(1)
+        # inside a tie the excess grows evenly: answer the part of it before it is positive
+        slope = (rate - self.at_most).clamp_min(1e-12)
+        part = (start - excess[:, :-1] / slope + tiny).floor()
+        able = (excess[:, :-1] <= tiny) & (excess[:, 1:] > tiny)
         return {
             "AURC": area,
             "E-AURC": area - best,
             "AUGRC": self._area(grown, first, everything) / total,
-            "Cov_5Risk": self._coverage(answered, wrong, rate) / total,
+            "Cov_5Risk": torch.maximum(whole, torch.where(able, part, 0).amax(1)) / total,
         }
 
     def _area(self, values: Tensor, first: Tensor, last: Tensor) -> Tensor:
         """Return the trapezoidal area, scaled to a support of one, of a curve with this sum."""
         return (values - (first + last) / 2) / (len(self.errors) - 1)
-
-    def _coverage(self, answered: Tensor, wrong: Tensor, rate: Tensor) -> Tensor:
-        """Return the most examples that can be answered with at most this error rate."""
-        excess = wrong - self.at_most * answered
-        tiny = 1e-9 * len(self.errors)
-        whole = torch.where(excess <= tiny, answered, 0).amax(1)
-        # inside a tie the excess grows evenly: answer the part of it before it is positive
-        slope = (rate - self.at_most).clamp_min(1e-12)
-        part = (answered[:, :-1] - excess[:, :-1] / slope + tiny).floor()
-        able = (excess[:, :-1] <= tiny) & (excess[:, 1:] > tiny)
-        return torch.maximum(whole, torch.where(able, part, 0).amax(1))
-
-
-def selective_figures(
-    uncertainty: Tensor, errors: Tensor, *, at_most: float = RISK
-) -> dict[str, float]:
-    """Return the figures of selective classification of `uncertainty` and `errors`, `[example]`."""
-    order = Order(uncertainty)
-    found = Selection(order, errors, at_most=at_most).figures(order.weigh(once(len(errors))))
-    return {key: float(value) for key, value in found.items()}

@@ -15,14 +15,13 @@ from torch import Tensor
 from .._records import read_sealed, sealed, sha256_of, write_whole
 from ..errors import FormatError, MissingDependencyError, UnknownNameError
 from .figures import Examples
-from .tables import CSV_COLUMNS, compare_table, html_text, plain_text
+from .tables import compare_table, html_text, plain_text
 
 if TYPE_CHECKING:
     import pandas
 
 FORMAT = "hydra-ensembles/results"
 VERSION = 1
-ALIASES = {"Cov@5Risk": "Cov_5Risk", "EAURC": "E-AURC", "MutualInformation": "MI"}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -63,9 +62,6 @@ class Results(Mapping[str, float]):
         return list(self.settings.get("scores", ["msp"]))
 
     def _resolve(self, key: str) -> str:
-        for alias, name in ALIASES.items():
-            if key.endswith(f"/{alias}"):
-                key = key.removesuffix(alias) + name
         # the main score may be named in full: ood/x/msp/AUROC is ood/x/AUROC
         short = key.replace(f"/{self.scores[0]}/", "/") if "ood/" in key else key
         return short if key not in self.figures and short in self.figures else key
@@ -100,27 +96,22 @@ class Results(Mapping[str, float]):
         """Return all figures as a Markdown table, one row per figure."""
         return compare_table([self], keys="all", rows="figures")
 
-    def to_latex(self) -> str:
-        """Return all figures as a LaTeX table (booktabs), one row per figure."""
-        return compare_table([self], keys="all", rows="figures", form="latex")
-
-    def to_csv(self) -> str:
-        """Return all figures as CSV at full precision: model, figure, value, low, high."""
-        return compare_table([self], keys="all", form="csv")
-
     def to_pandas(self) -> pandas.DataFrame:
-        """Return all figures as a data frame: model, figure, value, low, high."""
+        """Return all figures as a data frame: model, figure, value, low, high.
+
+        Its own `to_csv` and `to_latex` write them in these forms.
+        """
         try:
             import pandas
         except ImportError as error:
             raise MissingDependencyError(
-                "to_pandas() needs pandas: pip install pandas, or use to_csv()."
+                "to_pandas() needs pandas: pip install pandas, or use to_json()."
             ) from error
         rows = [
             (self.name, key, value, *(self.interval(key) or (math.nan, math.nan)))
             for key, value in self.figures.items()
         ]
-        return pandas.DataFrame(rows, columns=list(CSV_COLUMNS))
+        return pandas.DataFrame(rows, columns=["model", "figure", "value", "low", "high"])
 
     def to_json(self) -> str:
         """Return the record without its examples as JSON; numbers survive exactly."""

@@ -1,14 +1,13 @@
-"""Tables of results side by side: Markdown, LaTeX, CSV."""
+"""Tables of results side by side, in Markdown, at a prompt and in a notebook."""
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Sequence
 
-from .._html import table
+from .._tables import markdown_table, table
 from ..errors import DataError
+from ..registry import check_name
 from .figures import Measured, direction
 from .intervals import winners
 
@@ -22,9 +21,6 @@ HEADLINES = (
     "ood/mean/policy/Answered",
     *("shift/mean/cls/Acc", "shift/mean/cls/NLL", "shift/mean/cal/ECE", "div/Disagreement"),
 )
-
-
-CSV_COLUMNS = ("model", "figure", "value", "low", "high")
 
 
 def is_rate(key: str) -> bool:
@@ -49,7 +45,10 @@ def select_keys(results: Sequence[Measured], keys: Sequence[str] | str | None) -
     wanted = [keys] if isinstance(keys, str) else list(keys)
     chosen: dict[str, None] = {}
     for pattern in wanted:
-        found = [key for key in present if _matches(key, pattern)]
+        # as in a path: `*` stays inside one part of the name, `**` crosses parts
+        parts = re.split(r"(\*\*|\*)", pattern)
+        expression = "".join({"*": "[^/]*", "**": ".*"}.get(p, re.escape(p)) for p in parts)
+        found = [key for key in present if re.fullmatch(expression, key)]
         if not found and any(pattern in result for result in results):
             found = [pattern]  # another name of a figure
         if not found:
@@ -58,23 +57,16 @@ def select_keys(results: Sequence[Measured], keys: Sequence[str] | str | None) -
     return list(chosen)
 
 
-def _matches(key: str, pattern: str) -> bool:
-    """Match like a path: `*` stays inside one part of the name, `**` crosses parts."""
-    parts = re.split(r"(\*\*|\*)", pattern)
-    expression = "".join({"*": "[^/]*", "**": ".*"}.get(part, re.escape(part)) for part in parts)
-    return re.fullmatch(expression, key) is not None
-
-
 def compare_table(
     results: Sequence[Measured],
     *,
     keys: Sequence[str] | str | None = None,
-    form: str = "markdown",
     rows: str = "models",
-    best: bool = True,
-    intervals: bool = True,
 ) -> str:
-    """Return several results side by side as one table.
+    """Return several results side by side as one Markdown table, with their intervals.
+
+    Bold is what the paired intervals tell better than every other model, see `winners`; nothing
+    where they tell no winner.
 
     Example:
         >>> print(compare_table([single, hydra], keys=["cls/*", "ood/*/AUROC"]))
@@ -83,90 +75,30 @@ def compare_table(
         results: one for each model.
         keys: figures to show, by name or pattern (`ood/*/AUROC`, `post/**`), or `"all"`; headlines
             by default.
-        form: `markdown`, `latex` (booktabs) or `csv` (one line for each figure, full precision).
         rows: a row for each of the `models`, or of the `figures`.
-        best: set in bold what the paired intervals tell better than every other model, see
-            `winners`; nothing where they tell no winner.
-        intervals: show bootstrap intervals where there are any.
     """
-    if form not in ("markdown", "latex", "csv") or rows not in ("models", "figures"):
-        raise ValueError(
-            f"form={form!r}, rows={rows!r}: expected markdown, latex or csv, and models or figures."
-        )
+    check_name("rows", rows, ("models", "figures"))
     results = list(results)
     if not results:
         raise DataError("There are no results to show.")
     chosen = select_keys(results, keys)
-    if form == "csv":
-        return _csv(results, chosen)
-    bold = "**{}**" if form == "markdown" else r"\textbf{{{}}}"
-    special = "|" if form == "markdown" else "&%$#_{}"
-    escape = str.maketrans({character: f"\\{character}" for character in special})
-    up, down = ("↑", "↓") if form == "markdown" else (r"$\uparrow$", r"$\downarrow$")
-    head = ["" if rows == "models" else "figure"]
-    labels = [
-        key.translate(escape) + {1: f" {up}", -1: f" {down}", 0: ""}[direction(key)]
-        for key in chosen
-    ]
-    ahead = winners(results) if best else {}
+    ahead = winners(results)
     body = []
     for place, result in enumerate(results):
         cells = []
         for key in chosen:
-            value = result.get(key)
-            text = shown(key, value)
-            if ahead.get(key) == place:
-                text = bold.format(text)
-            span = result.interval(key) if intervals else None
-            if span is not None:
-                text += f" [{shown(key, span[0])}, {shown(key, span[1])}]"
-            cells.append(text)
+            text = shown(key, result.get(key))
+            span = result.interval(key)
+            between = f" [{shown(key, span[0])}, {shown(key, span[1])}]" if span else ""
+            cells.append((f"**{text}**" if ahead.get(key) == place else text) + between)
         body.append(cells)
-    names = [result.name.translate(escape) for result in results]
+    names = [result.name for result in results]
+    labels = [key + {1: " ↑", -1: " ↓", 0: ""}[direction(key)] for key in chosen]
     if rows == "models":
-        grid = [head + labels, *([name, *cells] for name, cells in zip(names, body, strict=True))]
-    else:
-        turned = zip(labels, zip(*body, strict=True), strict=True)
-        grid = [head + names, *([label, *cells] for label, cells in turned)]
-    return markdown_table(grid) if form == "markdown" else _latex(grid)
-
-
-def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align the rows of a table (the first is its head): the first column left, the rest right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        first, *rest = (f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-        lines.append("| " + " | ".join([row[0].ljust(len(first)), *rest]) + " |")
-    rule = ["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]
-    return "\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]])
-
-
-def _latex(grid: list[list[str]]) -> str:
-    rows = [" & ".join(row).replace("–", "--") + r" \\" for row in grid]
-    return "\n".join(
-        [
-            rf"\begin{{tabular}}{{l{'r' * (len(grid[0]) - 1)}}}",
-            r"\toprule",
-            rows[0],
-            r"\midrule",
-            *rows[1:],
-            r"\bottomrule",
-            r"\end{tabular}",
-        ]
-    )
-
-
-def _csv(results: Sequence[Measured], keys: Sequence[str]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
-    for result in results:
-        for key in keys:
-            if key in result:
-                low, high = result.interval(key) or ("", "")
-                writer.writerow([result.name, key, repr(result[key]), low, high])
-    return text.getvalue()
+        pairs = zip(names, body, strict=True)
+        return markdown_table([["", *labels], *([name, *cells] for name, cells in pairs)])
+    turned = zip(labels, zip(*body, strict=True), strict=True)
+    return markdown_table([["figure", *names], *([label, *cells] for label, cells in turned)])
 
 
 def plain_text(result: Measured) -> str:
@@ -188,7 +120,7 @@ def plain_text(result: Measured) -> str:
             )
     more = len(result) - len(lines) + 1
     if more > 0:
-        lines.append("  ... all figures: to_markdown(), to_latex(), to_csv(), to_json()")
+        lines.append("  ... all figures: to_markdown(), to_pandas(), to_json()")
     lines += [f"  no {key}: {why}" for key, why in result.notes.items()]
     return "\n".join(lines)
 
@@ -205,5 +137,5 @@ def html_text(result: Measured) -> str:
     spans = any(row[2] for row in rows)
     head = ["figure", "value", "95 % interval"] if spans else ["figure", "value"]
     title = f"Results of {result.name} on {examples} examples, score {result.scores[0]}"
-    note = f"{len(result)} figures in all: to_pandas(), to_markdown(), to_csv(), to_json()"
+    note = f"{len(result)} figures in all: to_pandas(), to_markdown(), to_json()"
     return table(title, head, rows if spans else [row[:2] for row in rows], note=note)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..data.batches import move, split_batch
 from ..data.eval_mode import in_eval
-from ..data.input_hashes import input_hashes
 from ..data.memory import Halving
 from ..data.processes import in_order
 from ..data.progress import length_of, progress_bar
+from ..data.splits import input_hashes
 from ..errors import DataError, HydraError
 from ..uncertainty.evidence import Evidence
 from ..uncertainty.novelty import Novelty

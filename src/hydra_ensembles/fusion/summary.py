@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._html import table
+from .._tables import table
 from ..costs.cost_record import CostRatio
 from ..costs.formula import cost
 from ..errors import HydraError

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._html import squares
+from .._tables import squares
 from ..errors import MaskError
 from ..registry import check_name
 from .head_tables import HeadTable, Rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from torch import nn
@@ -41,28 +40,20 @@ def trainer_callback(trainer: Any, data: Any, *, prefix: str = "eval_") -> Any:
     Returns:
         The callback; `trainer.remove_callback` takes it away.
     """
-    callback = _trainer_class()(trainer, data, prefix)
-    trainer.add_callback(callback)
-    return callback
-
-
-@cache
-def _trainer_class() -> type:
     from transformers import TrainerCallback
 
     class UncertaintyCallback(TrainerCallback):
         """Logs through the trainer, so that history and reporters have the figures too."""
 
-        def __init__(self, trainer: Any, data: Any, prefix: str) -> None:
-            self.trainer, self.data, self.prefix = trainer, data, prefix
-
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            found = figures_of(kwargs["model"], self.data, prefix=self.prefix)
+            found = figures_of(kwargs["model"], data, prefix=prefix)
             if kwargs.get("metrics") is not None:  # what evaluate() returns
                 kwargs["metrics"].update(found)
-            self.trainer.log(dict(found))
+            trainer.log(dict(found))
 
-    return UncertaintyCallback
+    callback = UncertaintyCallback()
+    trainer.add_callback(callback)
+    return callback
 
 
 def lightning_callback(data: Any, *, prefix: str = "val_") -> Any:
@@ -75,11 +66,6 @@ def lightning_callback(data: Any, *, prefix: str = "val_") -> Any:
         data: Labelled batches; read once per validation.
         prefix: Of the figures' names: `val_nll`, `val_ece`, `val_aurc`, `val_novelty_alarms`.
     """
-    return _lightning_class()(data, prefix)
-
-
-@cache
-def _lightning_class() -> type:
     try:
         from lightning.pytorch import Callback
     except ImportError as error:
@@ -90,14 +76,11 @@ def _lightning_class() -> type:
     class UncertaintyCallback(Callback):
         """Logs through the module, at the end of a validation epoch."""
 
-        def __init__(self, data: Any, prefix: str) -> None:
-            self.data, self.prefix = data, prefix
-
         def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             if trainer.sanity_checking:
                 return
             ensembles = (m for m in pl_module.modules() if isinstance(m, HydraEnsemble))
-            found = figures_of(next(ensembles, pl_module), self.data, prefix=self.prefix)
+            found = figures_of(next(ensembles, pl_module), data, prefix=prefix)
             pl_module.log_dict(found)
 
-    return UncertaintyCallback
+    return UncertaintyCallback()

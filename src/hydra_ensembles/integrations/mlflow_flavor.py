@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import __version__
-from ..errors import DataError, MissingDependencyError
+from ..errors import DataError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.row_function import in_batches
 from ..prediction import join
+from ..registry import imported
 
 SCRIPT = Path(__file__).with_name("mlflow_script.py")
 """What MLflow runs to have the model ("models from code"): plain Python in the artefact."""
+
+_mlflow = partial(imported, "mlflow.pyfunc", "A model of MLflow", "mlflow")
 
 
 def log_model(
@@ -40,7 +44,7 @@ def log_model(
     """
     with tempfile.TemporaryDirectory() as folder:
         given = _parts(ensemble, folder, metadata)
-        return _pyfunc().log_model(name=name, registered_model_name=registered_model_name, **given)
+        return _mlflow().log_model(name=name, registered_model_name=registered_model_name, **given)
 
 
 def save_model(
@@ -48,7 +52,7 @@ def save_model(
 ) -> None:
     """Write an ensemble as a folder that MLflow serves and loads; see `log_model`."""
     with tempfile.TemporaryDirectory() as folder:
-        _pyfunc().save_model(path=str(path), **_parts(ensemble, folder, metadata))
+        _mlflow().save_model(path=str(path), **_parts(ensemble, folder, metadata))
 
 
 def predict_frame(ensemble: HydraEnsemble, inputs: Any, *, batch_size: int = 32) -> Any:
@@ -84,13 +88,3 @@ def _parts(ensemble: HydraEnsemble, folder: str, metadata: dict[str, Any] | None
             **(metadata or {}),
         },
     }
-
-
-def _pyfunc() -> Any:
-    try:
-        import mlflow.pyfunc
-    except ImportError as error:
-        raise MissingDependencyError(
-            "MLflow is not installed: pip install 'hydra-ensembles[mlflow]'."
-        ) from error
-    return mlflow.pyfunc

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ..errors import DataError, MissingDependencyError, UnsupportedModelError
+from ..errors import DataError, UnsupportedModelError
 from ..fusion.ensemble import HydraEnsemble
-from ..registry import check_name
+from ..registry import check_name, imported
 from ..runtime.images import check_size, open_image
 
 TASKS = ("image-classification", "text-classification", "token-classification")
@@ -48,12 +48,7 @@ def pipeline(
         [{'label': 'positive', 'score': 0.97, 'uncertainty': 0.03, 'novelty': 0.41, ...}]
     """
     check_name("task", task, TASKS)
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Pipelines are transformers': pip install 'hydra-ensembles[transformers]'."
-        ) from error
+    transformers = imported("transformers", "A pipeline", "transformers")
     ensemble = model if isinstance(model, HydraEnsemble) else HydraEnsemble.from_pretrained(model)
     if not isinstance(ensemble.host, transformers.PreTrainedModel):
         raise UnsupportedModelError(
@@ -72,8 +67,7 @@ def pipeline(
                 "This ensemble has no tokenizer: pass tokenizer=..., or set ensemble.tokenizer, "
                 "which is saved along."
             )
-    make: Any = transformers.pipeline  # typed by the tasks' literal names
-    return make(task, model=ensemble, pipeline_class=_classes()[task], **given)
+    return transformers.pipeline(task, model=ensemble, pipeline_class=_classes()[task], **given)
 
 
 def _processor(ensemble: HydraEnsemble) -> Any:

@@ -64,6 +64,8 @@ def image_address(image: Tensor, *, mean: Any = 0.5, std: Any = 0.5, largest: in
         mean, std: What it was normalised with, a number or one per channel; None if it was not.
         largest: The longer side in pixels, at most; larger images are reduced.
     """
+    from PIL import Image
+
     pixels = image.detach().float().cpu()
     if mean is not None and std is not None:
         shift, scale = (torch.as_tensor(v).float().reshape(-1, 1, 1) for v in (mean, std))
@@ -74,15 +76,8 @@ def image_address(image: Tensor, *, mean: Any = 0.5, std: Any = 0.5, largest: in
             pixels[None], scale_factor=factor, mode="area", recompute_scale_factor=True
         )[0]
     numbers = (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous()
-    return "data:image/png;base64," + base64.b64encode(_png(numbers)).decode()
-
-
-def _png(pixels: Tensor) -> bytes:
-    """Encode `[height, width, channel]` bytes as PNG: grey for one channel, colour for three."""
-    from PIL import Image
-
-    if pixels.shape[-1] not in (1, 3):
-        raise DataError(f"An image has {pixels.shape[-1]} channels; expected 1 or 3.")
+    if numbers.shape[-1] not in (1, 3):
+        raise DataError(f"An image has {numbers.shape[-1]} channels; expected 1 or 3.")
     content = io.BytesIO()
-    Image.fromarray(pixels.squeeze(-1).numpy()).save(content, "PNG", optimize=True)
-    return content.getvalue()
+    Image.fromarray(numbers.squeeze(-1).numpy()).save(content, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(content.getvalue()).decode()

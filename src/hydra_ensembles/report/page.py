@@ -21,8 +21,6 @@ from .curves import answered_at
 from .examples import Example
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
-
     from ..evaluation.results import Results
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -38,7 +36,6 @@ def write_report(
     masks: Sequence[HeadMask] = (),
     branch: int | None = None,
     costs: Mapping[str, float] | None = None,
-    frontier: Sequence[Mapping[str, Any]] = (),
     examples: Sequence[Example] = (),
     settings: Mapping[str, Any] | None = None,
     command: str = "",
@@ -58,7 +55,6 @@ def write_report(
         masks: The members' masks, for the head maps.
         branch: First layer in which members differ.
         costs: Multiply-adds of models relative to the single model, by the results' names.
-        frontier: Further points of cost against quality: mappings with `name`, `cost` and figures.
         examples: Single examples, in order; shown by their `group`.
         settings: What is needed to make the results again.
         command: The command line that made them.
@@ -81,7 +77,7 @@ def write_report(
         sections.calibration(curved, names),
         sections.abstention(curved),
         sections.shown_examples(examples),
-        sections.cost(results, costs or {}, frontier),
+        sections.cost(results, costs or {}),
         sections.built(summary, masks, branch),
         sections.reproduce(results, settings or {}, command),
     ]
@@ -107,30 +103,23 @@ def write_page(
         thresholds: What the slider of the section `abstention` reads, by model.
         made: When, as text; now by default.
     """
-    page = (
-        _environment()
-        .get_template("page.html")
-        .render(
-            title=title,
-            lead=lead,
-            sections=[part for part in parts if part is not None],
-            policy=POLICY,
-            made=made or datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-            data={"thresholds": dict(thresholds or {})},
-        )
-    )
-    target = Path(path)
-    write_whole(target, page)
-    return target
-
-
-def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("hydra_ensembles", "report/templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    page = environment.get_template("page.html").render(
+        title=title,
+        lead=lead,
+        sections=[part for part in parts if part is not None],
+        policy=POLICY,
+        made=made or datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        data={"thresholds": dict(thresholds or {})},
+    )
+    target = Path(path)
+    write_whole(target, page)
+    return target

@@ -19,7 +19,6 @@ from ..heads.head_mask import HeadMask
 from . import figures as charts
 from .curves import ood_names
 from .examples import Example
-from .labels import LABELS, MEANINGS, SPOKEN
 from .svg import page_axes, to_svg
 
 if TYPE_CHECKING:
@@ -28,6 +27,61 @@ if TYPE_CHECKING:
 NEWEST = 12
 """Newest test examples that are listed."""
 FRONTIERS = ("ood/mean/AUROC", "cls/NLL", "cls/Acc", "cal/ECE")
+
+LABELS = {
+    "cls/Acc": "accuracy",
+    "cls/NLL": "NLL",
+    "cls/Brier": "Brier",
+    "cal/ECE": "ECE",
+    "cal/aECE": "adaptive ECE",
+    "ood/mean/AUROC": "OOD AUROC",
+    "ood/mean/mutual-information/AUROC": "OOD AUROC by mutual information",
+    "ood/mean/AUPR": "OOD AUPR",
+    "ood/mean/FPR95": "OOD FPR95",
+    "sc/AURC": "AURC",
+    "fail/AUROC": "error AUROC",
+    "ood/mean/novelty/AUROC": "OOD AUROC by novelty",
+    "ood/mean/novelty/FPR95": "OOD FPR95 by novelty",
+    "ood/mean/novelty/Caught_5": "OOD caught at 5 % alarms",
+    "novelty/Alarms_5": "alarms on test data at 5 %",
+    "policy/Answered": "answered by the policy",
+    "policy/WrongOfAll": "answered and wrong, of all",
+    "policy/WrongOfAnswered": "wrong, of the answered",
+    "policy/New": "called new",
+    "ood/mean/policy/Answered": "OOD answered by the policy",
+    "shift/mean/cls/Acc": "shifted accuracy",
+    "shift/mean/cls/NLL": "shifted NLL",
+    "shift/mean/cal/ECE": "shifted ECE",
+    "div/Disagreement": "disagreement",
+}
+
+MEANINGS = {
+    "cls/NLL": "negative log-likelihood of the true class, in nats: how good the probabilities are",
+    "cls/Brier": "squared error of the probabilities, summed over classes",
+    "cal/ECE": "gap between confidence and accuracy, in 15 bins of equal width (%)",
+    "cal/aECE": "the same, in bins of equally many examples (%)",
+    "sc/AURC": "error rate among the answered, averaged over all shares that may be answered (%)",
+    "fail/AUROC": "how well uncertainty ranks wrong answers above right ones (%; 50 is chance)",
+    "ood/mean/AUROC": "how well uncertainty ranks outliers (out of distribution, mean of all sets) "
+    "above test data (%; 50 is chance)",
+    "ood/mean/AUPR": "area under precision and recall of finding outliers (%)",
+    "ood/mean/FPR95": "test data called outliers where 95 % of the outliers are found (%)",
+    "ood/mean/novelty/AUROC": "how well novelty ranks outliers above test data (%; 50 is chance)",
+    "ood/mean/novelty/FPR95": "test data called new where 95 % of the outliers are found (%)",
+    "ood/mean/novelty/Caught_5": "outliers that are newer than 95 % of the known data (%)",
+    "novelty/Alarms_5": "test data that is newer than 95 % of the known data (%; 5 is expected)",
+    "div/Disagreement": "pairs of members that give different answers (%)",
+}
+"""Of the figures whose names do not say it."""
+
+SPOKEN = {
+    key: LABELS[key]
+    for key in (
+        *("cls/Acc", "cls/NLL", "cal/ECE", "cal/aECE", "sc/AURC", "fail/AUROC", "ood/mean/AUROC"),
+        *("ood/mean/novelty/AUROC", "shift/mean/cls/Acc", "shift/mean/cls/NLL"),
+    )
+}
+"""The figures that verdicts speak of."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +123,12 @@ def figures(results: Sequence[Results], costs: Mapping[str, float]) -> Section:
     rows = []
     ahead = winners(results)
     for key in select_keys(results, None):
-        cells = [_cell(key, result, ahead.get(key) == n) for n, result in enumerate(results)]
+        cells = []
+        for number, result in enumerate(results):
+            span, best = result.interval(key), ahead.get(key) == number
+            interval = f"[{shown(key, span[0])}, {shown(key, span[1])}]" if span else None
+            text = shown(key, result.get(key))
+            cells.append({"text": text, "interval": interval, "best": best})
         label = LABELS.get(key, key)
         rows.append({"key": key, "label": label, "direction": direction(key), "cells": cells})
     notes = {f"{r.name}: no {key}, {why}" for r in results for key, why in r.notes.items()}
@@ -102,28 +161,12 @@ def verdicts(results: Sequence[Results]) -> list[str]:
     return lines
 
 
-def _cell(key: str, result: Results, best: bool) -> dict[str, Any]:
-    value, span = result.get(key), result.interval(key)
-    return {
-        "text": shown(key, value),
-        "interval": None if span is None else f"[{shown(key, span[0])}, {shown(key, span[1])}]",
-        "best": best,
-    }
-
-
-def cost(
-    results: Sequence[Results],
-    costs: Mapping[str, float],
-    frontier: Sequence[Mapping[str, Any]],
-) -> Section | None:
+def cost(results: Sequence[Results], costs: Mapping[str, float]) -> Section | None:
     """Draw quality against counted cost."""
-    points: list[dict[str, Any]] = [
-        {"name": r.name, "cost": costs[r.name], **r} for r in results if r.name in costs
-    ]
-    points += [dict(point) for point in frontier if "cost" in point]
+    priced = [result for result in results if result.name in costs]
     drawings: list[dict[str, Any]] = []
     for key in FRONTIERS:
-        here = {str(p["name"]): (float(p["cost"]), float(p[key])) for p in points if key in p}
+        here = {r.name: (costs[r.name], r[key]) for r in priced if key in r}
         if len(here) < 2 or len(drawings) == 2:
             continue
         label = LABELS.get(key, key)

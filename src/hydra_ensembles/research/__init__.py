@@ -5,7 +5,6 @@ Only the command line and experiments import this room.
 
 from .cost_frontier import frontier as frontier
 from .feature_detectors import evaluate_features as evaluate_features
-from .figures import plot_alpha as plot_alpha
 from .figures import plot_benchmark as plot_benchmark
 from .figures import plot_effects as plot_effects
 from .figures import plot_frontier as plot_frontier
@@ -15,7 +14,6 @@ from .figures import plot_members as plot_members
 from .figures import plot_overlaps as plot_overlaps
 from .figures import plot_prune_sweep as plot_prune_sweep
 from .figures import plot_rank_correlation as plot_rank_correlation
-from .figures import plot_shift_gaps as plot_shift_gaps
 from .head_roles import head_map as head_map
 from .head_roles import overlaps as overlaps
 from .pruning_sweep import prune_sweep as prune_sweep

@@ -7,6 +7,7 @@ classifier throws away. Scores are higher when further from the training data.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from ..data.batches import split_batch
 from ..data.eval_mode import evaluating
 from ..data.model_runs import call_model
 from ..data.progress import progress_bar
-from ..errors import DataError, MissingDependencyError
+from ..errors import DataError
 from ..evaluation.figures import OOD
 from ..evaluation.metrics import ood_figures
 from ..evaluation.results import Results
-from ..registry import Registry
+from ..registry import Registry, imported
 from ..uncertainty.term_choice import clusters
 
 Detector = Any
@@ -33,18 +34,10 @@ GROUPS = 10
 PER_CLASS = 5
 """Examples per class, on average, from which on classes are left out; below it clusters are."""
 
+_detectors = partial(imported, "pytorch_ood.detector", "Detection by features", "rivals")
+
 detectors: Registry[Callable[[Tensor, Tensor], Detector]] = Registry("feature detector")
 """Detectors by name, made for training features `[example, width]` and classes `[example]`."""
-
-
-def _pytorch_ood() -> Any:
-    try:
-        import pytorch_ood.detector as detector
-    except ImportError as error:
-        raise MissingDependencyError(
-            "KNN and Mahalanobis come from pytorch-ood: pip install 'hydra-ensembles[rivals]'."
-        ) from error
-    return detector
 
 
 def choose_neighbours(
@@ -95,13 +88,13 @@ def choose_neighbours(
 @detectors.register("knn")
 def knn(features: Tensor, labels: Tensor) -> Detector:
     """Return a detector by the distance to the k-th nearest feature (Sun et al., 2022)."""
-    return _pytorch_ood().KNN(None, k=choose_neighbours(features, labels))
+    return _detectors().KNN(None, k=choose_neighbours(features, labels))
 
 
 @detectors.register("mahalanobis")
 def mahalanobis(features: Tensor, labels: Tensor) -> Detector:
     """Return a detector by the distance to the nearest class mean (Lee et al., 2018)."""
-    return _pytorch_ood().Mahalanobis(None)
+    return _detectors().Mahalanobis(None)
 
 
 def collect_features(

@@ -137,54 +137,10 @@ def plot_prune_sweep(
     return _finish(ax)
 
 
-def plot_alpha(
-    sweep: PruneSweep,
-    lines: Mapping[float, str],
-    *,
-    metric: str = "cls/Acc",
-    ratios: Sequence[float] | None = None,
-    ax: Any = None,
-) -> Any:
-    """Draw a figure against HIES's alpha, one line per pruning ratio.
-
-    Args:
-        sweep: What `prune_sweep` returned.
-        lines: Criterion's label for each alpha; `{0.0: "entropy", 0.5: "hies", 1.0: "his"}`.
-        metric: One of `sweep.metrics`.
-        ratios: Which ratios; all by default.
-        ax: Axes to draw on.
-    """
-    ax = axes(ax, (5.2, 3.8))
-    scale = 100.0 if metric in PERCENT else 1.0
-    alphas = sorted(lines)
-    for index, ratio in enumerate(ratios or sweep.ratios):
-        found = [sweep.interval(lines[alpha], ratio, metric) for alpha in alphas]
-        x = np.array(alphas) + 0.006 * index
-        _series(ax, x, found, index, scale=scale, label=f"{ratio:.0%} pruned")
-    ax.axhline(scale * sweep.baseline[metric], color="#555555", linewidth=1, linestyle=":")
-    ends = {0.0: "0\nentropy", 1.0: "1\nHIS"}
-    ax.set_xticks(alphas, [ends.get(alpha, f"{alpha:g}") for alpha in alphas])
-    ax.set_xlabel("alpha of HIES")
-    ax.set_ylabel(NAMES.get(metric, metric) + (", %" if scale == 100 else ""))
-    return _finish(ax)
-
-
 def plot_head_scores(scores: HeadScores, *, title: str | None = None, ax: Any = None) -> Any:
-    """Draw a heat map of scores: layers down, heads across; layers of fewer heads end early."""
-    width, depth = max(scores.shape), len(scores)
-    ax = axes(ax, (0.35 * width + 2.2, 0.35 * depth + 1.4))
-    grid = np.ma.masked_all((depth, width))
-    for layer, row in enumerate(scores):
-        grid[layer, : len(row)] = row.numpy()
-    image = ax.imshow(grid, cmap="cividis", aspect="equal")
-    ax.set_xlabel("head")
-    ax.set_ylabel("layer")
-    ax.set_xticks(range(width))
-    ax.set_yticks(range(depth))
-    ax.tick_params(length=0, labelsize=7)
-    ax.set_title(scores.name if title is None else title, fontsize=10)
-    ax.figure.colorbar(image, ax=ax, shrink=0.8).ax.tick_params(labelsize=7)
-    return ax
+    """Draw a heat map of scores, layers bottom up; layers of fewer heads end early."""
+    name = scores.name if title is None else title
+    return _head_table(ax, _grid(list(scores)), "score", name, cmap="cividis")
 
 
 def plot_rank_correlation(
@@ -198,39 +154,6 @@ def plot_rank_correlation(
     image = _matrix(ax, matrix.numpy(), names, cmap="PuOr", vmin=-1, vmax=1)
     ax.figure.colorbar(image, ax=ax, shrink=0.8, label="rank correlation")
     return ax
-
-
-def plot_shift_gaps(gaps: Sequence[Mapping[str, Any]], *, ax: Any = None) -> Any:
-    """Draw the gap between shifted and clean loss before and after pruning.
-
-    Args:
-        gaps: Records with `shift`, `criterion`, `ratio`, `gap_before`, `gap_after`,
-            `gap_change_error`.
-        ax: Axes to draw on.
-    """
-    ax = axes(ax, (6.4, 3.8))
-    shifts = list(dict.fromkeys(gap["shift"] for gap in gaps))
-    kinds = list(dict.fromkeys((gap["criterion"], gap["ratio"]) for gap in gaps))
-    width = 0.8 / (len(kinds) + 1)
-    for place, shift in enumerate(shifts):
-        before = next(gap["gap_before"] for gap in gaps if gap["shift"] == shift)
-        label = "unpruned" if place == 0 else None
-        ax.bar(place - 0.4 + width / 2, before, width, color="#999999", label=label)
-    for index, (criterion, ratio) in enumerate(kinds):
-        chosen = {g["shift"]: g for g in gaps if (g["criterion"], g["ratio"]) == (criterion, ratio)}
-        ax.bar(
-            [place - 0.4 + width * (index + 1.5) for place in range(len(shifts))],
-            [chosen[shift]["gap_after"] for shift in shifts],
-            width,
-            yerr=[1.96 * chosen[shift]["gap_change_error"] for shift in shifts],
-            color=colour(index),
-            label=f"{criterion}, {ratio:.0%} pruned",
-            error_kw={"elinewidth": 0.9, "capsize": 2},
-        )
-    ax.axhline(0, color="#000000", linewidth=0.8)
-    ax.set_xticks(range(len(shifts)), [shift.replace("_", " ") for shift in shifts])
-    ax.set_ylabel("loss on shifted - loss on clean data")
-    return _finish(ax)
 
 
 def plot_benchmark(result: BenchmarkResult, *, ax: Any = None, title: str | None = None) -> Any:

@@ -27,7 +27,7 @@ from ..evaluation.metrics import expected_calibration_error, negative_log_likeli
 from ..heads.gates import gate, prune_heads_
 from ..heads.head_mask import HeadMask, HeadScores
 from ..hosts import HostModel, host_model
-from ..uncertainty import mean_probability, score_logits
+from ..uncertainty import mean_probability, msp
 from .pruning_sweep_results import (
     QUALITY,
     STABILITY,
@@ -55,7 +55,6 @@ def prune_sweep(
     draws: int = 5,
     seed: int = 0,
     ood: Mapping[str, Iterable[Any]] | None = None,
-    ood_score: str = "msp",
     held_out: Iterable[Any] | None = None,
     scope: str = "model",
     loss: Loss | None = None,
@@ -80,7 +79,6 @@ def prune_sweep(
         draws: Number of calibration draws.
         seed: Of the draws.
         ood: Outliers by name; adds `ood/<name>/AUROC` and their mean.
-        ood_score: A registered uncertainty score.
         held_out: Labelled data for `hies` with `alpha="auto"`.
         scope: `"model"` ranks all heads together (as HIES does), `"layer"` within each layer.
         loss: See `score_heads`.
@@ -101,7 +99,7 @@ def prune_sweep(
     for name, source in {"data": data, "calibration": calibration, **(ood or {})}.items():
         check_reiterable(source, name=name)
 
-    measure = _Measure(host, data, ood or {}, ood_score, Path(folder) / STATE if folder else None)
+    measure = _Measure(host, data, ood or {}, Path(folder) / STATE if folder else None)
     tables: dict[str, list[HeadScores]] = {criterion.label: [] for criterion in wanted}
     points, masks = [], {}
     for draw in progress_bar(
@@ -122,6 +120,10 @@ def prune_sweep(
         masks.items(), description="pruned models", enabled=progress, total=len(masks), unit="masks"
     ):
         measure(key, mask)
+    means = {}
+    for label, drawn in tables.items():
+        rows = [torch.stack(row).mean(0) for row in zip(*drawn, strict=True)]
+        means[label] = HeadScores(rows, name=label)
     return PruneSweep(
         model=host.name,
         examples=len(measure.labels),
@@ -130,7 +132,7 @@ def prune_sweep(
         baseline=measure.baseline,
         points=points,
         outcomes={key: measure.outcomes[key] for key in masks},
-        scores={label: _mean(rows, label) for label, rows in tables.items()},
+        scores=means,
         score_names={label: [t.name for t in rows] for label, rows in tables.items()},
         lower_is_kept=[c.label for c in wanted if c.lower_is_kept],
     )
@@ -140,11 +142,6 @@ def _reseeded(criterion: Criterion, draw: int) -> Criterion:
     if any(f.name == "seed" for f in fields(criterion)):
         return replace(criterion, seed=criterion.seed + draw)  # type: ignore[attr-defined, call-arg]
     return criterion
-
-
-def _mean(tables: list[HeadScores], name: str) -> HeadScores:
-    rows = [torch.stack(layers).mean(0) for layers in zip(*tables, strict=True)]
-    return HeadScores(rows, name=name)
 
 
 @contextmanager
@@ -167,18 +164,26 @@ class _Measure:
         host: HostModel,
         data: Iterable[Any],
         ood: Mapping[str, Iterable[Any]],
-        ood_score: str,
         path: Path | None,
     ) -> None:
-        self.host, self.data, self.ood, self.ood_score, self.path = host, data, ood, ood_score, path
+        self.host, self.data, self.ood, self.path = host, data, ood, path
         logits, self.labels = self._logits(host.model, data, "data")
         self.predicted = mean_probability(logits).argmax(-1)
         self.baseline = self._figures(host.model, logits)[0]
         self.outcomes: dict[str, Outcome] = {}
         self.tables: dict[str, str] = {}
-        self.settings = {} if path is None else self._settings()
+        self.settings: dict[str, Any] = {}
+        if path is not None:
+            self.settings = {
+                "model": model_fingerprint(host.model),
+                "data": fingerprint(data),
+                "ood": {name: fingerprint(outliers) for name, outliers in ood.items()},
+            }
         if path is not None and path.exists():
-            self._read(path)
+            kept = read_record("PruneSweepState", path)
+            check_same_run(path, kept["settings"], self.settings)
+            self.outcomes = {key: Outcome(**one) for key, one in kept["outcomes"].items()}
+            self.tables = kept["scores"]
 
     def scores(
         self,
@@ -227,29 +232,15 @@ class _Measure:
         aurocs = []
         for name, outliers in self.ood.items():
             theirs, _ = collect_logits(model, outliers, name=name)
-            scores = [score_logits(answers, self.ood_score) for answers in (logits, theirs)]
+            scores = [msp(answers) for answers in (logits, theirs)]
             aurocs.append(ood_figures(*scores, name=name)["AUROC"])
             figures[f"ood/{name}/AUROC"] = aurocs[-1]
         if aurocs:
             figures["ood/mean/AUROC"] = sum(aurocs) / len(aurocs)
         return figures, right, same
 
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "model": model_fingerprint(self.host.model),
-            "data": fingerprint(self.data),
-            "ood": {name: fingerprint(outliers) for name, outliers in self.ood.items()},
-            "ood_score": self.ood_score,
-        }
-
     def _write(self) -> None:
         if self.path is not None:
             outcomes = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
             kept = {"settings": self.settings, "outcomes": outcomes, "scores": self.tables}
             to_record("PruneSweepState", kept, self.path, seal=True)
-
-    def _read(self, path: Path) -> None:
-        kept = read_record("PruneSweepState", path)
-        check_same_run(path, kept["settings"], self.settings)
-        self.outcomes = {key: Outcome(**outcome) for key, outcome in kept["outcomes"].items()}
-        self.tables = kept["scores"]

@@ -6,28 +6,26 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._records import read_record, to_record
+from .._tables import markdown_table
 from ..errors import FormatError, UnknownNameError
 from ..evaluation.intervals import Interval, student, two_way_bootstrap
-from ..evaluation.tables import markdown_table
 from ..heads.head_mask import HeadMask, HeadScores
 
 QUALITY, STABILITY = "cls/Acc", "stability"
-REGIME_BOUNDARY = 0.2
 
 
-def regime(ratio: float, *, boundary: float = REGIME_BOUNDARY) -> str:
+def regime(ratio: float) -> str:
     """Name the regime of a pruning ratio.
 
     Few heads gone is *redundancy* (what goes was hardly used), many is *specialisation* (heads
     that do something of their own have to go). HIES reports the crossing between 10 and 30 %.
     """
-    return "redundancy" if ratio <= boundary else "specialisation"
+    return "redundancy" if ratio <= 0.2 else "specialisation"
 
 
 @dataclass(frozen=True)
@@ -139,29 +137,17 @@ class PruneSweep:
         rows = [unpack(getattr(o, side), self.examples) for o in self.at(criterion, ratio)]
         return torch.stack(rows).double()
 
-    def table(self, metric: str = QUALITY) -> list[dict[str, Any]]:
-        """Return one row for each criterion and ratio: mean, interval, regime."""
-        rows = []
-        for criterion in self.criteria:
-            for ratio in self.ratios:
-                mean, low, high = self.interval(criterion, ratio, metric)
-                row = {"criterion": criterion, "ratio": ratio, "regime": regime(ratio)}
-                rows.append({**row, "metric": metric, "mean": mean, "low": low, "high": high})
-        return rows
-
-    def markdown(self, metric: str = QUALITY, *, digits: int = 1, percent: bool = True) -> str:
-        """Return a Markdown table: criteria by ratios, the mean and its interval's half-width."""
-        scale = 100 if percent else 1
+    def markdown(self, metric: str = QUALITY) -> str:
+        """Return a Markdown table in percent: criteria by ratios, mean and half of the interval."""
         head = [f"{ratio:.0%} ({regime(ratio)})" for ratio in self.ratios]
         rows = [[metric, *head]]
         for criterion in self.criteria:
             cells = []
             for ratio in self.ratios:
                 i = self.interval(criterion, ratio, metric)
-                half = scale * (i.high - i.low) / 2
-                cells.append(f"{scale * i.value:.{digits}f} ± {half:.{digits}f}")
+                cells.append(f"{100 * i.value:.1f} ± {50 * (i.high - i.low):.1f}")
             rows.append([criterion, *cells])
-        before = f"{scale * self.baseline[metric]:.{digits}f}"
+        before = f"{100 * self.baseline[metric]:.1f}"
         return markdown_table([*rows, ["*unpruned*", *[before] * len(head)]])
 
     def __str__(self) -> str:
@@ -236,14 +222,11 @@ def rank_correlation(
     ranks = []
     for name in names:
         flat = scores[name].flat()
-        ranks.append(_mean_ranks(-flat if name in lower_is_kept else flat))
+        flat = -flat if name in lower_is_kept else flat
+        below = (flat[None, :] < flat[:, None]).sum(1).double()
+        equal = (flat[None, :] == flat[:, None]).sum(1).double()
+        ranks.append(below + (equal - 1) / 2)
     centred = torch.stack([rank - rank.mean() for rank in ranks])
     norms = centred.norm(dim=1, keepdim=True)
     unit = torch.where(norms > 0, centred / norms.clamp_min(1e-12), 0.0)
     return names, unit @ unit.t()
-
-
-def _mean_ranks(values: Tensor) -> Tensor:
-    below = (values[None, :] < values[:, None]).sum(1)
-    equal = (values[None, :] == values[:, None]).sum(1)
-    return below.double() + (equal.double() - 1) / 2

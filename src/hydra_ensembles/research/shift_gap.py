@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,11 +88,6 @@ class ShiftGap:
     conclusion: bool
     pruned_heads: int
 
-    @property
-    def premises_hold(self) -> bool:
-        """Whether all three premises hold."""
-        return self.stationary and self.shifted_gradient_not_negative and self.curvature_grows
-
     def __str__(self) -> str:
         def yes(flag: bool) -> str:
             return "holds" if flag else "does not hold"
@@ -120,17 +115,6 @@ class ShiftGap:
         return to_record("ShiftGap", asdict(self), path)
 
 
-@overload
-def pruning_shift_gap(
-    model: nn.Module | HostModel,
-    mask: HeadMask,
-    clean: Iterable[Any],
-    shifted: Mapping[str, Iterable[Any]],
-    *,
-    loss: Loss | None = None,
-    progress: bool = True,
-) -> dict[str, ShiftGap]: ...
-@overload
 def pruning_shift_gap(
     model: nn.Module | HostModel,
     mask: HeadMask,
@@ -139,16 +123,7 @@ def pruning_shift_gap(
     *,
     loss: Loss | None = None,
     progress: bool = True,
-) -> ShiftGap: ...
-def pruning_shift_gap(
-    model: nn.Module | HostModel,
-    mask: HeadMask,
-    clean: Iterable[Any],
-    shifted: Iterable[Any] | Mapping[str, Iterable[Any]],
-    *,
-    loss: Loss | None = None,
-    progress: bool = True,
-) -> ShiftGap | dict[str, ShiftGap]:
+) -> ShiftGap:
     """Measure Proposition 1: the gap between shifted and clean loss, before and after pruning.
 
     Example:
@@ -158,32 +133,22 @@ def pruning_shift_gap(
         model: The host model, whole.
         mask: Heads to keep; the others are the direction d.
         clean: Labelled data.
-        shifted: The same under a shift, or several by name (the clean data is then read once). With
-            the same examples in the same order the gap's standard error is that of paired
-            differences, and much smaller.
+        shifted: The same under a shift. With the same examples in the same order the gap's standard
+            error is that of paired differences, and much smaller.
         loss: See `score_heads`; cross-entropy by default.
         progress: Show bars on a terminal.
 
     Returns:
         `ShiftGap`, with both losses before and after, the gradient and curvature terms, what second
-        order leaves, and whether each premise holds; a dict of them for shifts by name.
+        order leaves, and whether each premise holds.
     """
     host = host_model(model)
     check_fits(mask, host)
-
-    def along(data: Iterable[Any], name: str) -> Tensor:
-        return _along(host, mask, data, name=name, loss=loss, progress=progress)
-
-    before = along(clean, "clean")
-    heads = sum(mask.shape) - mask.total_kept
-    if isinstance(shifted, Mapping):
-        return {name: _gap(before, along(data, name), heads) for name, data in shifted.items()}
-    return _gap(before, along(shifted, "shifted"), heads)
-
-
-def _gap(clean: Tensor, shifted: Tensor, pruned_heads: int) -> ShiftGap:
-    c, s = _summary(clean), _summary(shifted)
-    changes = [values[1] - values[0] for values in (clean, shifted)]
+    options: dict[str, Any] = {"loss": loss, "progress": progress}
+    before = _along(host, mask, clean, name="clean", **options)
+    after = _along(host, mask, shifted, name="shifted", **options)
+    c, s = _summary(before), _summary(after)
+    changes = [values[1] - values[0] for values in (before, after)]
     if len(changes[0]) == len(changes[1]):
         error = _error(changes[1] - changes[0])
     else:
@@ -204,7 +169,7 @@ def _gap(clean: Tensor, shifted: Tensor, pruned_heads: int) -> ShiftGap:
         shifted_gradient_not_negative=s.gradient >= 0,
         curvature_grows=curvature > 0,
         conclusion=change >= 0,
-        pruned_heads=pruned_heads,
+        pruned_heads=sum(mask.shape) - mask.total_kept,
     )
 
 

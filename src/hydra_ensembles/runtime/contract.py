@@ -50,17 +50,6 @@ class Contract:
     data: Mapping[str, Any]
 
     @property
-    def task(self) -> str:
-        """What the model does, such as `image-classification`."""
-        return str(self.data["task"])
-
-    @property
-    def class_names(self) -> tuple[str, ...] | None:
-        """Names of the classes by number, or None when they have none."""
-        names = self.data["class_names"]
-        return None if names is None else tuple(names)
-
-    @property
     def inputs(self) -> list[dict[str, Any]]:
         """Name, type and shape of every input; a string in a shape is a free size."""
         return list(self.data["inputs"])

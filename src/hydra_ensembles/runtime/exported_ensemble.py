@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from .._records import read_steady
-from ..errors import DataError, FormatError, MissingDependencyError
+from ..errors import DataError, FormatError
 from ..prediction import Prediction, join
-from ..registry import unknown_name
+from ..registry import imported, unknown_name
 from .contract import Contract, read_contract
 from .images import ImageReader
 from .texts import Texts
@@ -67,13 +67,21 @@ class ExportedEnsemble:
         if self.program not in contract.programs:
             raise unknown_name("program", self.program, contract.programs)
         self._session = _session(contract, contract.programs[self.program], threads, providers)
-        self._check_ports()
+        found = {port.name for port in self._session.get_inputs()}
+        made = {port.name for port in self._session.get_outputs()}
+        wanted = {port["name"] for port in contract.inputs}
+        if found != wanted or not {port["name"] for port in contract.outputs} <= made:
+            raise FormatError(
+                f"The program in {contract.folder} takes {sorted(found)} and gives "
+                f"{sorted(made)}, which its contract does not say. Export the ensemble again."
+            )
         self._prepare = _preparation(contract)
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
         """Names of the classes by number, or None."""
-        return self.contract.class_names
+        names = self.contract.data["class_names"]
+        return None if names is None else tuple(names)
 
     @property
     def has_policy(self) -> bool:
@@ -84,7 +92,7 @@ class ExportedEnsemble:
     @property
     def task(self) -> str:
         """What the model does, such as `image-classification`."""
-        return self.contract.task
+        return str(self.contract.data["task"])
 
     def predict(self, inputs: Any, *, batch_size: int = 32) -> Prediction:
         """Predict images, texts or arrays: the ensemble's own answers, in numpy columns.
@@ -148,8 +156,9 @@ class ExportedEnsemble:
     def _batches(self, inputs: Any, batch_size: int) -> Iterator[dict[str, Any]]:
         if self.task == "token-classification":
             batch_size = 2**31  # batches of texts have as many tokens as their longest: no two fit
-        if _is_raw(inputs):
-            items = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
+        several = isinstance(inputs, (list, tuple))
+        if all(map(_is_one, inputs)) if several else _is_one(inputs):
+            items = list(inputs) if several else [inputs]
             for start in range(0, max(1, len(items)), batch_size):
                 yield self.prepare(items[start : start + batch_size])
             return
@@ -196,16 +205,6 @@ class ExportedEnsemble:
                 raise DataError(f"{free[size]} {size} are more than {most}, which the model takes.")
         return checked
 
-    def _check_ports(self) -> None:
-        found = {port.name for port in self._session.get_inputs()}
-        made = {port.name for port in self._session.get_outputs()}
-        wanted = {port["name"] for port in self.contract.inputs}
-        if found != wanted or not {port["name"] for port in self.contract.outputs} <= made:
-            raise FormatError(
-                f"The program in {self.contract.folder} takes {sorted(found)} and gives "
-                f"{sorted(made)}, which its contract does not say. Export the ensemble again."
-            )
-
     def __repr__(self) -> str:
         data = self.contract.data
         return (
@@ -215,12 +214,7 @@ class ExportedEnsemble:
 
 
 def _session(contract: Contract, name: str, threads: int | None, providers: Sequence[str]) -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Exported ensembles need onnxruntime: pip install 'hydra-ensembles[runtime]'."
-        ) from error
+    onnxruntime = imported("onnxruntime", "An exported ensemble", "runtime")
     path = contract.file(name)
     for other in contract.data["files"]:  # weights beside a large program, read along with it
         if other.startswith(f"{name}."):
@@ -248,14 +242,8 @@ def _preparation(contract: Contract) -> Any:
     return Texts(content, settings, [port["name"] for port in contract.inputs])
 
 
-def _is_raw(inputs: Any) -> bool:
-    """Tell whether inputs are images, paths or texts, one or a list of them."""
-    if isinstance(inputs, (list, tuple)):
-        return not inputs or all(_is_one(item) for item in inputs)
-    return _is_one(inputs)
-
-
 def _is_one(item: Any) -> bool:
+    """Tell whether an input is an image, a path or a text."""
     pixels = isinstance(item, np.ndarray) and item.dtype == np.uint8 and item.ndim in (2, 3)
     picture = hasattr(item, "convert") and hasattr(item, "getbands")  # PIL's
     return pixels or picture or isinstance(item, (str, os.PathLike))

@@ -7,6 +7,7 @@ import io
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,24 +129,17 @@ def check_size(image: Any, most_pixels: float = math.inf, name: str = "") -> Non
 def converted(image: Any, mode: str, *, exif_orientation: bool) -> Any:
     """Return a PIL image in a mode such as RGB, turned as its EXIF says if asked."""
     check_size(image)
-    if exif_orientation:
-        image = _upright(image)
+    if exif_orientation and getattr(image, "format", None) != "TIFF":  # which Pillow turns itself
+        from PIL import Image
+
+        turn = None
+        with suppress(Exception):  # there is none, or it is damaged: Pillow raises many kinds
+            turn = TURNS[image.getexif()[0x0112]]
+        image = image if turn is None else image.transpose(Image.Transpose[turn])
     try:
         return image.convert(mode)
     except (OSError, ValueError) as error:
         raise DataError(f"Cannot turn an image of mode {image.mode} to {mode}: {error}.") from error
-
-
-def _upright(image: Any) -> Any:
-    from PIL import Image
-
-    if getattr(image, "format", None) == "TIFF":  # Pillow turns it; older ones keep the tag
-        return image
-    try:
-        turn = TURNS[image.getexif()[0x0112]]
-    except Exception:  # there is none, or it is damaged: Pillow raises many kinds of errors
-        return image
-    return image.transpose(Image.Transpose[turn])
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError, FormatError, MissingDependencyError
+from ..errors import DataError, FormatError
+from ..registry import imported
 
 PARTS = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
 """Inputs that a tokenizer makes, and what an encoding calls them."""
@@ -26,18 +27,13 @@ class Texts:
     """
 
     def __init__(self, content: str, settings: Mapping[str, Any], inputs: Sequence[str]) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise MissingDependencyError(
-                "Texts need the package tokenizers: pip install 'hydra-ensembles[runtime]'."
-            ) from error
+        tokenizers = imported("tokenizers", "Reading texts", "runtime")
         self._inputs = tuple(inputs)
         self._template: str | None = settings["template"]
         self._longest = int(settings["max_length"])
         self._pad, self._side = int(settings["pad_id"]), settings["padding_side"]
         try:
-            self._tokenizer = Tokenizer.from_str(content)
+            self._tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the package raises plain Exception for a file it cannot read
             raise FormatError(f"Cannot read the tokenizer: {str(error)[:200]}.") from None
         self._tokenizer.no_padding()

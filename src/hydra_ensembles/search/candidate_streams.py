@@ -196,7 +196,14 @@ class Engine:
                     f"{self.host.name}: only zero-ablation is possible here, because its blocks "
                     f"cannot be taken apart ({self.host.why_not_fused()})."
                 )
-            return self._host_step(layer, x, call, parents, gates)
+            streams, outputs = x.unflatten(0, (-1, call.batch)), []
+            module = self.host.blocks[layer].module
+            for parent, row in zip(parents, gates, strict=True):
+                only: list[Tensor | None] = [None] * len(self.host)
+                only[layer] = None if bool((row == 1).all()) else row
+                with gate(self.host, only):  # the host's own block, with its own arguments
+                    outputs.append(call.layers[layer].run(module, streams[parent]))
+            return torch.cat(outputs)
         block = self.host.blocks[layer]
         rows = self._rows(call) if layer == len(self.host) - 1 else None
         heads = self.heads(layer, x, call)
@@ -257,20 +264,6 @@ class Engine:
         """Return a function that selects the tokens the classifier reads, or None for all."""
         return take_rows(self.host.readout.tokens, call.positions)
 
-    def _host_step(
-        self, layer: int, x: Tensor, call: Call, parents: list[int], gates: Tensor
-    ) -> Tensor:
-        """Run the host's own block for every branch, with the host's arguments."""
-        streams = x.unflatten(0, (-1, call.batch))
-        block = self.host.blocks[layer].module
-        outputs = []
-        for parent, row in zip(parents, gates, strict=True):
-            rows: list[Tensor | None] = [None] * len(self.host)
-            rows[layer] = None if bool((row == 1).all()) else row
-            with gate(self.host, rows):
-                outputs.append(call.layers[layer].run(block, streams[parent]))
-        return torch.cat(outputs)
-
     def read(self, x: Tensor, call: Call) -> Tensor:
         """Read out the streams with the host's own head: logits [batch, streams, class]."""
         if self.host.readout.folds:
@@ -281,12 +274,10 @@ class Engine:
         logits = []
         for stream in x.unflatten(0, (-1, call.batch)):
             states = full_length(stream, call.positions, call.length)
-            logits.append(main_output(run_around(self.host, call.inputs, partial(_first, states))))
+            logits.append(
+                main_output(run_around(self.host, call.inputs, partial(lambda s, _: s, states)))
+            )
         return torch.stack(logits, 1)
-
-
-def _first(states: Tensor, _: Tensor) -> Tensor:
-    return states
 
 
 def _few_queries(

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..uncertainty import disagreement, find_temperature, score_logits
-from .objectives import ece_of
+from ..uncertainty import find_temperature, score_logits
 from .trunk_cache import Outputs
 
 
@@ -34,15 +33,13 @@ class Figures:
     Attributes:
         auroc: AUROC by family, then by score.
         nll: NLL of the mean probability; `nll_scaled`: at the ensemble's own best temperature.
-        accuracy, ece, disagreement: On in-distribution data; the last two only on request.
+        accuracy: On in-distribution data.
     """
 
     auroc: dict[str, dict[str, float]]
     nll: float
     nll_scaled: float
     accuracy: float
-    ece: float = 0.0
-    disagreement: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,16 +141,8 @@ class Table:
         part.target, part.target_scaled = self.target[:, index], self.target_scaled[..., index]
         return part
 
-    def figures(
-        self, members: Sequence[int], *, scores: Sequence[str] = ("msp",), detail: bool = False
-    ) -> Figures:
-        """Score an ensemble of candidates; a candidate may be a member more than once.
-
-        Args:
-            members: Candidates, by index.
-            scores: Uncertainty scores to rank by.
-            detail: Whether to compute ECE and disagreement too.
-        """
+    def figures(self, members: Sequence[int], *, scores: Sequence[str] = ("msp",)) -> Figures:
+        """Score an ensemble of candidates by uncertainty scores; one may be a member repeatedly."""
         index = list(members)
         means = {
             name: column.top[:, index].mean(1)
@@ -173,15 +162,7 @@ class Table:
             for t in (self.target, self.target_scaled)
         )
         guess = self.classes.gather(-1, means["id"].argmax(-1, keepdim=True))[:, 0]
-        extra: dict[str, float] = {}
-        if detail:
-            logits = self.columns["id"].members(index)
-            extra = {
-                "ece": ece_of(logits, self.labels),
-                "disagreement": float(disagreement(logits).mean()),
-            }
-        accuracy = float((guess == self.labels).double().mean())
-        return Figures(auroc, nll, scaled, accuracy, **extra)
+        return Figures(auroc, nll, scaled, float((guess == self.labels).double().mean()))
 
     def grown(
         self, have: Sequence[int], pool: Sequence[int], *, scores: Sequence[str] = ("msp",)

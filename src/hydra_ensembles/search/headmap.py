@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
@@ -235,7 +235,12 @@ def find_circuit(
         "score": score if isinstance(score, str) else getattr(score, "__name__", "score"),
         "effects": effects,
         "model": model_fingerprint(host.model) if folder is not None else "",
-        "data": _fingerprints(sets) if folder is not None else {},
+        "data": {  # outliers without their labels, which mean nothing
+            name: fingerprint(
+                data if name in ("id", "shift") else [without_labels(batch) for batch in data]
+            )
+            for name, data in (sets if folder is not None else {}).items()
+        },
     }
     state = SearchState(folder, settings)
     search = LayerSearch(host, sets, goals, condition, counts, chosen, cache_bytes, effects)
@@ -247,12 +252,3 @@ def find_circuit(
     harms = HeadScores([step["effect"] for step in steps], name=goal.name, standard_error=errors)
     baseline = tuple(step["baseline"] for step in steps)
     return Circuit(mask, harms, baseline, goal.name, condition, settings)
-
-
-def _fingerprints(sets: Mapping[str, Any]) -> dict[str, str]:
-    """Hash every data set; outliers without their labels, which mean nothing."""
-    labelled = ("id", "shift")
-    return {
-        name: fingerprint(data if name in labelled else [without_labels(b) for b in data])
-        for name, data in sets.items()
-    }

@@ -122,8 +122,18 @@ class LayerSearch:
                 "baseline": 0.0,
             }
         if not self.baselines:
-            return {"selected": self._selected(layer, self._values(runs[1:]))}
-        harms, errors = self._effects(runs[0], runs[1:])
+            # the objective without each head is its harm, up to a constant of the layer
+            values = [_finite(goal, [goal.value(run) for run in runs[1:]]) for goal in self.goals]
+            harms = values[0] if len(values) == 1 else average_harm(values)
+            return {"selected": self._selected(layer, harms)}
+        tables, spreads = [], []
+        for goal in self.goals:
+            pairs = [effect(goal, run, runs[0]) for run in runs[1:]]
+            tables.append(_finite(goal, [harm for harm, _ in pairs]))
+            spreads.append(torch.tensor([error for _, error in pairs], dtype=torch.float64))
+        harms, errors = tables[0], spreads[0]
+        if len(self.goals) > 1:
+            harms, errors = average_harm(tables), average_error(tables, spreads)
         return {
             "selected": self._selected(layer, harms),
             "effect": harms.tolist(),
@@ -134,22 +144,6 @@ class LayerSearch:
     def _selected(self, layer: int, harms: Tensor) -> list[bool]:
         kept: list[bool] = HeadScores([harms]).top_k([self.counts[layer]])[0].tolist()
         return kept
-
-    def _values(self, changed: Sequence[Outputs]) -> Tensor:
-        """Return the objective without each head: its harm, up to a constant of the layer."""
-        tables = [_finite(goal, [goal.value(one) for one in changed]) for goal in self.goals]
-        return tables[0] if len(tables) == 1 else average_harm(tables)
-
-    def _effects(self, base: Outputs, changed: Sequence[Outputs]) -> tuple[Tensor, Tensor]:
-        """Return the harm of removing each head, and its standard error."""
-        tables, errors = [], []
-        for goal in self.goals:
-            pairs = [effect(goal, one, base) for one in changed]
-            tables.append(_finite(goal, [harm for harm, _ in pairs]))
-            errors.append(torch.tensor([error for _, error in pairs], dtype=torch.float64))
-        if len(self.goals) == 1:
-            return tables[0], errors[0]
-        return average_harm(tables), average_error(tables, errors)
 
 
 def _finite(goal: Objective, values: Sequence[float]) -> Tensor:

@@ -67,7 +67,13 @@ def make_pool(
     for _ in range(20 * stems):
         if len(bases) >= stems or not lower:
             break
-        mask = _with(full, layers[:-1], [_pick(lower[layer], generator) for layer in layers[:-1]])
+        picked = []
+        for layer in layers[:-1]:  # the full row half of the time, else any row
+            whole = bool(torch.rand((), generator=generator) < 0.5)
+            count = len(lower[layer])
+            place = 0 if whole else int(torch.randint(count, (), generator=generator))
+            picked.append(lower[layer][place])
+        mask = _with(full, layers[:-1], picked)
         bases.setdefault(_stem(mask, layers), mask)
     pool = {mask: name for mask, name in pool.items() if _stem(mask, layers) in bases}
     choices = list(bases.values())
@@ -95,13 +101,6 @@ def _few_rows(
     rows = [torch.ones(heads, dtype=torch.bool)]
     rows += [mask[layer] for mask in pool if not bool(mask[layer].all())][:8]
     return rows + [_random_row(heads, generator) for _ in range(8)]
-
-
-def _pick(rows: Sequence[Tensor], generator: torch.Generator) -> Tensor:
-    """Draw the full row half of the time, else any row."""
-    if bool(torch.rand((), generator=generator) < 0.5):
-        return rows[0]
-    return rows[int(torch.randint(len(rows), (), generator=generator))]
 
 
 def _random_row(heads: int, generator: torch.Generator) -> Tensor:

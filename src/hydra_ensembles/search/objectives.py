@@ -80,12 +80,6 @@ def placements(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor]:
     return above / len(outliers), below / len(inliers)
 
 
-def ece_of(logits: Tensor, labels: Tensor) -> float:
-    """Return the expected calibration error, as `evaluate` computes it."""
-    confidence, label = mean_probability(logits).max(-1)
-    return float(expected_calibration_error(confidence, label == labels))
-
-
 @objectives.register("id-loss")
 def id_loss(score: str | Score = "msp") -> Objective:
     """NLL of the mean probability on in-distribution data."""
@@ -136,7 +130,8 @@ def ece(score: str | Score = "msp") -> Objective:
     """Expected calibration error on in-distribution data (15 bins, L1)."""
 
     def value(outputs: Outputs) -> float:
-        return ece_of(outputs.logits["id"], outputs.labels["id"])
+        confidence, label = mean_probability(outputs.logits["id"]).max(-1)
+        return float(expected_calibration_error(confidence, label == outputs.labels["id"]))
 
     return Objective("ece", value)
 

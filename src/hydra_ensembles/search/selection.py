@@ -66,6 +66,9 @@ def next_best(
     return None
 
 
+SHORTLIST, BAGS = 120, 4
+"""Candidates that can be a second member, and bags of half of the examples."""
+
 Rows = Mapping[str, Tensor]
 Fits = Callable[[Sequence[int]], bool]
 
@@ -86,7 +89,6 @@ class EnsembleObjective:
         mean, worst: Weights of the mean and of the worst family (and score).
         nll, nll_gain: Loss for each percent that NLL rises, and gain for each that it falls.
         accuracy: Loss for each point of accuracy below the host's.
-        ece, diversity: Gain for each point of ECE less, and each percent of disagreement.
     """
 
     scores: tuple[str, ...] = ("msp", "energy")
@@ -95,8 +97,6 @@ class EnsembleObjective:
     nll: float = 5.0
     nll_gain: float = 1.0
     accuracy: float = 2.0
-    ece: float = 0.0
-    diversity: float = 0.0
 
     def gains(self, figures: Figures, host: Figures) -> dict[str, float]:
         """Return the gain of each family in AUROC points, mean over scores."""
@@ -122,9 +122,7 @@ class EnsembleObjective:
         for mine, theirs in ((figures.nll, host.nll), (figures.nll_scaled, host.nll_scaled)):
             rise = 100 * (mine - theirs) / max(theirs, 1e-9)
             total -= self.nll * max(0.0, rise) - self.nll_gain * max(0.0, -rise)
-        total -= self.accuracy * max(0.0, 100 * (host.accuracy - figures.accuracy))
-        total -= self.ece * 100 * (figures.ece - host.ece)
-        return total + self.diversity * 100 * figures.disagreement
+        return total - self.accuracy * max(0.0, 100 * (host.accuracy - figures.accuracy))
 
 
 @dataclass(frozen=True)
@@ -175,9 +173,7 @@ class Selector:
         self._hosts = {part: self._figures((0,), part) for part in (False, True)}
 
     def _figures(self, members: Sequence[int], held_out: bool) -> Figures:
-        o = self.objective
-        detail = bool(o.ece or o.diversity)
-        return self.parts[held_out].figures(members, scores=o.scores, detail=detail)
+        return self.parts[held_out].figures(members, scores=self.objective.scores)
 
     def gain(self, members: Sequence[int], *, held_out: bool = False) -> float:
         """Return the objective of an ensemble (cached)."""
@@ -192,12 +188,10 @@ class Selector:
         self._judge(have, pool)
         return [self.gain((*have, new)) for new in pool]
 
-    def forward(
-        self, members: int, *, beam: int = 3, shortlist: int = 120
-    ) -> list[tuple[int, ...]]:
+    def forward(self, members: int, *, beam: int = 3) -> list[tuple[int, ...]]:
         """Add members one by one, each the best addition; return the best ensembles, best first.
 
-        After the first member only the `shortlist` best candidates are considered. A candidate is
+        After the first member only the `SHORTLIST` best candidates are considered. A candidate is
         chosen again only where no other fits the budget.
         """
         pool: Sequence[int] = range(self.candidates)
@@ -212,14 +206,14 @@ class Selector:
             able = (e for e in ranked if len(set(e)) == len(set(first)) and self.fits(e))
             front = list(islice(able, beam))
             if size == 0:
-                others = islice(able, max(0, shortlist - beam))
+                others = islice(able, max(0, SHORTLIST - beam))
                 pool = [ensemble[0] for ensemble in (*front, *others)]
         return front
 
     def _judge(self, have: tuple[int, ...], pool: Sequence[int]) -> None:
         """Compute the gains of `have` plus each candidate at once, where scores allow it."""
         o = self.objective
-        if o.ece or o.diversity or not set(o.scores) <= {"msp", "energy"}:
+        if not set(o.scores) <= {"msp", "energy"}:
             return
         keys = {new: (False, tuple(sorted((*have, new)))) for new in pool}
         unknown = [new for new, key in keys.items() if key not in self._known]
@@ -274,7 +268,6 @@ def select_members(
     hold: Rows | None = None,
     objective: EnsembleObjective | None = None,
     beam: int = 3,
-    bags: int = 4,
     seed: int = 0,
 ) -> Selection:
     """Choose members out of a table of candidates.
@@ -291,7 +284,6 @@ def select_members(
         select, hold: Examples by data set for selection and for the decision; all by default.
         objective: See `EnsembleObjective`.
         beam: Ensembles kept while growing.
-        bags: Number of bags with half of the examples.
         seed: Seed of the bags.
     """
 
@@ -303,7 +295,7 @@ def select_members(
         return allowed(frozenset(members))  # a mask chosen twice runs once
 
     finalists: dict[tuple[int, ...], None] = {}
-    for bag in _bags(table, select, bags, seed):
+    for bag in _bags(table, select, seed):
         selector = Selector(table, objective=objective, select=bag, hold=hold, fits=fits)
         finalists.update(dict.fromkeys(selector.forward(members, beam=beam)))
     if not finalists:
@@ -315,7 +307,7 @@ def select_members(
     return judge.choose(list(finalists))
 
 
-def _bags(table: Table, select: Rows | None, bags: int, seed: int) -> list[dict[str, Tensor]]:
+def _bags(table: Table, select: Rows | None, seed: int) -> list[dict[str, Tensor]]:
     """Return the sets of rows to select on: all, without each family, halves."""
     whole = {
         name: torch.arange(size) if select is None else select[name]
@@ -326,7 +318,7 @@ def _bags(table: Table, select: Rows | None, bags: int, seed: int) -> list[dict[
         for family in table.families:
             row_sets.append({name: rows for name, rows in whole.items() if name != family})
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(bags):
+    for _ in range(BAGS):
         halves = {}
         for name, rows in whole.items():
             order = torch.randperm(len(rows), generator=generator)

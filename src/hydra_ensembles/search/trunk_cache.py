@@ -83,10 +83,7 @@ class Prefix:
         self._read(labelled)
 
     def _read(self, labelled: Sequence[str]) -> None:
-        """Pass over all data once: embed it, keep what fits.
-
-        Several processes share the batches: each keeps the states of its own.
-        """
+        """Pass over all data once: embed it, keep what fits; each process keeps its own."""
         with evaluating(self.host.model):
             for name, batches in self.data.items():
                 check_reiterable(batches, name=name)
@@ -226,7 +223,9 @@ class Prefix:
         found: dict[str, list[Tensor]] = {}
 
         def run(name: str, index: int, x: Tensor, call: Call) -> dict[str, Tensor]:
-            key = self._span(name, index)
+            # a batch is named by its data set and examples, whatever the size of batches is
+            start = sum(self._sizes[name][:index])
+            key = f"{list(self.data).index(name)}-{start}-{start + self._sizes[name][index]}"
             known = None if store is None else store.get(key)
             if known is None:
                 edit = None if replacement is None else replacement(name, index, call)
@@ -245,9 +244,3 @@ class Prefix:
         for name, values in labels.items():
             check_labels(values, f"the data set {name!r}", classes=found[name][0].shape[-1])
         return Outputs({name: torch.cat(parts) for name, parts in found.items()}, labels)
-
-    def _span(self, name: str, index: int) -> str:
-        """Name a batch by its data set and examples, whatever the size of batches is."""
-        sizes = self._sizes[name]
-        start = sum(sizes[:index])
-        return f"{list(self.data).index(name)}-{start}-{start + sizes[index]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import signal
 import socket
@@ -10,11 +9,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from ..errors import HydraError, MissingDependencyError
+from ..errors import HydraError
+from ..registry import imported
 from .limits import Refusal
-from .page import facts, page
 from .protocol_v2 import ProtocolV2
 from .requests import Incoming, Message, Receive, predict
 from .service import Service
@@ -24,15 +24,18 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
 Send = Callable[[Message], Awaitable[None]]
 
-UNEXPECTED = "Something went wrong inside the service. Its log says what; the request was not kept."
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'none'"
+)
 
+UNEXPECTED = "Something went wrong inside the service. Its log says what; the request was not kept."
 
 LITTLE = 64 * 2**10
 """Bytes of a body that are always taken, however much the service holds."""
@@ -45,14 +48,32 @@ def make_app(service: Service, *, version: str, tokens: Sequence[bytes] = ()) ->
     """Return the ASGI application of a service; with tokens, clients need one of them."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
-    from starlette.responses import Response
+    from starlette.responses import HTMLResponse, JSONResponse, Response
     from starlette.routing import Route
 
     v2 = ProtocolV2(service, version)
 
+    html = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(html, headers={"content-security-policy": PAGE_POLICY})
+
+    async def facts(request: Request) -> Response:
+        return JSONResponse(service.facts())
+
     async def metrics(request: Request) -> Response:
         content, media_type = service.metrics.page()
         return Response(content, headers={"content-type": media_type})
+
+    def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Refusal)
+        return refusal(error.status, str(error))
+
+    def no_route(request: Request, error: Exception) -> Response:
+        status = getattr(error, "status_code", 404)
+        if status == 405:
+            return refusal(405, f"{request.method} is not for this path.")
+        return refusal(status, "There is nothing here. See /, /predict, /v2 and /metrics.")
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -64,7 +85,7 @@ def make_app(service: Service, *, version: str, tokens: Sequence[bytes] = ()) ->
 
     routes = [
         Route("/", page),
-        Route("/facts", partial(facts, service)),
+        Route("/facts", facts),
         Route("/predict", partial(predict, service), methods=["POST"]),
         Route("/metrics", metrics),
         Route("/v2", v2.server),
@@ -80,25 +101,13 @@ def make_app(service: Service, *, version: str, tokens: Sequence[bytes] = ()) ->
     app = Starlette(
         routes=routes,
         lifespan=lifespan,
-        exception_handlers={Refusal: _refused, HTTPException: _no_route, Exception: _unexpected},
+        exception_handlers={
+            Refusal: refused,
+            HTTPException: no_route,
+            Exception: lambda request, error: refusal(500, UNEXPECTED),
+        },
     )
     return Gate(app, service, tokens)
-
-
-def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    return refusal(error.status, str(error))
-
-
-def _no_route(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    if status == 405:
-        return refusal(405, f"{request.method} is not for this path.")
-    return refusal(status, "There is nothing here. See /, /predict, /v2 and /metrics.")
-
-
-def _unexpected(request: Request, error: Exception) -> Response:
-    return refusal(500, UNEXPECTED)
 
 
 def refusal(status: int, text: str) -> Response:
@@ -122,18 +131,16 @@ class Gate:
         self.held = 0  # bytes of the bodies of requests under way
         self.when_ready: Callable[[], None] = lambda: None
 
-    def _lifespan(self, send: Send) -> Send:
-        async def told(message: Message) -> None:
-            await send(message)
-            if message["type"] == "lifespan.startup.complete":
-                self.when_ready()
-
-        return told
-
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
-            await self.app(scope, receive, self._lifespan(send))
+
+            async def told(message: Message) -> None:
+                await send(message)
+                if message["type"] == "lifespan.startup.complete":
+                    self.when_ready()
+
+            await self.app(scope, receive, told)
             return
         metrics, start, status = self.service.metrics, time.perf_counter(), 0
         limits, path = self.service.limits, path_name(scope["path"])
@@ -163,7 +170,7 @@ class Gate:
             await send(message)
 
         self.requests += 1
-        metrics.in_flight.set(self.requests)
+        metrics["requests_in_flight"].set(self.requests)
         try:
             await (self._refusal(scope, path) or self.app)(scope, counted, watched)
         except Exception:  # the client has its answer: Starlette raises what it answered with 500
@@ -171,9 +178,9 @@ class Gate:
         finally:
             self.requests -= 1
             self.held -= incoming.size
-            metrics.in_flight.set(self.requests)
-            metrics.requests.labels(path, str(status)).inc()
-            metrics.seconds.labels(path).observe(time.perf_counter() - start)
+            metrics["requests_in_flight"].set(self.requests)
+            metrics["requests"].labels(path, str(status)).inc()
+            metrics["request_seconds"].labels(path).observe(time.perf_counter() - start)
         if early:
             await incoming.read_away()
             await send({"type": "http.response.body"})
@@ -207,33 +214,20 @@ def path_name(path: str) -> str:
 def check_packages() -> None:
     """Raise when a package of the extra `serve` is missing."""
     for package in ("starlette", "uvicorn", "prometheus_client", "python_multipart"):
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"The service needs {package}: pip install 'hydra-ensembles[serve]'."
-            ) from error
+        imported(package, "The service", "serve")
 
 
-def run(
-    app: Gate,
-    *,
-    host: str,
-    port: int,
-    say: Callable[[str], None],
-    drain_seconds: float = 30.0,
-) -> None:
-    """Listen until SIGTERM or SIGINT, then answer what is under way.
+def run(app: Gate, *, host: str, port: int, say: Callable[[str], None]) -> None:
+    """Listen until SIGTERM or SIGINT, then answer what is under way, within 30 seconds.
 
     Args:
         app: What answers.
         host, port: Where to listen; port 0 takes a free one.
         say: Told where it listens, when it does.
-        drain_seconds: Requests under way have this long to finish.
     """
     with listening(host, port) as sock, quiet_signals():
         address, number = sock.getsockname()[:2]
-        server = make_server(app, drain_seconds=drain_seconds)
+        server = make_server(app)
         app.when_ready = lambda: say(f"Listening at http://{address}:{number}")
         server.run(sockets=[sock])
         if not server.started:
@@ -261,7 +255,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         sock.close()
 
 
-def make_server(app: Gate, *, drain_seconds: float) -> Any:
+def make_server(app: Gate) -> Any:
     """Return a uvicorn server for an application."""
     import uvicorn
 
@@ -277,7 +271,7 @@ def make_server(app: Gate, *, drain_seconds: float) -> Any:
         proxy_headers=False,
         limit_concurrency=4 * app.service.limits.requests,  # connections, idle ones too
         timeout_keep_alive=15,
-        timeout_graceful_shutdown=int(drain_seconds),
+        timeout_graceful_shutdown=30,
         backlog=512,
     )
     return uvicorn.Server(config)

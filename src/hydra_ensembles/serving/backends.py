@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import DataError, UnsupportedModelError
 from ..prediction import Prediction
 from ..runtime import ExportedEnsemble
+
+if TYPE_CHECKING:
+    from ..uncertainty import Drift
 
 Row = str | Mapping[str, np.ndarray]
 """One input: a text, or named arrays without a batch axis."""
@@ -38,17 +41,7 @@ class TensorSpec:
         return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
 
 
-class KnownScores(Protocol):
-    """A test for drift: `hydra_ensembles.Drift`, or one that answers alike."""
-
-    windows: list[Any]
-
-    def add_scores(self, scores: Any) -> bool:
-        """Add novelty scores; return whether a window that they fill has drifted."""
-        ...
-
-
-class Backend(Protocol):
+class Backend:
     """A loaded model.
 
     `prepare` is called from several threads, everything else from one.
@@ -81,22 +74,22 @@ class Backend(Protocol):
 
     def prepare(self, image: Any) -> Row:
         """Turn a PIL image into a row."""
-        ...
+        raise NotImplementedError
 
     def predict(self, rows: Sequence[Row]) -> Prediction:
         """Predict rows of one kind (texts, or arrays of equal names and shapes); numpy columns."""
-        ...
+        raise NotImplementedError
 
     def explain(self, row: Row) -> dict[str, Any] | None:
         """Return the evidence for a row's novelty; None when the model keeps none."""
-        ...
+        return None
 
-    def drift(self, window: int) -> KnownScores | None:
+    def drift(self, window: int) -> Drift | None:
         """Return a test of the stream by windows of novelty scores; None without novelty."""
-        ...
+        return None
 
 
-class ExportedBackend:
+class ExportedBackend(Backend):
     """Predict with what `ensemble.export` wrote, by the policy in its contract.
 
     An export keeps neither the known examples nor their scores: there is no evidence and no test
@@ -134,7 +127,7 @@ class ExportedBackend:
             for port in exported.contract.inputs
         )
         self.classes, self.members = int(data["classes"]), int(data["members"])
-        self.class_names: Sequence[str] | None = class_names or exported.class_names
+        self.class_names = class_names or exported.class_names
         self.score = str(data["score"])
         self.has_novelty = "novelty" in {port["name"] for port in exported.contract.outputs}
         policy = exported.contract.policy(exported.program)
@@ -151,19 +144,6 @@ class ExportedBackend:
         if isinstance(rows[0], str):
             arrays = self.exported.prepare(list(rows))
         else:
-            arrays = {name: np.stack([_arrays(row)[name] for row in rows]) for name in rows[0]}
+            tensors = [row for row in rows if not isinstance(row, str)]
+            arrays = {name: np.stack([row[name] for row in tensors]) for name in tensors[0]}
         return replace(self.exported.answer(arrays), class_names=self.class_names)
-
-    def explain(self, row: Row) -> dict[str, Any] | None:
-        """Return None: known examples are not exported."""
-        return None
-
-    def drift(self, window: int) -> KnownScores | None:
-        """Return None: the scores of the known data are not exported."""
-        return None
-
-
-def _arrays(row: Row) -> Mapping[str, np.ndarray]:
-    if isinstance(row, str):
-        raise DataError("A batch holds texts and tensors; expected one kind.")
-    return row

@@ -12,16 +12,19 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .._records import PARTIAL, check_same_run, holding, sha256_of, write_whole
 from ..data.progress import Progress
-from ..errors import DataError, MissingDependencyError
+from ..errors import DataError
 from ..fusion.ensemble import HydraEnsemble
+from ..registry import imported
 
 SETTINGS = b"hydra_ensembles"
 """Where an output file keeps what it was made of: the model, the options and the input."""
+_parquet = partial(imported, "pyarrow.parquet", "Reading Parquet files", "ray")
 STORE_BYTES = 200 * 2**20
 """Memory for the object store of a Ray that is started here."""
 
@@ -116,7 +119,9 @@ def predict_files(
         arguments = (home, missing, {**answering, "batch_size": batch_size}, device)
         with Progress("predict", rows, enabled=progress, unit="rows", done=done) as bar:
             if missing:
-                for answered in _by_ray(arguments, workers) if ray else _here(arguments):
+                for answered in (
+                    _by_ray(arguments, workers) if ray else PartWorker(*arguments).run()
+                ):
                     bar.update(answered)
     return {"rows": rows, "parts": len(parts), "computed": len(missing)}
 
@@ -190,6 +195,12 @@ class PartWorker:
                 self.write(part)
         return {"rows": [part.rows for part in chosen]}
 
+    def run(self) -> Iterator[int]:
+        """Answer all parts in this process; yield their numbers of rows."""
+        for part in self.parts:
+            self.write(part)
+            yield part.rows
+
     def write(self, part: Part) -> None:
         """Answer a part and write it, completely or not at all."""
         import pyarrow
@@ -214,23 +225,11 @@ class PartWorker:
         write_whole(part.output, content.getvalue().to_pybytes())
 
 
-def _here(arguments: tuple[Any, ...]) -> Iterator[int]:
-    """Answer parts in this process."""
-    worker = PartWorker(*arguments)
-    for part in worker.parts:
-        worker.write(part)
-        yield part.rows
-
-
 def _by_ray(arguments: tuple[Any, ...], workers: int) -> Iterator[int]:
     """Answer parts in a pool of actors; a part whose actor dies is given to another one."""
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise MissingDependencyError(
-            "A pool of workers needs Ray: pip install 'hydra-ensembles[ray]'."
-        ) from error
+    imported("ray.data", "A pool of workers", "ray")
+    import ray
+
     started, local = not ray.is_initialized(), not os.environ.get("RAY_ADDRESS")
     if started:
         sizes: dict[str, Any] = {"num_cpus": workers + 1, "object_store_memory": STORE_BYTES}
@@ -252,13 +251,3 @@ def _by_ray(arguments: tuple[Any, ...], workers: int) -> Iterator[int]:
     finally:
         if started:
             ray.shutdown()
-
-
-def _parquet() -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Parquet files need pyarrow: pip install 'hydra-ensembles[ray]'."
-        ) from error
-    return pyarrow.parquet

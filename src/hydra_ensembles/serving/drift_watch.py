@@ -13,9 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING
 
-from .backends import KnownScores
+if TYPE_CHECKING:
+    from ..uncertainty import Drift
+    from ..uncertainty.drift import Window
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +37,11 @@ class DriftWatch:
 
     def __init__(
         self,
-        test: KnownScores,
+        test: Drift,
         window: int,
         *,
         every: float = 10.0,
-        on_window: Callable[[Any], None] = lambda _: None,
+        on_window: Callable[[Window], None] = lambda _: None,
     ) -> None:
         self._test, self._window, self._every, self._on_window = test, window, every, on_window
         self._scores: deque[float] = deque(maxlen=window)

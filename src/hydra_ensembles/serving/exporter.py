@@ -25,9 +25,10 @@ from .._records import (
     write_whole,
     writing,
 )
-from ..errors import DataError, FormatError, MissingDependencyError, UnsupportedModelError
+from ..errors import DataError, FormatError, UnsupportedModelError
 from ..fusion import HydraEnsemble
 from ..hosts.architecture import library_versions
+from ..registry import imported
 from ..runtime.contract import CONTRACT, FORMAT, FORMAT_VERSION, OUTPUTS, problem_of, read_contract
 from ..uncertainty import Policy
 from ..uncertainty.policy import GIVEN
@@ -132,15 +133,8 @@ def export(
             "held_out=, labelled data as fit_policy() takes it (hydra-ensembles export --held-out "
             "DATA), to refit it; or set ensemble.policy = None to export without it."
         )
-    try:
-        import onnx as onnx
-        import onnxruntime as onnxruntime
-        import onnxscript as onnxscript
-    except ImportError as error:
-        raise MissingDependencyError(
-            "ONNX export needs onnx, onnxscript and onnxruntime: pip install "
-            "'hydra-ensembles[export]'."
-        ) from error
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        imported(package, "The export to ONNX", "export")
     ensemble = in_float32(ensemble)
     inputs = example_of(ensemble, example)
     policies = {"onnx": exported_policy(ensemble.policy, ensemble, alarm)}

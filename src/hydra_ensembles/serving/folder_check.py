@@ -10,7 +10,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +109,6 @@ class Checkup:
         """Return the state of a file; None for a file that this library did not write."""
         return next((found.state for found in self.findings if found.file == file), None)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {**asdict(self), "folder": str(self.folder), "sound": self.is_sound}
-
     def __str__(self) -> str:
         width = max((len(found.file) for found in self.findings), default=0)
         lines = [f"{f.state:8}  {f.file:{width}}  {f.words}" for f in self.findings]
@@ -155,7 +151,12 @@ def check_folder(folder: str | os.PathLike[str]) -> Checkup:
             if _is_ensemble(place):
                 _check_ensemble(place, checkup)
             if (place / CONTRACT).exists():
-                _check_export(place, checkup)
+                kind = "an exported ensemble"
+                contract = checkup._read(place / CONTRACT, kind, read_contract, place)
+                for name in contract.data["files"] if contract is not None else ():
+                    checkup._read(place / name, "SHA-256 as exported", contract.file, name)
+                if contract is not None and checkup.is_sound:
+                    checkup._read(place / CONTRACT, "the exported ensemble loads", load, place)
             if (place / SUMS).is_file():
                 _check_sums(place, checkup)
     for path in paths:
@@ -218,15 +219,6 @@ def _check_ensemble(folder: Path, checkup: Checkup) -> None:
             f"{CONFIG} is sound: masks, temperatures and the record are there. With its host, "
             "fuse(host, masks) makes the ensemble again, unless its members were trained."
         )
-
-
-def _check_export(folder: Path, checkup: Checkup) -> None:
-    contract = checkup._read(folder / CONTRACT, "an exported ensemble", read_contract, folder)
-    if contract is not None:
-        for name in contract.data["files"]:
-            checkup._read(folder / name, "SHA-256 as exported", contract.file, name)
-        if checkup.is_sound:
-            checkup._read(folder / CONTRACT, "the exported ensemble loads", load, folder)
 
 
 def _check_sums(folder: Path, checkup: Checkup) -> None:

@@ -139,7 +139,15 @@ def _from_json(data: Any, datatype: str, shape: tuple[int, ...], name: str) -> T
 
 def _from_binary(data: bytes, datatype: str, shape: tuple[int, ...], name: str) -> Tensor:
     if datatype == "BYTES":
-        elements = _elements(data, name)
+        elements, place = [], 0
+        while place + 4 <= len(data):
+            end = place + 4 + int.from_bytes(data[place : place + 4], "little")
+            if end > len(data):
+                break
+            elements.append(data[place + 4 : end])
+            place = end
+        if place != len(data):
+            raise Refusal(422, f"The BYTES of the input {name!r:.80} are cut off.")
         _check_count(len(elements), shape, name)
         array = np.empty(len(elements), dtype=object)
         array[:] = elements
@@ -155,22 +163,6 @@ def _from_binary(data: bytes, datatype: str, shape: tuple[int, ...], name: str) 
     return np.frombuffer(data, dtype=kind).reshape(shape)
 
 
-def _elements(data: bytes, name: str) -> list[bytes]:
-    elements, place = [], 0
-    while place < len(data):
-        end = place + 4
-        if end > len(data):
-            break
-        length = int.from_bytes(data[place:end], "little")
-        if end + length > len(data):
-            break
-        elements.append(data[end : end + length])
-        place = end + length
-    if place != len(data):
-        raise Refusal(422, f"The BYTES of the input {name!r:.80} are cut off.")
-    return elements
-
-
 def _check_count(count: int, shape: tuple[int, ...], name: str) -> None:
     if count != math.prod(shape):
         raise Refusal(
@@ -178,9 +170,6 @@ def _check_count(count: int, shape: tuple[int, ...], name: str) -> None:
             f"The input {name!r:.80} has {count} values; its shape {list(shape)} says "
             f"{math.prod(shape)}.",
         )
-
-
-# --- responses -----------------------------------------------------------------------------------
 
 
 def wanted_outputs(given: Mapping[str, Any], known: Sequence[str]) -> list[tuple[str, bool]]:
@@ -225,18 +214,15 @@ def write_response(
     for name, datatype, array, binary in outputs:
         record: dict[str, Any] = {"name": name, "datatype": datatype, "shape": list(array.shape)}
         if binary:
-            data = _to_binary(array, datatype)
+            if datatype == "BYTES":
+                texts = [str(value).encode("utf-8") for value in array.reshape(-1)]
+                data = b"".join(struct.pack("<I", len(text)) + text for text in texts)
+            else:
+                data = np.ascontiguousarray(array, dtype=TYPES[datatype]).tobytes()
             record["parameters"] = {"binary_data_size": len(data)}
             tail.append(data)
         else:
             record["data"] = array.reshape(-1).tolist()
         records.append(record)
-    text = json.dumps({**head, "outputs": records}, allow_nan=False).encode()
-    return b"".join([text, *tail]), len(text) if tail else None
-
-
-def _to_binary(array: Tensor, datatype: str) -> bytes:
-    if datatype != "BYTES":
-        return np.ascontiguousarray(array, dtype=TYPES[datatype]).tobytes()
-    elements = [str(value).encode("utf-8") for value in array.reshape(-1)]
-    return b"".join(struct.pack("<I", len(element)) + element for element in elements)
+    head_text = json.dumps({**head, "outputs": records}, allow_nan=False).encode()
+    return b"".join([head_text, *tail]), len(head_text) if tail else None

@@ -76,39 +76,35 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     The length that the client names is checked before anything is read, and the bytes are counted
     as they come. A packed body is not unpacked: it could hold a thousand times its size.
     """
+    from starlette.requests import ClientDisconnect
+
+    too_large = f"The request is larger than {limits.body} bytes. Send fewer inputs."
+
+    async def collect() -> bytes:
+        body = bytearray()
+        try:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limits.body:
+                    raise Refusal(413, too_large)
+        except ClientDisconnect:
+            raise Refusal(400, "The connection ended before the request did.") from None
+        return bytes(body)
+
     packed = request.headers.get("content-encoding", "identity").lower()
     if packed != "identity":
         raise Refusal(415, f"The body is packed ({packed:.40}); send it as it is.")
     told = whole_number(request.headers.get("content-length", "0"))
     if told is not None and told > limits.body:
-        raise _too_large(limits)
+        raise Refusal(413, too_large)
     try:
-        return await asyncio.wait_for(_collect(request, limits), limits.read_seconds)
+        return await asyncio.wait_for(collect(), limits.read_seconds)
     except asyncio.TimeoutError:
         raise Refusal(
             408,
             f"The request did not arrive within {limits.read_seconds:g} seconds. Send it faster, "
             "or in smaller parts.",
         ) from None
-
-
-async def _collect(request: Request, limits: Limits) -> bytes:
-    from starlette.requests import ClientDisconnect
-
-    chunks, size = [], 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limits.body:
-                raise _too_large(limits)
-            chunks.append(chunk)
-    except ClientDisconnect:
-        raise Refusal(400, "The connection ended before the request did.") from None
-    return b"".join(chunks)
-
-
-def _too_large(limits: Limits) -> Refusal:
-    return Refusal(413, f"The request is larger than {limits.body} bytes. Send fewer inputs.")
 
 
 def whole_number(text: str) -> int | None:

@@ -58,6 +58,22 @@ class Service:
         self._decoders: ThreadPoolExecutor
         self._turns: Turns
 
+    def facts(self) -> dict[str, Any]:
+        """Return what the page at `/` must know of the model."""
+        backend = self.backend
+        return {
+            "name": self.name,
+            "reads": backend.reads,
+            "members": backend.members,
+            "classes": backend.classes,
+            "classNames": list(backend.class_names or []),
+            "novelty": backend.has_novelty,
+            "alarm": backend.alarm,
+            "score": backend.score,
+            "rule": backend.rule.partition("\n")[0],
+            "maxText": self.limits.text,
+        }
+
     async def start(self) -> None:
         """Begin to answer."""
         cores = os.cpu_count() or 1
@@ -66,7 +82,7 @@ class Service:
         self._decoders = ThreadPoolExecutor(large, thread_name_prefix="decoder")
         self._turns = Turns(self.limits.decoding, large)
         self.batcher = Batcher(self.backend.predict, self.limits, on_batch=self._note)
-        self.metrics.waiting.set_function(lambda: self.batcher.waiting)
+        self.metrics["queue_rows"].set_function(lambda: self.batcher.waiting)
         test = self.backend.drift(self._drift_window)
         if test is not None:
             self._drift = DriftWatch(

@@ -17,10 +17,10 @@ from ..fusion.ensemble import HydraEnsemble
 from ..fusion.inputs import image_key, prepare
 from ..prediction import Prediction
 from ..uncertainty import Drift, Policy
-from .backends import ALARM, Row, TensorSpec
+from .backends import ALARM, Backend, Row, TensorSpec
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """Predict with a `HydraEnsemble`, by its own temperatures, transform or tokenizer.
 
     It decides by the ensemble's policy; without one, by an alarm level, if it has novelty. The
@@ -61,7 +61,7 @@ class TorchBackend:
         policy = ensemble.policy
         self.reads = "image" if ensemble.tokenizer is None else "text"
         names = (ensemble.id2label or {}).values()
-        self.class_names: Sequence[str] | None = list(class_names or names) or None
+        self.class_names = list(class_names or names) or None
         self.score = ensemble.score
         self._transform, self._dtype = ensemble.transform, ensemble.dtype
         self._key = image_key(ensemble)

@@ -164,7 +164,14 @@ class BranchRun(Run):
         )
         share = self.settings.distill
         if share:
-            soft_losses = -(self._soft_labels(batch)[:, None] * logits.log_softmax(-1)).sum(-1)
+            assert self.teacher is not None  # what the ensemble predicted before training
+            teacher, keys = self.teacher.to(self.accelerator.device), keys_of(batch)
+            if any(key not in self._targets for key in keys):
+                with torch.no_grad():
+                    said = teacher.ensemble._scaled(teacher.member_logits(batch).float())
+                self._targets.update(zip(keys, said.softmax(-1).mean(1).cpu(), strict=True))
+            soft = torch.stack([self._targets[key] for key in keys]).to(logits.device)
+            soft_losses = -(soft[:, None] * logits.log_softmax(-1)).sum(-1)
             losses = (1 - share) * losses + share * soft_losses
         return self._weighted(losses, batch).mean()
 
@@ -173,17 +180,6 @@ class BranchRun(Run):
             return losses
         weights = bootstrap_weights(batch["samples"], losses.shape[1], self.seed)
         return losses * weights.to(losses)
-
-    @torch.no_grad()
-    def _soft_labels(self, batch: Any) -> Tensor:
-        """Return what the ensemble predicted before training [batch, class]; cached per sample."""
-        assert self.teacher is not None
-        teacher, keys = self.teacher.to(self.accelerator.device), keys_of(batch)
-        if any(key not in self._targets for key in keys):
-            logits = teacher.ensemble._scaled(teacher.member_logits(batch).float())
-            self._targets.update(zip(keys, logits.softmax(-1).mean(1).cpu(), strict=True))
-        rows = torch.stack([self._targets[key] for key in keys])
-        return rows.to(self.accelerator.device)
 
 
 def bootstrap_weights(samples: Tensor, members: int, seed: int) -> Tensor:

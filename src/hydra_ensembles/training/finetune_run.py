@@ -89,6 +89,12 @@ def finetune(
             f"There are {len(models)} members but {len(seeds)} seeds. "
             "Give one seed per member, or a single number."
         )
+
+    def is_trained(name: str, parameter: nn.Parameter) -> bool:
+        if callable(parameters):
+            return parameters(name, parameter)
+        return parameter.requires_grad if parameters is None else bool(re.search(parameters, name))
+
     trained = []
     for index, (model, member_seed) in enumerate(zip(models, seeds, strict=True)):
         check_data(model, data)
@@ -102,7 +108,7 @@ def finetune(
                 seed=member_seed,
                 accelerator=group,
                 member=index,
-                is_trained=_chooser(parameters),
+                is_trained=is_trained,
                 loss=loss,
                 validation=validation,
                 folder=None if folder is None else Path(folder) / f"member-{index}",
@@ -113,12 +119,3 @@ def finetune(
             )
             trained.append(run.train())
     return trained
-
-
-def _chooser(parameters: ParameterChoice) -> Callable[[str, nn.Parameter], bool]:
-    if parameters is None:
-        return lambda name, parameter: parameter.requires_grad
-    if callable(parameters):
-        return parameters
-    pattern = re.compile(parameters)
-    return lambda name, parameter: pattern.search(name) is not None

@@ -217,7 +217,12 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate * factor * group["share"]
         try:
-            value = self._backward(batch)
+            if self.parts > 1:
+                value = self._backward_by_parts(batch)
+            else:
+                loss = self._loss(batch, 0)
+                value = self._check_loss(loss.item())
+                self.accelerator.backward(loss)
             self.accelerator.unscale_gradients(self.stepper)
             for name, start in self.start.items():  # the gradient of the pull, added directly
                 parameter = self.trained[name]
@@ -237,15 +242,6 @@ class Run:
                 f"smaller batches, or on a device with more memory.{kept}"
             ) from error
         return value, settings.learning_rate * factor
-
-    def _backward(self, batch: Any) -> float:
-        """Compute the gradients of a batch; return its loss."""
-        if self.parts > 1:
-            return self._backward_by_parts(batch)
-        loss = self._loss(batch, 0)
-        value = self._check_loss(loss.item())
-        self.accelerator.backward(loss)
-        return value
 
     def _backward_by_parts(self, batch: Any) -> float:
         """Compute the gradients of a batch part by part, shared with other processes."""

@@ -98,7 +98,8 @@ class Stream:
     def epoch(self, index: int) -> Iterator[Any]:
         """Iterate over the batches of epoch `index`."""
         if self.pool is not None:
-            return self._pooled(index)
+            order = self._sample_order(batch_length(self.pool), index)
+            return (take(self.pool, rows) for rows in order.split(self.batch_size))
         if self.seedable:
             return iter(self._reseeded(index))
         if isinstance(self.data, (list, tuple)):
@@ -114,11 +115,6 @@ class Stream:
         if self.shuffle:
             samples = samples[torch.randperm(count, generator=generator(self.seed, epoch))]
         return samples
-
-    def _pooled(self, epoch: int) -> Iterator[Any]:
-        order = self._sample_order(batch_length(self.pool), epoch)
-        for rows in order.split(self.batch_size):
-            yield take(self.pool, rows)
 
     def _reordered(self, epoch: int) -> Iterator[Any]:
         assert isinstance(self.data, Sequence)

@@ -21,13 +21,13 @@ from ..costs.budget import fit_budget
 from ..data import processes
 from ..data.eval_mode import evaluating
 from ..data.model_runs import call_model, member_logits, member_logits_of
-from ..errors import DataError, FormatError, MissingDependencyError
+from ..errors import DataError, FormatError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fuse_members import fuse
 from ..heads.head_mask import HeadMask
 from ..hosts import HostModel, host_model
 from ..hosts.probes import modules_after_blocks
-from ..registry import Registry
+from ..registry import Registry, imported
 from .branch_run import finetune_branch
 from .checkpoint import FILE_NAME, read_checkpoint, with_prefix
 from .finetune_run import finetune
@@ -301,10 +301,6 @@ def make_teachers(
     return [teacher.eval() for teacher in make(job)]
 
 
-def _full(job: Job) -> list[nn.Module]:
-    return [job.tune(job.host.model, seed) for seed in job.seeds]
-
-
 def _snapshots(job: Job) -> list[nn.Module]:
     teachers, model = [], job.host.model
     for seed in job.seeds:
@@ -339,13 +335,7 @@ def _branch(job: Job) -> list[nn.Module]:
 
 
 def _lora(job: Job) -> list[nn.Module]:
-    try:
-        from peft import LoraConfig, LoraModel
-    except ImportError as error:
-        raise MissingDependencyError(
-            'how="lora" needs peft. Install it with: pip install "hydra-ensembles[train]". '
-            'Or choose how="branch".'
-        ) from error
+    peft = imported("peft", 'how="lora"', "train")
     projections = {
         part
         for site in job.host.sites
@@ -365,7 +355,7 @@ def _lora(job: Job) -> list[nn.Module]:
     ]
     # GPT-2's Conv1D keeps its weight as [in, out]
     transposed = any(type(part).__name__ == "Conv1D" for part in projections)
-    config = LoraConfig(
+    config = peft.LoraConfig(
         r=job.rank, lora_alpha=2 * job.rank, target_modules=names, fan_in_fan_out=transposed
     )
     after = tuple(f"{path}." for path in modules_after_blocks(job.host))
@@ -373,7 +363,7 @@ def _lora(job: Job) -> list[nn.Module]:
     for seed in job.seeds:
         with torch.random.fork_rng(devices=[]):  # peft draws from the global generator
             torch.manual_seed(derive_seed("lora", seed))
-            adapters = LoraModel(copy.deepcopy(job.host.model), config, "teacher")
+            adapters = peft.LoraModel(copy.deepcopy(job.host.model), config, "teacher")
         adapters.model = job.tune(
             adapters.model, seed, lambda name, _: ".lora_" in name or name.startswith(after)
         )
@@ -384,7 +374,12 @@ def _lora(job: Job) -> list[nn.Module]:
     return teachers
 
 
-ways.register("full")((_full, Settings(epochs=3, learning_rate=1e-4, bootstrap=True)))
+ways.register("full")(
+    (
+        lambda job: [job.tune(job.host.model, seed) for seed in job.seeds],
+        Settings(epochs=3, learning_rate=1e-4, bootstrap=True),
+    )
+)
 ways.register("snapshots")((_snapshots, Settings(epochs=3, learning_rate=2e-4)))
 ways.register("branch")((_branch, Settings(epochs=3, learning_rate=5e-4, bootstrap=True)))
 ways.register("lora")(

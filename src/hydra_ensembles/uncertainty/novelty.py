@@ -171,7 +171,7 @@ class Novelty:
         names: Names of the known data by position (may be empty).
         examples: Known examples seen.
         trained: Training examples that gave means and covariances; 0 where known data gave them.
-        hashes: Of all known inputs in order, int64 `[example]` (`data.input_hashes`); None where
+        hashes: Of all known inputs in order, int64 `[example]` (`input_hashes`); None where
             they were not kept.
         precision: In which the features were computed, such as `"bfloat16"` or `"float32 under
             autocast to bfloat16"`: in another precision they are other features.
@@ -353,11 +353,9 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
     """Read what `Novelty.tensors` and `Novelty.facts` returned."""
     version = facts.get("format_version", 0)
     if version != FORMAT_VERSION:
-        age = "newer" if version > FORMAT_VERSION else "older"
         raise FormatError(
-            f"The novelty statistics have format {version}, {age} than {FORMAT_VERSION} which this "
-            "library reads. Use the version of hydra-ensembles that wrote them, or build the "
-            "ensemble again."
+            f"The novelty statistics have format {version}; this library reads {FORMAT_VERSION}. "
+            "Use the version of hydra-ensembles that wrote them, or build the ensemble again."
         )
     try:
         classes = None

@@ -165,23 +165,17 @@ class Policy:
         if self.method == GIVEN:
             return f"{rule} (thresholds set by hand)"
         lines = [f"{rule} ({self.method}, {self.examples} examples)"]
-        guarantees = self.guarantees()
-        for name in guarantees:
+        rates = self.measured
+        for name, guarantee in self.guarantees().items():
             if name == "new" and self.alarm is None:
                 continue
-            lines.append(f"  {name:<7} {self._measured(name):<30} {guarantees[name]}")
+            text = "not measured" if rates is None else f"{getattr(rates, name):.1%}"
+            if name == "answer" and rates is not None and rates.wrong_if_answered is not None:
+                text += f", {rates.wrong_if_answered:.2%} of it wrong"
+            lines.append(f"  {name:<7} {text:<30} {guarantee}")
         if self.never_answers:
             lines.append("  No threshold keeps this risk on so few examples: everything abstains.")
         return "\n".join(lines)
-
-    def _measured(self, decision: str) -> str:
-        rates = self.measured
-        if rates is None:
-            return "not measured"
-        text = f"{getattr(rates, decision):.1%}"
-        if decision == "answer" and rates.wrong_if_answered is not None:
-            text += f", {rates.wrong_if_answered:.2%} of it wrong"
-        return text
 
 
 def _is_good(policy: Policy) -> bool:

@@ -45,14 +45,7 @@ class TemperatureFit:
     note: str = ""
 
 
-def fit_temperature(
-    member_logits: Tensor,
-    labels: Tensor,
-    *,
-    bounds: tuple[float, float] = BOUNDS,
-    prior: float = 1.0,
-    least: int = LEAST,
-) -> float:
+def fit_temperature(member_logits: Tensor, labels: Tensor, *, prior: float = 1.0) -> float:
     """Find one temperature for all members: low NLL of the mean probability, cautiously.
 
     argmin_T sum_x -log mean_m softmax(z_m(x) / T)_y + prior(log T) (Guo et al., 2017, with a
@@ -62,23 +55,16 @@ def fit_temperature(
     Args:
         member_logits: `[batch, member, class]`, held-out examples.
         labels: `[batch]`.
-        bounds: the lowest and the highest temperature to consider.
         prior: weight of the prior; 0 for maximum likelihood without any caution.
-        least: number of examples without which the temperature stays at 1.
     """
-    found = find_temperature(member_logits, labels, bounds=bounds, prior=prior, least=least)
+    found = find_temperature(member_logits, labels, prior=prior)
     if found.note:
         warnings.warn(found.note, CalibrationWarning, stacklevel=2)
     return found.temperature
 
 
 def fit_member_temperatures(
-    member_logits: Tensor,
-    labels: Tensor,
-    *,
-    bounds: tuple[float, float] = BOUNDS,
-    prior: float = 1.0,
-    least: int = LEAST,
+    member_logits: Tensor, labels: Tensor, *, prior: float = 1.0
 ) -> list[float]:
     """Find each member's own temperature.
 
@@ -86,19 +72,11 @@ def fit_member_temperatures(
     temperature on the scaled logits afterwards.
     """
     logits = as_member_logits(member_logits)
-    return [
-        fit_temperature(member, labels, bounds=bounds, prior=prior, least=least)
-        for member in logits.unbind(1)
-    ]
+    return [fit_temperature(member, labels, prior=prior) for member in logits.unbind(1)]
 
 
 def find_temperature(
-    member_logits: Tensor,
-    labels: Tensor,
-    *,
-    bounds: tuple[float, float] = BOUNDS,
-    prior: float = 1.0,
-    least: int = LEAST,
+    member_logits: Tensor, labels: Tensor, *, prior: float = 1.0
 ) -> TemperatureFit:
     """Find what `fit_temperature` finds; return notes in place of warnings."""
     logits = as_member_logits(member_logits).detach()
@@ -111,11 +89,11 @@ def find_temperature(
         raise DataError("Cannot fit a temperature: the logits hold NaN or infinity.")
     target = labels.to(logits.device).long()
     if prior:
-        if len(logits) < least:
+        if len(logits) < LEAST:
             return TemperatureFit(
                 1.0,
                 f"The temperature stays at 1: {len(logits)} examples are too few to fit it (at "
-                f"least {least}).",
+                f"least {LEAST}).",
             )
         if bool((log_mean_probability(logits).argmax(-1) == target).all()):
             return TemperatureFit(
@@ -132,7 +110,7 @@ def find_temperature(
         held = abs(log_temperature) / LAPLACE + log_temperature**2 / (2 * GAUSS**2)
         return float(nll(log_temperature, logits, target).sum()) + prior * held
 
-    low, high = math.log(bounds[0]), math.log(bounds[1])
+    low, high = math.log(BOUNDS[0]), math.log(BOUNDS[1])
     best = _minimum(loss, low, high)
     if prior and best:
         away = math.copysign(1e-3, best)

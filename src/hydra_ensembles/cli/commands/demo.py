@@ -36,7 +36,8 @@ def command(
     """
     import torch
 
-    from ..models import Loaded, tiny_vit_transform
+    from ...data import ImageTransform
+    from ..models import Loaded
     from ..report_data import extreme_examples
     from .report import make_report
 
@@ -48,7 +49,9 @@ def command(
         return
     run = steps.run(output, bootstrap=bootstrap, seed=seed, quiet=json, **asked)
     results, costs, data = run.results, run.costs, run.data
-    transform = tiny_vit_transform(run.ensemble.host.shape)
+    shape = run.ensemble.host.shape
+    half = (0.5,) * shape.channels
+    transform = ImageTransform(shape.image_size, None, "bilinear", mean=half, std=half)
     for name, model in {"ensemble": run.ensemble, "single": run.knows}.items():
         model.id2label = dict(enumerate(data.class_names))
         model.transform = transform

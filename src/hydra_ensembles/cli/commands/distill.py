@@ -57,6 +57,7 @@ def command(
     The teachers' answers and checkpoints are kept in OUTPUT/state: run the same command to resume.
     """
     from ...training import DISTILL, distill, make_teachers
+    from ..models import load_model
 
     if bool(teachers) == bool(make):
         raise Stop("Give teachers (--teachers, repeated), or have them made (--make branch).", 2)
@@ -77,7 +78,11 @@ def command(
             )
         )
     else:
-        given = [_teacher(source, reading.device) for source in teachers or ()]
+        given = []
+        for source in teachers or ():  # a path is opened when its turn comes
+            path = Path(source).expanduser()
+            exists = path.exists()
+            given.append(path if exists else load_model(source, device=reading.device).model)
     say(f"Distilling {len(given)} teachers into {members} members", json=json)
     ensemble = distill(
         loaded.host,
@@ -95,13 +100,3 @@ def command(
         progress=not json,
     )
     finish(ensemble, output, loaded, train, json=json)
-
-
-def _teacher(source: str, device: str | None) -> Any:
-    """Return a path that is opened when its turn comes, or a model that has to be loaded now."""
-    from ..models import load_model
-
-    path = Path(source).expanduser()
-    if path.exists():
-        return path
-    return load_model(source, device=device).model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +39,8 @@ def command(
     if not checkup.findings:
         raise Stop(f"{folder} holds nothing that hydra-ensembles wrote.", 3)
     if json:
-        print_json({**checkup.to_dict(), "repaired": done})
+        record = {**asdict(checkup), "folder": str(folder), "sound": checkup.is_sound}
+        print_json({**record, "repaired": done})
     else:
         typer.echo(str(checkup))
     if not checkup.is_sound:

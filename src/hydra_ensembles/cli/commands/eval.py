@@ -119,7 +119,8 @@ def command(
         if not is_first():  # its results are those of the first process
             continue
         write_config(output)
-        found.save(output / f"results-{_file_name(name)}.json")
+        plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in name).strip("-.")
+        found.save(output / f"results-{plain or 'model'}.json")
         results.append(found)
         ratio = cost_of(loaded.model, next(iter(known)))
         if ratio is not None:
@@ -154,7 +155,3 @@ def command(
             settings=resolved,
         )
         say(f"Report: {output / 'report.html'}", json=json)
-
-
-def _file_name(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name).strip("-.") or "model"

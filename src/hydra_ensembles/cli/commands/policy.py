@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ...errors import DataError
+from ...errors import DataError, FormatError
 from .. import options
 from ..errors import Stop
 from ..inputs import READING, Reading, reads_data
@@ -37,10 +37,15 @@ def command(
     does not allow is refused, with the smallest one that it does, and nothing is saved.
     """
     from ...fusion import HydraEnsemble, fit_policy
+    from ...fusion.folder_schema import read_config
     from ..models import check_sources
 
     check_sources(data)
-    kept = replace(reading, dtype=_dtype_of(folder))  # it is saved again
+    try:
+        dtype = read_config(folder).dtype  # it is saved again
+    except FormatError:  # loading says what is wrong with it
+        dtype = "float32"
+    kept = replace(reading, dtype=dtype)
     loaded = kept.load_model(str(folder))
     if not isinstance(loaded.model, HydraEnsemble):
         raise Stop(
@@ -66,14 +71,3 @@ def command(
     loaded.model.save_pretrained(target)
     show(policy, {"folder": str(target), **policy.to_dict()}, json=json)
     say(f"Saved in {target}. Next: hydra-ensembles predict {target} FILES", json=json)
-
-
-def _dtype_of(folder: Path) -> str:
-    """Return the type of a saved ensemble's numbers."""
-    from ...errors import FormatError
-    from ...fusion.folder_schema import read_config
-
-    try:
-        return read_config(folder).dtype
-    except FormatError:  # loading says what is wrong with it
-        return "float32"

@@ -104,7 +104,24 @@ def command(
             )
         if output is None or not files:
             raise Stop("Give Parquet files, and a folder for the answers with --output.", 2)
-        _bulk(model, files, output, reading, probabilities, ray, workers, rows_per_part)
+        from ...serving.bulk import predict_files
+
+        totals = predict_files(
+            model,
+            files,
+            output,
+            column=reading.text_column,
+            probabilities=probabilities,
+            batch_size=reading.batch_size,
+            rows_per_part=rows_per_part,
+            device=reading.device,
+            ray=ray,
+            workers=workers,
+        )
+        say(
+            f"{totals['rows']} rows in {totals['parts']} parts, {totals['computed']} of them "
+            f"computed now: {output}"
+        )
         return
     if risk is not None and held_out is None:
         raise Stop("--risk needs --held-out DATA: labelled examples to fit a policy on.", 2)
@@ -112,8 +129,14 @@ def command(
         raise Stop("--held-out needs --risk or --alarm: what to guarantee on it.", 2)
     check_sources(held_out)
     loaded = reading.load_model(model)
-    if alarm is not None:
-        _check_alarm(loaded, alarm)
+    if alarm is not None and not 0 < alarm < 1:
+        raise Stop(f"--alarm {alarm}: expected a number between 0 and 1, such as 0.05.", 2)
+    if alarm is not None and getattr(loaded.model, "novelty", None) is None:
+        raise Stop(
+            "--alarm needs a model that knows its data: make one with hydra-ensembles build, or "
+            "call ensemble.fit_novelty_(known) and save it again.",
+            2,
+        )
     policy: Policy | None = getattr(loaded.model, "policy", None)
     if held_out is not None:
         data = reading.load_known(loaded, held_out)
@@ -275,45 +298,3 @@ def _written(output: Path) -> Iterator[TextIO]:
             os.fsync(lines.fileno())
         os.replace(beside, output)
         names_to_disk(output.parent)
-
-
-def _bulk(
-    model: str,
-    files: list[str],
-    output: Path,
-    reading: Reading,
-    probabilities: bool,
-    ray: bool,
-    workers: int,
-    rows_per_part: int,
-) -> None:
-    """Answer Parquet files into a folder."""
-    from ...serving.bulk import predict_files
-
-    totals = predict_files(
-        model,
-        files,
-        output,
-        column=reading.text_column,
-        probabilities=probabilities,
-        batch_size=reading.batch_size,
-        rows_per_part=rows_per_part,
-        device=reading.device,
-        ray=ray,
-        workers=workers,
-    )
-    say(
-        f"{totals['rows']} rows in {totals['parts']} parts, {totals['computed']} of them computed "
-        f"now: {output}"
-    )
-
-
-def _check_alarm(loaded: Any, alarm: float) -> None:
-    if not 0 < alarm < 1:
-        raise Stop(f"--alarm {alarm}: expected a number between 0 and 1, such as 0.05.", 2)
-    if getattr(loaded.model, "novelty", None) is None:
-        raise Stop(
-            "--alarm needs a model that knows its data: make one with hydra-ensembles build, or "
-            "call ensemble.fit_novelty_(known) and save it again.",
-            2,
-        )

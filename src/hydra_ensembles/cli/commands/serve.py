@@ -174,9 +174,4 @@ def load_backend(
             f"{folder} --data DATA.",
             4,
         )
-    if ensemble.tokenizer is None and ensemble.transform is None:  # saved without: the host's own
-        if loaded.tokenizer is not None:
-            ensemble.tokenizer = loaded.tokenizer
-        elif loaded.transform is not None:
-            ensemble.transform = loaded.transform
     return TorchBackend(ensemble, class_names=loaded.class_names, alarm=alarm)

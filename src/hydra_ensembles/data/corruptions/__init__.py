@@ -20,8 +20,10 @@ from ..batches import Batch, describe, images_of, with_images
 from ..loaders import Data, Mapped
 from ..text_files import TextBatches
 from . import images as _images  # noqa: F401  (they register themselves)
-from .base import Channels, Draws, Normalisation, corruptions, draw_seeds
-from .text import corrupt_texts, text_corruptions
+from .base import Channels, Draws, Normalisation, draw_seeds
+from .base import corruptions as corruptions
+from .text import corrupt_texts as corrupt_texts
+from .text import text_corruptions as text_corruptions
 
 COMMON = (
     "gaussian_noise",
@@ -121,17 +123,3 @@ def corrupted(
         return apply
 
     return Mapped(data, start)
-
-
-__all__ = [
-    "COMMON",
-    "Draws",
-    "Normalisation",
-    "corrupt",
-    "corrupt_texts",
-    "corrupt_with",
-    "corrupted",
-    "corruptions",
-    "draw_seeds",
-    "text_corruptions",
-]

@@ -21,9 +21,11 @@ from ..corruptions.base import Draws, Normalisation, draw_seeds
 from ..loaders import Data, Mapped, check_reiterable
 from ..splits import fingerprint
 from . import tokens
-from .base import Proxy, image_proxy, proxies, spread, text_proxy
-from .images import ImageContext
-from .tokens import TokenContext
+from .base import Proxy as Proxy
+from .base import proxies as proxies
+from .base import spread
+from .images import ImageContext as ImageContext
+from .tokens import TokenContext as TokenContext
 
 IMAGE_BANK, TEXT_BANK = 64, 512
 
@@ -148,16 +150,3 @@ def apply_proxy(proxy: Proxy, batch: Batch, seeds: Tensor, context: Context) -> 
     draws = Draws(seeds, images.device)
     pixels = proxy.make(context.images.to_pixels(images), draws, context.images)
     return with_images(batch, context.images.from_pixels(pixels, images))
-
-
-__all__ = [
-    "Context",
-    "ImageContext",
-    "Proxy",
-    "TokenContext",
-    "apply_proxy",
-    "image_proxy",
-    "make_proxies",
-    "proxies",
-    "text_proxy",
-]

@@ -1,6 +1,6 @@
 """Rivals: what people would use instead, each one call from a pretrained host.
 
-One rival per file: formula, paper, and what differs from it. Maintained libraries do
+One kind of rival per file: formula, paper, and what differs from it. Maintained libraries do
 the work where they exist (torch-uncertainty, peft, laplace-torch: the extra `rivals`).
 """
 
@@ -15,12 +15,10 @@ from . import (  # noqa: F401  (they register themselves)
     mc_dropout,
     outlier_head,
     packed_ensemble,
-    pruned,
     single,
     vilu,
 )
-from .parts import MemberStack
-from .relative_costs import RelativeCost, relative_cost
+from .parts import MemberStack, RelativeCost, relative_cost
 from .task import Task, baselines, make_baseline
 
 __all__ = ["MemberStack", "RelativeCost", "Task", "baselines", "make_baseline", "relative_cost"]

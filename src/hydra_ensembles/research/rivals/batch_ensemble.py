@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...registry import imported
 from ...training import finetune
 from .parts import Folded, block_linears, find_classifier, first_batch, replace_
-from .task import Task, baselines, library
+from .task import Task, baselines
 
 
 class TokenwiseBatchLinear(nn.Module):
@@ -18,7 +19,7 @@ class TokenwiseBatchLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, members: int, *, spread: float, draws: Any) -> None:
         super().__init__()
-        layers = library("torch_uncertainty.layers", "torch-uncertainty")
+        layers = imported("torch_uncertainty.layers", "This rival", "rivals")
         self.layer = layers.BatchLinear.from_linear(linear, num_estimators=members)
         with torch.no_grad():
             self.layer.linear.weight.copy_(linear.weight)

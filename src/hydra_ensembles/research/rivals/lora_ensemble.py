@@ -7,9 +7,10 @@ import copy
 import torch
 from torch import nn
 
+from ...registry import imported
 from ...training import finetune
 from .parts import MemberStack, attention_linears
-from .task import Task, baselines, library
+from .task import Task, baselines
 
 
 @baselines.register("lora-ensemble")
@@ -30,7 +31,16 @@ def lora_ensemble(host: nn.Module, task: Task, *, rank: int = 4, train: bool = T
     if rank < 1:
         raise ValueError(f"rank={rank}: expected at least 1.")
     data = task.need("train")
-    starts = [_with_adapters(host, rank, seed) for seed in task.seeds]
+    peft, starts = imported("peft", "This rival", "rivals"), []
+    for seed in task.seeds:
+        model = copy.deepcopy(host)
+        config = peft.LoraConfig(
+            r=rank, lora_alpha=2 * rank, target_modules=attention_linears(model), lora_dropout=0.0
+        )
+        with torch.random.fork_rng(devices=[]):  # peft draws A from the global generator
+            torch.manual_seed(seed)
+            peft.inject_adapter_in_model(config, model)
+        starts.append(model)
     if train:
         trained = finetune(
             starts, data, seed=task.seeds, parameters=r"\.lora_[AB]\.", **task.training()
@@ -42,15 +52,3 @@ def lora_ensemble(host: nn.Module, task: Task, *, rank: int = 4, train: bool = T
             if ".lora_" not in name:
                 parameter.data = shared[name].data
     return MemberStack(starts)
-
-
-def _with_adapters(host: nn.Module, rank: int, seed: int) -> nn.Module:
-    peft = library("peft", "peft")
-    model = copy.deepcopy(host)
-    config = peft.LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=attention_linears(model), lora_dropout=0.0
-    )
-    with torch.random.fork_rng(devices=[]):  # peft draws A from the global generator
-        torch.manual_seed(seed)
-        peft.inject_adapter_in_model(config, model)
-    return model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +10,10 @@ from torch import Tensor, nn
 from ...errors import UnsupportedModelError
 from ...hosts import host_model
 from ...hosts.probes import modules_after_blocks
+from ...registry import imported
 from ...training import finetune
 from .parts import Folded, block_linears, need_classifier, replace_
-from .task import Task, baselines, library
+from .task import Task, baselines
 
 
 class PackedProjections(nn.Module):
@@ -45,11 +45,18 @@ def packed_ensemble(host: nn.Module, task: Task) -> nn.Module:
         host: A classifier whose shape is taken; width and heads must divide by `members`.
         task: Needs `train`; give many more epochs than fine-tuning wants.
     """
-    layers = library("torch_uncertainty.layers", "torch-uncertainty")
+    layers = imported("torch_uncertainty.layers", "This rival", "rivals")
     data, members = task.need("train"), task.members
     model = copy.deepcopy(host)
     view = host_model(model)
-    _check_divides(view, members)
+    if any(count % members for count in (view.width, *view.head_counts)):
+        raise UnsupportedModelError(
+            f"A host of width {view.width} with {view.head_counts} heads cannot be packed into "
+            f"{members} members: width and heads must divide by it. Choose another number of "
+            "members, or pass a host of another width."
+        )
+    if any(norm is not None for site in view.sites for norm in site.head_norms):
+        raise UnsupportedModelError("Norms within heads (qk_norm) cannot be packed.")
     last = need_classifier(model, data, task.name)
     fused = {id(s.packed) for s in view.sites if isinstance(s.packed, nn.Linear)}
     after = set(modules_after_blocks(view))
@@ -83,15 +90,3 @@ def packed_ensemble(host: nn.Module, task: Task) -> nn.Module:
             replace_(model, path, new_norm)
     packed = Folded(model, members, repeat=False)
     return finetune(packed, data, seed=task.seed, **task.training())[0].model
-
-
-def _check_divides(view: Any, members: int) -> None:
-    counts = sorted({view.width, *view.head_counts})
-    if any(count % members for count in counts):
-        raise UnsupportedModelError(
-            f"A host of width {view.width} with {view.head_counts} heads cannot be packed into "
-            f"{members} members: width and heads must divide by it. Choose another number of "
-            "members, or pass a host of another width."
-        )
-    if any(norm is not None for site in view.sites for norm in site.head_norms):
-        raise UnsupportedModelError("Norms within heads (qk_norm) cannot be packed.")

@@ -1,20 +1,23 @@
-"""What rivals share: members in one answer, features of the last layer, small heads, surgery."""
+"""What rivals share: members in one answer, features, small heads, surgery, what they cost."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...data.batches import map_tensors, split_batch
 from ...data.eval_mode import evaluating
-from ...data.model_runs import call_model, member_logits_of
+from ...data.model_runs import call_model, member_logits, member_logits_of
 from ...data.progress import progress_bar
 from ...errors import DataError, UnsupportedModelError
 from ...hosts import host_model
+from ...hosts.operation_count import multiply_adds
 
 
 class MemberStack(nn.Module):
@@ -288,3 +291,45 @@ def _refuse_multihead(model: nn.Module) -> None:
                 f"{type(model).__name__}: {name} is an nn.MultiheadAttention, which never calls "
                 "its projections, so they cannot be replaced. Use a host with linear projections."
             )
+
+
+@dataclass(frozen=True)
+class RelativeCost:
+    """A rival's cost divided by the host's.
+
+    Attributes:
+        multiply_adds: Of one batch, in matrix products, convolutions and attention.
+        parameters: Distinct numbers stored.
+    """
+
+    multiply_adds: float
+    parameters: float
+
+    def __str__(self) -> str:
+        return f"{self.multiply_adds:.2f} x multiply-adds, {self.parameters:.2f} x parameters"
+
+
+def relative_cost(model: nn.Module, host: nn.Module, batch: Any) -> RelativeCost:
+    """Count a rival and its host on one batch by running both.
+
+    `hydra_ensembles.cost` counts from shapes and knows hosts and ensembles only. This one counts
+    anything that runs; where both apply, they agree.
+    """
+    return RelativeCost(
+        _multiply_adds(model, batch) / _multiply_adds(host, batch),
+        _parameters(model) / _parameters(host),
+    )
+
+
+def _multiply_adds(model: nn.Module, batch: Any) -> int:
+    # plain matrix products inside attention: fused kernels are not all known to the counter
+    with evaluating(model), sdpa_kernel(SDPBackend.MATH):
+        return multiply_adds(lambda: member_logits(model, batch))
+
+
+def _parameters(model: nn.Module) -> int:
+    """Count numbers, tensors that share memory once."""
+    stored: dict[tuple[Any, ...], int] = {}
+    for parameter in model.parameters():
+        stored[(parameter.device, parameter.data_ptr(), parameter.shape)] = parameter.numel()
+    return sum(stored.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ...data.loaders import check_reiterable
-from ...errors import DataError, MissingDependencyError
+from ...errors import DataError
 from ...registry import Registry
 
 Baseline = Callable[..., nn.Module]
@@ -138,13 +137,3 @@ def make_baseline(
         progress=progress,
     )
     return make(host, task, **(options or {})).eval()
-
-
-def library(module: str, package: str) -> Any:
-    """Import a rival's library, or say how to install it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"This rival needs {package}: pip install 'hydra-ensembles[rivals]'."
-        ) from error

@@ -1,4 +1,4 @@
-"""Small tables for notebooks: what `_repr_html_` returns. Every text is escaped."""
+"""Small tables: HTML for notebooks, where every text is escaped, and Markdown."""
 
 from __future__ import annotations
 
@@ -59,3 +59,15 @@ def _frame(title: str, content: str, note: str) -> str:
         f"<div><strong>{escape(title)}</strong>"
         f'<table style="border-collapse:collapse">{content}</table>{below}</div>'
     )
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown; the first row is its head, the first column stands left."""
+    rows = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        first, *rest = (f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        lines.append("| " + " | ".join([row[0].ljust(len(first)), *rest]) + " |")
+    rule = ["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]
+    return "\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]])
