@@ -61,6 +61,8 @@ def test_members_by_logits_and_a_student(
     assert ensemble.student is not None and ensemble.member_readout is not None
     assert main([*given, "--max-cost", "0.1"]) == 5
     assert "max_cost=0.1 cannot be met" in capsys.readouterr().err
+
+
 def test_novelty_takes_its_distances_from_the_data(
     hosts: list[str], shelf: Path, tmp_path: Path, capsys: Any
 ) -> None:
