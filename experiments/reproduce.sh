@@ -59,6 +59,8 @@ for task in digits sst2 clinc150 cifar10 imagenet cifar8; do
 done
 part novelty-page - - \
   "$python experiments/novelty.py page && $python docs/make_tables.py"
+part near data "cache near" \
+  "$python experiments/near.py features && $python experiments/near.py table && $python experiments/near.py page"
 part policy-coverage - - "$python experiments/policy_coverage.py"
 # every table of run.py; their answers are kept by task in the cache
 for file in experiments/tables/*.yaml; do

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from hydra_ensembles.research.feature_detectors import choose_neighbours
 from hydra_ensembles.uncertainty import scores
-from hydra_ensembles.uncertainty.distances import (
+from hydra_ensembles.uncertainty.distances import GlobalDistance, unit
+from hydra_ensembles.uncertainty.moments import (
     Moments,
     class_distance,
     global_distance,
-    held_out_class_distance,
-    held_out_distance,
     oracle_approximating,
+    stacked,
     whiten,
 )
-from hydra_ensembles.uncertainty.novelty import GlobalDistance, Ranks, unit
+from hydra_ensembles.uncertainty.novelty import Ranks
 
 Set = dict[str, Tensor]
 Score = Callable[[Set], Tensor]
@@ -127,11 +127,12 @@ def mahalanobis_plus(known: Set) -> dict[str, Score]:
     """Fit distances of unit penultimate features: to the nearest class, and relative to all."""
     labels = known["labels"].unique(return_inverse=True)[1]
     moments = moments_of(known["features"][:, None], labels)
-    nearest = class_distance(moments, slice(None))
+    nearest = class_distance(moments)
     # one ridge for both covariances: else their difference is that of the ridges
     count, classes = moments.count, len(moments.class_counts)
-    ridge = oracle_approximating(max(1, count - classes), moments.within_scatter())
-    every = GlobalDistance(moments.mean(), whiten(count, moments.scatter(), ridge), count)
+    ridge = oracle_approximating(max(1, count - classes), moments.within_scatter(0))
+    whitening = stacked([whiten(count, moments.scatter(0), ridge)])
+    every = GlobalDistance(moments.mean(), whitening, count)
 
     def near(data: Set) -> Tensor:
         return nearest(unit(data["features"][:, None].double()))[:, 0]
@@ -153,7 +154,7 @@ def multi_layer(known: Set) -> dict[str, Score]:
     labels = known["labels"].unique(return_inverse=True)[1]
     features = unit(single_taps(known).double())
     moments = moments_of(features, labels)
-    nearest, every = class_distance(moments, slice(None)), global_distance(moments)
+    nearest, every = class_distance(moments), global_distance(moments)
     counts = [choose_neighbours(tap, labels) for tap in features.unbind(1)]
 
     def kth(rows: Tensor, among_themselves: bool = False) -> Tensor:
@@ -167,10 +168,8 @@ def multi_layer(known: Set) -> dict[str, Score]:
 
     return {
         "multi-layer knn": summed(kth(features, True), kth),
-        "multi-layer mahalanobis++": summed(
-            held_out_class_distance(nearest, features, labels), nearest
-        ),
-        "multi-layer mahalanobis++, no labels": summed(held_out_distance(every, features), every),
+        "multi-layer mahalanobis++": summed(nearest.held_out(features, labels), nearest),
+        "multi-layer mahalanobis++, no labels": summed(every.held_out(features), every),
     }
 
 
@@ -181,7 +180,7 @@ def of_training(train: Set) -> Callable[[Set], dict[str, Score]]:
     features, labels = train["features"], train["labels"].unique(return_inverse=True)[1]
     fixed = gaussian(train)
     fixed["mahalanobis++"] = mahalanobis_plus(train)["mahalanobis++"]
-    nearest = class_distance(moments_of(single_taps(train), labels), slice(None))
+    nearest = class_distance(moments_of(single_taps(train), labels))
 
     def with_known(known: Set) -> dict[str, Score]:
         held_out = (known["features"], known["labels"])

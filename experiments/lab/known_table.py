@@ -106,7 +106,7 @@ def fit_statistics(taps: Tensor, logits: Tensor, labels: Tensor | None) -> Novel
     """Fit the library's statistics to taps `[example, tap, width]` and logits of members."""
     blocks = taps.shape[1] // 2
     names, late = tap_names(blocks, readout=True), 2 * min(CLASS_BLOCKS, blocks) + 1
-    fit = NoveltyFit(names, classes=logits.shape[-1], class_taps=late, hears_end=True)
+    fit = NoveltyFit(names, classes=logits.shape[-1], class_taps=late, uses_last_block=True)
     fit.add_(taps, logits, labels)
     return fit.finish()
 

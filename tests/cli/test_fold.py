@@ -63,6 +63,17 @@ def test_members_by_logits_and_a_student(
     assert "max_cost=0.1 cannot be met" in capsys.readouterr().err
 
 
+def test_novelty_takes_its_distances_from_the_data(
+    hosts: list[str], shelf: Path, tmp_path: Path, capsys: Any
+) -> None:
+    given = ["fold", *hosts[:2], "--data", str(shelf / "digits"), "-o", str(tmp_path), "--json"]
+    assert main([*given, "--novelty-from-data"]) == 2
+    assert "--held-out" in capsys.readouterr().err
+    assert main([*given, "--novelty-from-data", "--held-out", str(shelf / "more")]) == 0
+    novelty = hydra.HydraEnsemble.from_pretrained(tmp_path).novelty
+    assert novelty is not None and novelty.trained == 64
+
+
 def test_what_cannot_be_folded_is_refused(
     hosts: list[str], shelf: Path, tmp_path: Path, capsys: Any
 ) -> None:

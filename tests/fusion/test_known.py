@@ -115,11 +115,12 @@ def test_statistics_do_not_depend_on_batches_or_order(name: str) -> None:
     single = [take(rows, [row]) for row in order]
     apart = ensemble.fit_novelty_(single, progress=False).novelty
     assert whole is not None and apart is not None
-    torch.testing.assert_close(whole.distance.mean, apart.distance.mean, atol=1e-6, rtol=0)
-    sigma = [
-        torch.linalg.inv((n.distance.whitening @ n.distance.whitening.mT).double())
-        for n in (whole, apart)
-    ]
+    torch.testing.assert_close(
+        whole.measures.distance.mean, apart.measures.distance.mean, atol=1e-6, rtol=0
+    )
+    every = torch.eye(whole.measures.distance.mean.shape[1]).expand(len(whole.taps), -1, -1)
+    white = [n.measures.distance.whitening(every).double() for n in (whole, apart)]
+    sigma = [torch.linalg.inv(one @ one.mT) for one in white]
     torch.testing.assert_close(*sigma, atol=1e-6, rtol=0)
     torch.testing.assert_close(whole.ranks.values, apart.ranks.values, atol=1e-2, rtol=1e-3)
 
@@ -199,6 +200,23 @@ def test_labels_add_distances_to_classes() -> None:
     assert ensemble.novelty.classes.counts.tolist() == [16, 16, 16]
     assert "3 classes" in str(ensemble.novelty)
     assert any("nearest class" in term for term in ensemble.novelty.terms)
+
+
+def test_training_data_gives_the_distances(tmp_path: Path) -> None:
+    ensemble = ensemble_of("bert")
+    alone = ensemble.fit_novelty_(labelled("bert"), progress=False).novelty
+    ensemble.fit_novelty_(known("bert"), train=labelled("bert"), progress=False)
+    both = ensemble.novelty
+    assert alone is not None and both is not None and both.classes is not None
+    assert torch.equal(both.measures.distance.mean, alone.measures.distance.mean)
+    assert torch.equal(both.classes.means, alone.classes.means)
+    assert (both.examples, both.trained, both.ranks.values.shape[1]) == (24, 48, 24)
+    ensemble.save_pretrained(tmp_path)
+    loaded = HydraEnsemble.from_pretrained(tmp_path)
+    ours, theirs = (m.predict(zoo.batch("bert", seed=5)).novelty_score for m in (ensemble, loaded))
+    assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+    with pytest.raises(DataError, match="training data is empty"):
+        ensemble.fit_novelty_(known("bert"), train=[], progress=False)
 
 
 def test_training_mode_predicts_the_same() -> None:

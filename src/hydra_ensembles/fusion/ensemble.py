@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,7 +109,13 @@ class HydraEnsemble(FusedModel):
     # --- novelty ---------------------------------------------------------------------------------
 
     def fit_novelty_(
-        self, known: Any, *, names: Sequence[str] | None = None, progress: bool = True
+        self,
+        known: Any,
+        *,
+        train: Any = None,
+        ood: Mapping[str, Any] | None = None,
+        names: Sequence[str] | None = None,
+        progress: bool = True,
     ) -> HydraEnsemble:
         """Learn what is known, in place: `predict` then says how new an input is.
 
@@ -120,10 +126,23 @@ class HydraEnsemble(FusedModel):
         Args:
             known: In-distribution data that the model was not trained on; a few hundred examples.
                 Labels are optional: with five per class or more, distances to classes are used.
+            train: Training data (or other data of the same kind that `known` has no part of), with
+                labels for distances to classes. Means and covariances are then those of `train`,
+                of which there is more; ranks, and with them the rate of false alarms, still come
+                from `known`.
+            ood: Families of outliers by name, given or made (`make_proxies`), that the choice of
+                terms has to find too; nothing is fitted to them.
             names: Names of the known examples (files, texts) for `why_novel`.
             progress: Show a bar on a terminal.
+
+        Example:
+            >>> ensemble.fit_novelty_(held_out)
+            >>> ensemble.novelty  # says which terms are summed, and why
+            >>> ensemble.predict(batch).novelty > 0.95
         """
-        self.novelty = fit_novelty(self, known, names=names, progress=progress)
+        self.novelty = fit_novelty(
+            self, known, train=train, ood=ood, names=names, progress=progress
+        )
         if self.policy is not None and self.policy.reads_novelty:
             self._drop_policy("what is known")
         return self

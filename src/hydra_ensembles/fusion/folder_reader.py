@@ -271,12 +271,11 @@ def _check_novelty(ensemble: HydraEnsemble, folder: Path) -> None:
         return
     taps = tap_names(len(ensemble.body.trunk), readout=ensemble.readout.has_token)
     try:
-        width = novelty.distance.mean.shape[-1]
+        width = novelty.measures.distance.mean.shape[-1]
         classes = 2 if novelty.classes is None else len(novelty.classes.counts)
         summaries = torch.zeros(2, len(novelty.taps), width)
         novelty(summaries, torch.zeros(2, ensemble.members, classes))
-        known = (taps, taps[:-1])  # statistics of format 1 do not read the last block
-        problem = None if novelty.taps in known else f"taps {list(novelty.taps)!r:.100}"
+        problem = None if novelty.taps == taps else f"taps {list(novelty.taps)!r:.100}"
     except Exception as error:
         problem = f"{type(error).__name__}: {str(error)[:100]}"
     if problem is not None:

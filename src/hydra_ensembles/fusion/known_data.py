@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,7 @@ def text_logits(logits: Tensor, batch: Any) -> Tensor:
     return per_text(logits, split_batch(batch)[1].get("attention_mask"))
 
 
-def novelty_fit(ensemble: FusedModel, classes: int) -> NoveltyFit:
+def novelty_fit(ensemble: FusedModel, classes: int, *, choose: bool = True) -> NoveltyFit:
     """Return statistics of nothing yet, for the taps of an ensemble."""
     blocks = len(ensemble.body.trunk)
     taps = tap_names(blocks, readout=ensemble.readout.has_token)
@@ -59,20 +59,54 @@ def novelty_fit(ensemble: FusedModel, classes: int) -> NoveltyFit:
         taps,
         classes=classes,
         class_taps=late + 1,
-        hears_end=blocks > 0,
+        uses_last_block=blocks > 0,
+        choose=choose,
         precision=ensemble.precision(),
     )
 
 
 @torch.no_grad()
 def fit_novelty(
-    ensemble: FusedModel, known: Iterable[Any], *, names: Sequence[str] | None, progress: bool
+    ensemble: FusedModel,
+    known: Iterable[Any],
+    *,
+    train: Iterable[Any] | None = None,
+    ood: Mapping[str, Iterable[Any]] | None = None,
+    names: Sequence[str] | None,
+    progress: bool,
 ) -> Novelty:
     """Fit novelty to known data in one pass (see `HydraEnsemble.fit_novelty_`)."""
     names = _names_of(known) if names is None else names
     fit: NoveltyFit | None = None
+    for found in () if train is None else summaries_of(ensemble, train, "training", progress):
+        fit = fit or novelty_fit(ensemble, found["logits"].shape[-1])
+        fit.add_train_(found["summaries"], found["logits"], found.get("labels"))
+    if train is not None and fit is None:
+        raise DataError("The training data is empty: it gave no batch.")
+    hashes: list[Tensor | None] = []
+    for found in summaries_of(ensemble, known, "known", progress):
+        fit = fit or novelty_fit(ensemble, found["logits"].shape[-1])
+        fit.add_(found["summaries"], found["logits"], found.get("labels"))
+        hashes.append(found.get("hashes"))
+    if fit is None or not hashes:
+        raise DataError("The known data is empty: it gave no batch.")
+    for name, data in (ood or {}).items():
+        for found in summaries_of(ensemble, data, name, progress):
+            fit.add_ood_(name, found["summaries"], found["logits"])
+    novelty, kept = fit.finish(names or ()), [part.cpu() for part in hashes if part is not None]
+    return replace(novelty, hashes=torch.cat(kept)) if len(kept) == len(hashes) else novelty
+
+
+def summaries_of(
+    ensemble: FusedModel, data: Iterable[Any], kind: str, progress: bool
+) -> Iterator[dict[str, Tensor]]:
+    """Run an ensemble over data; yield what novelty reads, by batch.
+
+    That is `logits` and `summaries` by input and, where there are any, `labels` and `hashes`.
+    """
     model = in_eval(ensemble)
-    halving = Halving("known data")
+    name = f"{kind} data"
+    halving = Halving(name)
 
     def work(number: int, batch: Any) -> dict[str, Tensor]:
         try:
@@ -81,8 +115,8 @@ def fit_novelty(
             raise
         except Exception as error:
             raise DataError(
-                f"The model failed on batch {number} of the known data: {error}. Known data must "
-                "be prepared as the model expects it."
+                f"The model failed on batch {number} of the {name}: {error}. The data must be "
+                "prepared as the model expects it."
             ) from error
         # labels of tokens say nothing about a text
         by_text = parts[0][1][0].ndim == 3
@@ -92,22 +126,11 @@ def fit_novelty(
         if hashes is not None:
             found["hashes"] = hashes
         given = split_batch(batch)[2] if by_text else None
-        labels = _checked(given, logits.shape[-1], number)
+        labels = _checked(given, logits.shape[-1], f"Batch {number} of the {name}")
         return found if labels is None else {**found, "labels": labels}
 
-    total = length_of(known)
-    results = in_order(known, work, name="known data")
-    hashes: list[Tensor | None] = []
-    for found in progress_bar(results, description="known data", enabled=progress, total=total):
-        logits = found["logits"]
-        hashes.append(found.get("hashes"))
-        if fit is None:
-            fit = novelty_fit(ensemble, logits.shape[-1])
-        fit.add_(found["summaries"], logits, found.get("labels"))
-    if fit is None:
-        raise DataError("The known data is empty: it gave no batch.")
-    novelty, kept = fit.finish(names or ()), [part.cpu() for part in hashes if part is not None]
-    return replace(novelty, hashes=torch.cat(kept)) if len(kept) == len(hashes) else novelty
+    results = in_order(data, work, name=name)
+    yield from progress_bar(results, description=name, enabled=progress, total=length_of(data))
 
 
 def known_inputs(ensemble: FusedModel, batch: Any) -> Tensor | None:
@@ -137,14 +160,14 @@ def why_novel(ensemble: FusedModel, batch: Any, neighbours: int) -> Evidence:
     return ensemble._statistics().explain(summaries, text_logits(logits, batch), neighbours)
 
 
-def _checked(labels: Tensor | None, classes: int, batch: int) -> Tensor | None:
+def _checked(labels: Tensor | None, classes: int, where: str) -> Tensor | None:
     if labels is None:
         return None
     wrong = labels.is_floating_point() or labels.ndim != 1
     if wrong or (len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes):
         raise DataError(
-            f"Batch {batch} of the known data has labels outside 0 to {classes - 1}. Remove the "
-            "labels; novelty does not need them."
+            f"{where} has labels outside 0 to {classes - 1}. Remove the labels; novelty does not "
+            "need them."
         )
     return labels.long()
 

@@ -22,6 +22,7 @@ from ..evaluation.figures import OOD
 from ..evaluation.metrics import ood_figures
 from ..evaluation.results import Results
 from ..registry import Registry, imported
+from ..uncertainty.term_choice import clusters
 
 Detector = Any
 """A detector of pytorch-ood: `fit_features(features, labels)`, `predict_features(features)`."""
@@ -65,7 +66,7 @@ def choose_neighbours(
             asked = torch.nn.functional.normalize(held_out[0].float(), dim=-1)
             asked_groups = held_out[1] % GROUPS if groups is not labels else held_out[1]
     else:
-        groups = _clusters(bank)
+        groups = clusters(bank, GROUPS)
         asked, asked_groups = bank, groups
     present = groups.unique()
     if len(present) < 2:
@@ -82,16 +83,6 @@ def choose_neighbours(
             distance = near[:, min(count, near.shape[1]) - 1]
             rating[count] += ood_figures(distance[~new], distance[new])["AUROC"]
     return max(NEIGHBOURS, key=lambda count: rating[count])
-
-
-def _clusters(rows: Tensor) -> Tensor:
-    """Return the clusters of rows by Lloyd's algorithm, from rows that lie evenly in the data."""
-    centres = rows[:: max(1, len(rows) // GROUPS)][:GROUPS].clone()
-    for _ in range(20):
-        nearest = torch.cdist(rows, centres).argmin(1)
-        for cluster in nearest.unique():
-            centres[cluster] = rows[nearest == cluster].mean(0)
-    return nearest
 
 
 @detectors.register("knn")

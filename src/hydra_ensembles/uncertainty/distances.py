@@ -1,188 +1,240 @@
-"""Mahalanobis distances of unit features: to all known data, and relative to the nearest class.
+"""How far unit features lie from known data: what the terms of novelty are measured with.
 
-    global    d(f)   = (f - mu)^T Sigma^-1 (f - mu)                    arXiv 2505.18032, no labels
-    relative  r(f)   = min_c (f - mu_c)^T Sigma_w^-1 (f - mu_c) - d(f)      arXiv 2106.09022
+    distance   d(f) = (f - mu)^T Sigma^-1 (f - mu)                     arXiv 2505.18032, no labels
+    class      c(f) = min_c (f - mu_c)^T Sigma_w^-1 (f - mu_c)         arXiv 1807.03888
+    relative   c(f) - d(f)                                             arXiv 2106.09022
+    neighbour  -max_i f . f_i, over known examples                     arXiv 2204.06507 with k = 1
+    cosine     -max_c f . mu_c / |mu_c|
 
-Sigma = S / n + ridge I with the scatter S of the known data, Sigma_w the same around class means.
-Larger is further away, **so a higher distance speaks for a new input**, as everywhere.
+Sigma = S / n + ridge I with the scatter S of the known data, Sigma_w the same around class means;
+`moments.py` fits them. Larger is further away, **so a higher value speaks for a new input**, as
+everywhere.
 
-A known example's own distance is too small: it helped to place mu and Sigma. Leaving it out has a
-closed form (Sherman and Morrison): with d the distance under all n examples, its distance under
-the others is n d / (n - 1 - d). So every known example is held out once, in one pass.
-
-Means and covariances of features, one pass, in float64: all that novelty keeps of known data.
-
-Features are unit vectors `[example, tap, width]` (Mahalanobis++, arXiv 2505.18032). A tap is one
-place in the model that is listened to. Sums are additive, so chunks, shuffles and batch sizes give
-the same statistics up to rounding, and parts of the data can be joined.
+A known example's own value is too small: it helped to place mu and Sigma, and is its own nearest
+neighbour. Leaving it out has closed forms (Sherman and Morrison): with d the distance under all n
+examples, its distance under the others is n d / (n - 1 - d). So every known example is held out
+once, in one pass.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ..errors import DataError
-from .novelty import ClassDistance, GlobalDistance, unit
+from .scores import entropy_of, gen_of
+
+Term = tuple[str, int]
+"""Kind and tap of a term; scores of the probability, `gen` and `entropy`, have tap -1."""
+CLASSES = 1024
+"""Classes that one step measures distances to, so that many classes need no more memory."""
+CELLS = 2**22
+"""Distances of held-out examples to classes that one step holds."""
 
 
-@dataclass
-class Moments:
-    """Sums of unit features over examples, in float64.
+def unit(features: Tensor) -> Tensor:
+    """Return features `[..., width]` at length 1 (a zero vector stays)."""
+    lengths: Tensor = features.norm(dim=-1, keepdim=True)
+    return features / lengths.clamp_min(1e-12)
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """W with W W^T = Sigma^-1, per tap.
+
+    Few examples span few directions of a wide host, and in all others Sigma is the ridge. Then
+    W = level (I - B B^T) with as many columns in B as there are examples: n d numbers, not d^2.
 
     Attributes:
-        count: Number of examples n.
-        total: Sum of features, `[tap, width]`.
-        outer: Sum of outer products, `[tap, width, width]`.
-        class_counts: Examples per class, `[class]`; empty without labels.
-        class_totals: Sum of features per class, `[class, tap, width]`.
+        matrix: W, `[tap, width, width]`; with a level, B, `[tap, width, example]`.
+        level: 1 / sqrt(ridge), `[tap]`; None for a W without structure.
     """
 
+    matrix: Tensor
+    level: Tensor | None = None
+
+    def __call__(self, apart: Tensor) -> Tensor:
+        """Return (f - mu) W of differences `[tap, example, width]`."""
+        white = torch.bmm(apart, self.matrix)
+        if self.level is None:
+            return white
+        inside = torch.bmm(white, self.matrix.transpose(1, 2))
+        return self.level[:, None, None] * (apart - inside)
+
+
+@dataclass(frozen=True)
+class GlobalDistance:
+    """Distance to all known data, per tap.
+
+    Attributes:
+        mean: mu, `[tap, width]`.
+        whitening: W with W W^T = Sigma^-1; d(f) = |(f - mu) W|^2.
+        count: Known examples n.
+    """
+
+    mean: Tensor
+    whitening: Whitening
     count: int
-    total: Tensor
-    outer: Tensor
-    class_counts: Tensor
-    class_totals: Tensor
 
-    @classmethod
-    def empty(cls, taps: int, width: int, classes: int = 0) -> Moments:
-        """Start with no examples."""
-        double = torch.float64
-        return cls(
-            0,
-            torch.zeros(taps, width, dtype=double),
-            torch.zeros(taps, width, width, dtype=double),
-            torch.zeros(classes, dtype=torch.long),
-            torch.zeros(classes, taps, width, dtype=double),
-        )
+    def __call__(self, features: Tensor) -> Tensor:
+        """Return the distance of unit features `[example, tap, width]`, `[example, tap]`."""
+        apart = (features - self.mean).transpose(0, 1)
+        return self.whitening(apart).square().sum(-1).T
 
-    def add_(self, features: Tensor, labels: Tensor | None = None) -> None:
-        """Add examples `[example, tap, width]`, in place."""
-        if features.shape[1:] != self.total.shape:
-            raise DataError(
-                f"Features of shape {list(features.shape)}; expected [example, "
-                f"{self.total.shape[0]} taps, {self.total.shape[1]} wide]."
-            )
-        rows = unit(features.double())
-        self.count += len(rows)
-        self.total += rows.sum(0)
-        by_tap = rows.transpose(0, 1)
-        self.outer.baddbmm_(by_tap.transpose(1, 2), by_tap)
-        if labels is not None and len(self.class_counts):
-            self.class_counts += torch.bincount(labels, minlength=len(self.class_counts))
-            self.class_totals.index_add_(0, labels, rows)
-
-    def mean(self) -> Tensor:
-        """Return the mean feature, `[tap, width]`."""
-        return self.total / self.count
-
-    def scatter(self) -> Tensor:
-        """Return the sum of (f - mu)(f - mu)^T over examples, `[tap, width, width]`."""
-        mean = self.mean()
-        return self.outer - self.count * mean[:, :, None] * mean[:, None, :]
-
-    def class_means(self) -> Tensor:
-        """Return the mean feature per class, `[tap, class, width]`; zero for empty classes."""
-        means = self.class_totals / self.class_counts.clamp_min(1)[:, None, None]
-        return means.transpose(0, 1)
-
-    def within_scatter(self) -> Tensor:
-        """Return the scatter around the class means, `[tap, width, width]`."""
-        apart = self.class_means()  # [tap, class, width]
-        weighted = apart * self.class_counts[:, None]
-        return self.outer - weighted.transpose(1, 2) @ apart
+    def held_out(self, features: Tensor) -> Tensor:
+        """Return the distance of known examples to all others, `[example, tap]`."""
+        distance = self(features)
+        return self.count * distance / (self.count - 1 - distance)
 
 
-def ledoit_wolf(count: int, mean: Tensor, scatter: Tensor) -> Tensor:
-    """Return the ridge of Ledoit and Wolf (2004) per tap, `[tap]`, from moments of unit vectors.
+@dataclass(frozen=True)
+class ClassDistance:
+    """Distance to the nearest class, per tap.
 
-    Their estimate (1 - a) S/n + a m I is, up to scale, S/n + ridge I with ridge = m a / (1 - a).
-    The fourth moment that a needs follows from the first two, since |f| = 1:
-    |f - mu|^2 = 1 - 2 f.mu + |mu|^2.
+    Attributes:
+        centre: mu, `[tap, width]`, taken from features first: whitened features are long, and
+            float32 would lose their differences.
+        means: (mu_c - mu) W of the known classes, `[tap, class, width]`.
+        whitening: W with W W^T = Sigma_w^-1, the covariance within classes.
+        counts: Known examples per class, `[class]`, none empty.
     """
-    width = mean.shape[-1]
-    covariance = scatter / count
-    level = covariance.diagonal(dim1=1, dim2=2).mean(1)
-    spread = covariance.square().sum((1, 2))
-    distance = (spread - width * level**2).clamp_min(1e-300)
-    # mean of |f - mu|^4 = (1 + |mu|^2)^2 - 4 (1 + |mu|^2) |mu|^2 + 4 mean((f.mu)^2)
-    norm = mean.square().sum(1)
-    along = torch.einsum("ti,tij,tj->t", mean, covariance, mean) + norm**2
-    fourth = (1 + norm) ** 2 - 4 * (1 + norm) * norm + 4 * along
-    noise = (fourth - spread) / count
-    share = (noise / distance).clamp(1e-6, 1 - 1e-6)
-    return level * share / (1 - share)
+
+    centre: Tensor
+    means: Tensor
+    whitening: Whitening
+    counts: Tensor
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Squared lengths of the means, `[tap, class]`."""
+        parts = [part.square().sum(-1) for part in self.means.split(CLASSES, 1)]
+        return torch.cat(parts, 1)
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Return the distance of unit features `[example, tap, width]`, `[example, tap]`."""
+        white = self.whitening((features - self.centre).transpose(0, 1))
+        length = white.square().sum(-1)
+        nearest: Tensor | None = None
+        chunks = zip(self.means.split(CLASSES, 1), self.lengths.split(CLASSES, 1), strict=True)
+        for means, lengths in chunks:
+            square = lengths[:, None] - 2 * white @ means.transpose(1, 2)
+            smallest = square.amin(-1)
+            nearest = smallest if nearest is None else torch.minimum(nearest, smallest)
+        assert nearest is not None
+        return (length + nearest).clamp_min(0).T
+
+    def held_out(self, features: Tensor, classes: Tensor) -> Tensor:
+        """Return the distance of known examples to the classes of all others, `[example, tap]`.
+
+        Without example i of class y (n_y examples, k = n_y / (n_y - 1), z = f - mu_y) the class
+        mean moves to mu_y - z / (n_y - 1) and the scatter loses k z z^T.
+        """
+        rows = max(1, CELLS // self.lengths.numel())
+        parts = zip(features.split(rows), classes.split(rows), strict=True)
+        return torch.cat([self._held_out(some, known) for some, known in parts])
+
+    def _held_out(self, features: Tensor, classes: Tensor) -> Tensor:
+        count = int(self.counts.sum())
+        white = self.whitening((features - self.centre).transpose(0, 1))
+        to_means = white @ self.means.transpose(1, 2)
+        square = white.square().sum(-1, keepdim=True) + self.lengths[:, None] - 2 * to_means
+        number = self.counts[classes].to(white.dtype)
+        share = number / (number - 1).clamp_min(1)  # k
+        own_mean = self.means[:, classes]
+        apart = white - own_mean
+        lever = apart.square().sum(-1) / count  # z^T A^-1 z, with A = n Sigma_w
+        gain = share / (1 - share * lever)
+        across = (apart * white).sum(-1, keepdim=True) - apart @ self.means.transpose(1, 2)
+        across = across / count
+        others = (count - 1) * (square.clamp_min(0) / count + gain[..., None] * across.square())
+        own = (count - 1) * share * gain * lever
+        own = torch.where(number > 1, own, torch.inf)  # its class goes with it
+        index = classes.expand(len(own), -1)[..., None]
+        return others.scatter(2, index, own[..., None]).amin(-1).T
 
 
-def oracle_approximating(count: int, scatter: Tensor) -> Tensor:
-    """Return the ridge of oracle-approximating shrinkage per tap, `[tap]` (Chen et al., 2010).
+@dataclass(frozen=True)
+class Measures:
+    """All that terms are measured with.
 
-    For scatter around class means, whose fourth moments are not kept: it needs the scatter only.
-
-    Args:
-        count: Degrees of freedom, examples less classes.
-        scatter: Sum of outer products, `[tap, width, width]`.
+    Attributes:
+        distance: To all known data, at every tap.
+        classes: To the nearest class, at the taps from `first_class_tap` on; None without classes.
+        first_class_tap: See `classes`.
+        neighbours: Unit features of known examples, `[tap, example, width]`; None without.
+        neighbour_taps: The taps of `neighbours`.
+        totals: Sums of the unit features of each class, `[tap, class, width]`; None without.
+        cosine_taps: The taps of `totals`.
     """
-    width = scatter.shape[-1]
-    covariance = scatter / count
-    trace = covariance.diagonal(dim1=1, dim2=2).sum(1)
-    square = covariance.square().sum((1, 2))
-    below = (count + 1) * (square - trace**2 / width).clamp_min(1e-300)
-    share = ((square + trace**2) / below).clamp(1e-6, 1 - 1e-6)  # without the terms in 2 / width
-    return trace / width * share / (1 - share)
 
+    distance: GlobalDistance
+    classes: ClassDistance | None
+    first_class_tap: int
+    neighbours: Tensor | None = None
+    neighbour_taps: tuple[int, ...] = ()
+    totals: Tensor | None = None
+    cosine_taps: tuple[int, ...] = ()
 
-def whiten(count: int, scatter: Tensor, ridge: Tensor) -> Tensor:
-    """Return W with W W^T = (S / n + ridge I)^-1 per tap, `[tap, width, width]`, in float64."""
-    values, vectors = torch.linalg.eigh(scatter / count)
-    whitening: Tensor = vectors / (values.clamp_min(0) + ridge[:, None]).sqrt()[:, None, :]
-    return whitening
+    @property
+    def terms(self) -> list[Term]:
+        """What is measured, in the order of the values."""
+        taps = range(len(self.distance.mean))
+        late = taps[self.first_class_tap :] if self.classes is not None else ()
+        found = [("distance", tap) for tap in taps]
+        found += [(kind, tap) for kind in ("class", "relative") for tap in late]
+        found += [("neighbour", tap) for tap in self.neighbour_taps]
+        found += [("cosine", tap) for tap in self.cosine_taps]
+        return [*found, ("gen", -1), ("entropy", -1)]
 
+    def __call__(
+        self,
+        features: Tensor,
+        probability: Tensor,
+        *,
+        rows: Tensor | None = None,
+        classes: Tensor | None = None,
+    ) -> Tensor:
+        """Return all values of unit features `[example, tap, width]`, `[example, term]`.
 
-def global_distance(moments: Moments) -> GlobalDistance:
-    """Fit the distance to all known data, with Ledoit and Wolf's ridge."""
-    mean, scatter = moments.mean(), moments.scatter()
-    ridge = ledoit_wolf(moments.count, mean, scatter)
-    return GlobalDistance(mean, whiten(moments.count, scatter, ridge), moments.count)
+        Args:
+            features: Unit features.
+            probability: Mean probability of the members, `[example, class]`.
+            rows: Numbers of the examples among the neighbours, if they are known examples: each of
+                them is then left out of all statistics.
+            classes: Classes of known examples, as numbers among the known classes.
+        """
+        held_out = rows is not None
+        distance = self.distance.held_out(features) if held_out else self.distance(features)
+        parts = [distance]
+        if self.classes is not None:
+            late = features[:, self.first_class_tap :]
+            if held_out and classes is not None:
+                nearest = self.classes.held_out(late, classes)
+            else:
+                nearest = self.classes(late)
+            parts += [nearest, nearest - distance[:, self.first_class_tap :]]
+        if self.neighbours is not None:
+            near = features[:, list(self.neighbour_taps)].transpose(0, 1)
+            similar = near @ self.neighbours.transpose(1, 2)
+            if rows is not None:
+                index = rows.expand(len(similar), -1)[..., None]
+                similar = similar.scatter(2, index, -torch.inf)
+            parts.append(-similar.amax(-1).T)
+        if self.totals is not None:
+            parts.append(self._cosine(features[:, list(self.cosine_taps)], held_out, classes))
+        scores = torch.stack([gen_of(probability), entropy_of(probability)], 1)
+        return torch.cat([*parts, scores.to(distance.dtype)], 1)
 
-
-def held_out_distance(fitted: GlobalDistance, features: Tensor) -> Tensor:
-    """Return the distance of known examples to all others, `[example, tap]`."""
-    distance = fitted(features)
-    return fitted.count * distance / (fitted.count - 1 - distance)
-
-
-def class_distance(moments: Moments, taps: slice) -> ClassDistance:
-    """Fit the distance to classes on some taps, with oracle-approximating shrinkage."""
-    count = moments.count
-    scatter = moments.within_scatter()[taps]
-    present = moments.class_counts > 0
-    ridge = oracle_approximating(max(1, count - int(present.sum())), scatter)
-    whitening = whiten(count, scatter, ridge)
-    centre = moments.mean()[taps]
-    means = (moments.class_means()[taps][:, present] - centre[:, None]) @ whitening
-    return ClassDistance(centre, means, whitening, moments.class_counts[present])
-
-
-def held_out_class_distance(fitted: ClassDistance, features: Tensor, classes: Tensor) -> Tensor:
-    """Return the distance of known examples to the classes of all others, `[example, tap]`.
-
-    Without example i of class y (n_y examples, k = n_y / (n_y - 1), z = f - mu_y) the class
-    mean moves to mu_y - z / (n_y - 1) and the scatter loses k z z^T.
-    """
-    count = int(fitted.counts.sum())
-    square, white = fitted.to_classes(features)
-    number = fitted.counts[classes].to(white.dtype)
-    share = number / (number - 1).clamp_min(1)  # k
-    own_mean = fitted.means[:, classes]
-    apart = white - own_mean
-    lever = apart.square().sum(-1) / count  # z^T A^-1 z, with A = n Sigma_w
-    gain = share / (1 - share * lever)
-    across = ((apart * white).sum(-1, keepdim=True) - apart @ fitted.means.transpose(1, 2)) / count
-    others = (count - 1) * (square / count + gain[..., None] * across.square())
-    own = (count - 1) * share * gain * lever
-    own = torch.where(number > 1, own, torch.inf)  # its class goes with it
-    index = classes.expand(len(own), -1)[..., None]
-    return others.scatter(2, index, own[..., None]).amin(-1).T
+    def _cosine(self, features: Tensor, held_out: bool, classes: Tensor | None) -> Tensor:
+        assert self.totals is not None
+        similar = torch.einsum("ntw,tcw->tnc", features, unit(self.totals))
+        if held_out and classes is not None:
+            others = self.totals[:, classes] - features.transpose(0, 1)
+            own = (unit(others) * features.transpose(0, 1)).sum(-1, keepdim=True)
+            # a class of one example goes with it
+            own = torch.where(others.norm(dim=-1, keepdim=True) > 1e-6, own, -1.0)
+            index = classes.expand(len(similar), -1)[..., None]
+            similar = similar.scatter(2, index, own)
+        return -similar.amax(-1).T

@@ -1,23 +1,24 @@
-"""Novelty: is this input like anything known? Distances and one score, joined as p-values.
+"""Novelty: is this input like anything known? Distances and scores, joined as p-values.
 
     score(x)   = sum over terms of w_term * -log p_term(x)     Fisher's sum, taken as a score
     novelty(x) = share of known data with a lower score         in [0, 1]
 
-The terms are the Mahalanobis distances at every tap (fitted by `distances.py`) and the generalized
-entropy of the mean probability (GEN, Liu et al., 2023). Each p-value is the term's rank among known
-examples, each of them held out. Taps repeat each other, so each kind of terms has a fixed weight,
-shared by its taps:
+The terms are distances at the taps (`distances.py`) and scores of the mean probability. Each
+p-value is the term's rank among known examples, each of them held out. Taps repeat each other, so
+each kind of terms has a weight, shared by its taps. The usual weights:
 
     trunk: distance to all known data             4
     trunk: distance to the nearest class          1   relative to that to all known data
     last block: distance to the nearest class     2   this block was trained to tell classes apart
-    probability                                   1
+    probability                                   1   generalized entropy (GEN, Liu et al., 2023)
 
 Without labels, or with two classes, there are no distances to classes, and the last block's
 distance to all known data weighs 0.5. The weights were chosen on textures, MNIST, TREC,
-out-of-scope validation questions, scribbles, proxies, and classes left out of the known data. As
-terms depend on each other, the sum is not read off a chi-square table: it is ranked among the known
-examples' own sums.
+out-of-scope validation questions, scribbles, proxies, and classes left out of the known data. Where
+leaving out classes of the known data shows that another sum finds them clearly better on this host
+(`term_choice.py`), there are two sums on one scale, and the score is the larger one. As terms
+depend on each other, the score is not read off a chi-square table: it is ranked among the known
+examples' own scores.
 
 P-values by rank among held-out known data, continued beyond the largest value seen.
 
@@ -34,14 +35,16 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import FormatError
+from .distances import ClassDistance, GlobalDistance, Measures, Term, Whitening, unit
 from .evidence import Evidence
-from .scores import gen, gen_of
+from .scores import mean_probability
 
 TAIL = 0.1
 
@@ -52,60 +55,6 @@ def full_precision(features: Tensor) -> AbstractContextManager[Any]:
     if not torch.is_autocast_enabled(kind):
         return nullcontext()  # an exported graph would keep a change that changes nothing
     return torch.autocast(kind, enabled=False)
-
-
-def unit(features: Tensor) -> Tensor:
-    """Return features `[..., width]` at length 1 (a zero vector stays)."""
-    lengths: Tensor = features.norm(dim=-1, keepdim=True)
-    return features / lengths.clamp_min(1e-12)
-
-
-@dataclass(frozen=True)
-class GlobalDistance:
-    """Distance to all known data, per tap.
-
-    Attributes:
-        mean: mu, `[tap, width]`.
-        whitening: W with W W^T = Sigma^-1, `[tap, width, width]`; d(f) = |(f - mu) W|^2.
-        count: Known examples n.
-    """
-
-    mean: Tensor
-    whitening: Tensor
-    count: int
-
-    def __call__(self, features: Tensor) -> Tensor:
-        """Return the distance of unit features `[example, tap, width]`, `[example, tap]`."""
-        apart = (features - self.mean).transpose(0, 1)
-        return torch.bmm(apart, self.whitening).square().sum(-1).T
-
-
-@dataclass(frozen=True)
-class ClassDistance:
-    """Distance to the nearest class, per tap; `relative` subtracts the global distance.
-
-    Attributes:
-        centre: mu, `[tap, width]`, taken from features first: whitened features are long, and
-            float32 would lose their differences.
-        means: (mu_c - mu) W of the known classes, `[tap, class, width]`.
-        whitening: W with W W^T = Sigma_w^-1, the covariance within classes.
-        counts: Known examples per class, `[class]`, none empty.
-    """
-
-    centre: Tensor
-    means: Tensor
-    whitening: Tensor
-    counts: Tensor
-
-    def to_classes(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return squared distances `[tap, example, class]` and whitened features."""
-        white = torch.bmm((features - self.centre).transpose(0, 1), self.whitening)
-        square = white.square().sum(-1, keepdim=True) + self.means.square().sum(-1)[:, None]
-        return (square - 2 * white @ self.means.transpose(1, 2)).clamp_min(0), white
-
-    def __call__(self, features: Tensor) -> Tensor:
-        """Return the distance of unit features `[example, tap, width]`, `[example, tap]`."""
-        return self.to_classes(features)[0].amin(-1).T
 
 
 @dataclass(frozen=True)
@@ -169,38 +118,40 @@ def count_below(rows: Tensor, values: Tensor) -> Tensor:
     return below.clamp_max(length)
 
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+KINDS = {
+    "distance": "{}",
+    "class": "{}, nearest class",
+    "relative": "{}, nearest class (relative)",
+    "neighbour": "{}, nearest neighbour",
+    "cosine": "{}, nearest class by cosine",
+    "gen": "probability",
+    "entropy": "entropy",
+}
+"""Names of the kinds of terms."""
 
 
-def class_terms(nearest: Tensor, distance: Tensor, *, hears_end: bool) -> Tensor:
-    """Return distances to the nearest class, in the trunk relative to those to all known data.
-
-    Args:
-        nearest: Distances to the nearest class, `[example, late tap]`.
-        distance: Distances to all known data at these taps.
-        hears_end: Whether the last tap is the end of the last block: it is not relative.
-    """
-    if not hears_end:
-        return nearest - distance
-    return torch.cat([nearest[:, :-1] - distance[:, :-1], nearest[:, -1:]], 1)
-
-
-def term_weights(taps: int, class_taps: int, *, hears_end: bool) -> Tensor:
-    """Return the weight of every term (see the top of this file), `[term]`.
+def usual_terms(
+    taps: int, first_class_tap: int, *, classes: bool, uses_last_block: bool
+) -> dict[Term, float]:
+    """Return the usual terms and their weights (see the top of this file).
 
     Args:
         taps: Number of taps.
-        class_taps: Number of taps that measure distances to classes; 0 without labels.
-        hears_end: Whether the last tap is the end of the last block.
+        first_class_tap: The first tap that measures distances to classes.
+        classes: Whether there are distances to classes.
+        uses_last_block: Whether the last tap is the end of the last block.
     """
-    if not hears_end:
-        each = [4 / taps] * taps + [2 / max(class_taps, 1)] * class_taps
-    elif not class_taps:
-        each = [4 / (taps - 1)] * (taps - 1) + [0.5]
-    else:
-        late = class_taps - 1
-        each = [4 / (taps - 1)] * (taps - 1) + [0.0] + [1 / max(late, 1)] * late + [2.0]
-    return torch.tensor([*each, 1.0])
+    late = range(first_class_tap, taps) if classes else range(0)
+    if not uses_last_block:
+        found = {("distance", tap): 4 / taps for tap in range(taps)}
+        return {**found, **{("relative", tap): 2 / len(late) for tap in late}, ("gen", -1): 1.0}
+    end = taps - 1
+    found = {("distance", tap): 4 / end for tap in range(end)}
+    if not classes:
+        return {**found, ("distance", end): 0.5, ("gen", -1): 1.0}
+    found |= {("relative", tap): 1 / (len(late) - 1) for tap in late[:-1]}
+    return {**found, ("class", end): 2.0, ("gen", -1): 1.0}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -209,47 +160,62 @@ class Novelty:
 
     Attributes:
         taps: Names of the taps, in their order.
-        distance: To all known data.
-        classes: To the nearest class, of the taps from `first_class_tap` on; None without.
-        first_class_tap: See `classes`.
-        hears_end: Whether the last tap is the end of the last block, which has a weight of its own.
-        weights: Of the terms, `[term]`.
+        measures: What the terms are measured with.
+        chosen: Kind and tap of every term.
+        weights: Of the terms in each sum, `[sum, term]`: the usual sum, and a chosen one if any.
         ranks: Held-out terms.
+        offset: Added to each sum, `[sum]`.
         sums: Held-out scores, `[1, example]`.
         bank: Unit features of some known examples at the last tap, `[example, width]`.
         bank_positions: Their positions in the known data.
         names: Names of the known data by position (may be empty).
         examples: Known examples seen.
+        trained: Training examples that gave means and covariances; 0 where known data gave them.
         hashes: Of all known inputs in order, int64 `[example]` (`input_hashes`); None where
             they were not kept.
         precision: In which the features were computed, such as `"bfloat16"` or `"float32 under
             autocast to bfloat16"`: in another precision they are other features.
+        choice: How the terms were chosen, in a few words.
     """
 
     taps: tuple[str, ...]
-    distance: GlobalDistance
-    classes: ClassDistance | None
-    first_class_tap: int
+    measures: Measures
+    chosen: tuple[Term, ...]
     weights: Tensor
+    offset: Tensor
     ranks: Ranks
     sums: Ranks
     bank: Tensor
     bank_positions: Tensor
     names: tuple[str, ...] = ()
     examples: int = 0
-    hears_end: bool = False
+    trained: int = 0
     hashes: Tensor | None = None
     precision: str = "float32"
+    choice: str = "the usual terms"
+
+    @property
+    def classes(self) -> ClassDistance | None:
+        """Distances to classes; None without."""
+        return self.measures.classes
 
     @property
     def terms(self) -> tuple[str, ...]:
         """Names of the terms of the score."""
-        named = self.taps[self.first_class_tap :] if self.classes is not None else ()
-        return (*self.taps, *(f"{tap}, nearest class" for tap in named), "probability")
+        return tuple(KINDS[kind].format(self.taps[tap]) for kind, tap in self.chosen)
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """Where the terms stand among all that is measured."""
+        every = self.measures.terms
+        return [every.index(term) for term in self.chosen]
 
     def total(self, surprise: Tensor) -> Tensor:
-        """Return the score of surprises `[example, term]`: their weighted sum, `[example]`."""
-        return surprise @ self.weights.to(surprise.dtype)
+        """Return the score of surprises `[example, term]`, `[example]`.
+
+        That is their weighted sum; the larger one of two sums.
+        """
+        return (surprise @ self.weights.T.to(surprise.dtype) + self.offset).amax(1)
 
     def surprise(
         self, summaries: Tensor, member_logits: Tensor, probability: Tensor | None = None
@@ -261,16 +227,11 @@ class Novelty:
             member_logits: Raw logits `[example, member, class]`, no temperature applied.
             probability: Their mean probability `[example, class]`, when it is known already.
         """
-        score = gen(member_logits) if probability is None else gen_of(probability)
-        features = unit(summaries.to(self.distance.mean.dtype))
-        distance = self.distance(features)
-        parts = [distance]
-        if self.classes is not None:
-            late = slice(self.first_class_tap, None)
-            nearest = self.classes(features[:, late])
-            parts.append(class_terms(nearest, distance[:, late], hears_end=self.hears_end))
-        parts.append(score.to(distance.dtype)[:, None])
-        return self.ranks.surprise(torch.cat(parts, 1))
+        if probability is None:
+            probability = mean_probability(member_logits)
+        features = unit(summaries.to(self.measures.distance.mean.dtype))
+        values = self.measures(features, probability)
+        return self.ranks.surprise(values[:, self._places])
 
     def __call__(
         self, summaries: Tensor, member_logits: Tensor, probability: Tensor | None = None
@@ -296,7 +257,7 @@ class Novelty:
         with full_precision(summaries):
             surprise = self.surprise(summaries, member_logits)
             score = self.total(surprise)
-            last = unit(summaries[:, len(self.taps) - 1].to(self.bank.dtype))
+            last = unit(summaries[:, -1].to(self.bank.dtype))
             similarity, order = (last @ self.bank.T).topk(min(neighbours, len(self.bank)))
         return Evidence(
             terms=self.terms,
@@ -326,46 +287,66 @@ class Novelty:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name."""
-        found = {
-            "distance.mean": self.distance.mean,
-            "distance.whitening": self.distance.whitening,
+        measures, classes = self.measures, self.measures.classes
+        found: dict[str, Tensor | None] = {
+            "distance.mean": measures.distance.mean,
+            "distance.whitening": measures.distance.whitening.matrix,
+            "distance.level": measures.distance.whitening.level,
+            "neighbours": measures.neighbours,
+            "totals": measures.totals,
             "weights": self.weights,
+            "offset": self.offset,
             "ranks.values": self.ranks.values,
             "ranks.scale": self.ranks.scale,
             "sums.values": self.sums.values,
             "sums.scale": self.sums.scale,
             "bank": self.bank,
             "bank_positions": self.bank_positions,
+            "hashes": self.hashes,
         }
-        if self.hashes is not None:
-            found["hashes"] = self.hashes
-        if self.classes is not None:
+        if classes is not None:
             found |= {
-                "classes.centre": self.classes.centre,
-                "classes.means": self.classes.means,
-                "classes.whitening": self.classes.whitening,
-                "classes.counts": self.classes.counts,
+                "classes.centre": classes.centre,
+                "classes.means": classes.means,
+                "classes.whitening": classes.whitening.matrix,
+                "classes.level": classes.whitening.level,
+                "classes.counts": classes.counts,
             }
-        return found
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def facts(self) -> dict[str, Any]:
         """Return all that is not a tensor, as JSON can hold it."""
         return {
             "format_version": FORMAT_VERSION,
             "taps": list(self.taps),
-            "first_class_tap": self.first_class_tap,
-            "hears_end": self.hears_end,
+            "first_class_tap": self.measures.first_class_tap,
+            "neighbour_taps": list(self.measures.neighbour_taps),
+            "cosine_taps": list(self.measures.cosine_taps),
+            "terms": [list(term) for term in self.chosen],
+            "choice": self.choice,
             "names": list(self.names),
             "examples": self.examples,
+            "trained": self.trained,
             "precision": self.precision,
         }
 
     def __repr__(self) -> str:
         classes = "" if self.classes is None else f", {len(self.classes.counts)} classes"
+        trained = f", distances of {self.trained} training examples" if self.trained else ""
         precision = "" if self.precision == "float32" else f", in {self.precision}"
         return (
-            f"{len(self.taps)} taps, fitted on {self.examples} known examples{classes}{precision}"
+            f"{len(self.taps)} taps, fitted on {self.examples} known examples{trained}{classes}"
+            f"{precision}; {self._said()}"
         )
+
+    def _said(self) -> str:
+        """Say which terms are summed and why."""
+        if len(self.weights) == 1:
+            return self.choice
+        weights = self.weights[1].tolist()
+        each = max(weights) / 2  # the trunk's taps share the weight of one term
+        late = [name for name, weight in zip(self.terms, weights, strict=True) if weight > each]
+        return f"{self.choice}: the trunk's distance + {' + '.join(late)}"
 
 
 def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
@@ -374,31 +355,46 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
     if version != FORMAT_VERSION:
         raise FormatError(
             f"The novelty statistics have format {version}; this library reads {FORMAT_VERSION}. "
-            "Use the version of hydra-ensembles that wrote them, or call fit_novelty_() again."
+            "Use the version of hydra-ensembles that wrote them, or build the ensemble again."
         )
     try:
         classes = None
         if "classes.means" in tensors:
             classes = ClassDistance(
-                *(tensors[f"classes.{n}"] for n in ("centre", "means", "whitening", "counts"))
+                tensors["classes.centre"],
+                tensors["classes.means"],
+                Whitening(tensors["classes.whitening"], tensors.get("classes.level")),
+                tensors["classes.counts"],
             )
+        distance = GlobalDistance(
+            tensors["distance.mean"],
+            Whitening(tensors["distance.whitening"], tensors.get("distance.level")),
+            int(facts["trained"] or facts["examples"]),
+        )
         return Novelty(
             taps=tuple(facts["taps"]),
-            distance=GlobalDistance(
-                tensors["distance.mean"], tensors["distance.whitening"], int(facts["examples"])
+            measures=Measures(
+                distance,
+                classes,
+                int(facts["first_class_tap"]),
+                tensors.get("neighbours"),
+                tuple(facts["neighbour_taps"]),
+                tensors.get("totals"),
+                tuple(facts["cosine_taps"]),
             ),
-            classes=classes,
-            first_class_tap=int(facts["first_class_tap"]),
+            chosen=tuple((str(kind), int(tap)) for kind, tap in facts["terms"]),
             weights=tensors["weights"],
             ranks=Ranks(tensors["ranks.values"], tensors["ranks.scale"]),
+            offset=tensors["offset"],
             sums=Ranks(tensors["sums.values"], tensors["sums.scale"]),
             bank=tensors["bank"],
             bank_positions=tensors["bank_positions"],
             names=tuple(facts["names"]),
             examples=int(facts["examples"]),
-            hears_end=bool(facts["hears_end"]),
+            trained=int(facts["trained"]),
             hashes=tensors.get("hashes"),
             precision=str(facts["precision"]),
+            choice=str(facts["choice"]),
         )
     except KeyError as error:
         raise FormatError(

@@ -1,30 +1,31 @@
 """Fit novelty to known data in one pass: add batches of token summaries, then finish.
 
-Kept while fitting: the moments (see `moments.py`) and the token summaries of at most `RANKED`
-examples, which become the held-out values that new inputs are ranked among.
+Kept while fitting: the moments (see `moments.py`) and the token summaries of some thousand
+examples, evenly over the data, which become the held-out values that new inputs are ranked among.
+Where training data is added too, the moments are those of the training data, and known data only
+gives the ranks: it took no part in the distances, so that it needs no leaving out.
+
+Where the terms are chosen (`term_choice.py`), that is done on one half of the kept examples, and
+the other half gives the ranks. That half took no part in the choice, so that it is exchangeable
+with new inputs, and the rate of false alarms holds whatever was chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..errors import DataError
-from .distances import (
-    Moments,
-    class_distance,
-    global_distance,
-    held_out_class_distance,
-    held_out_distance,
-)
-from .novelty import Novelty, Ranks, class_terms, term_weights, unit
-from .scores import gen
+from .distances import Measures, unit
+from .moments import Moments, class_distance, global_distance
+from .novelty import Novelty, Ranks, usual_terms
+from .scores import mean_probability
+from .term_choice import Choice, Examples, choose_terms, matched
 
-RANKED = 2048
-"""Known examples that ranks are kept of: enough for false-alarm rates of 0.1 %."""
+KEPT = 2**27
+"""Numbers of token summaries that are kept, about; at least 1,024 examples are."""
 BANK = 512
 """Known examples that can be named as neighbours."""
 PER_CLASS = 5
@@ -33,6 +34,8 @@ FEWEST_CLASSES = 3
 """Classes from which on class distances are used: two span one direction, the probability's."""
 LEAST = 10
 """Fewest known examples."""
+STEP = 256
+"""Examples whose distances are computed together."""
 
 
 class NoveltyFit:
@@ -42,8 +45,9 @@ class NoveltyFit:
         taps: Names of the taps, in the order of the summaries.
         classes: Number of classes, for class distances when batches have labels; 0 for none.
         class_taps: Number of taps, from the last, that measure class distances.
-        hears_end: Whether the last tap is the end of the last block (see `Novelty`).
+        uses_last_block: Whether the last tap is the end of the last block.
         precision: In which the summaries are computed (see `Novelty`).
+        choose: Whether terms may be chosen by classes that are left out of the known data.
     """
 
     def __init__(
@@ -52,17 +56,18 @@ class NoveltyFit:
         *,
         classes: int = 0,
         class_taps: int = 0,
-        hears_end: bool = False,
+        uses_last_block: bool = False,
         precision: str = "float32",
+        choose: bool = True,
     ) -> None:
-        self.taps, self.number, self.hears_end = tuple(taps), classes, hears_end
-        self.precision = precision
+        self.taps, self.number, self.uses_last_block = tuple(taps), classes, uses_last_block
+        self.precision, self.choose = precision, choose
         self.first_class_tap = len(self.taps) - class_taps
         self.moments: Moments | None = None
-        self._summaries: list[Tensor] = []
-        self._scores: list[Tensor] = []
-        self._labels: list[Tensor] = []
+        self.examples = self.trained = 0
         self._labelled = classes > 0 and class_taps > 0
+        self._known, self._train = KeptExamples(), KeptExamples()
+        self._far: dict[str, KeptExamples] = {}
 
     def add_(self, summaries: Tensor, member_logits: Tensor, labels: Tensor | None = None) -> None:
         """Add known examples, in place.
@@ -72,24 +77,45 @@ class NoveltyFit:
             member_logits: Raw logits `[example, member, class]`.
             labels: `[example]`; class distances need them in every batch.
         """
-        if not bool(summaries.isfinite().all()):
-            raise DataError(
-                "Hidden states of the known data hold NaN or infinity: check the inputs and the "
-                "model's precision."
-            )
+        summaries = _finite(summaries, "known")
+        self.examples += len(summaries)
+        classes = None if self.trained else self._add_moments(summaries, labels)
+        self._known.add_(summaries, member_logits, classes)
+
+    def add_train_(
+        self, summaries: Tensor, member_logits: Tensor, labels: Tensor | None = None
+    ) -> None:
+        """Add training examples, in place, before any known ones: means and covariances are theirs.
+
+        Args:
+            summaries: Token summaries `[example, tap, width]`.
+            member_logits: Raw logits `[example, member, class]`.
+            labels: `[example]`; class distances need them in every batch.
+        """
+        if self.examples:
+            raise DataError("Add the training data before the known data.")
+        summaries = _finite(summaries, "training")
+        self.trained += len(summaries)
+        self._train.add_(summaries, member_logits, self._add_moments(summaries, labels))
+
+    def add_ood_(self, name: str, summaries: Tensor, member_logits: Tensor) -> None:
+        """Add outliers of one family, in place: terms are chosen to find them too."""
+        kept = self._far.setdefault(name, KeptExamples())
+        kept.add_(_finite(summaries, name), member_logits, None)
+
+    def _add_moments(self, summaries: Tensor, labels: Tensor | None) -> Tensor | None:
         self._labelled = self._labelled and labels is not None
         classes = labels.cpu().long() if self._labelled and labels is not None else None
-        summaries = summaries.float().cpu()
         if self.moments is None:
             _, taps, width = summaries.shape
-            self.moments = Moments.empty(taps, width, self.number if self._labelled else 0)
+            self.moments = Moments.empty(
+                taps,
+                width,
+                self.number if self._labelled else 0,
+                first_class_tap=self.first_class_tap,
+            )
         self.moments.add_(summaries, classes)
-        room = RANKED - sum(map(len, self._scores))
-        if room > 0:
-            self._summaries.append(summaries[:room])
-            self._scores.append(gen(member_logits)[:room].double().cpu())
-            if classes is not None:
-                self._labels.append(classes[:room])
+        return classes
 
     def finish(self, names: Sequence[str] = ()) -> Novelty:
         """Return the fitted statistics, in float32.
@@ -98,48 +124,165 @@ class NoveltyFit:
             names: Names of the known examples by position, for `Evidence`.
         """
         moments = self.moments
-        if moments is None or moments.count < LEAST:
-            found = 0 if moments is None else moments.count
+        if moments is None or min(moments.count, self.examples) < LEAST:
+            training = f" and {self.trained} training examples" if self.trained else ""
             raise DataError(
                 f"Novelty needs at least {LEAST} known examples, better some hundred; found "
-                f"{found}."
+                f"{self.examples}{training}."
             )
-        features = unit(torch.cat(self._summaries).double())
-        distance = global_distance(moments)
-        held_out = held_out_distance(distance, features)
-        terms = [held_out]
-        classes = None
-        counts = moments.class_counts[moments.class_counts > 0]
-        enough = len(counts) >= FEWEST_CLASSES and float(counts.double().mean()) >= PER_CLASS
-        if self._labelled and enough:
-            late = slice(self.first_class_tap, None)
-            classes = class_distance(moments, late)
-            # classes without examples are left out
-            number = (moments.class_counts > 0).cumsum(0) - 1
-            nearest = held_out_class_distance(
-                classes, features[:, late], number[torch.cat(self._labels)]
-            )
-            terms.append(class_terms(nearest, held_out[:, late], hears_end=self.hears_end))
-        terms.append(torch.cat(self._scores)[:, None])
-        values = torch.cat(terms, 1)
-        ranks = Ranks.of(values)
-        last = features[:BANK, -1]
-        unranked = Novelty(
-            taps=self.taps,
-            distance=distance,
-            classes=classes,
-            first_class_tap=self.first_class_tap,
-            weights=term_weights(
-                len(self.taps), terms[1].shape[1] if classes else 0, hears_end=self.hears_end
-            ).double(),
-            ranks=ranks,
-            sums=Ranks.of(values[:, :1]),  # replaced below: they need the weights
-            bank=last,
-            bank_positions=torch.arange(len(last)),
-            names=tuple(names)[: len(last)],
-            examples=moments.count,
-            hears_end=self.hears_end,
-            precision=self.precision,
+        present = moments.class_counts > 0
+        classes = int(present.sum())
+        enough = classes >= FEWEST_CLASSES and moments.count >= PER_CLASS * classes
+        labelled = self._labelled and enough
+        terms = usual_terms(
+            len(self.taps),
+            self.first_class_tap,
+            classes=labelled,
+            uses_last_block=self.uses_last_block,
         )
-        score = unranked.total(ranks.held_out_surprise(values))
-        return replace(unranked, sums=Ranks.of(score[:, None])).single()
+        kept = self._train if self.trained else self._known
+        first, second = kept.halves()
+        choice = Choice(terms)
+        if self.choose and self.uses_last_block:
+            choice = choose_terms(
+                kept.rows(torch.arange(kept.count) if self.trained else first),
+                terms,
+                first_class_tap=self.first_class_tap,
+                classes=labelled,
+                far={
+                    name: found.rows(torch.arange(found.count)) for name, found in self._far.items()
+                },
+            )
+        # the half that the choice saw is ranked only where nothing was chosen
+        every = torch.arange(self._known.count)
+        ranked = every if choice.chosen is None or self.trained else second
+        measures = self._measures(moments, labelled, choice, kept)
+        values = self._values(measures, choice, ranked)
+        ranks = Ranks.of(values)
+        sums = ranks.held_out_surprise(values) @ choice.weights.T
+        scale, offset = matched(sums)
+        score = (sums * scale + offset).amax(1, keepdim=True)
+        bank = every[:: -(-len(every) // BANK)]
+        last = self._known.rows(bank).features[:, -1]
+        positions = self._known.positions[bank]
+        return Novelty(
+            taps=self.taps,
+            measures=measures,
+            chosen=tuple(choice.terms),
+            weights=choice.weights * scale[:, None],
+            offset=offset,
+            ranks=ranks,
+            sums=Ranks.of(score),
+            bank=last,
+            bank_positions=positions,
+            names=tuple(names)[: int(positions.max()) + 1],
+            examples=self.examples,
+            trained=self.trained,
+            precision=self.precision,
+            choice=choice.note,
+        ).single()
+
+    def _measures(
+        self, moments: Moments, labelled: bool, choice: Choice, kept: KeptExamples
+    ) -> Measures:
+        """Fit what the chosen terms are measured with."""
+        near, cosine = (choice.taps(kind) for kind in ("neighbour", "cosine"))
+        neighbours = totals = None
+        if near:
+            neighbours = kept.rows(torch.arange(kept.count)).features[:, near].transpose(0, 1)
+        if cosine:
+            late = [tap - self.first_class_tap for tap in cosine]
+            present = moments.class_counts > 0
+            totals = moments.class_totals[present][:, late].transpose(0, 1)
+        return Measures(
+            global_distance(moments),
+            class_distance(moments) if labelled else None,
+            self.first_class_tap,
+            neighbours,
+            tuple(near),
+            totals,
+            tuple(cosine),
+        )
+
+    def _values(self, measures: Measures, choice: Choice, ranked: Tensor) -> Tensor:
+        """Return the chosen terms of known examples, each without itself, `[example, term]`."""
+        assert self.moments is not None
+        # classes without examples are left out
+        number = (self.moments.class_counts > 0).cumsum(0) - 1
+        places = [measures.terms.index(term) for term in choice.terms]
+        found = []
+        for rows in ranked.split(STEP):
+            examples = self._known.rows(rows)
+            if self.trained:
+                values = measures(examples.features, examples.probability)
+            else:
+                classes = None if measures.classes is None else number[examples.classes]
+                values = measures(
+                    examples.features, examples.probability, rows=rows, classes=classes
+                )
+            found.append(values[:, places])
+        return torch.cat(found)
+
+
+class KeptExamples:
+    """Token summaries, probabilities and labels of examples that lie evenly in the data.
+
+    Every first, second, fourth ... example is kept, by its position: batches do not matter.
+    """
+
+    def __init__(self) -> None:
+        self._seen, self._stride = 0, 1
+        self._columns: dict[str, list[Tensor]] = {}
+
+    @property
+    def count(self) -> int:
+        """Number of kept examples."""
+        return sum(map(len, self._columns.get("positions", ())))
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of the kept examples in the data."""
+        return torch.cat(self._columns["positions"])
+
+    def add_(self, summaries: Tensor, member_logits: Tensor, classes: Tensor | None) -> None:
+        """Add a batch, in place."""
+        positions = torch.arange(self._seen, self._seen + len(summaries))
+        self._seen += len(summaries)
+        columns = {
+            "positions": positions,
+            "summaries": summaries,
+            "probability": mean_probability(member_logits.detach()).cpu(),
+        }
+        if classes is not None:
+            columns["classes"] = classes
+        kept = positions % self._stride == 0
+        for name, column in columns.items():
+            self._columns.setdefault(name, []).append(column if bool(kept.all()) else column[kept])
+        if self.count <= max(2048, min(8192, KEPT // summaries[0].numel())):
+            return
+        self._stride *= 2
+        rows = self.positions % self._stride == 0
+        self._columns = {name: [torch.cat(c)[rows]] for name, c in self._columns.items()}
+
+    def rows(self, rows: Tensor) -> Examples:
+        """Return some of the kept examples."""
+        columns = {name: torch.cat(self._columns[name])[rows] for name in self._columns}
+        features = unit(columns["summaries"].double())
+        return Examples(features, columns["probability"], columns.get("classes"))
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Split the kept examples in two by every other one, class by class."""
+        order = torch.arange(self.count)
+        if len(self._columns.get("classes", ())) == len(self._columns["positions"]):
+            order = torch.cat(self._columns["classes"]).argsort(stable=True)
+        return order[::2].sort().values, order[1::2].sort().values
+
+
+def _finite(summaries: Tensor, kind: str) -> Tensor:
+    """Return summaries on the CPU in float32, or refuse them."""
+    if not bool(summaries.isfinite().all()):
+        raise DataError(
+            f"Hidden states of the {kind} data hold NaN or infinity: check the inputs and the "
+            "model's precision."
+        )
+    return summaries.float().cpu()

@@ -17,7 +17,9 @@ from hydra_ensembles.errors import DataError, UnsupportedModelError, Verificatio
 from hydra_ensembles.fusion.verification import tolerance_of
 from hydra_ensembles.serving.agreement import check
 from hydra_ensembles.serving.graph import exported_policy
-from hydra_ensembles.uncertainty import Policy
+from hydra_ensembles.uncertainty import Policy, novelty_fit
+from hydra_ensembles.uncertainty.distances import Term
+from hydra_ensembles.uncertainty.term_choice import Choice
 from tests import zoo
 from tests.serving.export.conftest import (
     image_ensemble,
@@ -66,6 +68,29 @@ def test_programs_answer_as_the_ensemble(exported: Any, size: int) -> None:
     codes = ensemble.policy.decide(answer.uncertainty, answer.novelty_score)
     np.testing.assert_array_equal(outputs["decision"], codes.numpy())
     np.testing.assert_array_equal(outputs["decision"], answer.code.numpy())
+
+
+def test_every_kind_of_term_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thin statistics (fewer examples than half the width) and terms that a choice may take."""
+
+    def every(examples: object, usual: dict[Term, float], **_: object) -> Choice:
+        last = max(tap for _, tap in usual)
+        kinds = ("distance", "class", "relative", "neighbour", "cosine")
+        terms = {(kind, last): 1.0 for kind in kinds} | {("gen", -1): 1.0, ("entropy", -1): 1.0}
+        return Choice(usual, terms)
+
+    monkeypatch.setattr(novelty_fit, "choose_terms", every)
+    ensemble = hydra.fuse(zoo.make("vit"), late_masks(zoo.host("vit"))).eval()
+    known = [{**images(15, 3), "labels": torch.arange(15) % 3}]
+    ensemble.fit_novelty_(known, progress=False)
+    assert ensemble.novelty is not None
+    assert ensemble.novelty.measures.distance.whitening.level is not None
+    hydra.export(ensemble, tmp_path)
+    batch = images(17, seed=5)
+    outputs = runtime.load(tmp_path).run({name: tensor.numpy() for name, tensor in batch.items()})
+    score = ensemble.predict(batch).novelty_score
+    assert score is not None
+    np.testing.assert_allclose(outputs["novelty_score"], score, atol=1e-4, rtol=1e-4)
 
 
 def test_some_answers_are_withheld(exported: Any) -> None:

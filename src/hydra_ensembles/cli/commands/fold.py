@@ -32,6 +32,13 @@ def command(
     student: Annotated[
         str, typer.Option(help="Whether a student answers for the members: yes, no or auto.")
     ] = "auto",
+    novelty_from_data: Annotated[
+        bool,
+        typer.Option(
+            help="Take novelty's means and covariances from DATA, which then needs labels, and "
+            "only its ranks from --held-out."
+        ),
+    ] = False,
     trunk: Annotated[
         str, typer.Option(help="mean (of the weights), auto, or the number of a model, from 0.")
     ] = "mean",
@@ -56,6 +63,8 @@ def command(
         raise Stop(f"Unknown --readout {readout!r}: expected states or logits.", 2)
     if student not in STUDENT:
         raise Stop(f"Unknown --student {student!r}: expected {', '.join(STUDENT)}.", 2)
+    if novelty_from_data and held_out is None:
+        raise Stop("--novelty-from-data needs --held-out: novelty is ranked among its examples.", 2)
     check_sources(data)
     check_sources(held_out)
     loaded = [reading.load_model(model) for model in models]
@@ -78,5 +87,6 @@ def command(
         progress=not json,
     )
     if held is not None:
-        ensemble.fit_novelty_(held, progress=not json)
+        known = reading.load_known(loaded[0], data) if novelty_from_data else None
+        ensemble.fit_novelty_(held, train=known, progress=not json)
     finish(ensemble, output, loaded[0], held, json=json)

@@ -1,0 +1,221 @@
+"""Novelty that fits itself to the host: terms chosen by classes that are left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hydra_ensembles.uncertainty import novelty_fit, term_choice
+from hydra_ensembles.uncertainty.distances import Measures, unit
+from hydra_ensembles.uncertainty.moments import Moments, class_distance, global_distance
+from hydra_ensembles.uncertainty.novelty import Novelty, from_tensors
+from hydra_ensembles.uncertainty.novelty_fit import KeptExamples, NoveltyFit
+from hydra_ensembles.uncertainty.term_choice import Fold, clusters, select, shares_below
+
+TAPS, WIDTH, CLASSES = 4, 12, 10
+
+
+def examples(
+    count: int, seed: int, *, classes: int = CLASSES, tap: int = 2, spread: float = 0.8
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw features of a host of which one tap knows the classes, and noise as logits.
+
+    Examples of two more classes than it knows are the outliers.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    centres = torch.randn(CLASSES + 2, WIDTH, generator=torch.Generator().manual_seed(9))
+    labels = torch.randint(0, classes, (count,), generator=draw)
+    features = torch.randn(count, TAPS, WIDTH, generator=draw)
+    features[:, tap] = centres[labels] + spread * features[:, tap]
+    features = 2 + features * torch.logspace(0, -1, WIDTH)  # some directions vary more than others
+    return features, torch.randn(count, 1, CLASSES, generator=draw), labels
+
+
+def empty(*, choose: bool = True) -> NoveltyFit:
+    names = [f"block {tap}" for tap in range(TAPS)]
+    return NoveltyFit(names, classes=CLASSES, class_taps=2, uses_last_block=True, choose=choose)
+
+
+def fitted(
+    count: int = 300,
+    seed: int = 0,
+    *,
+    labels: bool = True,
+    choose: bool = True,
+    tap: int = 2,
+    spread: float = 0.8,
+) -> Novelty:
+    fit = empty(choose=choose)
+    features, logits, classes = examples(count, seed, tap=tap, spread=spread)
+    fit.add_(features, logits, classes if labels else None)
+    return fit.finish()
+
+
+def auroc(novelty: Novelty, tap: int = 2) -> float:
+    """Return how well two classes are found that the known data has no example of."""
+    features, logits, labels = examples(2000, 77, classes=CLASSES + 2, tap=tap)
+    score = novelty(features, logits)[1]
+    new = labels >= CLASSES
+    return 100 * float(shares_below(score[~new, None], score[new, None]).mean())
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_a_better_sum_is_taken_and_finds_new_classes(labels: bool) -> None:
+    tap = 2 if labels else 3  # clusters are those of the last tap
+    chosen, usual = (fitted(labels=labels, tap=tap, choose=choose) for choose in (True, False))
+    assert len(chosen.weights) == 2 and usual.choice == "the usual terms"
+    assert auroc(chosen, tap) > auroc(usual, tap) + 2
+    kind = "classes" if labels else "clusters"
+    assert f"left-out {kind}" in str(chosen) and f"block {tap}" in str(chosen)
+    assert len(str(chosen).splitlines()) == 1
+
+
+def test_an_input_is_as_new_as_either_sum_says() -> None:
+    novelty = fitted()
+    assert len(novelty.weights) == 2
+    usual, chosen = (
+        {t: w for t, w in zip(novelty.chosen, row.tolist(), strict=True) if w}
+        for row in novelty.weights
+    )
+    alone = fitted(choose=False)
+    assert usual == dict(zip(alone.chosen, alone.weights[0].tolist(), strict=True))
+    assert all(chosen["distance", tap] > 0 for tap in range(TAPS - 1))
+    features, logits, _ = examples(50, 5)
+    surprise = novelty.surprise(features, logits)
+    sums = surprise @ novelty.weights.T + novelty.offset
+    expected = torch.maximum(sums[:, 0], sums[:, 1])
+    assert 0.2 < float((sums[:, 1] > sums[:, 0]).float().mean()) < 0.8  # on one scale
+    torch.testing.assert_close(novelty(features, logits)[1], expected)
+
+
+def test_the_usual_terms_stay_where_nothing_is_gained() -> None:
+    novelty = fitted(spread=30.0)  # no tap knows the classes
+    assert len(novelty.weights) == 1 and novelty.choice.startswith("the usual terms (AUROC")
+    same = fitted(spread=30.0, choose=False)
+    assert novelty.chosen == same.chosen
+    assert torch.equal(novelty.sums.values, same.sums.values)
+
+
+def test_few_examples_keep_the_usual_terms() -> None:
+    assert fitted(150).choice == "the usual terms"
+
+
+def test_the_choice_is_deterministic_and_saved() -> None:
+    novelty = fitted()
+    features, logits, _ = examples(50, 5)
+    expected = novelty(features, logits)[1]
+    assert torch.equal(fitted()(features, logits)[1], expected)
+    twin = from_tensors(novelty.tensors(), novelty.facts())
+    assert torch.equal(twin(features, logits)[1], expected) and str(twin) == str(novelty)
+
+
+def test_batches_do_not_matter() -> None:
+    features, logits, labels = examples(300, 0)
+    fit = empty()
+    for rows in torch.arange(300).split(7):
+        fit.add_(features[rows], logits[rows], labels[rows])
+    novelty = fit.finish()
+    assert novelty.chosen == fitted().chosen
+    torch.testing.assert_close(novelty.sums.values, fitted().sums.values)
+
+
+def test_the_choice_keeps_the_rate_of_false_alarms() -> None:
+    """Half of the known data chooses, the other half gives the ranks."""
+    rates, chosen = [], 0
+    for seed in range(200):
+        novelty = fitted(200, seed)
+        chosen += len(novelty.weights) == 2
+        assert novelty.sums.values.shape[1] in (100, 200)
+        features, logits, _ = examples(300, 1000 + seed)
+        rates.append(float((novelty(features, logits)[0] > 0.95).float().mean()))
+    assert chosen > 100
+    assert 0.045 < sum(rates) / len(rates) < 0.055
+
+
+def test_training_data_chooses_and_known_data_is_ranked_in_full() -> None:
+    fit = empty()
+    fit.add_train_(*examples(400, 3))
+    fit.add_(*examples(80, 4)[:2])
+    novelty = fit.finish()
+    assert len(novelty.weights) == 2 and novelty.sums.values.shape[1] == 80
+    assert auroc(novelty) > auroc(fitted(choose=False)) + 1
+
+
+def test_far_families_count_and_can_veto(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, logits, labels = examples(300, 0)
+    far = examples(150, 8)[0]
+    far[:, -1] += 0.8 * torch.logspace(-1, 0, WIDTH)  # where known data varies little
+
+    def fit(ood: bool) -> Novelty:
+        found = empty()
+        found.add_(features, logits, labels)
+        if ood:
+            found.add_ood_("far", far[:80], logits[:80])
+            found.add_ood_("far", far[80:], logits[80:150])
+        return found.finish()
+
+    with_far, without = fit(True), fit(False)
+    assert len(with_far.weights) == len(without.weights) == 2
+    assert with_far.chosen != without.chosen
+    monkeypatch.setattr(term_choice, "FAR_LOSS", -100.0)  # no gain is enough
+    assert fit(True).choice.startswith("the usual terms (")
+    assert len(fit(False).weights) == 2
+
+
+def test_held_out_terms_leave_the_example_out() -> None:
+    features, logits, labels = examples(40, 1)
+    rows = unit(features.double())
+    probability = logits[:, 0].softmax(-1)
+
+    def measures(kept: Tensor) -> tuple[Measures, Tensor]:
+        present, number = labels[kept].unique(return_inverse=True)
+        moments = Moments.empty(TAPS, WIDTH, len(present), first_class_tap=2)
+        moments.add_(features[kept], number)
+        near = rows[kept][:, 2:].transpose(0, 1)
+        totals = moments.class_totals.transpose(0, 1)
+        distances = global_distance(moments), class_distance(moments)
+        return Measures(*distances, 2, near, (2, 3), totals, (2, 3)), number
+
+    every = torch.arange(40)
+    whole, number = measures(every)
+    found = whole(rows, probability, rows=every, classes=number)
+    for row in (0, 11, 39):
+        alone = measures(every[every != row])[0](rows[row : row + 1], probability[row : row + 1])
+        for place, (kind, _) in enumerate(whole.terms):
+            if kind in ("neighbour", "cosine", "gen", "entropy"):
+                torch.testing.assert_close(found[row, place], alone[0, place])
+
+
+def test_sums_are_built_step_by_step() -> None:
+    draw = torch.Generator().manual_seed(0)
+    known, near = torch.randn(2, 400, 4, generator=draw).unbind()
+    near = near + torch.tensor([0.0, 1.0, 0.5, 0.0])
+    columns = [torch.cat([one, torch.zeros(400, 1)], 1) for one in (known, near)]
+    fold = Fold(columns[0], columns[1], torch.zeros(400), [])
+    assert select([fold], [0], [1, 2, 3]) == [0, 1, 2]
+
+
+def test_shares_below_count_ties_as_one_half() -> None:
+    known = torch.tensor([[1.0], [2.0], [2.0], [3.0]])
+    shares = shares_below(known, torch.tensor([[0.0], [2.0], [9.0]]))[:, 0]
+    assert shares.tolist() == [0.0, 0.5, 1.0]
+
+
+def test_kept_examples_lie_evenly_in_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(novelty_fit, "KEPT", 1)
+    kept = KeptExamples()
+    for first in range(0, 10_000, 97):
+        count = min(97, 10_000 - first)
+        kept.add_(torch.zeros(count, 2, 3), torch.zeros(count, 1, 2), None)
+    assert 1024 <= kept.count <= 2048
+    assert kept.positions.diff().unique().tolist() == [8]
+
+
+def test_clusters_follow_the_data() -> None:
+    draw = torch.Generator().manual_seed(0)
+    centres = 10 * torch.eye(3)
+    labels = torch.arange(60) % 3
+    rows = centres[labels] + torch.randn(60, 3, generator=draw)
+    found = clusters(rows, 3)
+    assert all(len(found[labels == label].unique()) == 1 for label in range(3))
