@@ -68,7 +68,7 @@ RECORDS = {
         f"least-squares-{task}.csv": "least-squares"
         for task in ("clinc150", "sst2", "cola", "cifar10")
     },
-    **{f"{page}.json": page for page in ("teachers", "hies", "llama")},
+    **{f"{page}.json": page for page in ("teachers", "hies", "llama", "near")},
     "choosing-digits.json": "choosing",
     **{f"novelty-{task}.json": "novelty" for task in (*TASKS, "cifar8")},
     "uncertainty-heads.json": "claims",
