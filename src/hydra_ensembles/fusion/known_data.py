@@ -50,7 +50,7 @@ def text_logits(logits: Tensor, batch: Any) -> Tensor:
     return per_text(logits, split_batch(batch)[1].get("attention_mask"))
 
 
-def novelty_fit(ensemble: FusedModel, classes: int, *, choose: bool = True) -> NoveltyFit:
+def novelty_fit(ensemble: FusedModel, classes: int, *, choose: bool = False) -> NoveltyFit:
     """Return statistics of nothing yet, for the taps of an ensemble."""
     blocks = len(ensemble.body.trunk)
     taps = tap_names(blocks, readout=ensemble.readout.has_token)
@@ -72,6 +72,7 @@ def fit_novelty(
     *,
     train: Iterable[Any] | None = None,
     ood: Mapping[str, Iterable[Any]] | None = None,
+    choose: bool = False,
     names: Sequence[str] | None,
     progress: bool,
 ) -> Novelty:
@@ -79,13 +80,13 @@ def fit_novelty(
     names = _names_of(known) if names is None else names
     fit: NoveltyFit | None = None
     for found in () if train is None else summaries_of(ensemble, train, "training", progress):
-        fit = fit or novelty_fit(ensemble, found["logits"].shape[-1])
+        fit = fit or novelty_fit(ensemble, found["logits"].shape[-1], choose=choose)
         fit.add_train_(found["summaries"], found["logits"], found.get("labels"))
     if train is not None and fit is None:
         raise DataError("The training data is empty: it gave no batch.")
     hashes: list[Tensor | None] = []
     for found in summaries_of(ensemble, known, "known", progress):
-        fit = fit or novelty_fit(ensemble, found["logits"].shape[-1])
+        fit = fit or novelty_fit(ensemble, found["logits"].shape[-1], choose=choose)
         fit.add_(found["summaries"], found["logits"], found.get("labels"))
         hashes.append(found.get("hashes"))
     if fit is None or not hashes:
