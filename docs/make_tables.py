@@ -64,10 +64,7 @@ FOLD_ROWS = {
 RECORDS = {
     **{f"{page}.csv": page for page in ("text", "paper-sst2", "paper-cola", "cifar10", "imagenet")},
     **{f"{page}.csv": page for page in ("digits", "members", "ways", "pruning")},
-    **{
-        f"least-squares-{task}.csv": "least-squares"
-        for task in ("clinc150", "sst2", "cola", "cifar10")
-    },
+    **{f"least-squares-{task}.csv": "least-squares" for task in ("clinc150", "sst2", "cifar10")},
     **{f"{page}.json": page for page in ("teachers", "hies", "llama", "near")},
     "choosing-digits.json": "choosing",
     **{f"novelty-{task}.json": "novelty" for task in (*TASKS, "cifar8")},
