@@ -197,8 +197,12 @@ def read_rows(
             result["weights"] = theirs[0].weights
         return result
 
-    kinds = (Rows, Rows, SoftRows)
-    rows = FoldRows(0, *({name: kind() for name in trunks} for kind in kinds))  # type: ignore[misc]
+    rows = FoldRows(
+        0,
+        {name: Rows() for name in trunks},
+        {name: Rows() for name in trunks},
+        {name: SoftRows() for name in trunks},
+    )
     results = in_order(data, work, name="data to fold on")
     bar = progress_bar(results, description="fold", enabled=progress, total=length_of(data))
     for result in bar:

@@ -82,7 +82,7 @@ class SoftRows:
         for target in targets.unbind(1):
             entropy, mean = -torch.special.xlogy(target, target).sum(-1).mean(), target.mean(0)
             told = float(-torch.special.xlogy(mean, mean).sum() - entropy)
-            factor = 1
+            factor = 1.0
             if len(standard) < FEW * standard.shape[1]:
                 factor = min(MORE, key=partial(_held_out_loss, standard, target, told))
             weight, bias = _fit(standard, target, PENALTY * told * factor)
