@@ -404,7 +404,7 @@ def test_a_budget_below_one_host_prunes_the_trunk_first(readout: Any, tmp_path: 
     options: dict[str, Any] = {"readout": readout, "student": True, "progress": False}
     ensemble = hydra.fold(hosts, inputs_of("vit"), max_cost=0.7, **options)
     needed = hydra.cost(ensemble, batch).relative_to(hydra.cost(hosts[0], batch)).multiply_adds
-    assert needed <= 0.72
+    assert 0.5 < needed <= 0.72  # what folding saves by itself is not pruned
     hydra.verify(ensemble, batch)
     answer = ensemble.predict(batch)
     ensemble.save_pretrained(tmp_path)

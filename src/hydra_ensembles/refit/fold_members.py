@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -14,30 +12,27 @@ from torch import nn
 
 from ..costs.formula import cost
 from ..data.batches import without_labels
-from ..data.class_names import class_count, first_spellings, model_names, shown_order
 from ..data.loaders import as_data, check_reiterable
 from ..data.progress import announce
-from ..errors import DataError, HydraError, UnsupportedModelError
+from ..errors import DataError, HydraError, MaskError
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.fuse_members import fuse, refuse_other_tasks
+from ..fusion.fuse_members import fuse
 from ..fusion.linear_readout import LinearReadout, Readouts
 from ..fusion.member import share_parameters
 from ..heads.head_mask import HeadMask
-from ..hosts import HostModel, host_model
+from ..hosts import host_model
 from ..hosts.families import first_path
 from ..hosts.head_weights import linear_weight
 from ..hosts.probes import modules_after_blocks
 from ..registry import check_name
 from ..training.weight_average import average_weights
 from .fold_choice import Choice, HeldOut, calibrate_, choose
+from .fold_hosts import check_alike, plain_host, trunks_of
 from .fold_rows import FoldRows, ReadoutFit, Trunk, read_rows
 from .readout_states import Parting, layer_scale
 from .ridge import Fit, Linear
 from .unit_pruning import prune
 
-APART = 0.5
-"""Distance of the hosts' weights from their mean, relative to it, from which we warn. Three
-fine-tunings of one MiniLM are at 0.01, unrelated weights at 1 or more."""
 SLACK = 0.02
 """Share of a host's cost by which linear readouts may exceed `max_cost`: with many classes and
 short inputs their own products count."""
@@ -113,8 +108,8 @@ def fold(
         raise HydraError(f"max_cost={max_cost}: expected a positive number, such as 1.0.")
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         models = [models]
-    hosts = [_merged(model) for model in models]
-    _check_alike(hosts)
+    hosts = [plain_host(model) for model in models]
+    check_alike(hosts)
     first_host = host_model(hosts[0])
     parting = Parting.of(first_host)
     data = as_data(data)
@@ -123,16 +118,24 @@ def fold(
         raise DataError("The data has no batches. Check the loader or the filter.")
     batch = without_labels(first)
     held_out = None if held_out is None else as_data(held_out)
-    names = _trunks(first_host, hosts, trunk, choosing=held_out is not None)
+    names = trunks_of(first_host, hosts, trunk, choosing=held_out is not None)
     if readout == "states" and parting.pooling is not None:  # known before anything is fitted
         own = [parting.linear(host) for host in hosts]
         _check_cost(fuse_by_states(hosts[0], hosts, parting, own, batch), hosts, batch, max_cost)
     bases = {name: average_weights(hosts) if name == "mean" else hosts[name] for name in names}  # type: ignore[index]
-    if max_cost < 1:
-        bases = {
-            name: prune(base, data, max_cost=max_cost, seed=seed, progress=progress)
-            for name, base in bases.items()
-        }
+    needed = _needed(hosts, parting, readout, batch) if max_cost < 1 else 0.0
+    if needed > max_cost:  # a pruned trunk folds to about the same share of its own cost
+        share = max_cost / needed
+        try:
+            bases = {
+                name: prune(base, data, max_cost=share, seed=seed, progress=progress)
+                for name, base in bases.items()
+            }
+        except MaskError as error:
+            raise MaskError(
+                f"max_cost={max_cost} cannot be met: the trunk would have to be pruned to "
+                f"{share:.2f} x. {error}"
+            ) from error
     has_student = student is True or (student == "auto" and held_out is not None)
     rows = read_rows(
         bases,
@@ -176,6 +179,22 @@ def fold(
     return ensemble
 
 
+def _needed(hosts: Sequence[nn.Module], parting: Parting, readout: str, batch: Any) -> float:
+    """Count what folding whole hosts costs relative to one of them, readouts left out."""
+    if readout == "states":
+        own = [parting.linear(host) for host in hosts]
+        whole = fuse_by_states(hosts[0], hosts, parting, own, batch)
+    else:
+        whole = _one_stream(hosts[0], len(hosts), batch)
+    return cost(whole, batch).relative_to(cost(hosts[0], batch)).multiply_adds
+
+
+def _one_stream(base: nn.Module, members: int, batch: Any) -> HydraEnsemble:
+    """Fuse equal members, whose last block runs as a branch for the readout only."""
+    masks, last = [HeadMask.full(base)] * members, len(host_model(base)) - 1
+    return fuse(base, masks, branch_layer=last, batch=batch)
+
+
 def _check_cost(
     ensemble: HydraEnsemble, hosts: Sequence[nn.Module], batch: Any, max_cost: float
 ) -> None:
@@ -214,8 +233,7 @@ def _folded(
         fits = rows.states[name].fit(own)
         ensemble = fuse_by_states(base, hosts, parting, [one.linear for one in fits], batch)
     else:
-        masks, last = [HeadMask.full(base)] * len(hosts), len(host_model(base)) - 1
-        ensemble = fuse(base, masks, branch_layer=last, batch=batch)
+        ensemble = _one_stream(base, len(hosts), batch)
     outputs = len(hosts) * (readout == "logits") + student
     readouts = rows.fit_readouts(name, outputs) if outputs else []
     if readouts:
@@ -277,106 +295,6 @@ def _readout(fits: Sequence[ReadoutFit], dtype: torch.dtype) -> LinearReadout:
     weight = torch.stack([one.linear.weight.T for one in fits])
     biases = [one.linear.bias for one in fits if one.linear.bias is not None]
     return LinearReadout.of(weight.to(dtype), torch.stack(biases).to(dtype))
-
-
-def _merged(model: nn.Module) -> nn.Module:
-    """Return a plain host; adapters of peft are merged into a copy."""
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(
-            f"Found a {type(model).__name__} among the hosts; expected models. Load them first."
-        )
-    if isinstance(model, HydraEnsemble):
-        raise UnsupportedModelError(
-            "One of the hosts is a HydraEnsemble already. Give the plain models."
-        )
-    merge = getattr(model, "merge_and_unload", None)
-    if callable(merge):
-        plain: nn.Module = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
-        return plain
-    if any(hasattr(module, "base_layer") for module in model.modules()):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} holds adapters that are not merged. Load it as a PeftModel "
-            "and call merge_and_unload()."
-        )
-    return model
-
-
-def _check_alike(hosts: Sequence[nn.Module]) -> None:
-    """Raise unless the hosts have one architecture and the same classes in the same order."""
-    if len(hosts) < 2:
-        raise UnsupportedModelError(
-            f"{len(hosts)} hosts cannot be folded: give two or more fine-tunings of one model."
-        )
-    for host in hosts:
-        refuse_other_tasks(host)
-    first, names = hosts[0], model_names(hosts[0])
-    shapes = {name: tensor.shape for name, tensor in first.state_dict().items()}
-    for place, host in enumerate(hosts[1:], 1):
-        classes = class_count(first), class_count(host)
-        if None not in classes and classes[0] != classes[1]:
-            raise UnsupportedModelError(
-                f"Host {place} has {classes[1]} classes, host 0 has {classes[0]}. Fold hosts of "
-                "one task."
-            )
-        others = model_names(host)
-        if names is not None and others is not None and names != others:
-            raise UnsupportedModelError(
-                f"Host {place} has the classes {shown_order(first_spellings(others))}; host 0 has "
-                f"{shown_order(first_spellings(names))}. Fold hosts with one class order."
-            )
-        same = {name: tensor.shape for name, tensor in host.state_dict().items()} == shapes
-        if type(host) is not type(first) or not same:
-            raise UnsupportedModelError(
-                f"Host {place} ({type(host).__name__}) has another architecture than host 0 "
-                f"({type(first).__name__}): names or shapes of their weights differ. Fold "
-                "fine-tunings of one model."
-            )
-    masks = [getattr(host, "hydra_head_mask", None) for host in hosts]
-    if any(a != b for a, b in pairwise(masks)):
-        raise UnsupportedModelError(
-            "The hosts are pruned in different ways. Fold hosts with one head mask."
-        )
-
-
-def _trunks(
-    view: HostModel, hosts: Sequence[nn.Module], trunk: int | str, *, choosing: bool
-) -> list[Trunk]:
-    """Return the trunks to fit, the simplest first; warn when a mean makes little sense."""
-    if isinstance(trunk, int) and not isinstance(trunk, bool):
-        if not 0 <= trunk < len(hosts):
-            raise HydraError(f"trunk={trunk} is not a host: there are {len(hosts)}, from 0.")
-        return [trunk]
-    if trunk not in ("mean", "auto"):
-        raise HydraError(f'Unknown trunk {trunk!r}: expected "mean", "auto" or a host\'s number.')
-    if trunk == "auto" and choosing:
-        return ["mean", *range(len(hosts))]
-    distance = _distance(hosts, view.blocks_path)
-    if distance < APART:
-        return ["mean"]
-    if trunk == "auto":
-        return [0]
-    warnings.warn(
-        f"The hosts do not seem to be fine-tuned from one pretrained model: their weights differ "
-        f"from the mean by {distance:.0%} of its size. The mean of such weights is a poor trunk: "
-        "pass trunk=0.",
-        stacklevel=3,
-    )
-    return ["mean"]
-
-
-@torch.no_grad()
-def _distance(hosts: Sequence[nn.Module], blocks_path: str) -> float:
-    """Return the largest distance of a host's block weights from their mean, relative to it."""
-    states = [dict(host.named_parameters()) for host in hosts]
-    apart, size = torch.zeros(len(hosts), dtype=torch.float64), 0.0
-    for name, parameter in states[0].items():
-        if parameter.dim() < 2 or not name.startswith(blocks_path + "."):
-            continue
-        values = torch.stack([state[name].double().cpu() for state in states])
-        mean = values.mean(0)
-        apart += (values - mean).square().flatten(1).sum(1)
-        size += float(mean.square().sum())
-    return float((apart / max(size, 1e-300)).max().sqrt())
 
 
 def _fit_notes(fits: Sequence[Fit]) -> list[str]:
