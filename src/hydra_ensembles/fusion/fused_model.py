@@ -250,7 +250,8 @@ class FusedModel(HostInterface):
         collector = features = positions = None
         # one positional input is the images or the ids: no mask to look for by its name
         named = kwargs if len(args) < 2 and readout.positions is None else self._named(args, kwargs)
-        if readout.positions is not None:
+        needed = summaries or readouts is not None or not body.folds
+        if needed and readout.positions is not None:
             positions = readout.positions(named)
         if summaries:
             collector = SummaryCollector(
@@ -263,8 +264,7 @@ class FusedModel(HostInterface):
             features = readouts.collector(plan, readout, positions, named.get("attention_mask"))
         # a compiled graph cannot set options, and without collectors there are none to set
         alone = collector is None and features is None
-        options = body.options(summaries=collector, features=features)
-        with nullcontext() if alone else options:
+        with nullcontext() if alone else body.options(summaries=collector, features=features):
             if body.folds:
                 outputs = [self.host(*args, **kwargs)]
             else:

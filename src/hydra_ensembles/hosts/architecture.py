@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import FormatError, MissingDependencyError
+from ..errors import FormatError
+from ..registry import imported
 from .mlp_site import neurons_before, remove_neurons_, removed_neurons
 from .prompt_classifier import PromptClassifier
 from .zero_shot import PooledTower, ZeroShotClassifier
@@ -45,6 +45,9 @@ _PLAIN_TIMM = {
 }
 """Classes of timm that their parts fully describe, and their modules."""
 
+_WHO = "This model"
+"""Who needs a package, in the error for one that is missing."""
+
 _AROUND = ("zero-shot", "pooled-tower", "prompt")
 """Our own classes around a host: what is inside describes its neurons."""
 
@@ -74,7 +77,7 @@ def known_class(name: Any) -> bool:
 
 @cache
 def _classifiers() -> frozenset[str]:
-    auto = _module("transformers.models.auto.modeling_auto", "transformers")
+    auto = imported("transformers.models.auto.modeling_auto", _WHO, "transformers")
     tables = [f"MODEL_FOR_{task}_CLASSIFICATION_MAPPING_NAMES" for task in _TABLES]
     classes: set[str] = set()
     for table in (*tables, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"):
@@ -201,7 +204,7 @@ def _rebuild(description: dict[str, Any]) -> nn.Module:
                 f"The folder names the host class {name!r}, which is not on the list of classes "
                 "that are built by name. Pass the model yourself: from_pretrained(..., host=model)."
             )
-        cls = getattr(_module("transformers", "transformers"), str(name))
+        cls = getattr(imported("transformers", _WHO, "transformers"), str(name))
         config = cls.config_class.from_dict(_without_code(description["config"]))
         if description.get("attention") in ("eager", "sdpa"):
             config._attn_implementation = description["attention"]
@@ -210,10 +213,10 @@ def _rebuild(description: dict[str, Any]) -> nn.Module:
     if library == "timm":
         if name not in _PLAIN_TIMM:
             raise FormatError(f"Unknown timm class {name!r}: pass host= to from_pretrained.")
-        kind = getattr(_module(_PLAIN_TIMM[name], "timm"), name)
+        kind = getattr(imported(_PLAIN_TIMM[name], _WHO, "timm"), name)
         return kind(**_with_layers(description["arguments"]))
     if library == "timm-name":
-        timm = _module("timm", "timm")
+        timm = imported("timm", _WHO, "timm")
         architecture = description["architecture"]
         if not timm.is_model(architecture):
             raise FormatError(
@@ -228,13 +231,13 @@ def _rebuild(description: dict[str, Any]) -> nn.Module:
             )
         return timm.create_model(architecture, pretrained=False, **arguments)
     if library == "open_clip":
-        transformer = _module("open_clip.transformer", "openclip")
+        transformer = imported("open_clip.transformer", _WHO, "openclip")
         arguments = dict(description["arguments"])
         if arguments.pop("quick_gelu"):
             arguments["act_layer"] = transformer.QuickGELU
         return transformer.VisionTransformer(**arguments)
     if library == "hydra-ensembles" and name == "TinyViT":
-        tiny_vit = _module("hydra_ensembles.hosts.tiny_vit", "all")
+        tiny_vit = imported("hydra_ensembles.hosts.tiny_vit", _WHO, "all")
         return tiny_vit.TinyViT(tiny_vit.TinyViTConfig(**description["shape"]))
     raise FormatError(
         f"The host {name!r} is not of a library that we know: pass a model of the same "
@@ -278,16 +281,6 @@ def check_sizes(description: Any, *, layers: int, largest: int, key: str = "host
                 f"The folder describes a host with {key} = {description:.6g}, which its weights "
                 f"do not have (at most {bound}). Save or download it again."
             )
-
-
-def _module(path: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(path)
-    except ImportError as error:
-        library = path.split(".")[0]
-        raise MissingDependencyError(
-            f"This model needs {library}: pip install 'hydra-ensembles[{extra}]'."
-        ) from error
 
 
 def _without_code(config: Any) -> Any:
@@ -341,7 +334,7 @@ def _common_arguments(model: Any) -> dict[str, Any]:
 
 def _with_layers(arguments: dict[str, Any]) -> dict[str, Any]:
     """Turn plain arguments into timm's: a norm of the right epsilon, a known activation."""
-    layers = _module("timm.layers", "timm")
+    layers = imported("timm.layers", _WHO, "timm")
     known = {"GELU": nn.GELU, "QuickGELU": layers.QuickGELU, "SiLU": nn.SiLU, "ReLU": nn.ReLU}
     result = dict(arguments)
     epsilon, activation = result.pop("norm_eps"), result.pop("activation")
