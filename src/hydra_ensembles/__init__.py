@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from .builder import build as build
@@ -101,17 +101,7 @@ __all__ = sorted(_NAMES)
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        value = getattr(importlib.import_module(f".{_NAMES[name]}", __name__), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("torch", __name__):
-            raise
-        from .errors import MissingDependencyError
-
-        raise MissingDependencyError(
-            f"{name} needs the whole library with torch, and this install has the runtime only "
-            f"({error}). Install hydra-ensembles instead of hydra-ensembles-runtime."
-        ) from error
+    value = getattr(importlib.import_module(f".{_NAMES[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ._tables import table
+from .registry import imported
 
 DECISIONS = ("answer", "unsure", "new", "new")
 """Decisions by their code; 3 is both unsure and new, which is decided as new."""
@@ -158,8 +159,7 @@ class Prediction:
 
     def to_pandas(self) -> Any:
         """Return the rows as a data frame."""
-        import pandas
-
+        pandas = imported("pandas", "to_pandas()", "data")
         return pandas.DataFrame(self.rows(), columns=list(FIELDS))
 
     def to_numpy(self) -> Prediction:

@@ -41,7 +41,7 @@ def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_version_and_env(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--version") == 0 and capsys.readouterr().out.strip() == "0.1.0"
+    assert run("--version") == 0 and capsys.readouterr().out.strip() == "0.2.0"
     assert run("env", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert {"python", "torch", "hydra-ensembles"} <= found.keys()

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..registry import imported
 from .batches import Batch
 from .corruptions.base import smooth
 from .image_data import image_batch
@@ -81,9 +82,7 @@ def digits(
         parts: shares of the digits for training, validation and test.
         seed: seed of the split and of all drawings.
     """
-    from sklearn.datasets import load_digits
-
-    raw = load_digits()
+    raw = imported("sklearn.datasets", "The digits of the demo", "demo").load_digits()
     images = torch.tensor(raw.images, dtype=torch.float32)[:, None] / 16
     labels = torch.tensor(raw.target, dtype=torch.long)
 

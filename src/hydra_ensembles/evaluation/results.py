@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .._records import read_sealed, sealed, sha256_of, write_whole
-from ..errors import FormatError, MissingDependencyError, UnknownNameError
+from ..errors import FormatError, UnknownNameError
+from ..registry import imported
 from .figures import Examples
 from .tables import compare_table, html_text, plain_text
 
@@ -101,12 +102,7 @@ class Results(Mapping[str, float]):
 
         Its own `to_csv` and `to_latex` write them in these forms.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingDependencyError(
-                "to_pandas() needs pandas: pip install pandas, or use to_json()."
-            ) from error
+        pandas = imported("pandas", "to_pandas()", "data")
         rows = [
             (self.name, key, value, *(self.interval(key) or (math.nan, math.nan)))
             for key, value in self.figures.items()

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import MissingDependencyError
 from ..evaluation.evaluator import evaluate
 from ..fusion.ensemble import HydraEnsemble
+from ..registry import imported
 
 LOGGED = {
     "cls/NLL": "nll",
@@ -40,9 +40,9 @@ def trainer_callback(trainer: Any, data: Any, *, prefix: str = "eval_") -> Any:
     Returns:
         The callback; `trainer.remove_callback` takes it away.
     """
-    from transformers import TrainerCallback
+    base: Any = imported("transformers", "This callback", "transformers").TrainerCallback
 
-    class UncertaintyCallback(TrainerCallback):
+    class UncertaintyCallback(base):
         """Logs through the trainer, so that history and reporters have the figures too."""
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -66,14 +66,9 @@ def lightning_callback(data: Any, *, prefix: str = "val_") -> Any:
         data: Labelled batches; read once per validation.
         prefix: Of the figures' names: `val_nll`, `val_ece`, `val_aurc`, `val_novelty_alarms`.
     """
-    try:
-        from lightning.pytorch import Callback
-    except ImportError as error:
-        raise MissingDependencyError(
-            "The callback is Lightning's: pip install lightning."
-        ) from error
+    base: Any = imported("lightning.pytorch", "This callback", "rivals").Callback
 
-    class UncertaintyCallback(Callback):
+    class UncertaintyCallback(base):
         """Logs through the module, at the end of a validation epoch."""
 
         def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:

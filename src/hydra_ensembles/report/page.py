@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .._records import write_whole
 from ..errors import DataError
 from ..heads.head_mask import HeadMask
+from ..registry import imported
 from . import sections
 from .curves import answered_at
 from .examples import Example
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
     from ..evaluation.results import Results
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def check_packages() -> None:
+    """Raise when a package of the extra `report` is missing; for commands that end with a page."""
+    for package in ("jinja2", "matplotlib"):
+        imported(package, "A report", "report")
 
 
 def write_report(
@@ -103,12 +110,11 @@ def write_page(
         thresholds: What the slider of the section `abstention` reads, by model.
         made: When, as text; now by default.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("hydra_ensembles", "report/templates"),
+    jinja2 = imported("jinja2", "A report", "report")
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hydra_ensembles", "report/templates"),
         autoescape=True,
-        undefined=StrictUndefined,
+        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -17,11 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
-from typing import Any
-
-from markupsafe import Markup
+from typing import TYPE_CHECKING, Any
 
 from .._records import write_whole
+from ..registry import imported
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 DASHES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 2)))
@@ -32,9 +34,8 @@ def axes(ax: Any, size: tuple[float, float] = (4.8, 3.6)) -> Any:
     """Return the axes to draw on: those given, or new ones of a size in inches."""
     if ax is not None:
         return ax
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=size, layout="constrained").subplots()
+    figure = imported("matplotlib.figure", "A figure", "report")
+    return figure.Figure(figsize=size, layout="constrained").subplots()
 
 
 def colour(series: int) -> str:
@@ -91,12 +92,11 @@ STYLE: Any = {
 @contextmanager
 def page_axes(size: tuple[float, float] = (4.6, 3.4)) -> Iterator[Any]:
     """Give axes in the style of the page; draw on them and call `to_svg` inside."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
+    mpl = imported("matplotlib", "A report", "report")
+    figure = imported("matplotlib.figure", "A report", "report")
     with mpl.rc_context(STYLE):
         # 72 dots per inch are SVG's units: what is measured on the figure holds on the page
-        yield Figure(figsize=size, dpi=72, layout="constrained").subplots()
+        yield figure.Figure(figsize=size, dpi=72, layout="constrained").subplots()
 
 
 def to_svg(ax: Any, label: str, *, name: str) -> Markup:
@@ -131,7 +131,10 @@ def to_svg(ax: Any, label: str, *, name: str) -> Markup:
     text = re.sub(r"<style[^>]*>.*?</style>", "", text, flags=re.S)
     for shade, variable in VARIABLES.items():
         text = re.sub(shade, variable, text, flags=re.I)
-    return Markup(text.strip())  # drawn by us; names in it are escaped by matplotlib
+    markup = imported("markupsafe", "A report", "report")
+    # drawn by us; names in it are escaped by matplotlib
+    safe: Markup = markup.Markup(text.strip())
+    return safe
 
 
 def _font(match: re.Match[str]) -> str:

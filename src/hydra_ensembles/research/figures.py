@@ -13,6 +13,7 @@ import numpy as np
 
 from ..evaluation.intervals import Interval
 from ..heads.head_mask import HeadMask, HeadScores
+from ..registry import imported
 from ..report.svg import axes, colour, marker
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ def plot_effects(
         ax: Axes to draw on.
         title: The name of the scores by default.
     """
-    from matplotlib.patches import Rectangle
-
+    patches = imported("matplotlib.patches", "A figure", "report")
     grid = _grid(list(scores))
     limit = float(np.nanmax(np.abs(grid))) or 1.0
     grid[np.nansum(np.abs(grid), 1) == 0] = np.nan
@@ -58,7 +58,8 @@ def plot_effects(
         ax.plot(x, y, ".", color="0.45", markersize=3)
     partly = [] if mask is None else [p for p in mask.pairs() if not bool(mask[p[0]].all())]
     for layer, head in partly:
-        ax.add_patch(Rectangle((head - 0.5, layer - 0.5), 1, 1, fill=False, lw=1.4, ec="black"))
+        corner = (head - 0.5, layer - 0.5)
+        ax.add_patch(patches.Rectangle(corner, 1, 1, fill=False, lw=1.4, ec="black"))
     return ax
 
 

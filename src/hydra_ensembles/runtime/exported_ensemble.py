@@ -215,7 +215,7 @@ class ExportedEnsemble:
 
 
 def _session(contract: Contract, name: str, threads: int | None, providers: Sequence[str]) -> Any:
-    onnxruntime = imported("onnxruntime", "An exported ensemble", "runtime")
+    onnxruntime = imported("onnxruntime", "An exported ensemble", "export")
     path = contract.file(name)
     for other in contract.data["files"]:  # weights beside a large program, read along with it
         if other.startswith(f"{name}."):

@@ -27,7 +27,7 @@ class Texts:
     """
 
     def __init__(self, content: str, settings: Mapping[str, Any], inputs: Sequence[str]) -> None:
-        tokenizers = imported("tokenizers", "Reading texts", "runtime")
+        tokenizers = imported("tokenizers", "Reading texts", "export")
         self._inputs = tuple(inputs)
         self._template: str | None = settings["template"]
         self._longest = int(settings["max_length"])

@@ -13,6 +13,7 @@ from ..data import processes
 from ..data.batches import split_batch
 from ..data.model_runs import call_model, member_logits_of
 from ..errors import DataError, HydraError
+from ..registry import imported
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def accelerator(mixed_precision: str) -> Iterator[Accelerator]:
     """Yield an `Accelerator`; afterwards put accelerate's process-wide state back."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
+    accelerate = imported("accelerate", "Training", "train")
+    AcceleratorState = accelerate.state.AcceleratorState
 
     processes.size()  # before accelerate does: the process group must also carry CPU tensors
     # once a state exists, its precision holds for the whole process: never change a user's
@@ -35,7 +36,7 @@ def accelerator(mixed_precision: str) -> Iterator[Accelerator]:
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices=devices):
-            yield Accelerator(mixed_precision=mixed_precision)
+            yield accelerate.Accelerator(mixed_precision=mixed_precision)
     finally:
         if foreign is None:
             AcceleratorState._reset_state()

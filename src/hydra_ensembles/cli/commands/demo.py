@@ -37,10 +37,12 @@ def command(
     import torch
 
     from ...data import ImageTransform
+    from ...report.page import check_packages
     from ..models import Loaded
     from ..report_data import extreme_examples
     from .report import make_report
 
+    check_packages()
     torch.set_num_threads(1)  # the model is too small to gain from more, and busy machines lose
     resolved = write_config(output)
     asked: dict[str, Any] = {"epochs": epochs, "members": members, "max_cost": max_cost}

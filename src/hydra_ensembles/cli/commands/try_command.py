@@ -54,12 +54,14 @@ def command(
     """
     from ...builder.trial import try_model
     from ...hosts import explain
+    from ...report.page import check_packages
     from ...report.trial_page import write_trial
     from ..errors import Stop
     from ..models import check_sources
     from ..output import save
 
     start = time.monotonic()
+    check_packages()
     check_sources(data)
     loaded = reading.load_model(model)
     host = loaded.host
