@@ -12,8 +12,9 @@ everywhere.
 
 A known example's own value is too small: it helped to place mu and Sigma, and is its own nearest
 neighbour. Leaving it out has closed forms (Sherman and Morrison): with d the distance under all n
-examples, its distance under the others is n d / (n - 1 - d). So every known example is held out
-once, in one pass.
+examples, its distance under the others is n d / (n - 1 - d) if the ridge is spread over n - 1
+examples as it was over n. It is not: the ridge stays what it is, which adds a term of first order
+in 1 / n (`GlobalDistance.held_out`). So every known example is held out once, in one pass.
 """
 
 from __future__ import annotations
@@ -63,6 +64,12 @@ class Whitening:
         inside = torch.bmm(white, self.matrix.transpose(1, 2))
         return self.level[:, None, None] * (apart - inside)
 
+    def transposed(self, white: Tensor) -> Tensor:
+        """Return w W^T of `[tap, example, width]`; with a level W is symmetric."""
+        if self.level is not None:
+            return self(white)
+        return torch.bmm(white, self.matrix.transpose(1, 2))
+
 
 @dataclass(frozen=True)
 class GlobalDistance:
@@ -72,11 +79,13 @@ class GlobalDistance:
         mean: mu, `[tap, width]`.
         whitening: W with W W^T = Sigma^-1; d(f) = |(f - mu) W|^2.
         count: Known examples n.
+        ridge: Of every tap; only held-out distances need it, so that it is not saved.
     """
 
     mean: Tensor
     whitening: Whitening
     count: int
+    ridge: Tensor | None = None
 
     def __call__(self, features: Tensor) -> Tensor:
         """Return the distance of unit features `[example, tap, width]`, `[example, tap]`."""
@@ -84,9 +93,22 @@ class GlobalDistance:
         return self.whitening(apart).square().sum(-1).T
 
     def held_out(self, features: Tensor) -> Tensor:
-        """Return the distance of known examples to all others, `[example, tap]`."""
-        distance = self(features)
-        return self.count * distance / (self.count - 1 - distance)
+        """Return the distance of known examples to all others, `[example, tap]`.
+
+        With A = n Sigma, z = f - mu and k = n / (n - 1), the others have A' = A - k z z^T - ridge I
+        and z' = k z. The distance is (n - 1) z'^T A'^-1 z'; to first order the ridge adds
+        ridge z^T A^-2 z / (1 - k z^T A^-1 z)^2 to z^T A'^-1 z. Without it, distances of data that
+        spreads evenly in many directions come out too small by 1 / n, and new inputs look new.
+        """
+        count, white = self.count, self.whitening((features - self.mean).transpose(0, 1))
+        lever = white.square().sum(-1).T / count
+        share = count / (count - 1)
+        left = 1 - share * lever
+        inverse = lever / left
+        if self.ridge is not None:
+            again = self.whitening.transposed(white).square().sum(-1).T / count**2
+            inverse = inverse + self.ridge * again / left.square()
+        return (count - 1) * share**2 * inverse
 
 
 @dataclass(frozen=True)

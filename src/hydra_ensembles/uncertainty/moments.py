@@ -196,11 +196,12 @@ def stacked(taps: list[Whitening]) -> Whitening:
 def global_distance(moments: Moments) -> GlobalDistance:
     """Fit the distance to all known data, with Ledoit and Wolf's ridge."""
     mean, count = moments.mean(), moments.count
-    taps = []
+    taps, ridges = [], []
     for tap in range(len(mean)):
         scatter = moments.scatter(tap)
-        taps.append(whiten(count, scatter, ledoit_wolf(count, mean[tap], scatter)))
-    return GlobalDistance(mean, stacked(taps), count)
+        ridges.append(ledoit_wolf(count, mean[tap], scatter))
+        taps.append(whiten(count, scatter, ridges[-1]))
+    return GlobalDistance(mean, stacked(taps), count, torch.stack(ridges))
 
 
 def class_distance(moments: Moments) -> ClassDistance:
