@@ -231,3 +231,27 @@ def test_it_says_how_long_it_takes_and_what_it_keeps(tmp_path, caplog):
     with pytest.raises(KeyboardInterrupt):
         build(model, data, method=Interrupted(), max_cost=None)
     assert "Nothing is kept: pass folder=" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["select", "auto"])
+def test_heads_that_lose_unseen_outliers_are_not_taken(method, monkeypatch):
+    from hydra_ensembles.search import detection
+
+    model, data = sharp("timm"), pictures()
+    settings = {"method": method, "max_cost": 1.6, "ood": outliers(), "progress": False}
+    monkeypatch.setattr(detection, "TOLERANCE", -1000.0)  # nothing is good enough
+    ensemble = build(model, data, **settings)
+    full = HeadMask.full(model).tolist()
+    assert ensemble.record["masks"] == [full] and ensemble.record["detection"]["heads"] == "host"
+    assert "outliers Kept the host's own heads" in str(ensemble)
+    assert "AUROC by MSP" in ensemble.record["calibration"]["traded"]["sentence"]
+    asked = build(model, data, members=2, **settings)
+    assert asked.members == 2 and "host's own heads" in asked.record["equal_members"]
+    assert asked.predict(data[0]).labels == ensemble.predict(data[0]).labels
+    monkeypatch.setattr(detection, "TOLERANCE", 1000.0)  # everything is
+    taken = build(model, data, **settings).record
+    if method == "select":
+        assert taken["masks"] != [full]
+    assert taken["detection"]["heads"] == "chosen"
+    assert set(taken["detection"]["gains"]) > {"given 1/2", "given 2/2"}
+    assert "detection" not in build(model, data, **{**settings, "ood": "auto"}).record

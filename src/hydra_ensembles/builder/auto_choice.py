@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..data.batches import without_labels
 from ..data.model_runs import collect_logits
@@ -15,6 +16,7 @@ from ..errors import DataError, MaskError, UnsupportedModelError
 from ..evaluation.intervals import student
 from ..fusion.fuse_members import fuse
 from ..heads.head_mask import HeadMask
+from ..search.detection import compare_detection
 from .calibration import cross_fitted_nll
 from .data_parts import Outcome, Task
 from .methods import METHODS, Select
@@ -45,7 +47,13 @@ class Auto:
         """Find members in each way, and keep the best."""
         outcomes, refused = _candidates(task)
         known = task.state.find("auto")
-        decision: dict[str, Any] = known[0] if known else _decide(task, outcomes, refused)
+        decision: dict[str, Any]
+        if known:
+            decision = known[0]
+        else:
+            unsafe = _unsafe_parts(task, outcomes)
+            safe = {name: one for name, one in outcomes.items() if name not in unsafe}
+            decision = _decide(task, safe, {**refused, **unsafe})
         if not known:
             task.state.add({"auto": decision})
         announce(decision["why"], enabled=task.progress)
@@ -74,10 +82,39 @@ def _candidates(task: Task) -> tuple[dict[str, Outcome], dict[str, str]]:
         except (UnsupportedModelError, DataError, MaskError) as error:
             refused["parts"] = str(error)
     whole = [HeadMask.full(task.host)]
+    if heads.get("detection", {}).get("heads") == "host":  # one member, as given
+        return outcomes, refused
     if (not task.asked or task.members == 1) and task.budget.allows(whole):
         cost = task.budget.ratio(whole)
         outcomes["one"] = fused({"masks": [whole[0].tolist()], "cost": cost, "branch_layers": []})
     return outcomes, refused
+
+
+def _unsafe_parts(task: Task, outcomes: Mapping[str, Outcome]) -> dict[str, str]:
+    """Say why parts are refused if they may lose detection by MSP; they see no outliers at all."""
+    if "parts" not in outcomes or not task.parts.given:
+        return {}
+    sets: dict[str, list[Any]] = {}
+    for part in ("select", "stop"):
+        for name, data in task.parts.outliers(part).items():
+            sets.setdefault(name, []).append(data)
+    sets |= {f"proxy/{name}": [data] for name, data in task.parts.judging().items()}
+
+    def logits(model: nn.Module, data: Sequence[Any]) -> Tensor:
+        return torch.cat([collect_logits(model, one)[0].float() for one in data])
+
+    ensemble = outcomes["parts"].ensemble
+    assert ensemble is not None
+    models = (ensemble, task.host.model)
+    mine, host = (logits(model, [task.parts.data["stop"]]) for model in models)
+    cases = {
+        name: (mine, logits(ensemble, data), host, logits(task.host.model, data))
+        for name, data in sets.items()
+    }
+    detection = compare_detection(cases, seed=task.seed)
+    if detection.kept:
+        return {}
+    return {"parts": f"Parts may lose detection: {detection.sentence}"}
 
 
 def _decide(
@@ -102,9 +139,12 @@ def _decide(
             reason = f"{NAMES[best]} has a lower NLL, but not by more than the interval"
         else:
             reason = f"its NLL is lower than that of heads by {difference}"
-    figures = ", ".join(f"{NAMES[name]} {value:.4f}" for name, value in nll.items())
+    names = dict(NAMES)
+    if outcomes["select"].record.get("detection", {}).get("heads") == "host":
+        names["select"] = "the host's own heads"
+    figures = ", ".join(f"{names[name]} {value:.4f}" for name, value in nll.items())
     why = (
-        f"Took {NAMES[chosen]}: {reason}. NLL at one temperature on {len(losses['select'])} "
+        f"Took {names[chosen]}: {reason}. NLL at one temperature on {len(losses['select'])} "
         f"held-out examples: {figures}."
     )
     for error in refused.values():

@@ -23,7 +23,7 @@ from ..data.model_runs import call_model, check_data, member_logits_of
 from ..data.progress import announce
 from ..errors import DataError
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.fuse_members import fuse
+from ..fusion.fuse_members import fuse, refuse_other_tasks
 from ..fusion.inputs import remember_inputs
 from ..heads.head_mask import HeadMask
 from ..hosts import HostModel, host_model
@@ -103,6 +103,7 @@ def build(
         raise ValueError(f"members={members}: expected 1 or more.")
     if score != "auto":
         scores[score]  # an unknown name fails now
+    refuse_other_tasks(model, by_name=True)
     host = host_model(model)
     check_data(host.model, calibration)
     check_class_order(host.model, calibration, seed=seed)

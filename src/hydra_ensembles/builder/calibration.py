@@ -259,6 +259,8 @@ def calibrate_(
     if outliers:
         unknown = [collect_logits(ensemble, data)[0] for data in outliers.values()]
         found.update(_best_score(logits["stop"], unknown, found))
+        if temperatures and parts.given:
+            found["traded"] = _traded(logits["stop"], unknown, found)
     ensemble.record["calibration"] = found
     if fit is not None:
         _finish_novelty_(ensemble, fit, hashes, required=novelty is True)
@@ -300,6 +302,26 @@ def apply_calibration_(ensemble: HydraEnsemble, calibration: Mapping[str, Any]) 
     ensemble.score = calibration["score"]
     ensemble.temperature = calibration["temperature"]
     ensemble.member_temperatures = calibration["member_temperatures"]
+
+
+def _traded(known: Tensor, outliers: list[Tensor], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return AUROC by MSP in percent before and after temperatures, mean over families."""
+    scaled = [{}, {key: found[key] for key in ("temperature", "member_temperatures")}]
+    auroc = []
+    for options in scaled:
+        inside, *outside = (
+            score_logits(scale_logits(part.float(), **options), "msp")
+            for part in (known, *outliers)
+        )
+        values = [ood_figures(inside, other)["AUROC"] for other in outside]
+        auroc.append(100 * float(sum(values) / len(values)))
+    before, after = auroc
+    nll = found["figures"]["ensemble"]["NLL"]
+    return {
+        "auroc": auroc,
+        "sentence": f"The temperatures change NLL by {nll[1] - nll[0]:+.3f} and AUROC by MSP by "
+        f"{after - before:+.1f} (held-out outliers).",
+    }
 
 
 def _best_score(known: Tensor, outliers: list[Tensor], found: Mapping[str, Any]) -> dict[str, Any]:

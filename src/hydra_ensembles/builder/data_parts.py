@@ -14,8 +14,9 @@ from ..data.batches import images_of, join, take
 from ..data.loaders import Batches, as_data, indexable
 from ..data.model_runs import checked
 from ..data.progress import announce, duration, progress_bar
-from ..data.proxies import ProxyData
+from ..data.proxies import ProxyData, make_proxies
 from ..data.splits import fingerprint, split
+from ..errors import DataError
 from ..fusion.ensemble import HydraEnsemble
 from ..hosts import HostModel
 from ..search.search_data import outlier_sets
@@ -79,7 +80,7 @@ class Parts:
         pad_id: int | None = None,
         progress: bool = False,
     ) -> None:
-        self.validated = validation is not None
+        self.validated, self.seed = validation is not None, seed
         source = in_memory(calibration, pad_id=pad_id, progress=progress)
         self.data: dict[str, Batches]
         if validation is None:
@@ -109,6 +110,15 @@ class Parts:
             for name, data in self.sets[part].items()
             if name != "id"
         }
+
+    def judging(self) -> dict[str, Any]:
+        """Return proxies by kind that judge a choice by outliers; none if none are given."""
+        if not self.given:
+            return {}
+        try:
+            return dict(make_proxies(self.data["stop"], "auto", seed=self.seed))
+        except DataError:  # neither images nor token ids
+            return {}
 
     def fitting(self) -> list[str]:
         """Return the parts that fit temperatures: all, or `validation` if given.

@@ -16,10 +16,18 @@ from ..errors import UnsupportedModelError
 from ..heads.head_mask import HeadMask, HeadScores, Keep
 from ..registry import Registry
 from ..search.candidate_table import Table, joined
+from ..search.detection import Detection, left_out_detection
 from ..search.halving import halve
 from ..search.headmap import Condition, find_circuit
 from ..search.mask_pool import make_pool
-from ..search.selection import EnsembleObjective, count_masks, next_best, select_members
+from ..search.selection import (
+    EnsembleObjective,
+    Rows,
+    Selection,
+    count_masks,
+    next_best,
+    select_members,
+)
 from ..search.trunk_cache import CACHE_BYTES, Outputs, Prefix
 from .data_parts import Outcome, Task
 
@@ -92,7 +100,9 @@ class Select:
     """Choose members by the ensemble's own figures, by successive halving.
 
     Without outliers, members are chosen for their likelihood; novelty finds outliers. Outliers that
-    are given count as well.
+    are given count as well. The choice is then judged on families that it did not see: each family
+    is left out in turn, and proxies are added. Where detection by MSP may fall below the host's,
+    the host's own heads are kept.
 
     Attributes:
         objective: What an ensemble is rewarded for.
@@ -122,6 +132,7 @@ class Select:
         sets: dict[str, Any] = {f"{rung}:id": data for rung, data in rungs.items()}
         sets |= {f"rest:ood/{name}": data for name, data in parts.outliers("select").items()}
         sets |= {f"stop:{name}": data for name, data in parts.sets["stop"].items()}
+        sets |= {f"stop:proxy/{name}": data for name, data in parts.judging().items()}
         labelled = [name for name in sets if name.endswith(":id")]
         prefix = Prefix(host, sets, cache_bytes=self.cache_bytes, labelled=labelled)
         tables = _score_tables(task, next(iter(rungs.values())), layers)
@@ -145,16 +156,35 @@ class Select:
             )
             masks = list(survivors)
             outputs = prefix.logits(masks, tick=bar.update, store=task.store)
-            chosen = select_members(
-                Table(Outputs(joined(outputs.logits), joined(outputs.labels))),
-                masks,
-                task.budget,
-                members=members,
-                select=_rows(prefix, list(rungs)),
-                hold=_rows(prefix, ["stop"]),
-                objective=self.objective,
-                seed=task.seed,
-            )
+            logits = joined(outputs.logits)
+            table = Table(Outputs(logits, joined(outputs.labels)))
+
+            def choose(select: Rows, hold: Rows) -> Selection:
+                return select_members(
+                    table,
+                    masks,
+                    task.budget,
+                    members=members,
+                    select=select,
+                    hold=hold,
+                    objective=self.objective,
+                    seed=task.seed,
+                )
+
+            rows = _rows(prefix, list(rungs))
+            proxies = [name for name in logits if name.startswith("proxy/")]
+            hold = {n: r for n, r in _rows(prefix, ["stop"]).items() if n not in proxies}
+            chosen = choose(rows, hold)
+            detection = None
+            if parts.given:
+                detection = left_out_detection(
+                    logits,
+                    chosen.members,
+                    lambda select, hold: choose(select, hold).members,
+                    select=rows,
+                    hold=hold,
+                    seed=task.seed,
+                )
         found = [masks[i] for i in chosen.members]
         result = {
             "masks": [mask.tolist() for mask in found],
@@ -173,7 +203,37 @@ class Select:
             result["equal_members"] = (
                 f"no ensemble of {members} different masks out of {len(pool)} was found{within}"
             )
-        return Outcome(result)
+        return Outcome(result if detection is None else _guarded(task, result, detection))
+
+
+def _guarded(task: Task, result: dict[str, Any], detection: Detection) -> dict[str, Any]:
+    """Keep the host's heads where the chosen ones may lose detection of unseen outliers."""
+    judged = f"{detection.sentence} on outliers left out of the choice"
+    whole = HeadMask.full(task.host)
+    if detection.kept:
+        sentence, kept = f"The chosen heads keep detection: {judged}.", "chosen"
+    elif not task.budget.allows([whole]):
+        sentence = f"The chosen heads may lose detection: {judged}; max_cost rules out the host's."
+        kept = "chosen"
+    else:
+        sentence = f"Kept the host's own heads: the chosen ones may lose detection, {judged}."
+        kept = "host"
+        count = task.members if task.asked else 1
+        equal = "the host's own heads are kept, which detect unseen outliers better"
+        result = {
+            **result,
+            "masks": [whole.tolist()] * count,
+            "origins": ["host"] * count,
+            "cost": task.budget.ratio([whole]),
+            "branch_layers": [],
+        }
+        result.pop("equal_members", None)
+        if count > 1:
+            result["equal_members"] = equal
+    return {
+        **result,
+        "detection": {**detection.to_dict(), "heads": kept, "sentence": sentence},
+    }
 
 
 def _score_tables(task: Task, data: Any, layers: Sequence[int]) -> dict[str, HeadScores]:

@@ -43,6 +43,9 @@ def summarize(ensemble: HydraEnsemble) -> str:
         lines.append(f"  averaged {', '.join(ensemble.merged)} (members were fine-tuned)")
     if "auto" in ensemble.record:
         lines.append(f"  chosen   {ensemble.record['auto']['why']}")
+    lines += [
+        f"  {'outliers' if i == 0 else '':<8} {line}" for i, line in enumerate(_traded(ensemble))
+    ]
     lines += _readouts(ensemble)
     lines += _teachers(ensemble.record)
     lines += _cost_lines(ensemble)
@@ -59,6 +62,12 @@ def summarize(ensemble: HydraEnsemble) -> str:
     if ensemble.mode != "fused":
         lines.append("  mode     members run one by one")
     return "\n".join(lines)
+
+
+def _traded(ensemble: HydraEnsemble) -> list[str]:
+    """Say what members and temperatures do to detection by MSP, if outliers were given."""
+    found = [ensemble.record.get("detection"), ensemble.record.get("calibration", {}).get("traded")]
+    return [one["sentence"] for one in found if one]
 
 
 def _readouts(ensemble: HydraEnsemble) -> list[str]:

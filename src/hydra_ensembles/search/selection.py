@@ -309,13 +309,12 @@ def select_members(
 
 def _bags(table: Table, select: Rows | None, seed: int) -> list[dict[str, Tensor]]:
     """Return the sets of rows to select on: all, without each family, halves."""
-    whole = {
-        name: torch.arange(size) if select is None else select[name]
-        for name, size in table.sizes().items()
-    }
+    sizes = table.sizes()
+    whole = dict(select or {name: torch.arange(size) for name, size in sizes.items()})
     row_sets = [whole]
-    if len(table.families) > 2:
-        for family in table.families:
+    families = [family for family in table.families if family in whole]
+    if len(families) > 2:
+        for family in families:
             row_sets.append({name: rows for name, rows in whole.items() if name != family})
     generator = torch.Generator().manual_seed(seed)
     for _ in range(BAGS):
