@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from .._records import inside, read_json, read_steady, sha256_of_file
@@ -24,7 +24,7 @@ from ..uncertainty.novelty import Novelty, from_tensors
 from .assembly import Assembly
 from .call_options import tap_names
 from .folder_schema import ADVICE, CONFIG, NOVELTY, WEIGHTS, Config, read_config
-from .host_description import fill_, structured
+from .host_description import share_, structured, unfilled_host
 from .inputs import Preparation
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _read(
             with torch.device("meta"):
                 skeleton = rebuild_host(config.host)
             _check_fit(*structured(skeleton, config), config, header, folder)
-        skeleton = rebuild_host(config.host) if host is None else copy.deepcopy(host)
+        skeleton = unfilled_host(config.host) if host is None else copy.deepcopy(host)
         remove_neurons_(skeleton, config.host.get("neurons", ()))  # a given host may have all
         assembly, view = structured(skeleton, config)
         _check_fit(assembly, view, config, header, folder)
@@ -113,8 +113,10 @@ def _read(
             f"{library_versions()}. Save or download the folder again, or pass host=."
         ) from error
     tensors = _load_tensors(folder / WEIGHTS)
-    tensors |= {alias: tensors[name] for alias, name in config.aliases.items()}
-    fill_(assembly.model, tensors, config.host.get("buffers", {}))
+    own = assembly.model.state_dict(keep_vars=True)
+    for alias, name in config.aliases.items():  # equal when saved; tied only where the host ties
+        tensors[alias] = tensors[name] if own[alias] is own[name] else tensors[name].clone()
+    share_(assembly.model, tensors, config.host.get("buffers", {}))
     assembly.model.eval()
     if config.novelty is None:
         return assembly, view, config, None
@@ -128,9 +130,24 @@ def _read(
 
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:
+    """Read all tensors straight into their storage: nothing is held twice or stays mapped."""
     try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
+        with safe_open(path, framework="pt"):  # checks that names, shapes and places are sound
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            described = json.loads(file.read(length))
+            described.pop("__metadata__", None)
+            tensors = {}
+            for name, facts in described.items():
+                tensors[name] = torch.empty(facts["shape"], dtype=_TYPES[facts["dtype"]])
+                start, end = facts["data_offsets"]
+                file.seek(8 + length + start)
+                content: Any = tensors[name].flatten().view(torch.uint8).numpy()
+                if file.readinto(content) != end - start:
+                    raise OSError(f"{name!r:.60} is cut short")
+            return tensors
+    except (SafetensorError, OSError, KeyError) as error:
         raise FormatError(f"Cannot read {path} ({error}). {ADVICE}") from None
 
 

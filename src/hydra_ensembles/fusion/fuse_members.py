@@ -16,7 +16,7 @@ from ..hosts import Family, HostModel, host_model
 from ..hosts.block_calls import Inputs
 from ..hosts.example_inputs import examples
 from ..hosts.explanation import engine_of
-from ..hosts.model_output import other_task
+from ..hosts.model_output import TAGGING, named_task, other_task
 from .assembly import assemble
 from .ensemble import HydraEnsemble
 from .fused_model import Mode
@@ -184,9 +184,18 @@ def _inputs_for(host: HostModel, batch: Any) -> Inputs | None:
     return inputs
 
 
-def refuse_other_tasks(model: Any) -> None:
-    """Raise if a model's outputs are not class probabilities."""
+def refuse_other_tasks(model: Any, *, by_name: bool = False) -> None:
+    """Raise if a model's outputs are not class probabilities.
+
+    Args:
+        model: A host.
+        by_name: Refuse what only the name of its class tells as well, such as question answering.
+            Taggers are not refused: they are fused, and `build` says how.
+    """
     task = other_task(model)
+    if task is None and by_name:
+        task = named_task(type(model).__name__, getattr(model, "config", None))
+        task = None if task == TAGGING else task
     if task is not None:
         raise UnsupportedModelError(
             f"{type(model).__name__} is set up for {task}, but an ensemble averages class "

@@ -17,6 +17,7 @@ from ..hosts import HostFacts, HostModel, families
 from ..hosts.architecture import describe_host, rebuild_host
 from ..hosts.arithmetic import Arithmetic
 from ..hosts.block_calls import Form
+from ..hosts.empty_weights import WithoutStorage, has_lost_buffers, replace_tensors_
 from ..hosts.example_inputs import examples
 from ..hosts.probes import Readout, positions_rule
 from .assembly import Assembly
@@ -37,9 +38,9 @@ def checked_description(ensemble: HydraEnsemble, structure: Structure) -> dict[s
     description = {**ensemble._assembly.description, "buffers": kinds}
     if description["library"] == "custom":
         return description
+    plain = json.loads(json.dumps(description, default=plain_data))
     try:
-        rebuilt = rebuild_host(json.loads(json.dumps(description, default=plain_data)))
-        problem = _difference(ensemble, *structured(rebuilt, structure), kinds)
+        problem = _difference(ensemble, *structured(unfilled_host(plain), structure), kinds)
     except Exception as error:  # an unusual host: the user must pass it when loading
         problem = f"{type(error).__name__}: {str(error)[:200].rstrip('.')}"
     if problem is None:
@@ -73,27 +74,45 @@ def _difference(
     inputs = examples(ensemble.host)[-1:]
     if not inputs:
         return None
+    share_(twin.model, state, kinds)
+    twin.model.to(ensemble.device)
     other = type(ensemble).around(twin, view, mode="fused", switches={})
-    fill_(other.host.to(ensemble.device), state, kinds)
     with evaluating(ensemble), evaluating(other):
         a, b = (e.fused_logits(*inputs[0]) for e in (ensemble, other))
     alike = a.shape == b.shape and bool(torch.allclose(a, b, atol=1e-4, rtol=1e-4))
     return None if alike else "with the same weights its logits differ"
 
 
-def fill_(model: nn.Module, tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> None:
-    """Copy tensors into a model, each in its own precision: parts of a model may differ.
+def unfilled_host(description: dict[str, Any]) -> nn.Module:
+    """Rebuild a host for `share_`: without storage for its weights where that is possible."""
+    with WithoutStorage():
+        host = rebuild_host(description)
+    return rebuild_host(description) if has_lost_buffers(host) else host
+
+
+def share_(model: nn.Module, tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> None:
+    """Let a model have tensors, not copies of them, each in its own precision.
 
     Args:
-        model: A host with the ensemble's structure.
+        model: A host with the ensemble's structure, with or without storage.
         tensors: Its state dict.
         kinds: Types of the buffers that a state dict lacks, such as rotary frequencies, by name.
     """
+    own = model.state_dict(keep_vars=True)
+    replaced = {
+        id(tensor): tensors[name] if tensor.is_meta else tensors[name].to(tensor.device)
+        for name, tensor in own.items()
+    }
+    replace_tensors_(model, replaced)
+    for name, buffer in _unsaved_buffers(model).items():
+        buffer.data = buffer.data.to(getattr(torch, kinds.get(name, plain_data(buffer.dtype))))
+
+
+def fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy a state dict into a model, each tensor in its own precision: parts may differ."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.dtype != tensors[name].dtype:
             tensor.data = tensor.data.to(tensors[name].dtype)
-    for name, buffer in _unsaved_buffers(model).items():
-        buffer.data = buffer.data.to(getattr(torch, kinds.get(name, plain_data(buffer.dtype))))
     model.load_state_dict(tensors)
 
 

@@ -212,15 +212,23 @@ def tie_(model: nn.Module, inside: str, aliases: Mapping[str, str]) -> None:
 
 
 def distinct(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Keep each tensor once; return the other names as aliases."""
+    """Keep each tensor once; return the other names as aliases.
+
+    A tensor is copied only where a file needs it: off the CPU, not contiguous, or in a storage that
+    it shares with another one.
+    """
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[tuple[Any, ...], str] = {}
+    storages: set[int] = set()
     for name, tensor in state.items():
         key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         if tensor.numel() and key in names:
             aliases[name] = names[key]
         else:
             names[key] = name
-            tensors[name] = tensor.detach().cpu().contiguous().clone()
+            plain = tensor.detach().cpu().contiguous()
+            place = plain.untyped_storage().data_ptr()
+            tensors[name] = plain.clone() if place in storages else plain
+            storages.add(place)
     return tensors, aliases

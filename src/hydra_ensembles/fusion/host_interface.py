@@ -84,7 +84,6 @@ def push(
 ) -> str:
     """Upload an ensemble and return the commit's address; see `HydraEnsemble.push_to_hub`."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     api = HfApi(token=token)
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +95,7 @@ def push(
             commit = api.upload_folder(
                 repo_id=name, folder_path=folder, revision=revision, commit_message=message
             )
-        except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+        except Exception as error:  # the hub's client raises those of its network library too
             raise HydraError(
                 f"Cannot give the ensemble to the hub as {repo!r} ({type(error).__name__}: "
                 f"{str(error)[:300]}). Check the name (owner/name), the network and that you are "

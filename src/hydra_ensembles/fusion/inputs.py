@@ -17,8 +17,9 @@ from .._records import sha256_of_file
 from ..data.class_names import real_names
 from ..data.image_data import image_batch
 from ..data.transforms import PROCESSOR_FILE, ImageTransform, ProcessorTransform, image_transform
-from ..errors import DataError, FormatError, MissingDependencyError
+from ..errors import DataError, FormatError
 from ..hosts.prompt_classifier import PromptClassifier, PromptTokenizer
+from ..registry import imported
 from ..runtime.images import open_image
 
 if TYPE_CHECKING:
@@ -69,13 +70,7 @@ class Preparation:
         return self.tokenizer
 
     def _saved(self, kind: str) -> Any:
-        try:
-            import transformers
-        except ImportError as error:
-            raise MissingDependencyError(
-                "The inputs of this ensemble are prepared by transformers: pip install "
-                "'hydra-ensembles[transformers]'."
-            ) from error
+        transformers = imported("transformers", "Preparing this ensemble's inputs", "transformers")
         folder = self._folder
         assert folder is not None
         try:

@@ -16,6 +16,35 @@ NEXT_TOKENS = (
 )
 """What works with a fused causal language model, and what does not."""
 
+TAGGING = "token classification (tagging)"
+OTHER_TASKS = {
+    "QuestionAnswering": "question answering",
+    "Segmentation": "segmentation",
+    "ObjectDetection": "object detection",
+    "ForTokenClassification": TAGGING,
+    "ForCTC": "speech recognition",
+    "SpeechSeq2Seq": "speech recognition",
+    "ForConditionalGeneration": "generation",
+    "DepthEstimation": "depth estimation",
+}
+"""What the name of a class of transformers says that it is made for."""
+
+
+def named_task(built: str, config: Any) -> str | None:
+    """Name the task of a model by its class and config, None if its outputs are classes.
+
+    Args:
+        built: Name of its class, or of the classes that its config lists.
+        config: Its config of transformers, or None.
+    """
+    problem = getattr(config, "problem_type", None)
+    if problem == "multi_label_classification":
+        return "multi-label classification"
+    one = getattr(config, "num_labels", 2) == 1
+    if "Classification" in built and (problem == "regression" or one):
+        return "regression"
+    return next((task for part, task in OTHER_TASKS.items() if part in built), None)
+
 
 def other_task(model: Any) -> str | None:
     """Name a model's task if its outputs are not class probabilities, which members average."""
