@@ -54,9 +54,10 @@ def pickles_and_code(tree: ast.AST) -> Iterator[ast.AST]:
                 yield node
     for name, call in calls(tree):
         given = keywords(call)
+        tensors_only = name == "torch.load" and given.get("weights_only") == "True"
         array_file = name in ("np.load", "np.save", "numpy.load", "numpy.save")
         if (
-            name in UNSAFE
+            (name in UNSAFE and not tensors_only)
             or given.get("shell", "False") != "False"
             or given.get("trust_remote_code", "False") != "False"
             or (array_file and given.get("allow_pickle") != "False")

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooSlow
 from contextlib import contextmanager
@@ -16,7 +16,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import DataError, FormatError, UnsupportedModelError
+from ..hosts.model_output import named_task
 from ..registry import imported
+from .checkpoints import advice, is_weights_file, read_weights
 from .errors import Stop
 
 PATIENCE = 5.0
@@ -24,6 +26,9 @@ PATIENCE = 5.0
 
 SAFE = {"trust_remote_code": False, "use_safetensors": True}
 """How weights of transformers are loaded: no code of the hub, no pickle."""
+
+TENSORS_ONLY = {"use_safetensors": False, "weights_only": True}
+"""How a folder that has only `pytorch_model.bin` is loaded: tensors, no other pickle."""
 
 
 @contextmanager
@@ -91,7 +96,7 @@ def is_timm_name(name: str) -> bool:
 
 
 def load_timm(name: str) -> Any:
-    """Make a timm model with pretrained weights, or with those of a safetensors file."""
+    """Make a timm model with pretrained weights, or with those of a file."""
     timm = imported("timm", name, "timm")
     plain = name.removeprefix("timm:")
     if ":" not in plain:  # hf-hub:NAME@REVISION is timm's own
@@ -107,7 +112,7 @@ def load_timm(name: str) -> Any:
             return timm.create_model(plain, pretrained=True)
         except Exception as error:  # timm raises many kinds for unknown names and no network
             if not reached and "local-dir:" not in plain:
-                hint = f" Weights at hand: timm:{plain}@FILE.safetensors."
+                hint = f" Weights at hand: timm:{plain}@FILE (.safetensors, .pth, .bin)."
                 raise UnsupportedModelError(not_cached(name) + hint) from error
             reason = " ".join(str(error).split())[:300]
             raise UnsupportedModelError(f"timm cannot make {plain!r}: {reason}") from error
@@ -115,20 +120,9 @@ def load_timm(name: str) -> Any:
 
 def _with_weights(timm: Any, name: str, file: Path) -> Any:
     """Make a model with the weights of a file, and as many classes as they have."""
-    import safetensors.torch
-    from safetensors import SafetensorError
-
     if not file.is_file():
         raise DataError(f"There is no weights file {file} for timm:{name}.")
-    if file.suffix != ".safetensors":
-        raise FormatError(
-            f"{file} is not a .safetensors file. Pickled weights can run code and are not read: "
-            "convert them with safetensors.torch.save_file."
-        )
-    try:
-        weights = safetensors.torch.load_file(file)
-    except SafetensorError as error:
-        raise FormatError(f"{file} is damaged: {error}. Copy it again.") from error
+    weights = read_weights(file)
     model = timm.create_model(name, pretrained=False)
     head = weights.get(f"{model.pretrained_cfg.get('classifier') or 'head'}.weight")
     if head is not None and len(head) != model.num_classes:
@@ -142,9 +136,32 @@ def _with_weights(timm: Any, name: str, file: Path) -> Any:
     return model
 
 
+def load_timm_folder(folder: Path, config: Mapping[str, Any]) -> Any:
+    """Make a timm model from a folder: its config names the architecture."""
+    if (folder / "model.safetensors").is_file():
+        return load_timm(f"timm:local-dir:{folder}")
+    timm = imported("timm", str(folder), "timm")
+    files = sorted(path for path in folder.iterdir() if is_weights_file(path))
+    if len(files) != 1:
+        found = ", ".join(path.name for path in files) or "none"
+        raise DataError(
+            f"The timm folder {folder} needs one weights file; found {found}. Give "
+            f"timm:{config['architecture']}@FILE."
+        )
+    model = _with_weights(timm, str(config["architecture"]), files[0])
+    model.pretrained_cfg = {**model.pretrained_cfg, **config.get("pretrained_cfg", {})}
+    return model
+
+
 def load_transformers(name: str, names: list[str] | None) -> tuple[Any, bool, tuple[str, ...]]:
     """Load a classifier: the model, whether it reads texts, and its untrained weights."""
     folder = Path(name).expanduser()
+    if folder.is_file():
+        raise UnsupportedModelError(
+            advice(folder)
+            if is_weights_file(folder)
+            else f"{name} is a file, not a model. Give a hub name, a folder or timm:NAME@FILE."
+        )
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not folder.is_dir():
         raise DataError(f"There is no model folder {name}. Give a hub name, a folder or timm:NAME.")
@@ -169,6 +186,17 @@ def load_transformers(name: str, names: list[str] | None) -> tuple[Any, bool, tu
             raise UnsupportedModelError(not_cached(name)) from error
 
 
+def _refuse_other_tasks(name: str, built: str, config: Any) -> None:
+    """Raise for a model that is made for another task, before its weights are read."""
+    task = named_task(built, config)
+    if task is not None:
+        raise UnsupportedModelError(
+            f"{name} is made for {task} ({built}), but members average the probabilities of "
+            "classes, one class per example. Give a model fine-tuned for sequence or image "
+            "classification."
+        )
+
+
 def _classifier(
     transformers: Any, name: str, names: list[str] | None
 ) -> tuple[Any, bool, tuple[str, ...]]:
@@ -185,11 +213,18 @@ def _classifier(
             encoder = transformers.AutoModel.from_pretrained(name, **SAFE).eval()
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             return ZeroShotClassifier(encoder, names, tokenizer=tokenizer), False, ()
+        _refuse_other_tasks(name, built, config)
         text = hasattr(config, "vocab_size") and "ImageClassification" not in built
         kind = "AutoModelForSequenceClassification" if text else "AutoModelForImageClassification"
+        here = Path(name).expanduser()
+        pickled = (here / "pytorch_model.bin").is_file() and not list(here.glob("*.safetensors"))
+        if pickled:
+            read_weights(here / "pytorch_model.bin")  # refuses all but tensors, in plain words
         model, info = getattr(transformers, kind).from_pretrained(
-            name, output_loading_info=True, **SAFE
+            name, output_loading_info=True, **SAFE | (TENSORS_ONLY if pickled else {})
         )
+    except FormatError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UnsupportedModelError(

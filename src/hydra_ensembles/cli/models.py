@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import DataError, FormatError
 from .class_names import check_labels, check_order, read_names
 from .errors import Stop
-from .hub_models import hub_access, is_timm_name, load_timm, load_transformers
+from .hub_models import hub_access, is_timm_name, load_timm, load_timm_folder, load_transformers
 from .options import DATA_HELP
 from .output import waiting
 
@@ -102,16 +102,16 @@ def _load_model(name: str, *, device: str | None, dtype: str, class_names: str |
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise Stop(f"Unknown --dtype {dtype!r}: expected float32, bfloat16, float16 or float64.", 2)
     names = read_names(class_names)
-    config = _config_of(Path(name))
+    config = _config_of(Path(name).expanduser())
     if config.get("format") == "hydra-ensembles":
         loaded = _ensemble(name)
     else:
         if is_timm_name(name):
             name = f"timm:{name}"
-        elif "architecture" in config and "pretrained_cfg" in config:  # by timm's save_for_hf
-            name = f"timm:local-dir:{name}"
-        if name.startswith("timm:"):
-            model = load_timm(name)
+        timm_folder = "architecture" in config and "model_type" not in config
+        if timm_folder or name.startswith("timm:"):
+            folder = Path(name).expanduser()
+            model = load_timm_folder(folder, config) if timm_folder else load_timm(name)
             loaded = Loaded(model, name, transform=image_transform(model), key=None)
         else:
             model, text, untrained = load_transformers(name, names)

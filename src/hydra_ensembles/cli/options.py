@@ -9,7 +9,7 @@ import typer
 
 MODEL_HELP = (
     "A hub name, a folder (of a host or of a saved ensemble), or a timm name, as timm:NAME "
-    "(timm:NAME@FILE.safetensors for your own weights)."
+    "(timm:NAME@FILE for your own weights: .safetensors, or tensors in .pth, .pth.tar, .bin)."
 )
 DATA_HELP = (
     "An image folder (one subfolder per class), a CSV/TSV/JSONL/TXT file of texts, or the name of "
