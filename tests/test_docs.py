@@ -148,7 +148,7 @@ def test_every_record_is_hashed_and_every_page_is_linked() -> None:
 def test_the_example_of_a_family_runs_as_written(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hydra_ensembles.hosts import transformers_families  # noqa: F401
+    from hydra_ensembles.hosts import tiny_vit, transformers_families  # noqa: F401
     from hydra_ensembles.hosts.families import families  # what is registered already stays
 
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

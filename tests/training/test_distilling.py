@@ -283,7 +283,7 @@ def test_a_stopped_run_ends_with_the_same_bits(tmp_path, rate, step):
     assert answers == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "answers").glob("*.npy")}
     assert largest_difference(resumed, train(teachers, **options)) == 0
     with pytest.raises(FormatError, match="different settings"):
-        train(teachers, folder=tmp_path, **{**options, "views": 3})
+        train(teachers, folder=tmp_path, **{**options, "views": 1})
     with pytest.raises(FormatError, match="teachers"):
         train(teachers[::-1], folder=tmp_path, **options)
 
@@ -505,3 +505,16 @@ def test_a_folded_start_refuses_what_it_cannot_fold() -> None:
         distill(model(), [teacher(0)], data(), start="folded", masks=MASKS, progress=False)
     with pytest.raises(KeyError, match="Did you mean 'folded'"):
         distill(model(), [teacher(0)], data(), start="fold", progress=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("epochs", "views"), [(1, 1), (2, 2), (6, 4)])
+def test_teachers_are_asked_only_for_views_that_are_seen(epochs, views):
+    source, asked = teacher(0), []
+
+    def counted(inputs):
+        asked.append(len(inputs))
+        return source(inputs)
+
+    train([counted], ood=None, views=4, epochs=epochs, members=1, masks=MASKS[:1], calibrate=False)
+    assert sum(asked) - 32 <= 32 * views  # at most one more pass: the validation data
+    assert sum(asked) >= 32 * views

@@ -22,7 +22,6 @@ from ..fusion.member import share_parameters
 from ..heads.head_mask import HeadMask
 from ..hosts import host_model
 from ..hosts.families import first_path
-from ..hosts.head_weights import linear_weight
 from ..hosts.probes import modules_after_blocks
 from ..registry import check_name
 from ..training.weight_average import average_weights
@@ -352,9 +351,7 @@ def _member(base: nn.Module, host: nn.Module, parting: Parting, linear: Linear) 
     block = parting.block(member)
     layer, scale = copy.deepcopy(block.module.get_submodule(parting.second)), layer_scale(block)
     assert scale is not None
-    linear_weight(layer).copy_((linear.weight / scale).T)
-    if linear.bias is not None:
-        layer.bias.copy_(linear.bias / scale)  # type: ignore[operator]
+    linear.put_(layer, scale)
     block.module.set_submodule(parting.second, layer)
     if parting.family.norm == "post":
         norm = first_path(block.module, parting.family.norm2)

@@ -17,9 +17,8 @@ from ..hosts.probes import largest_difference
 from .logistic import SoftRows
 from .readout_states import Parting, Reader, States
 from .ridge import Fit, Linear, Moments, fit
+from .token_sums import judges_among
 
-HELD_OUT = 5
-"""Every fifth example is held out to choose the ridge."""
 LEAST = 20
 """Fewest examples to fit to."""
 ROWS = 1024
@@ -207,9 +206,8 @@ def read_rows(
     bar = progress_bar(results, description="fold", enabled=progress, total=length_of(data))
     for result in bar:
         count = len(result[f"{next(iter(trunks))}.readout"])
-        numbers = torch.arange(rows.examples, rows.examples + count)
+        judges = judges_among(rows.examples, count, seed)
         rows.examples += count
-        judges = (numbers + seed) % HELD_OUT == 0
         for name in trunks:
             if states:
                 given = (result[f"{name}.features"], result[f"{name}.states"])

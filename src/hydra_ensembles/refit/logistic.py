@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .ridge import Linear
+from .token_sums import judges_among
 
 PENALTY = 2e-3
 """On calibration data of CLINC150, SST-2 and CIFAR-10 best for the mean of this fit and that to
@@ -29,8 +30,6 @@ MORE = (0.1, 1, 10, 100)
 """Factors of the penalty that are tried on held-out rows where rows are few."""
 FEW = 3
 """Rows per feature below which they are few."""
-HELD_OUT = 5
-"""Every fifth row is held out then."""
 STEPS = 100
 """Most steps of L-BFGS."""
 KEPT_BYTES = 2**30
@@ -99,7 +98,7 @@ def _cross_entropy(features: Tensor, target: Tensor, weight: Tensor, bias: Tenso
 
 def _held_out_loss(features: Tensor, target: Tensor, told: float, factor: float) -> float:
     """Return the cross-entropy on every fifth row of a fit to the others."""
-    judges = torch.arange(len(features)) % HELD_OUT == 0
+    judges = judges_among(0, len(features), 0)
     fitted = _fit(features[~judges], target[~judges], PENALTY * told * factor)
     return float(_cross_entropy(features[judges], target[judges], *fitted))
 

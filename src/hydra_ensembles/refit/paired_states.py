@@ -33,9 +33,8 @@ from ..hosts.block_calls import (
 )
 from ..hosts.head_weights import linear_weight
 from .sublayer import Sublayer, sublayers
+from .token_sums import HELD_OUT, judges_among
 
-HELD_OUT = 5
-"""Every fifth example is held out to choose the ridge."""
 STATES_BYTES = 4 * 2**30
 """Memory for states; batches beyond it are computed again from their inputs for every block."""
 ROWS_PER_UNKNOWN = 2
@@ -147,8 +146,7 @@ class PairedStates:
 
     def _judges(self, number: int) -> Tensor:
         start = [0, *accumulate(self.sizes)][number]
-        numbers = torch.arange(start, start + self.sizes[number])
-        return (numbers + self.seed) % HELD_OUT == 0
+        return judges_among(start, self.sizes[number], self.seed)
 
     def _sums_bytes(self) -> int:
         """Return the bytes of the largest moments: fitted, judging, and a third for their sum."""

@@ -16,10 +16,9 @@ from ..data.processes import in_order
 from ..data.progress import length_of, progress_bar
 from ..hosts import HostModel, host_model, main_output
 from ..hosts.block_calls import parameter_names
-from ..hosts.head_weights import is_linear, linear_weight
-from .paired_states import HELD_OUT
+from ..hosts.head_weights import is_linear
 from .ridge import Linear
-from .token_sums import TokenSums, best_fit
+from .token_sums import TokenSums, best_fit, judges_among
 
 
 @dataclass(frozen=True)
@@ -73,24 +72,16 @@ def refit_readout_(
         results, description="classifier", enabled=progress, total=length_of(data)
     ):
         features, targets = result["features"], result["targets"]
-        numbers = torch.arange(examples, examples + len(features))
+        judges = judges_among(examples, len(features), seed)
         examples += len(features)
         weights = torch.ones(len(features), 1, dtype=torch.float64)
-        judges = (numbers + seed) % HELD_OUT == 0
         sums.add_(features[:, None], targets[:, None], weights, judges)
     fitted, judging = sums.together()
     if fitted is None or judging is None:
         return f"{examples} examples are too few"
-    bias: Any = layer.bias
-    given = Linear(
-        linear_weight(layer).detach().double().cpu().T,
-        None if bias is None else bias.detach().double().cpu(),
-    )
-    result = best_fit(fitted, judging, given)
+    result = best_fit(fitted, judging, Linear.of(layer))
     if result.ridge is not None:
-        linear_weight(layer).copy_(result.linear.weight.T)
-        if result.linear.bias is not None:
-            bias.copy_(result.linear.bias)
+        result.linear.put_(layer)
     return ReadoutFit(result.ridge, result.error, result.given_error)
 
 

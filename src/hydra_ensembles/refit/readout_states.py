@@ -78,11 +78,7 @@ class Parting:
         block = self.block(model)
         layer, scale = block.module.get_submodule(self.second), layer_scale(block)
         assert scale is not None
-        bias: Any = layer.bias
-        weight = linear_weight(layer).detach().double().cpu().T
-        return Linear(
-            weight * scale, None if bias is None else bias.detach().double().cpu() * scale
-        )
+        return Linear.of(layer, scale)
 
 
 @torch.no_grad()

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import DataError
+from ..hosts.head_weights import linear_weight
 
 GRID = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Ridges that are tried, relative to the mean variance of the features."""
@@ -89,6 +91,20 @@ class Linear:
 
     weight: Tensor
     bias: Tensor | None
+
+    @classmethod
+    def of(cls, layer: nn.Module, scale: Tensor | float = 1.0) -> Linear:
+        """Return the map of a linear layer whose output is multiplied by a scale."""
+        bias: Any = layer.bias
+        weight = linear_weight(layer).detach().double().cpu().T * scale
+        return cls(weight, None if bias is None else bias.detach().double().cpu() * scale)
+
+    @torch.no_grad()
+    def put_(self, layer: nn.Module, scale: Tensor | float = 1.0) -> None:
+        """Set a layer's weights to this map, which includes the scale of its output, in place."""
+        linear_weight(layer).copy_((self.weight / scale).T)
+        if self.bias is not None:
+            layer.bias.copy_(self.bias / scale)  # type: ignore[operator]
 
     @classmethod
     def joined(cls, maps: Sequence[Linear]) -> Linear:

@@ -24,7 +24,6 @@ from ..hosts import Block
 from ..hosts.block import last_linear
 from ..hosts.block_calls import BlockCall, states_of
 from ..hosts.families import first_path
-from ..hosts.head_weights import linear_weight
 from ..hosts.multihead_attention import open_attention_
 from .ridge import Linear
 
@@ -61,20 +60,11 @@ class Sublayer:
 
     def given(self, block: Block) -> Linear:
         """Return the layer's weights in a block, times the scale."""
-        layer = self.linear(block)
-        bias: Any = layer.bias
-        scale = 1.0 if self.scale is None else self.scale
-        weight = linear_weight(layer).detach().double().cpu().T * scale
-        return Linear(weight, None if bias is None else bias.detach().double().cpu() * scale)
+        return Linear.of(self.linear(block), 1.0 if self.scale is None else self.scale)
 
-    @torch.no_grad()
     def put_(self, block: Block, linear: Linear) -> None:
         """Set the layer's weights in a block to a map that includes the scale, in place."""
-        layer = self.linear(block)
-        scale = 1.0 if self.scale is None else self.scale
-        linear_weight(layer).copy_((linear.weight / scale).T)
-        if linear.bias is not None:
-            layer.bias.copy_(linear.bias / scale)  # type: ignore[operator]
+        linear.put_(self.linear(block), 1.0 if self.scale is None else self.scale)
 
 
 def sublayers(block: Block, call: BlockCall) -> list[Sublayer]:

@@ -10,6 +10,8 @@ from torch import Tensor
 from ..data import processes
 from .ridge import GRID, Fit, Linear, Moments, fit
 
+HELD_OUT = 5
+"""Every fifth example is held out: it judges fits."""
 ROWS = 2048
 """Tokens that are kept before their moments are added."""
 FROM_ZERO = (1e-8, 1e-6, *GRID)
@@ -17,6 +19,11 @@ FROM_ZERO = (1e-8, 1e-6, *GRID)
 models have, which make the mean variance large."""
 FROM_GIVEN = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 """Ridges of fits that shrink to the given weights."""
+
+
+def judges_among(first: int, count: int, seed: int) -> Tensor:
+    """Return which of so many examples judge [example]; `first` is the number of the first one."""
+    return (torch.arange(first, first + count) + seed) % HELD_OUT == 0
 
 
 @dataclass

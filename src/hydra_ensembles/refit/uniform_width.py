@@ -119,7 +119,7 @@ def stock_model(pruned: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
             f"{type(pruned).__name__} has other weights when it is built with {dict(settings)}. "
             "Use uniform=False."
         )
-    fill_(model, state, {})
+    fill_(model, state)
     if getattr(old, "generation_config", None) is not None:
         vars(model)["generation_config"] = copy.deepcopy(old.generation_config)
     return model.to(next(pruned.parameters()).device).train(pruned.training)

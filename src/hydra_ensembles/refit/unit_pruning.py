@@ -226,12 +226,12 @@ def _kept(mask: UnitMask, host: HostModel) -> tuple[list[list[int]], list[list[i
 def _figures(model: nn.Module, data: Any, progress: bool) -> dict[str, float]:
     """Return accuracy and NLL of a classifier, the perplexity of a language model."""
     if predicts_next_token(model):
-        return {"perplexity": _perplexity(model, data)}
+        return {"perplexity": perplexity(model, data)}
     results = evaluate(model, data, progress=progress)
     return {name: float(results[name]) for name in ("cls/Acc", "cls/NLL")}
 
 
-def _perplexity(model: nn.Module, data: Any) -> float:
+def perplexity(model: nn.Module, data: Any) -> float:
     """Return exp of the mean NLL of the next token, padding left out."""
 
     def work(number: int, batch: Any) -> dict[str, Tensor]:

@@ -150,6 +150,8 @@ def distill(
     if members < 1:
         raise ValueError(f"members={members}: expected 1 or more.")
     settings = settings.updated(epochs, learning_rate)
+    # epoch e sees view e mod views: teachers are not asked for views that no epoch sees
+    settings = replace(settings, views=min(settings.views, settings.epochs))
     if not settings.distill:
         raise ValueError(
             "distill is 0 in the settings, so no member would learn from its teacher. Start from "
