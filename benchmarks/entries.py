@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
+from hydra_ensembles.costs import choose_units
+from hydra_ensembles.criteria import score_units
+from hydra_ensembles.heads import prune_units_
 
 KEEP: dict[str, float | int] = {"vit-s": 1 / 3, "vit-b": 1 / 3, "deit-tiny": 1, "minilm": 0.5}
 """Heads that a member keeps of a branched block: a third; one of three; half."""
@@ -29,6 +32,7 @@ RIVALS = (
     "packed ensemble",
     "batch ensemble",
 )
+LEAST_SQUARES = ("single", "single readout", "folded", "pruned 0.75", "pruned 0.5", "uniform 0.5")
 
 
 class DeepEnsemble(nn.Module):
@@ -76,11 +80,15 @@ def entry(name: str, shape: str, host: nn.Module, batch: Any, members: int = 3) 
 
     if name.startswith("hydra last "):
         return hydra.fuse(host, masks(int(name.rpartition(" ")[2])))
+    if name.startswith(("pruned ", "uniform ")):
+        kind, _, max_cost = name.partition(" ")
+        return pruned(host, batch, float(max_cost), uniform=kind == "uniform")
     makers: dict[str, Callable[[], nn.Module]] = {
         "single": lambda: host,
         "single readout": lambda: hydra.fuse(host, [HeadMask.full(host)]),
         "hydra first": lambda: hydra.fuse(host, masks(layers)),
         "hydra first all tokens": lambda: hydra.fuse(host, masks(layers), readout_only=False),
+        "folded": lambda: folded(shape, members),
         "loop": lambda: hydra.fuse(host, masks(layers), mode="loop"),
         "deep ensemble": lambda: DeepEnsemble(host, members),
         "deep ensemble vmap": lambda: VmapEnsemble(host, members),
@@ -89,6 +97,23 @@ def entry(name: str, shape: str, host: nn.Module, batch: Any, members: int = 3) 
         "batch ensemble": lambda: rival("batch-ensemble", host, batch, members, train=False),
     }
     return makers[name]().eval()
+
+
+def folded(shape: str, members: int) -> nn.Module:
+    """Fold hosts that lie close together, on a few random inputs."""
+    hosts = [shapes.host(shape) for _ in range(members)]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in (p for one in hosts for p in one.parameters()):
+            parameter += 1e-3 * torch.randn(parameter.shape, generator=generator)
+    return hydra.fold(hosts, [shapes.batch(shape, size=32)], student=False, progress=False)
+
+
+def pruned(host: nn.Module, batch: Any, max_cost: float, *, uniform: bool) -> nn.Module:
+    """Prune to a counted cost by the weights' size; a refit does not change the speed."""
+    scores = score_units(host, [batch], criterion="magnitude", progress=False)
+    mask = choose_units(host, scores, max_cost=max_cost, batch=batch, uniform=uniform)
+    return prune_units_(copy.deepcopy(host), mask)
 
 
 def rival(name: str, host: nn.Module, batch: Any, members: int, **options: Any) -> nn.Module:

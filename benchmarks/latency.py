@@ -11,18 +11,19 @@ from pathlib import Path
 
 import shapes
 import torch
-from entries import CORE, RIVALS, entries
+from entries import CORE, LEAST_SQUARES, RIVALS, entries
 
 from hydra_ensembles.evaluation.latency import benchmark
 
 RESULTS = Path(__file__).parent / "results"
+SETS = {"core": CORE, "rivals": RIVALS, "least-squares": LEAST_SQUARES}
 
 
 def main() -> None:
     """Parse, run, print, write JSON and a picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=shapes.SHAPES, default="vit-s")
-    parser.add_argument("--set", choices=("core", "rivals"), default="core", dest="which")
+    parser.add_argument("--set", choices=SETS, default="core", dest="which")
     parser.add_argument("--only", help="names of entries, with commas, instead of a set")
     parser.add_argument("--batch-sizes", default="1,8,32")
     parser.add_argument("--rounds", type=int, default=12)
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("--name", help="of the files written, below benchmarks/results")
     args = parser.parse_args()
 
-    names = tuple(args.only.split(",")) if args.only else CORE if args.which == "core" else RIVALS
+    names = tuple(args.only.split(",")) if args.only else SETS[args.which]
     torch.set_num_threads(args.threads)
     host = shapes.host(args.shape, tokens=args.tokens)
     batch = shapes.batch(args.shape, tokens=args.tokens)
