@@ -23,18 +23,24 @@ from ..data.model_runs import call_model, check_data, member_logits_of
 from ..data.progress import announce
 from ..errors import DataError
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.fuse_members import fuse, refuse_other_tasks
+from ..fusion.fuse_members import fuse
 from ..fusion.inputs import remember_inputs
 from ..heads.head_mask import HeadMask
 from ..hosts import HostModel, host_model
 from ..hosts.example_inputs import pad_token
 from ..search.search_state import SearchState, TensorStore
+from ..tasks import refuse
 from ..uncertainty import scores
 from .calibration import apply_calibration_, calibrate_
 from .data_parts import Outcome, Parts, Task
 from .methods import Method, as_method
 
 DEFAULT_MEMBERS = 3
+BY_TOKEN = (
+    "The search needs one label per example, but the labels of a token classifier are one per "
+    "token. Choose heads by score_heads(model, data).top_k(0.5), one mask per member, and fuse() "
+    "them."
+)
 
 
 @in_plain_words()
@@ -103,8 +109,10 @@ def build(
         raise ValueError(f"members={members}: expected 1 or more.")
     if score != "auto":
         scores[score]  # an unknown name fails now
-    refuse_other_tasks(model, by_name=True)
+    refuse(model.model if isinstance(model, HostModel) else model)
     host = host_model(model)
+    if host.task.by_token:
+        raise DataError(BY_TOKEN)
     check_data(host.model, calibration)
     check_class_order(host.model, calibration, seed=seed)
     parts = Parts(

@@ -23,7 +23,7 @@ from ..data.batches import split_batch
 from ..data.eval_mode import in_eval
 from ..data.loaders import Batches
 from ..data.memory import Halving
-from ..data.model_runs import collect_logits, flat_tokens
+from ..data.model_runs import collect_logits
 from ..data.processes import in_order
 from ..data.progress import progress_bar
 from ..data.proxies import make_proxies
@@ -31,7 +31,7 @@ from ..errors import DataError
 from ..evaluation.evaluator import evaluate
 from ..evaluation.metrics import expected_calibration_error, negative_log_likelihood, ood_figures
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.known_data import features_of, hashes_of, novelty_fit, text_logits
+from ..fusion.known_data import features_of, hashes_of, novelty_fit, novelty_rows
 from ..uncertainty import find_temperature, mean_probability, scale_logits, score_logits
 from ..uncertainty.novelty_fit import NoveltyFit
 from .data_parts import Parts
@@ -233,8 +233,9 @@ def calibrate_(
             batches.append((batch["logits"], batch["labels"]))
             if novelty is not False:
                 if fit is None:
-                    fit = novelty_fit(ensemble, batch["logits"].shape[-1])
-                fit.add_(batch["summaries"], batch["mean_logits"], batch.get("classes"))
+                    rows = batch.get("rows")
+                    fit = novelty_fit(ensemble, 0 if rows is None else rows.shape[-1])
+                fit.add_(batch["summaries"], batch.get("rows"), batch.get("classes"))
                 hashes.append(batch.get("hashes"))
         logits[part], labels[part] = map(torch.cat, zip(*batches, strict=True))
     found: dict[str, Any] = {
@@ -371,16 +372,16 @@ def run_ensemble(
     """Run an ensemble over data once; yield its raw logits and what novelty reads, by batch.
 
     `logits` and `labels` are by example (every token of a token classifier is one). By input are
-    `summaries`, `mean_logits` (over the tokens) and, where there are any, `classes` and `hashes`.
+    `summaries` and, where there are any, `rows` of logits for novelty, `classes` and `hashes`.
     """
-    model = in_eval(ensemble)
+    model, task = in_eval(ensemble), ensemble.task
     halving = Halving(name)
 
     def work(index: int, batch: Any) -> dict[str, Tensor]:
         columns: dict[str, list[Tensor]] = {}
         for part, (said, summaries) in halving(partial(features_of, model), batch):
             _, inputs, given = split_batch(part)
-            logits, labels = flat_tokens(model, inputs.get("attention_mask"), said.cpu(), given)
+            logits, labels = task.examples(said.cpu(), given, inputs.get("attention_mask"))
             if not bool(logits.amax(-1).isfinite().all()):
                 raise DataError(
                     f"The model returned NaN or infinity for batch {index} of the data set "
@@ -388,10 +389,10 @@ def run_ensemble(
                 )
             found = {
                 "logits": logits,
-                "labels": None if labels is None else labels.cpu().long(),
+                "labels": None if labels is None else task.check_labels(labels, name),
                 "summaries": summaries.float().cpu(),
-                "mean_logits": text_logits(said, part).cpu(),
-                "classes": given if said.ndim == 3 else None,
+                "rows": novelty_rows(ensemble, said.cpu(), part),
+                "classes": given if task.classifies and said.ndim == 3 else None,
                 "hashes": hashes_of(ensemble, part),
             }
             for key, value in found.items():

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-
-IGNORED = -100
-"""The label of a token that does not count, as torch's losses and transformers have it."""
+from ..tasks import IGNORED as IGNORED
 
 
 def even_columns(

@@ -20,7 +20,6 @@ from ..errors import DataError, HydraError
 from ..uncertainty.evidence import Evidence
 from ..uncertainty.novelty import Novelty
 from ..uncertainty.novelty_fit import NoveltyFit
-from ..uncertainty.scores import per_text
 from .call_options import tap_names
 from .inputs import prepare
 
@@ -45,9 +44,10 @@ def features_of(ensemble: FusedModel, batch: Any) -> tuple[Tensor, Tensor]:
     return run.member_logits.float(), run.summaries
 
 
-def text_logits(logits: Tensor, batch: Any) -> Tensor:
-    """Return one row of logits per text of a batch (see `scores.per_text`)."""
-    return per_text(logits, split_batch(batch)[1].get("attention_mask"))
+def novelty_rows(ensemble: FusedModel, outputs: Tensor, batch: Any) -> Tensor | None:
+    """Return one row of logits per input of a batch, if its task has any (`Task.novelty_rows`)."""
+    mask = split_batch(batch)[1].get("attention_mask")
+    return ensemble.task.novelty_rows(outputs, mask)
 
 
 def novelty_fit(ensemble: FusedModel, classes: int, *, choose: bool = False) -> NoveltyFit:
@@ -80,20 +80,20 @@ def fit_novelty(
     names = _names_of(known) if names is None else names
     fit: NoveltyFit | None = None
     for found in () if train is None else summaries_of(ensemble, train, "training", progress):
-        fit = fit or novelty_fit(ensemble, found["logits"].shape[-1], choose=choose)
-        fit.add_train_(found["summaries"], found["logits"], found.get("labels"))
+        fit = fit or novelty_fit(ensemble, _classes(found), choose=choose)
+        fit.add_train_(found["summaries"], found.get("logits"), found.get("labels"))
     if train is not None and fit is None:
         raise DataError("The training data is empty: it gave no batch.")
     hashes: list[Tensor | None] = []
     for found in summaries_of(ensemble, known, "known", progress):
-        fit = fit or novelty_fit(ensemble, found["logits"].shape[-1], choose=choose)
-        fit.add_(found["summaries"], found["logits"], found.get("labels"))
+        fit = fit or novelty_fit(ensemble, _classes(found), choose=choose)
+        fit.add_(found["summaries"], found.get("logits"), found.get("labels"))
         hashes.append(found.get("hashes"))
     if fit is None or not hashes:
         raise DataError("The known data is empty: it gave no batch.")
     for name, data in (ood or {}).items():
         for found in summaries_of(ensemble, data, name, progress):
-            fit.add_ood_(name, found["summaries"], found["logits"])
+            fit.add_ood_(name, found["summaries"], found.get("logits"))
     novelty, kept = fit.finish(names or ()), [part.cpu() for part in hashes if part is not None]
     return replace(novelty, hashes=torch.cat(kept)) if len(kept) == len(hashes) else novelty
 
@@ -103,7 +103,7 @@ def summaries_of(
 ) -> Iterator[dict[str, Tensor]]:
     """Run an ensemble over data; yield what novelty reads, by batch.
 
-    That is `logits` and `summaries` by input and, where there are any, `labels` and `hashes`.
+    That is `summaries` by input and, where there are any, `logits`, `labels` and `hashes`.
     """
     model = in_eval(ensemble)
     name = f"{kind} data"
@@ -119,15 +119,18 @@ def summaries_of(
                 f"The model failed on batch {number} of the {name}: {error}. The data must be "
                 "prepared as the model expects it."
             ) from error
-        # labels of tokens say nothing about a text
-        by_text = parts[0][1][0].ndim == 3
-        logits = torch.cat([text_logits(member, part) for part, (member, _) in parts])
-        found = {"logits": logits, "summaries": torch.cat([taps for _, (_, taps) in parts])}
+        rows = [novelty_rows(ensemble, members, part) for part, (members, _) in parts]
+        found = {"summaries": torch.cat([taps for _, (_, taps) in parts])}
+        logits = [row for row in rows if row is not None]
+        if logits:
+            found["logits"] = torch.cat(logits)
         hashes = hashes_of(ensemble, batch)
         if hashes is not None:
             found["hashes"] = hashes
-        given = split_batch(batch)[2] if by_text else None
-        labels = _checked(given, logits.shape[-1], f"Batch {number} of the {name}")
+        # labels of tokens say nothing about a text
+        by_class = ensemble.is_classifier and parts[0][1][0].ndim == 3
+        given = split_batch(batch)[2] if by_class else None
+        labels = _checked(given, _classes(found), f"Batch {number} of the {name}")
         return found if labels is None else {**found, "labels": labels}
 
     results = in_order(data, work, name=name)
@@ -158,7 +161,14 @@ def why_novel(ensemble: FusedModel, batch: Any, neighbours: int) -> Evidence:
         raise HydraError("Novelty is not fitted: call ensemble.fit_novelty_(known) first.")
     batch = prepare(ensemble, batch)
     logits, summaries = features_of(in_eval(ensemble), batch)
-    return ensemble._statistics().explain(summaries, text_logits(logits, batch), neighbours)
+    return ensemble._statistics().explain(
+        summaries, novelty_rows(ensemble, logits, batch), neighbours
+    )
+
+
+def _classes(found: Mapping[str, Tensor]) -> int:
+    """Return the number of classes that a batch's logits tell apart; 0 without logits."""
+    return found["logits"].shape[-1] if "logits" in found else 0
 
 
 def _checked(labels: Tensor | None, classes: int, where: str) -> Tensor | None:

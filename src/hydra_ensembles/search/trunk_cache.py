@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..data import processes
-from ..data.batches import check_inputs, check_labels, split_batch
+from ..data.batches import check_inputs, split_batch
 from ..data.eval_mode import evaluating
 from ..data.loaders import check_reiterable
 from ..data.processes import in_order, own_batches, own_numbers
@@ -115,7 +115,7 @@ class Prefix:
         size = {"size": torch.tensor(call.batch)}
         if found is None or name not in labelled:
             return size
-        return {**size, "labels": check_labels(found, where)}
+        return {**size, "labels": self.host.task.check_labels(found, where)}
 
     def _keep(self, key: tuple[str, int], x: Tensor, call: Call) -> None:
         size = x.numel() * x.element_size() + call.bytes()
@@ -242,5 +242,6 @@ class Prefix:
                 found[name] = [one["logits"] for one in self.over(name, partial(run, name))]
         labels = {name: self.labels[name] for name in chosen if name in self.labels}
         for name, values in labels.items():
-            check_labels(values, f"the data set {name!r}", classes=found[name][0].shape[-1])
+            size = found[name][0].shape[-1]
+            self.host.task.check_labels(values, f"the data set {name!r}", size=size)
         return Outputs({name: torch.cat(parts) for name, parts in found.items()}, labels)
