@@ -23,7 +23,7 @@ WHY = (None, "too unsure", "too new", "too unsure and too new")
 ANSWER, UNSURE, NEW, BOTH = range(4)
 
 SURE = {"uncertainty": "the ensemble's score, higher when less sure"}
-_MEMBERS = {
+MEMBERS = {
     "mutual_information": "what the members disagree about, in nats",
     "disagreement": "share of member pairs that predict different classes",
 }
@@ -38,7 +38,7 @@ FIELDS = {
     "class": "number of the predicted class",
     "confidence": "probability of the predicted class",
     **SURE,
-    **_MEMBERS,
+    **MEMBERS,
     **DECIDED,
 }
 """The fields of a row of a classifier, in order, and what they mean."""
@@ -67,6 +67,8 @@ class Prediction:
     """The fields of a row, in order, and what they mean."""
     HIDDEN: ClassVar[frozenset[str]] = frozenset({"class", "novelty_score", "why"})
     """Fields that printing leaves out."""
+    LISTS: ClassVar[tuple[str, ...]] = ()
+    """Columns that are lists, one entry per input, or None."""
 
     uncertainty: Any
     score: str = "msp"
@@ -164,7 +166,11 @@ class Prediction:
             if not -length <= index < length:
                 raise IndexError(f"Input {index} of a prediction on {length}.")
             index = slice(index % length, index % length + 1)
-        return self._map(lambda column: column[index])
+        taken = self._map(lambda column: column[index])
+        lists = {name: getattr(self, name) for name in self.LISTS}
+        rows = np.arange(len(self))[index if isinstance(index, slice) else as_numpy(index)]
+        found = {n: [values[row] for row in rows] for n, values in lists.items() if values}
+        return replace(taken, **found) if found else taken
 
     def __iter__(self) -> Iterator[Prediction]:
         return (self[i] for i in range(len(self)))
@@ -291,13 +297,33 @@ def join(parts: Sequence[Prediction]) -> Prediction:
         columns = [getattr(part, name) for part in parts]
         if any(column is None for column in columns):
             joined[name] = None
-        elif isinstance(first, np.ndarray):
+            continue
+        columns = _even(columns)
+        if isinstance(first, np.ndarray):
             joined[name] = np.concatenate(columns)
         else:
             import torch
 
             joined[name] = torch.cat(columns)
+    for name in parts[0].LISTS:
+        lists = [getattr(part, name) for part in parts]
+        joined[name] = None if None in lists else [item for part in lists for item in part]
     return replace(parts[0], **joined)
+
+
+def _even(columns: list[Any]) -> list[Any]:
+    """Pad columns of texts with different numbers of tokens to one number, with zeros."""
+    shape = [max(sizes) for sizes in zip(*(column.shape[1:] for column in columns), strict=True)]
+    if all(list(column.shape[1:]) == shape for column in columns):
+        return columns
+    padded = []
+    for column in columns:
+        new = (np.zeros if isinstance(column, np.ndarray) else column.new_zeros)(
+            (len(column), *shape), dtype=column.dtype
+        )
+        new[tuple(slice(size) for size in column.shape)] = column
+        padded.append(new)
+    return padded
 
 
 def named(numbers: list[Any], names: Sequence[str] | None) -> list[Any]:
@@ -328,7 +354,8 @@ def _is_float(column: Any) -> bool:
 
 
 def as_numpy(column: Any) -> np.ndarray[Any, Any]:
-    if isinstance(column, np.ndarray):
-        return column
+    """Return a column as an array; half precision becomes float32."""
+    if not hasattr(column, "detach"):
+        return np.asarray(column)
     column = column.detach().cpu()
     return (column.float() if column.is_floating_point() else column).numpy()

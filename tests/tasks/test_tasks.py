@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import transformers
 
 import hydra_ensembles as hydra
 from hydra_ensembles import HydraEnsemble
-from hydra_ensembles.data.batches import main_output
+from hydra_ensembles.data.batches import labels_of, main_output
 from hydra_ensembles.errors import DataError, HydraError, UnsupportedModelError
+from hydra_ensembles.prediction import join
 from hydra_ensembles.tasks import Embedding, MultiLabel, Regression, Task, as_task, task_of, tasks
 from tests import zoo
 from tests.fusion.test_fusion import EARLY
@@ -52,6 +54,7 @@ HOSTS: dict[str, tuple[str, Callable[[], torch.nn.Module]]] = {
     "tags": ("token-classification", bert("BertForTokenClassification", num_labels=5)),
     "masked words": ("token-classification", bert("BertForMaskedLM")),
     "next words": ("next-token", gpt2),
+    "questions": ("question-answering", bert("BertForQuestionAnswering")),
     "encoder": ("embedding", bert("BertModel")),
 }
 LABELLED = [name for name in HOSTS if name != "encoder"]
@@ -70,6 +73,10 @@ def fused(name: str) -> HydraEnsemble:
 def inputs(name: str, size: int = 4, seed: int = 1) -> dict[str, torch.Tensor]:
     if name == "image number":
         return {"pixel_values": zoo.batch("vit", size=size, seed=seed)}
+    if name == "questions":
+        batch = zoo.batch("bert", size=size, seed=seed)
+        types = (torch.arange(7) > 1).long().repeat(size, 1) * batch["attention_mask"]
+        return {**batch, "token_type_ids": types}
     return dict(zoo.batch("bert", size=size, seed=seed))
 
 
@@ -83,6 +90,9 @@ def labels(name: str, size: int = 4) -> dict[str, torch.Tensor]:
         return {"labels": numbers if count > 1 else numbers[:, 0]}
     if name == "classes":
         return {"labels": torch.arange(size) % 5}
+    if name == "questions":  # the last one was cut off
+        ends = torch.tensor([3, 4, 2, 7])[torch.arange(size) % 4]
+        return {"start_positions": torch.full((size,), 2), "end_positions": ends}
     batch = inputs(name, size)
     words = torch.randint(0, 5, batch["input_ids"].shape, generator=generator)
     return {"labels": words.masked_fill(batch["attention_mask"] == 0, -100)}
@@ -139,9 +149,10 @@ def test_the_loss_is_that_of_the_mean(name: str) -> None:
     ensemble, batch, given = fused(name), inputs(name), labels(name)
     output = ensemble(**batch, **given)
     mean = ensemble.task.mean(ensemble.member_logits(batch))
-    losses = ensemble.task.losses(mean, given["labels"], batch.get("attention_mask"))
+    checked = ensemble.task.check_labels(labels_of(given), "the test")
+    losses = ensemble.task.losses(mean, checked, batch.get("attention_mask"))
     assert losses.shape == (4,)
-    if not ensemble.task.by_token:  # where texts have different numbers of tokens
+    if not ensemble.task.by_token and name != "questions":  # the mean is over what counts
         torch.testing.assert_close(output.loss, losses.mean())
     output.loss.backward()
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in ensemble.parameters())
@@ -162,7 +173,7 @@ def test_answers_do_not_depend_on_the_batch(name: str) -> None:
         assert list(whole.rows()[0]) == list(type(whole).FIELDS)
 
 
-@pytest.mark.parametrize("name", ["classes", "labels", "number", "numbers", "encoder"])
+@pytest.mark.parametrize("name", ["classes", "labels", "number", "numbers", "questions", "encoder"])
 def test_novelty_and_a_policy_for_every_task(name: str) -> None:
     ensemble = hydra.fuse(host(name), EARLY)
     ensemble.fit_novelty_([inputs(name, size=40, seed=2)], progress=False)
@@ -227,6 +238,75 @@ def test_an_encoder_gives_its_host_s_output() -> None:
         ensemble(**batch, labels=torch.zeros(4))
 
 
+def fast_tokenizer() -> Any:
+    """A real tokenizer that knows where its tokens are."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "who", "saw", "ann", "lee", "in", "rome", "##s"]
+    model = models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
+    )
+
+
+def test_entities_have_places_in_the_text() -> None:
+    ensemble = hydra.fuse(host("tags"), EARLY)
+    ensemble.tokenizer = fast_tokenizer()
+    ensemble.id2label = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
+    texts = ["ann lees saw rome", "who"]
+    answer = ensemble.predict(texts)
+    # one tag per token: [CLS] ann lee ##s saw rome [SEP]
+    answer = replace(
+        answer, class_index=torch.tensor([[1, 1, 2, 4, 0, 3, 1], [3, 0, 3, 0, 0, 0, 0]])
+    )
+    assert answer.real.sum(1).tolist() == [5, 1]
+    assert answer.words[0].tolist() == [-1, 0, 1, 1, 2, 3, -1]
+    first, second = answer.entities
+    assert [(e["label"], e["text"], e["start"], e["end"]) for e in first] == [
+        ("PER", "ann lees", 0, 8),
+        ("LOC", "rome", 13, 17),
+    ]
+    assert second == []
+    row = answer.rows()[0]
+    assert row["label"] == ["B-PER", "I-PER", "I-LOC", "O", "B-LOC"]
+    assert row["entities"][0]["confidence"] == pytest.approx(
+        float(answer.confidence[0, 1:3].min()), abs=1e-6
+    )
+    assert answer[1].texts == ["who"] and join([answer[0], answer[1]]).texts == texts
+
+
+def test_spans_are_the_best_of_all_and_have_a_text() -> None:
+    ensemble = hydra.fuse(host("questions"), EARLY)
+    ensemble.tokenizer = fast_tokenizer()
+    asked = {"question": "who saw rome", "context": "ann lees saw rome in rome"}
+    answer = ensemble.predict([asked, asked])
+    # [CLS] who saw rome [SEP] ann lee ##s saw rome in rome [SEP]
+    assert answer.able[0].tolist() == [False] * 5 + [True] * 7 + [False]
+    logits = answer.member_logits[0]
+    best, total = {}, torch.zeros(3)
+    for start in range(13):
+        for end in range(start, 13):
+            if (start, end) == (0, 0) or (start >= 5 and end <= 11):
+                best[start, end] = (logits[:, 0, start] + logits[:, 1, end]).exp()
+                total += best[start, end]
+    chances = {span: float((value / total).mean()) for span, value in best.items()}
+    span = max(chances, key=chances.__getitem__)
+    assert (int(answer.start[0]), int(answer.end[0])) == span
+    assert float(answer.confidence[0]) == pytest.approx(chances[span], rel=1e-4)
+    assert float(answer.no_answer[0]) == pytest.approx(chances[0, 0], rel=1e-4)
+    words = ["ann", "lee", "s", "saw", "rome", "in", "rome"]
+    shown = answer.rows()[0]["answer"]
+    if span == (0, 0):
+        assert shown == ""
+    else:
+        assert shown.startswith(words[span[0] - 5]) and shown.endswith(words[span[1] - 5])
+    with pytest.raises(DataError, match="question"):
+        ensemble.predict(["who saw rome"])
+
+
 def test_a_task_can_be_given() -> None:
     model = zoo.host("vit")  # its config does not say that labels are several
     ensemble = hydra.fuse(model, EARLY, task="multi-label")
@@ -268,3 +348,26 @@ def test_other_tasks_are_refused_by_their_names(kind: str, task: str) -> None:
     assert not explanation.supported and task in explanation.reason
     with pytest.raises(UnsupportedModelError, match=task):
         hydra.fuse(model, EARLY)
+
+
+@pytest.mark.parametrize("name", ["labels", "number", "numbers", "questions", "tags"])
+def test_every_labelled_task_is_evaluated(name: str) -> None:
+    ensemble = hydra.fuse(host(name), EARLY)
+    ensemble.fit_novelty_([inputs(name, size=40, seed=2)], progress=False)
+    data = [{**inputs(name, size=12), **labels(name, size=12)}]
+    far = [inputs(name, size=9, seed=7)]
+    results = hydra.evaluate(ensemble, data, ood={"far": far}, bootstrap=20, progress=False)
+    answer = ensemble.predict(inputs(name, size=12))
+    given = labels_of(labels(name, size=12))
+    assert given is not None
+    if name == "labels":
+        assert results["cls/Acc"] == float((answer.active == given.bool()).all(1).float().mean())
+    if "number" in name:
+        error = answer.values - given.reshape(answer.values.shape)
+        assert results["reg/MAE"] == pytest.approx(float(error.abs().mean()), rel=1e-5)
+    if name == "questions":
+        exact = (answer.start == given[:, 0]) & (answer.end == given[:, 1])
+        assert results["cls/Acc"] == float(exact.float().mean())
+    assert 0 <= results["ood/far/AUROC"] <= 1
+    if name != "tags":  # novelty is of texts
+        assert "novelty/Alarms_5" in results and "ood/far/novelty/AUROC" in results

@@ -381,7 +381,7 @@ def run_ensemble(
         columns: dict[str, list[Tensor]] = {}
         for part, (said, summaries) in halving(partial(features_of, model), batch):
             _, inputs, given = split_batch(part)
-            logits, labels = task.examples(said.cpu(), given, inputs.get("attention_mask"))
+            logits, labels = task.examples(said.cpu(), given, inputs)
             if not bool(logits.amax(-1).isfinite().all()):
                 raise DataError(
                     f"The model returned NaN or infinity for batch {index} of the data set "

@@ -215,7 +215,7 @@ def run_model(
         output = _answer(model, part, device)
         logits = member_outputs_of(output, task).detach().cpu()
         labels = None if ignore_labels else labels
-        logits, labels = task.examples(logits, labels, kwargs.get("attention_mask"))
+        logits, labels = task.examples(logits, labels, kwargs)
         if not isinstance(output, Prediction):
             return ModelRun(logits, labels)
         # novelty and decisions are of texts; where the examples are tokens, they do not apply
@@ -268,7 +268,7 @@ def run_model(
                         f"The model gave {shape[1]} classes on the data set {name!r} but {classes} "
                         "on the in-distribution data. Both must run through the same classifier."
                     )
-            elif shape != logits.shape[1:]:
+            elif shape != logits.shape[1:] and not task.ragged:
                 raise DataError(
                     f"In {where} the model gave {logits.shape[1]} members x {logits.shape[2]} "
                     f"classes, but {shape[0]} x {shape[1]} before."

@@ -36,7 +36,7 @@ from .body import Body
 from .call_options import SummaryCollector
 from .host_engine import HostedBlock, HostedBody
 from .host_interface import HostInterface, host_output
-from .inputs import prepare
+from .inputs import READ_BY_ANSWERS, is_raw, prepare
 from .linear_readout import LinearReadout, refuse_readouts
 from .member import member_model, unpruned_model
 
@@ -253,7 +253,8 @@ class FusedModel(HostInterface):
                     f"{name}=True is not supported: {why}. Use ensemble.member(m), a plain host "
                     "model, for that."
                 )
-        dropped = _REFUSED.keys() - {"use_cache"} | {"return_dict"}  # no cache is made where False
+        # no cache is made where False
+        dropped = _REFUSED.keys() - {"use_cache"} | {"return_dict", *READ_BY_ANSWERS}
         kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
         if (mode or self.mode) == "loop":
             outputs = [member(*args, **kwargs) for member in self._members()]
@@ -345,7 +346,8 @@ class FusedModel(HostInterface):
             >>> answer.labels, answer.novelty > 0.95
             (['positive', 'negative'], tensor([False, False]))
         """
-        if not isinstance(batch, (Tensor, Mapping)):  # those are the host's inputs already
+        # most mappings and tensors are the host's inputs already
+        if not isinstance(batch, Tensor) and (not isinstance(batch, Mapping) or is_raw(batch)):
             batch = prepare(self, batch)
         args, kwargs, _ = read_batch(batch, next(self.parameters()).device)
         training = any(module.training for module in self.modules())

@@ -21,7 +21,7 @@ from ..uncertainty.evidence import Evidence
 from ..uncertainty.novelty import Novelty
 from ..uncertainty.novelty_fit import NoveltyFit
 from .call_options import tap_names
-from .inputs import prepare
+from .inputs import READ_BY_ANSWERS, prepare
 
 if TYPE_CHECKING:
     from .fused_model import FusedModel, Run
@@ -152,7 +152,8 @@ def known_inputs(ensemble: FusedModel, batch: Any) -> Tensor | None:
 def hashes_of(ensemble: FusedModel, batch: Any) -> Tensor | None:
     """Return the hash of every input of a batch; None when no input is a tensor."""
     args, kwargs, _ = split_batch(batch)
-    return input_hashes(ensemble._named(args, kwargs))
+    inputs = ensemble._named(args, kwargs)
+    return input_hashes({k: value for k, value in inputs.items() if k not in READ_BY_ANSWERS})
 
 
 def why_novel(ensemble: FusedModel, batch: Any, neighbours: int) -> Evidence:

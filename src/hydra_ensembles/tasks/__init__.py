@@ -9,6 +9,7 @@ from .multi_label import MultiLabel as MultiLabel
 from .refused import refusal_of as refusal_of
 from .refused import refuse as refuse
 from .regression import Regression as Regression
+from .spans import Spans as Spans
 from .task import IGNORED as IGNORED
 from .task import Facts as Facts
 from .task import Task as Task

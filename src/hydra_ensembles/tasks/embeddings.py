@@ -115,6 +115,12 @@ class Embedding(Task):
         weight = mask.to(states)[:, None, :, None]
         return (states * weight).sum(2) / weight.sum(2).clamp_min(1)
 
+    def examples(
+        self, outputs: Tensor, labels: Tensor | None, inputs: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return one embedding per input and member, without labels."""
+        return self.pooled(outputs, inputs.get("attention_mask")), None
+
     def mean(self, outputs: Tensor) -> Tensor:
         """Return the members' mean, `[batch, ...]`."""
         return outputs.mean(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -88,7 +89,7 @@ class MultiClass(Task):
         return score_logits(outputs, score)
 
     def examples(
-        self, outputs: Tensor, labels: Tensor | None, mask: Any
+        self, outputs: Tensor, labels: Tensor | None, inputs: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """Return one example per input; per real, labelled token where the model gives tokens."""
         by_token = outputs.ndim == 4
@@ -97,7 +98,7 @@ class MultiClass(Task):
             outputs = outputs[:, None] if by_token else outputs
         if not by_token:
             return outputs, labels
-        shape = (outputs.shape[0], outputs.shape[2])
+        mask, shape = inputs.get("attention_mask"), (outputs.shape[0], outputs.shape[2])
         real = torch.ones(shape, dtype=torch.bool)
         if isinstance(mask, Tensor) and mask.shape == shape:
             real = mask.cpu().bool()

@@ -69,6 +69,7 @@ class Task(ABC):
         classifies: Whether labels are numbers of classes, and outputs their logits.
         has_temperatures: Whether outputs are logits that temperatures divide.
         by_token: Whether every token is an example of its own.
+        ragged: Whether the last axis of outputs depends on the length of texts.
         reads_inputs: Whether `answer` takes the inputs of the batch.
         sets: Names of the methods that make sets with a guarantee, the default first.
     """
@@ -83,6 +84,7 @@ class Task(ABC):
     classifies: ClassVar[bool] = False
     has_temperatures: ClassVar[bool] = False
     by_token: ClassVar[bool] = False
+    ragged: ClassVar[bool] = False
     reads_inputs: ClassVar[bool] = False
     sets: ClassVar[tuple[str, ...]] = ()
 
@@ -156,9 +158,15 @@ class Task(ABC):
         return None
 
     def examples(
-        self, outputs: Tensor, labels: Tensor | None, mask: Any
+        self, outputs: Tensor, labels: Tensor | None, inputs: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the members' outputs and labels by example: one per input, or one per token."""
+        """Return the members' outputs and labels by example: one per input, or one per token.
+
+        Args:
+            outputs: `[batch, member, ...]`.
+            labels: As a batch holds them.
+            inputs: The batch's inputs by name.
+        """
         return outputs, labels
 
     def score(self, outputs: Tensor, score: str | Score) -> Tensor:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..uncertainty import as_member_logits
+from ..prediction import Prediction
+from ..task_predictions import TokenPrediction
+from ..uncertainty import as_member_logits, predict_from_logits
 from .multi_class import MultiClass
 from .task import IGNORED, Facts, Task, tasks
 
@@ -46,12 +50,33 @@ class Tokens(MultiClass):
     name: ClassVar[str] = "token-classification"
     title: ClassVar[str] = "token classification"
     axes: ClassVar[int] = 3
+    prediction: ClassVar[type[Prediction]] = TokenPrediction
     by_token: ClassVar[bool] = True
+    reads_inputs: ClassVar[bool] = True
 
     @classmethod
     def found_in(cls, facts: Facts) -> Task | None:
         """Return the task of a tagger or a masked language model, by the name of its class."""
         return cls() if facts.name.endswith(_TAGGERS) else None
+
+    def answer(  # type: ignore[override]
+        self, outputs: Tensor, /, *, inputs: Mapping[str, Any] | None = None, **options: Any
+    ) -> Prediction:
+        """Turn member logits `[batch, member, token, class]` into a class per token."""
+        answer, read = predict_from_logits(outputs, **options), inputs or {}
+        shape = answer.class_index.shape
+        real = torch.ones(shape, dtype=torch.bool, device=outputs.device)
+        mask, which = read.get("attention_mask"), read.get("sequence_ids")
+        for given, kept in ((mask, 1), (which, 0)):  # special tokens belong to no text: -1
+            if isinstance(given, Tensor) and given.shape == shape:
+                real &= given.to(outputs.device) >= kept
+        return TokenPrediction(
+            **{field.name: getattr(answer, field.name) for field in fields(answer)},
+            real=real,
+            words=read.get("word_ids"),
+            offsets=read.get("offset_mapping"),
+            texts=read.get("texts"),
+        )
 
     def member_outputs(self, outputs: Tensor, /) -> Tensor:  # type: ignore[override]
         """Return logits with a member axis: one model is one member."""
