@@ -173,7 +173,7 @@ def test_answers_do_not_depend_on_the_batch(name: str) -> None:
         assert list(whole.rows()[0]) == list(type(whole).FIELDS)
 
 
-@pytest.mark.parametrize("name", ["classes", "labels", "number", "numbers", "questions", "encoder"])
+@pytest.mark.parametrize("name", HOSTS)
 def test_novelty_and_a_policy_for_every_task(name: str) -> None:
     ensemble = hydra.fuse(host(name), EARLY)
     ensemble.fit_novelty_([inputs(name, size=40, seed=2)], progress=False)
@@ -181,8 +181,16 @@ def test_novelty_and_a_policy_for_every_task(name: str) -> None:
         ensemble, [inputs(name, size=40, seed=5)], risk=None, alarm=0.1, progress=False
     )
     answer = ensemble.predict(inputs(name))
-    assert answer.novelty.shape == (4,) and answer.decision is not None
+    assert answer.novelty.shape == (4,) and answer.code.shape == answer.uncertainty.shape
     assert policy.score == ensemble.task.default_score
+    if name == "number":
+        with pytest.raises(DataError, match="tolerance"):
+            hydra.fit_policy(ensemble, [{**inputs(name), **labels(name)}], progress=False)
+        ensemble.task = Regression(tolerance=100.0)
+    if name in LABELLED:
+        held_out = [{**inputs(name, size=60, seed=6), **labels(name, size=60)}]
+        policy = hydra.fit_policy(ensemble, held_out, risk=0.995, progress=False)
+        assert policy.measured is not None and policy.alarm == 0.05
     ensemble.why_novel(inputs(name))
 
 
