@@ -169,7 +169,9 @@ class Prediction:
         taken = self._map(lambda column: column[index])
         lists = {name: getattr(self, name) for name in self.LISTS}
         rows = np.arange(len(self))[index if isinstance(index, slice) else as_numpy(index)]
-        found = {n: [values[row] for row in rows] for n, values in lists.items() if values}
+        found: dict[str, Any] = {
+            name: [values[row] for row in rows] for name, values in lists.items() if values
+        }
         return replace(taken, **found) if found else taken
 
     def __iter__(self) -> Iterator[Prediction]:

@@ -24,6 +24,7 @@ from ..data.eval_mode import in_eval
 from ..data.loaders import Batches
 from ..data.memory import Halving
 from ..data.model_runs import collect_logits
+from ..data.padding import joined_rows
 from ..data.processes import in_order
 from ..data.progress import progress_bar
 from ..data.proxies import make_proxies
@@ -32,6 +33,7 @@ from ..evaluation.evaluator import evaluate
 from ..evaluation.metrics import expected_calibration_error, negative_log_likelihood, ood_figures
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.known_data import features_of, hashes_of, novelty_fit, novelty_rows
+from ..tasks import Task
 from ..uncertainty import find_temperature, mean_probability, scale_logits, score_logits
 from ..uncertainty.novelty_fit import NoveltyFit
 from .data_parts import Parts
@@ -219,8 +221,9 @@ def calibrate_(
         seed: Seed of the folds.
         progress: Show a bar on a terminal.
     """
+    task = ensemble.task
     outliers = parts.outliers("stop") if score == "auto" else {}
-    fitting = parts.fitting() if temperatures else []
+    fitting = parts.fitting() if temperatures and task.classifies else []
     fit: NoveltyFit | None = None
     hashes: list[Tensor | None] = []
     logits: dict[str, Tensor] = {}
@@ -237,9 +240,10 @@ def calibrate_(
                     fit = novelty_fit(ensemble, 0 if rows is None else rows.shape[-1])
                 fit.add_(batch["summaries"], batch.get("rows"), batch.get("classes"))
                 hashes.append(batch.get("hashes"))
-        logits[part], labels[part] = map(torch.cat, zip(*batches, strict=True))
+        logits[part] = joined_rows([outputs for outputs, _ in batches])
+        labels[part] = torch.cat([given for _, given in batches])
     found: dict[str, Any] = {
-        "score": "msp" if score == "auto" else score,
+        "score": task.default_score if score == "auto" else score,
         "temperature": None,
         "member_temperatures": None,
     }
@@ -259,8 +263,8 @@ def calibrate_(
         found.update(fitted)
     if outliers:
         unknown = [collect_logits(ensemble, data)[0] for data in outliers.values()]
-        found.update(_best_score(logits["stop"], unknown, found))
-        if temperatures and parts.given:
+        found.update(_best_score(task, logits["stop"], unknown, found))
+        if fitting and parts.given:
             found["traded"] = _traded(logits["stop"], unknown, found)
     ensemble.record["calibration"] = found
     if fit is not None:
@@ -325,18 +329,23 @@ def _traded(known: Tensor, outliers: list[Tensor], found: Mapping[str, Any]) -> 
     }
 
 
-def _best_score(known: Tensor, outliers: list[Tensor], found: Mapping[str, Any]) -> dict[str, Any]:
+def _best_score(
+    task: Task, known: Tensor, outliers: list[Tensor], found: Mapping[str, Any]
+) -> dict[str, Any]:
     """Choose the score with the best mean AUROC over families of outliers."""
     members = known.shape[1]
     divide = torch.ones(members)
     if found["member_temperatures"] is not None:
         divide = torch.tensor(found["member_temperatures"]) * found["temperature"]
-    known, *others = (logits / divide[:, None] for logits in (known, *outliers))
+    known, *others = (
+        logits / divide.reshape(-1, *[1] * (logits.ndim - 2)) for logits in (known, *outliers)
+    )
     names = [n for n in AUTO_SCORES if members > 1 or n != "mutual-information"]
+    names = [name for name in names if name in task.scores] or [task.default_score]
     auroc = {}
     for name in names:
-        inliers = score_logits(known, name)
-        values = [ood_figures(inliers, score_logits(other, name))["AUROC"] for other in others]
+        inliers = task.score(known, name)
+        values = [ood_figures(inliers, task.score(other, name))["AUROC"] for other in others]
         auroc[name] = sum(values) / len(values)
     best = max(names, key=lambda name: (round(auroc[name], 4), -names.index(name)))
     return {"score": best, "auroc_by_score": auroc}

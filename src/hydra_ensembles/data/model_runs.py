@@ -20,6 +20,7 @@ from ..uncertainty import as_member_logits
 from .batches import check_inputs, describe, main_output, move, split_batch
 from .eval_mode import evaluating
 from .memory import Halving
+from .padding import joined_rows
 from .processes import in_order
 from .progress import length_of, progress_bar
 
@@ -313,5 +314,5 @@ def collect_logits(
     options = {"name": name, "need_labels": need_labels, "device": device, "progress": progress}
     runs = list(run_model(model, data, **options))
     labels = [run.labels for run in runs if run.labels is not None]
-    logits = torch.cat([run.answering_logits for run in runs])
+    logits = joined_rows([run.answering_logits for run in runs])
     return logits, torch.cat(labels) if labels else None
