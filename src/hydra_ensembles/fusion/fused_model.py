@@ -36,7 +36,7 @@ from .body import Body
 from .call_options import SummaryCollector
 from .host_engine import HostedBlock, HostedBody
 from .host_interface import HostInterface, host_output
-from .inputs import READ_BY_ANSWERS, is_raw, prepare
+from .inputs import READ_BY_ANSWERS, prepare
 from .linear_readout import LinearReadout, refuse_readouts
 from .member import member_model, unpruned_model
 
@@ -346,8 +346,8 @@ class FusedModel(HostInterface):
             >>> answer.labels, answer.novelty > 0.95
             (['positive', 'negative'], tensor([False, False]))
         """
-        # most mappings and tensors are the host's inputs already
-        if not isinstance(batch, Tensor) and (not isinstance(batch, Mapping) or is_raw(batch)):
+        given = isinstance(batch, (Tensor, Mapping))  # the host's inputs already, or a question
+        if not given or (isinstance(batch, Mapping) and "question" in batch):
             batch = prepare(self, batch)
         args, kwargs, _ = read_batch(batch, next(self.parameters()).device)
         training = any(module.training for module in self.modules())
