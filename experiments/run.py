@@ -106,6 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--draws", nargs="+", type=int, help="by default those of the table")
     parser.add_argument("--resamples", type=int, default=200, help="of intervals; 0 for none")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="with finetune")
+    parser.add_argument(
+        "--precision", default="bf16", choices=["bf16", "no"], help="with finetune; no is float32"
+    )
     parser.add_argument("--out", type=Path, default=PAGES, help="where records and pages go")
     parser.add_argument("--page", action="store_true", help="write the page and picture only")
     args = parser.parse_args(arguments)
@@ -113,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.table == "finetune":
         from lab.recipes import finetune_hosts
 
-        finetune_hosts(args.recipe, args.data, args.hosts, args.seeds)
+        finetune_hosts(args.recipe, args.data, args.hosts, args.seeds, args.precision)
         return
     every = sorted(file.stem for file in TABLES.glob("*.yaml"))
     for name in every if args.table == "all" else [args.table]:
