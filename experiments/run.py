@@ -109,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--precision", default="bf16", choices=["bf16", "no"], help="with finetune; no is float32"
     )
+    parser.add_argument("--epochs", type=int, help="with finetune; by default those of the recipe")
     parser.add_argument("--out", type=Path, default=PAGES, help="where records and pages go")
     parser.add_argument("--page", action="store_true", help="write the page and picture only")
     args = parser.parse_args(arguments)
@@ -116,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.table == "finetune":
         from lab.recipes import finetune_hosts
 
-        finetune_hosts(args.recipe, args.data, args.hosts, args.seeds, args.precision)
+        finetune_hosts(args.recipe, args.data, args.hosts, args.seeds, args.precision, args.epochs)
         return
     every = sorted(file.stem for file in TABLES.glob("*.yaml"))
     for name in every if args.table == "all" else [args.table]:

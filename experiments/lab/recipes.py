@@ -214,9 +214,11 @@ def finetune_hosts(
     hosts: Path | None,
     seeds: Sequence[int],
     precision: str = "bf16",
+    epochs: int | None = None,
 ) -> None:
     """Fine-tune the hosts of a recipe that are not there yet; `precision` as in `Settings`."""
     recipe, task = read_recipe(name), open_task(str(name), data, hosts)
+    recipe = recipe if epochs is None else {**recipe, "epochs": epochs}
     train, test = (part_of(task, recipe, kind) for kind in ("train", "test"))
     for seed in seeds:
         folder = task.hosts / f"seed{seed}"
