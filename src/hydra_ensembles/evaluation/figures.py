@@ -86,7 +86,11 @@ def direction(key: str) -> int:
 
 
 def columns_of(
-    run: ModelRun, *, scores: Sequence[str], logit_scale: Tensor | None = None
+    run: ModelRun,
+    *,
+    scores: Sequence[str],
+    logit_scale: Tensor | None = None,
+    temperature: Tensor | float = 1.0,
 ) -> Columns:
     """Reduce a batch's results to the columns that figures are made of.
 
@@ -96,7 +100,10 @@ def columns_of(
     answer = run.answering_logits.double()
     columns = {
         f"score:{name}": score_logits(
-            answer if name in OF_ANSWER else logits, name, logit_scale=logit_scale
+            answer if name in OF_ANSWER else logits,
+            name,
+            logit_scale=logit_scale,
+            temperature=temperature,
         )
         for name in scores
         if name != NOVELTY
