@@ -1,4 +1,4 @@
-"""`/openapi.json` and `/docs` say what the service does: every example is sent, every answer checked."""
+"""`/openapi.json` and `/docs`: every example is sent, every answer is checked."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hydra_ensembles.prediction import FIELDS
 from hydra_ensembles.serving import openapi
 from hydra_ensembles.serving.limits import Refusal
 from tests.serving.conftest import picture, png
-from tests.serving.test_page import chromium, in_a_browser, opened
 from tests.serving.running_server import serving
+from tests.serving.test_page import chromium, in_a_browser, opened
 
 DOCUMENT = openapi.document("0")
 

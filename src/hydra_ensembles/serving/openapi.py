@@ -1,4 +1,4 @@
-"""The service in OpenAPI 3.1 (`/openapi.json`), and the same as a page without scripts (`/docs`)."""
+"""The service in OpenAPI 3.1 (`/openapi.json`), and as a page without scripts (`/docs`)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ TENSORS = {
 
 
 def _object(properties: Json, *optional: str) -> Json:
-    """Return the schema of an object: other keys are not allowed, keys are there unless optional."""
+    """Return the schema of an object with these keys and no others."""
     return {
         "type": "object",
         "properties": properties,
@@ -219,7 +219,8 @@ def _switch(name: str, said: str) -> Json:
 
 
 def _paths() -> Json:
-    get, open_to_all = (431, 500), {"security": []}
+    open_to_all: Json = {"security": []}
+    get = (431, 500)
     told = (*get, 401)
     work = (*told, 400, 408, 413, 415, 422, 429, 503)
     schemas: dict[str, Json] = {
