@@ -45,13 +45,15 @@ def read_table(name: str) -> dict[str, Any]:
     shared = {key: base[key] for key in ("scores", "against")}
     only = set(table.get("rows", ())) or {row["name"] for row in base["shared_rows"]}
     rows = [_with_trios(row, table) for row in base["shared_rows"] if row["name"] in only]
-    return {**shared, **table, "rows": rows}
+    return {**shared, **table, "rows": rows + table.get("own_rows", [])}
 
 
 def _with_trios(row: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
     """Return a row with one draw per trio of hosts (three for a row of single hosts)."""
     draws = {"single": 3, "trio": 1, "fold": 1, "probe": 1}.get(row["method"])
-    return row if draws is None else {**row, "draws": draws * table.get("trios", 1)}
+    if draws is None or "hosts" in row:  # of more hosts there is one group
+        return row
+    return {**row, "draws": draws * table.get("trios", 1)}
 
 
 def run(table: dict[str, Any], args: argparse.Namespace) -> None:
@@ -104,6 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--draws", nargs="+", type=int, help="by default those of the table")
     parser.add_argument("--resamples", type=int, default=200, help="of intervals; 0 for none")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="with finetune")
+    parser.add_argument(
+        "--precision", default="bf16", choices=["bf16", "no"], help="with finetune; no is float32"
+    )
+    parser.add_argument("--epochs", type=int, help="with finetune; by default those of the recipe")
     parser.add_argument("--out", type=Path, default=PAGES, help="where records and pages go")
     parser.add_argument("--page", action="store_true", help="write the page and picture only")
     args = parser.parse_args(arguments)
@@ -111,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.table == "finetune":
         from lab.recipes import finetune_hosts
 
-        finetune_hosts(args.recipe, args.data, args.hosts, args.seeds)
+        finetune_hosts(args.recipe, args.data, args.hosts, args.seeds, args.precision, args.epochs)
         return
     every = sorted(file.stem for file in TABLES.glob("*.yaml"))
     for name in every if args.table == "all" else [args.table]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -48,15 +50,45 @@ def test_tutorials_hold_the_scripts_that_are_run() -> None:
         assert set(script.partition('"""\n\n')[2].splitlines()) <= {*code.splitlines(), ""}
 
 
-def test_the_reference_names_what_exists() -> None:
-    text = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+REFERENCE = ROOT / "docs" / "reference"
+ROOMS = ("data", "evaluation", "integrations", "methods", "research", "runtime", "training")
+
+
+def entries() -> list[str]:
+    pages = (page.read_text(encoding="utf-8") for page in sorted(REFERENCE.glob("*.md")))
+    return [path for page in pages for path in re.findall(r"^::: (\S+)$", page, flags=re.M)]
+
+
+def test_the_reference_names_what_exists_and_once() -> None:
     missing = []
-    for path in re.findall(r"^::: (\S+)$", text, flags=re.M):
+    for path in entries():
         home, _, name = path.rpartition(".")
         named = importlib.util.find_spec(home) and hasattr(importlib.import_module(home), name)
         if not named and importlib.util.find_spec(path) is None:
             missing.append(path)
-    assert not missing
+    assert not missing and len(entries()) == len(set(entries()))
+
+
+@pytest.mark.parametrize("room", ["", *ROOMS, "uncertainty", "errors"])
+def test_every_public_name_has_an_entry(room: str) -> None:
+    import hydra_ensembles
+
+    module = importlib.import_module(f"hydra_ensembles.{room}".rstrip("."))
+    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    names = {  # what a room exports on purpose: from .x import name as name
+        alias.asname
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+    names |= {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    names = set(hydra_ensembles.__all__) if not room else names
+    assert names
+    told = set(entries())
+    here = {name for name in names if f"{module.__name__}.{name}" in told}
+    above = {name for name in names if f"hydra_ensembles.{name}" in told}
+    assert not names - here - above, "docs/reference has no entry for these"
 
 
 def test_every_command_of_the_readme_exists() -> None:

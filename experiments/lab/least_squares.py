@@ -6,7 +6,8 @@ its seed. `fold` sees FOLD training inputs of the task and `prune` PRUNE, all wi
     trio             the hosts of a draw: `form` is `ensemble` (side by side) or `soup`
     fold             `hydra.fold` with `options`; `answers` are of `members` or of the `student`
     probe            logistic regression with labels on the features of the trio's mean weights
-    prune            `hydra.prune` with `options`; `refit: false` removes the same units only
+    prune            `hydra.prune` with `options`; `refit: false` removes the same units only;
+                     `heads_by` ranks heads by a score that neurons do not have
     torch-pruning    Torch-Pruning, heads and neurons, to the same counted cost; `then` is nothing,
                      `refit` (our least squares) or `tune` (one epoch with labels)
 """
@@ -24,9 +25,9 @@ from torch.nn.functional import cross_entropy
 
 import hydra_ensembles as hydra
 from hydra_ensembles.costs import choose_units
-from hydra_ensembles.criteria import score_units
+from hydra_ensembles.criteria import score_heads, score_units
 from hydra_ensembles.data.batches import split_batch, without_labels
-from hydra_ensembles.heads import prune_units_
+from hydra_ensembles.heads import HeadScores, UnitScores, prune_units_
 from hydra_ensembles.hosts import host_model, main_output
 from hydra_ensembles.hosts.mlp_site import mlp_site
 from hydra_ensembles.refit.readout_fit import refit_readout_
@@ -151,15 +152,33 @@ def prune(store: Store, row: Row, draw: int) -> Answers:
     task = store.task
     host, options = task.host(draw), row["options"]
     data = task.training("train", row.get("count", PRUNE))
-    if row.get("refit", True):
+    refitted = row.get("refit", True)
+    if refitted and "heads_by" not in row:
         model = hydra.prune(host, data, progress=False, **options)
-    else:
-        criterion = options.get("criterion", "energy")
-        scores = score_units(host, data, criterion=criterion, progress=False)
-        first = without_labels(data[0])
-        mask = choose_units(host, scores, max_cost=options["max_cost"], batch=first)
-        model = prune_units_(host, mask)
+        return answers_of_model(task, model.eval(), row, draw)
+    scores = score_units(host, data, criterion=options.get("criterion", "energy"), progress=False)
+    if "heads_by" in row:
+        ranking = score_heads(host, data, criterion=row["heads_by"], progress=False)
+        scores = with_order(scores, ranking)
+    first = without_labels(data[0])
+    mask = choose_units(host, scores, max_cost=options["max_cost"], batch=first)
+    model = prune_units_(copy.deepcopy(host), mask)
+    if refitted:
+        refit_(model, host, data, progress=False)
+        refit_readout_(model, host, data, progress=False)
     return answers_of_model(task, model.eval(), row, draw)
+
+
+def with_order(scores: UnitScores, ranking: HeadScores) -> UnitScores:
+    """Deal the same values to the heads in another order, so that heads and neurons still compare.
+
+    The head that `ranking` has first gets the largest of `scores`, and so on over all layers.
+    """
+    rows = torch.stack([torch.as_tensor(row) for row in scores.heads.rows])
+    order = torch.stack([torch.as_tensor(row) for row in ranking.rows]).flatten().argsort()
+    dealt = torch.empty_like(rows.flatten())
+    dealt[order] = rows.flatten().sort().values
+    return UnitScores(HeadScores(dealt.view_as(rows)), scores.neurons, ranking.name)
 
 
 @methods.register("torch-pruning")

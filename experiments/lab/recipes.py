@@ -159,14 +159,20 @@ class HostRun(Run):
 
 
 def train_host(
-    recipe: dict[str, Any], model: nn.Module, data: Drawn, *, seed: int, folder: Path
+    recipe: dict[str, Any],
+    model: nn.Module,
+    data: Drawn,
+    *,
+    seed: int,
+    folder: Path,
+    precision: str,
 ) -> nn.Module:
-    """Train a host as its recipe says, in bfloat16 autocast."""
+    """Train a host as its recipe says."""
     settings = Settings(
         epochs=recipe["epochs"],
         learning_rate=recipe["learning_rate"],
         weight_decay=recipe.get("weight_decay", 0.01),
-        mixed_precision="bf16",
+        mixed_precision=precision,
     )
     trained = re.compile(recipe.get("parameters", ""))
     with accelerator(settings.mixed_precision) as group:
@@ -203,10 +209,16 @@ def host_figures(model: nn.Module, data: Any, classes: int) -> dict[str, float]:
 
 
 def finetune_hosts(
-    name: str | None, data: Path | None, hosts: Path | None, seeds: Sequence[int]
+    name: str | None,
+    data: Path | None,
+    hosts: Path | None,
+    seeds: Sequence[int],
+    precision: str = "bf16",
+    epochs: int | None = None,
 ) -> None:
-    """Fine-tune the hosts of a recipe that are not there yet."""
+    """Fine-tune the hosts of a recipe that are not there yet; `precision` as in `Settings`."""
     recipe, task = read_recipe(name), open_task(str(name), data, hosts)
+    recipe = recipe if epochs is None else {**recipe, "epochs": epochs}
     train, test = (part_of(task, recipe, kind) for kind in ("train", "test"))
     for seed in seeds:
         folder = task.hosts / f"seed{seed}"
@@ -215,7 +227,7 @@ def finetune_hosts(
         start, work = time.perf_counter(), folder.with_name(f"{folder.name}.training")
         drawn = Drawn(task, train, recipe["batch_size"], seed)
         host = new_host(recipe, task.data, seed)
-        model = train_host(recipe, host, drawn, seed=seed, folder=work)
+        model = train_host(recipe, host, drawn, seed=seed, folder=work, precision=precision)
         some = test.subset(range(min(2000, len(test))))
         found = host_figures(model, task.batches(some), recipe["classes"])
         found["minutes"] = (time.perf_counter() - start) / 60  # of the last start

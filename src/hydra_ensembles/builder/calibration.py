@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from ..data.batches import split_batch
 from ..data.eval_mode import in_eval
+from ..data.input_facts import described
 from ..data.loaders import Batches
 from ..data.memory import Halving
 from ..data.model_runs import collect_logits
@@ -32,7 +32,14 @@ from ..errors import DataError
 from ..evaluation.evaluator import evaluate
 from ..evaluation.metrics import expected_calibration_error, negative_log_likelihood, ood_figures
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.known_data import features_of, hashes_of, novelty_fit, novelty_rows
+from ..fusion.known_data import (
+    columns_of,
+    features_of,
+    finished,
+    novelty_fit,
+    novelty_rows,
+    scale_of,
+)
 from ..tasks import Task
 from ..uncertainty import find_temperature, mean_probability, scale_logits, score_logits
 from ..uncertainty.novelty_fit import NoveltyFit
@@ -225,7 +232,6 @@ def calibrate_(
     outliers = parts.outliers("stop") if score == "auto" else {}
     fitting = parts.fitting() if temperatures and task.classifies else []
     fit: NoveltyFit | None = None
-    hashes: list[Tensor | None] = []
     logits: dict[str, Tensor] = {}
     labels: dict[str, Tensor] = {}
     for part, data in parts.data.items():
@@ -239,7 +245,9 @@ def calibrate_(
                     rows = batch.get("rows")
                     fit = novelty_fit(ensemble, 0 if rows is None else rows.shape[-1])
                 fit.add_(batch["summaries"], batch.get("rows"), batch.get("classes"))
-                hashes.append(batch.get("hashes"))
+                fit.add_columns_(batch)
+        if fit is not None:
+            fit.add_columns_(described(data))
         logits[part] = joined_rows([outputs for outputs, _ in batches])
         labels[part] = torch.cat([given for _, given in batches])
     found: dict[str, Any] = {
@@ -268,7 +276,7 @@ def calibrate_(
             found["traded"] = _traded(logits["stop"], unknown, found)
     ensemble.record["calibration"] = found
     if fit is not None:
-        _finish_novelty_(ensemble, fit, hashes, required=novelty is True)
+        _finish_novelty_(ensemble, fit, parts.data["temperature"], required=novelty is True)
     apply_calibration_(ensemble, found)
     ensemble.record["disagreement"] = check_alarm(ensemble, parts, seed=seed)
 
@@ -352,11 +360,11 @@ def _best_score(
 
 
 def _finish_novelty_(
-    ensemble: HydraEnsemble, fit: NoveltyFit, hashes: list[Tensor | None], *, required: bool
+    ensemble: HydraEnsemble, fit: NoveltyFit, data: Batches, *, required: bool
 ) -> None:
     """Set an ensemble's novelty; where that is impossible, `required` raises, else it warns."""
     try:
-        novelty = fit.finish()
+        ensemble.novelty = finished(ensemble, fit, data)
     except DataError as error:
         if required:
             raise
@@ -367,11 +375,7 @@ def _finish_novelty_(
             stacklevel=4,
         )
         return
-    known = [part for part in hashes if part is not None]
-    if len(known) == len(hashes):
-        novelty = replace(novelty, hashes=torch.cat(known))
-    ensemble.novelty = novelty
-    ensemble.record["novelty"] = str(novelty)
+    ensemble.record["novelty"] = str(ensemble.novelty)
 
 
 @torch.no_grad()
@@ -381,10 +385,11 @@ def run_ensemble(
     """Run an ensemble over data once; yield its raw logits and what novelty reads, by batch.
 
     `logits` and `labels` are by example (every token of a token classifier is one). By input are
-    `summaries` and, where there are any, `rows` of logits for novelty, `classes` and `hashes`.
+    `summaries` and, where there are any, `rows` of logits for novelty, `classes`, and what novelty
+    keeps of inputs (`columns_of`).
     """
     model, task = in_eval(ensemble), ensemble.task
-    halving = Halving(name)
+    halving, scale = Halving(name), scale_of(ensemble, data)
 
     def work(index: int, batch: Any) -> dict[str, Tensor]:
         columns: dict[str, list[Tensor]] = {}
@@ -402,7 +407,7 @@ def run_ensemble(
                 "summaries": summaries.float().cpu(),
                 "rows": novelty_rows(ensemble, said.cpu(), part),
                 "classes": given if task.classifies and said.ndim == 3 else None,
-                "hashes": hashes_of(ensemble, part),
+                **columns_of(ensemble, part, scale),
             }
             for key, value in found.items():
                 if value is not None:

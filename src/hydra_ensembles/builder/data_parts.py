@@ -42,12 +42,15 @@ def in_memory(data: Any, *, pad_id: int | None = None, progress: bool = False) -
         return source
     others = progress_bar(range(1, len(source)), description="reading images", enabled=progress)
     whole = join([first, *map(source.batch, others)])
+    info = {**source.info, "in_memory": True}
+    if "files" in info:
+        info["files"] = [info["files"][index] for index in source.indices]
     return Batches(
         lambda rows: take(whole, rows),
         range(source.count),
         batch_size=source.batch_size,
         labels=source.labels,
-        info={**source.info, "in_memory": True},
+        info=info,
     )
 
 

@@ -26,6 +26,7 @@ from ..costs.cost_record import CostRatio
 from ..costs.formula import cost
 from ..data.batches import without_labels
 from ..data.class_names import check_class_order
+from ..data.input_facts import described
 from ..data.loaders import Batches
 from ..data.model_runs import ModelRun, collect_logits
 from ..data.progress import progress_bar
@@ -35,11 +36,12 @@ from ..evaluation.evaluator import results_of
 from ..evaluation.figures import columns_of
 from ..evaluation.results import Results
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.known_data import novelty_fit
+from ..fusion.known_data import finished, novelty_fit
 from ..hosts.example_inputs import pad_token
 from ..prediction import Prediction
 from ..uncertainty import Policy, choose_policy, predict_from_logits
 from ..uncertainty.novelty import Novelty
+from ..uncertainty.novelty_fit import COLUMNS
 from ..uncertainty.policy_fit import check_reachable
 from .build_run import build
 from .calibration import apply_calibration_, cross_fit, run_ensemble
@@ -63,6 +65,7 @@ class Trial:
             policy's decision by these.
         labels: `[example]`, or None.
         neighbours: The most similar other example, `[example]`.
+        facts: Plain facts of each example that lie outside the range of the others, in words.
         held_out: Examples that took no part in choosing members, `[example]`.
         decide: Examples that the policy was fitted on, `[example]`.
         results: Figures on held-out examples of the host, of the host with a temperature and of the
@@ -78,6 +81,7 @@ class Trial:
     answer: Prediction
     labels: Tensor | None
     neighbours: Tensor
+    facts: list[tuple[str, ...]]
     held_out: Tensor
     decide: Tensor
     results: tuple[Results, ...]
@@ -145,7 +149,16 @@ def try_model(
     )
     batches = list(run_ensemble(ensemble, source, name="your data", progress=progress))
     logits = torch.cat([batch["logits"] for batch in batches])
-    summaries = torch.cat([batch["summaries"] for batch in batches])
+    measured = Measured(
+        source,
+        logits,
+        torch.cat([batch["summaries"] for batch in batches]),
+        labels,
+        {
+            **{n: torch.cat([b[n] for b in batches]) for n in sorted(COLUMNS & batches[0].keys())},
+            **described(source),
+        },
+    )
     held_out = ~_mask(chosen, source.count)
     calibration: dict[str, Any] = {}
     results: tuple[Results, ...] = ()
@@ -166,15 +179,11 @@ def try_model(
         )
     else:
         ensemble.record["labels"] = "none: members keep the host's own answers"
-    ensemble.novelty = _fit(ensemble, summaries, logits, labels, learn)
+    ensemble.novelty = measured.fit(ensemble, learn)
     ensemble.record["novelty"] = str(ensemble.novelty)
-    policy, note = _policy(
-        ensemble, logits, summaries, labels, decide, risk=risk, alarm=alarm, method=method
-    )
+    policy, note = _policy(ensemble, measured, decide, risk=risk, alarm=alarm, method=method)
     ensemble.policy = policy
-    rank, score, neighbours = _out_of_fold(
-        ensemble, summaries, logits, labels, seed, progress=progress
-    )
+    rank, score, neighbours, facts = _out_of_fold(ensemble, measured, seed, progress=progress)
     answer = replace(predict_from_logits(scaled), novelty=rank, novelty_score=score)
     batch = next(iter(source))
     return Trial(
@@ -182,6 +191,7 @@ def try_model(
         answer=policy.apply(answer),
         labels=labels,
         neighbours=neighbours,
+        facts=facts,
         held_out=held_out,
         decide=decide,
         results=results,
@@ -214,50 +224,70 @@ def _mask(part: Batches, count: int) -> Tensor:
     return rows
 
 
-def _fit(
-    ensemble: HydraEnsemble,
-    summaries: Tensor,
-    logits: Tensor,
-    labels: Tensor | None,
-    rows: Tensor,
-) -> Novelty:
-    """Fit novelty on some rows."""
-    fit = novelty_fit(ensemble, logits.shape[-1])
-    fit.add_(summaries[rows], logits[rows], None if labels is None else labels[rows])
-    return fit.finish()
+@dataclass(frozen=True)
+class Measured:
+    """What the ensemble computed on all examples, from which novelty is fitted.
+
+    Attributes:
+        source: The data.
+        logits: `[example, member, class]`.
+        summaries: Token summaries, `[example, tap, width]`.
+        labels: `[example]`, or None.
+        columns: What else is known of the examples (`NoveltyFit.add_columns_`).
+    """
+
+    source: Batches
+    logits: Tensor
+    summaries: Tensor
+    labels: Tensor | None
+    columns: dict[str, Any]
+
+    def columns_at(self, rows: Tensor) -> dict[str, Any]:
+        """Return the columns at some rows, which are numbers."""
+        return {
+            name: column[rows] if isinstance(column, Tensor) else [column[i] for i in rows.tolist()]
+            for name, column in self.columns.items()
+        }
+
+    def fit(self, ensemble: HydraEnsemble, mask: Tensor) -> Novelty:
+        """Fit novelty on some examples, bool `[example]`."""
+        fit = novelty_fit(ensemble, self.logits.shape[-1])
+        labels = None if self.labels is None else self.labels[mask]
+        fit.add_(self.summaries[mask], self.logits[mask], labels)
+        fit.add_columns_(self.columns_at(mask.nonzero().flatten()))
+        return finished(ensemble, fit, self.source)
 
 
 def _out_of_fold(
-    ensemble: HydraEnsemble,
-    summaries: Tensor,
-    logits: Tensor,
-    labels: Tensor | None,
-    seed: int,
-    *,
-    progress: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return every example's novelty, its score and its nearest neighbour, fitted without it."""
-    count = len(logits)
+    ensemble: HydraEnsemble, measured: Measured, seed: int, *, progress: bool
+) -> tuple[Tensor, Tensor, Tensor, list[tuple[str, ...]]]:
+    """Return what is said of every example by a fit without it.
+
+    That is its novelty, its score, its nearest neighbour, and its facts outside the known ranges.
+    """
+    count = len(measured.logits)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     rank, score = torch.empty(count), torch.empty(count)
     nearest = torch.empty(count, dtype=torch.long)
+    facts: list[tuple[str, ...]] = [()] * count
     folds = progress_bar(range(FOLDS), description="novelty", enabled=progress, unit="folds")
     for fold in folds:
         rows = order[fold::FOLDS]
         others = torch.ones(count, dtype=torch.bool)
         others[rows] = False
-        novelty = _fit(ensemble, summaries, logits, labels, others)
-        evidence = novelty.explain(summaries[rows], logits[rows], 1)
+        novelty = measured.fit(ensemble, others)
+        evidence = novelty.explain(measured.summaries[rows], measured.logits[rows], 1)
         rank[rows], score[rows] = evidence.novelty.float(), evidence.score.float()
         nearest[rows] = others.nonzero().flatten()[evidence.neighbours[:, 0]]
-    return rank, score, nearest
+        outside = novelty.ranges.outside(measured.columns_at(rows), len(rows))
+        for row, words in zip(rows.tolist(), outside, strict=True):
+            facts[row] = words
+    return rank, score, nearest, facts
 
 
 def _policy(
     ensemble: HydraEnsemble,
-    logits: Tensor,
-    summaries: Tensor,
-    labels: Tensor | None,
+    measured: Measured,
     decide: Tensor,
     *,
     risk: float,
@@ -266,6 +296,7 @@ def _policy(
 ) -> tuple[Policy, str]:
     """Fit the policy on the unseen part; without a bound on errors where that part is too small."""
     assert ensemble.novelty is not None
+    logits, summaries, labels = measured.logits, measured.summaries, measured.labels
     answer = predict_from_logits(
         logits[decide],
         temperature=ensemble.temperature,

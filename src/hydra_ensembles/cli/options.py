@@ -46,6 +46,14 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps ...")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder to write to.")]
+Names = Annotated[
+    bool,
+    typer.Option(
+        "--names/--no-names",
+        help="Save file names, or the first 100 characters, of up to 512 known examples, which "
+        "explain novelty.",
+    ),
+]
 Config = Annotated[
     Path | None,
     typer.Option("--config", help="YAML file of options; the command line overrides it."),

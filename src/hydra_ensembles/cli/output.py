@@ -158,6 +158,7 @@ def finish(
     data: Any,
     *,
     refused: str = "",
+    names: bool = True,
     json: bool,
 ) -> None:
     """Save what was built with its class names, and print it.
@@ -168,11 +169,14 @@ def finish(
         loaded: The model that it was built from.
         data: Names the classes if the model does not.
         refused: Why there is no policy; raised once the ensemble is saved.
+        names: Whether to keep names of known examples.
         json: Whether standard output is for a machine.
     """
-    names = loaded.class_names or getattr(data, "class_names", None)
-    if names:
-        ensemble.id2label = list(names)
+    class_names = loaded.class_names or getattr(data, "class_names", None)
+    if class_names:
+        ensemble.id2label = list(class_names)
+    if not names:
+        ensemble.forget_names_()
     save(ensemble, folder, loaded)
     write_config(folder)
     if refused:

@@ -46,7 +46,9 @@ def extreme_examples(
         newest = results.examples["id"]["score:novelty"].argsort(descending=True, stable=True)
         rows = newest[:each].tolist()
         title = "Newest: least like the known data"
-        found += describe(loaded, known, rows, title, "test", notes=_alarms(results, "id", rows))
+        pairs = zip(_alarms(results, "id", rows), _why_new(loaded, known, rows), strict=True)
+        notes = ["\n".join([alarm, *why]) for alarm, why in pairs]
+        found += describe(loaded, known, rows, title, "test", notes=notes)
     for name, data in outliers.items():
         familiar = results.examples[f"ood/{name}"][column].argsort(stable=True)
         rows = familiar[: each // 2].tolist()
@@ -62,6 +64,22 @@ def _alarms(results: Results, name: str, rows: list[int]) -> list[str]:
     if alarm is None:
         return []
     return ["called new" if bool(alarm[row]) else "not called new" for row in rows]
+
+
+def _why_new(loaded: Loaded, data: Any, rows: list[int]) -> list[list[str]]:
+    """Name the nearest known example of each row, and the facts that no known example has."""
+    from ..data.loaders import indexable
+
+    source = indexable(data)
+    part = source.subset(rows, batch_size=len(rows))
+    files = getattr(source, "files", None)
+    raw = [files[source.indices[row]] for row in rows] if files else getattr(part, "texts", None)
+    evidence = loaded.model.why_novel(next(iter(part)), neighbours=1, raw=raw)
+    return [
+        [f"nearest: {name or f'known example {place}'}", *evidence.facts(i)]
+        for i in range(len(rows))
+        for place, name, _ in evidence.nearest(i)
+    ]
 
 
 def describe(

@@ -213,6 +213,8 @@ def _interface(module: nn.Module) -> Any:
     """Return the table of attention functions that a Hugging Face module reads, or None."""
     table = getattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS", None)
     named = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if named == "eager" and not hasattr(table, "get_interface"):
+        return None  # transformers 4 calls it without the table: its softmax is seen instead
     return table if table is not None and isinstance(named, str) else None
 
 

@@ -21,7 +21,7 @@ from .text_files import TEXT_COLUMNS, read_rows
 MOST_BYTES = 2**20
 """Longer lines are refused: no host reads a text of a million letters."""
 
-ANSWERED = frozenset((*FIELDS, "probabilities", "error", "skipped", "line"))
+ANSWERED = frozenset((*FIELDS, "probabilities", "evidence", "error", "skipped", "line"))
 """Keys of an answer; an input's own values under these names do not pass into it."""
 
 

@@ -53,7 +53,8 @@ def evaluate(
         shifts: labelled data under shift (corruptions, other years) by name.
         score: name of the uncertainty that ranks errors and OOD examples, or several: the first is
             the main one, others add `ood/<set>/<score>/...`; by default the task's usual one, of
-            classes `msp`. `mcm` needs the model's `logit_scale`.
+            classes `msp`. `mcm` needs the model's `logit_scale`, `neglabel` a `ZeroShotClassifier`
+            with `negatives`.
             `novelty` needs `fit_novelty_`, and is added where it is fitted.
         temperature: adds `post/...` figures after dividing logits by it: a number, or labelled
             held-out batches to fit it on (never the test data).
@@ -79,6 +80,7 @@ def evaluate(
         if each != NOVELTY:
             task.scores[each]  # an unknown name fails before hours of work, not after
     scale = logit_scale_of(model) if "mcm" in names else None
+    divided_by = divisor_of(model)
     check_class_order(model, data, seed=seed)
     sets = {"id": data, **_named(ood, OOD), **_named(shifts, SHIFT)}
     degrees = _temperature(model, temperature, device=device, progress=progress)
@@ -106,7 +108,8 @@ def evaluate(
                 )
             if NOVELTY not in names and run.novelty_score is not None:
                 names = [*names, NOVELTY]
-            parts.append(columns_of(run, scores=names, logit_scale=scale, task=task))
+            options: dict[str, Any] = {"scores": names, "task": task}
+            parts.append(columns_of(run, temperature=divided_by, logit_scale=scale, **options))
             if degrees is not None:
                 cooled = scale_logits(run.answering_logits.double(), temperature=degrees)
                 # MCM reads cosines: what divides the logits divides their scale
@@ -116,7 +119,10 @@ def evaluate(
                     after = after._replace(logits=cooled)
                 else:
                     after = after._replace(student_logits=cooled[:, 0])
-                scaled.append(columns_of(after, scores=names, logit_scale=by, task=task))
+                columns = columns_of(
+                    after, temperature=divided_by * degrees, logit_scale=by, **options
+                )
+                scaled.append(columns)
         examples[key] = _concatenate(parts)
         if scaled:
             examples[POST + key] = _concatenate(scaled)
@@ -176,18 +182,23 @@ def logit_scale_of(model: Any) -> Tensor:
         found = (buffer for key, buffer in buffers if key.rsplit(".", 1)[-1] == "logit_scale")
         held = next(found, None)
     if held is not None:
-        scale = torch.as_tensor(held, dtype=torch.float64, device="cpu")
-        divided_by = ["temperature", "member_temperatures"]
-        for name in divided_by[: 1 if getattr(model, "student", None) is not None else 2]:
-            degrees = getattr(model, name, None)
-            if isinstance(degrees, (int, float, list, tuple, Tensor)):
-                by = torch.as_tensor(degrees, dtype=torch.float64, device="cpu")
-                scale = scale / (by[:, None] if by.ndim else by)
-        return scale
+        return torch.as_tensor(held, dtype=torch.float64, device="cpu") / divisor_of(model)
     raise DataError(
         f"The score 'mcm' reads cosines, but {type(model).__name__} has no logit_scale to divide "
         "its logits by. Evaluate a ZeroShotClassifier, or set model.logit_scale (1.0 for cosines)."
     )
+
+
+def divisor_of(model: Any) -> Tensor:
+    """Return what an ensemble has divided its answering logits by, a scalar or `[member, 1]`."""
+    divisor = torch.ones((), dtype=torch.float64)
+    names = ["temperature", "member_temperatures"]
+    for name in names[: 1 if getattr(model, "student", None) is not None else 2]:
+        degrees = getattr(model, name, None)
+        if isinstance(degrees, (int, float, list, tuple, Tensor)):
+            by = torch.as_tensor(degrees, dtype=torch.float64, device="cpu")
+            divisor = divisor * (by[:, None] if by.ndim else by)
+    return divisor
 
 
 def _named(data: Mapping[str, Any] | Iterable[Any] | None, kind: str) -> dict[str, Iterable[Any]]:

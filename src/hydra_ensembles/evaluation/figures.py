@@ -97,6 +97,7 @@ def columns_of(
     *,
     scores: Sequence[str],
     logit_scale: Tensor | None = None,
+    temperature: Tensor | float = 1.0,
     task: Task | None = None,
 ) -> Columns:
     """Reduce a batch's results to the columns that figures are made of.
@@ -113,16 +114,24 @@ def columns_of(
     names = [name for name in scores if name != NOVELTY]
     if task is not None and not task.classifies:
         return columns | task_columns(run, task, names)
-    return columns | _class_columns(run, names, logit_scale)
+    return columns | _class_columns(run, names, logit_scale, temperature)
 
 
-def _class_columns(run: ModelRun, scores: Sequence[str], logit_scale: Tensor | None) -> Columns:
+def _class_columns(
+    run: ModelRun,
+    scores: Sequence[str],
+    logit_scale: Tensor | None,
+    temperature: Tensor | float,
+) -> Columns:
     """Return the columns of a classifier."""
     logits, labels = run.logits.double(), run.labels
     answer = run.answering_logits.double()
     columns = {
         f"score:{name}": score_logits(
-            answer if name in OF_ANSWER else logits, name, logit_scale=logit_scale
+            answer if name in OF_ANSWER else logits,
+            name,
+            logit_scale=logit_scale,
+            temperature=temperature,
         )
         for name in scores
     }

@@ -122,7 +122,7 @@ class HydraEnsemble(FusedModel):
         train: Any = None,
         choose: bool = False,
         ood: Mapping[str, Any] | None = None,
-        names: Sequence[str] | None = None,
+        names: Sequence[str] | bool = True,
         progress: bool = True,
     ) -> HydraEnsemble:
         """Learn what is known, in place: `predict` then says how new an input is.
@@ -143,7 +143,9 @@ class HydraEnsemble(FusedModel):
                 hosts that nobody fine-tuned; on a fine-tuned one it cost 0.4 AUROC on a far set.
             ood: With `choose`, families of outliers by name, given or made (`make_proxies`), that
                 the choice has to find too; nothing is fitted to them.
-            names: Names of the known examples (files, texts) for `why_novel`.
+            names: Names of the known examples for `why_novel`, at most 100 characters each; by
+                default file names, or the beginning of texts. They are saved with the statistics,
+                for up to 512 examples. False keeps none.
             progress: Show a bar on a terminal.
 
         Example:
@@ -159,9 +161,23 @@ class HydraEnsemble(FusedModel):
         return self
 
     @torch.no_grad()
-    def why_novel(self, batch: Any, *, neighbours: int = 3) -> Evidence:
-        """Explain each example's novelty by blocks and by its nearest known examples."""
-        return why_novel(self, batch, neighbours)
+    def why_novel(
+        self, batch: Any, *, neighbours: int = 3, raw: Sequence[Any] | None = None
+    ) -> Evidence:
+        """Explain each example's novelty by blocks, the nearest known examples and plain facts.
+
+        Args:
+            batch: Texts, images, paths, or inputs as `predict` takes them.
+            neighbours: Number of known examples to name.
+            raw: The texts, images or paths that prepared inputs were made of, for their facts.
+        """
+        return why_novel(self, batch, neighbours, raw)
+
+    def forget_names_(self) -> HydraEnsemble:
+        """Drop the names of known examples (excerpts of texts, file names), in place."""
+        if self.novelty is not None:
+            self.novelty = self.novelty.without_names()
+        return self
 
     # --- members ---------------------------------------------------------------------------------
 

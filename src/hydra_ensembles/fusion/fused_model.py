@@ -424,7 +424,8 @@ class FusedModel(HostInterface):
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         names = [n for n in inspect.signature(self.host.forward).parameters if n != "self"]
-        return {**dict(zip(names, args, strict=False)), **kwargs}
+        found = {**dict(zip(names, args, strict=False)), **kwargs}
+        return {name: value for name, value in found.items() if name not in READ_BY_ANSWERS}
 
     def _cast_member(self, index: int) -> nn.Module:
         return member_model(self.host, self.body, self._assembly.block_templates, self._view, index)

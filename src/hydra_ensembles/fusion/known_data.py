@@ -12,16 +12,27 @@ from torch import Tensor
 
 from ..data.batches import move, split_batch
 from ..data.eval_mode import in_eval
+from ..data.input_facts import (
+    decoded,
+    described,
+    excerpt,
+    image_facts,
+    image_scale,
+    tensor_facts,
+    text_facts,
+    token_heads,
+)
 from ..data.memory import Halving
 from ..data.processes import in_order
 from ..data.progress import length_of, progress_bar
 from ..data.splits import input_hashes
 from ..errors import DataError, HydraError
 from ..uncertainty.evidence import Evidence
+from ..uncertainty.known_ranges import Scale
 from ..uncertainty.novelty import Novelty
 from ..uncertainty.novelty_fit import NoveltyFit
 from .call_options import tap_names
-from .inputs import READ_BY_ANSWERS, prepare
+from .inputs import is_raw, prepare
 
 if TYPE_CHECKING:
     from .fused_model import FusedModel, Run
@@ -73,41 +84,74 @@ def fit_novelty(
     train: Iterable[Any] | None = None,
     ood: Mapping[str, Iterable[Any]] | None = None,
     choose: bool = False,
-    names: Sequence[str] | None,
+    names: Sequence[str] | bool,
     progress: bool,
 ) -> Novelty:
     """Fit novelty to known data in one pass (see `HydraEnsemble.fit_novelty_`)."""
-    names = _names_of(known) if names is None else names
     fit: NoveltyFit | None = None
     for found in () if train is None else summaries_of(ensemble, train, "training", progress):
         fit = fit or novelty_fit(ensemble, _classes(found), choose=choose)
         fit.add_train_(found["summaries"], found.get("logits"), found.get("labels"))
     if train is not None and fit is None:
         raise DataError("The training data is empty: it gave no batch.")
-    hashes: list[Tensor | None] = []
-    for found in summaries_of(ensemble, known, "known", progress):
-        fit = fit or novelty_fit(ensemble, _classes(found), choose=choose)
+    seen = False
+    for found in summaries_of(ensemble, known, "known", progress, columns=True):
+        fit, seen = fit or novelty_fit(ensemble, _classes(found), choose=choose), True
         fit.add_(found["summaries"], found.get("logits"), found.get("labels"))
-        hashes.append(found.get("hashes"))
-    if fit is None or not hashes:
+        fit.add_columns_(found)
+    if fit is None or not seen:
         raise DataError("The known data is empty: it gave no batch.")
     for name, data in (ood or {}).items():
         for found in summaries_of(ensemble, data, name, progress):
             fit.add_ood_(name, found["summaries"], found.get("logits"))
-    novelty, kept = fit.finish(names or ()), [part.cpu() for part in hashes if part is not None]
-    return replace(novelty, hashes=torch.cat(kept)) if len(kept) == len(hashes) else novelty
+    fit.add_columns_(described(known))
+    given = [] if isinstance(names, bool) else [excerpt(name) for name in names]
+    novelty = finished(ensemble, fit, known, names=given)
+    return novelty if names else novelty.without_names()
+
+
+def finished(
+    ensemble: FusedModel, fit: NoveltyFit, data: Any, *, names: Sequence[str] = ()
+) -> Novelty:
+    """Return what was fitted on data, with names and ranges of facts (see `data.input_facts`)."""
+    tokenizer = getattr(data, "tokenizer", None) or ensemble.tokenizer
+    decode = partial(decoded, tokenizer=tokenizer) if hasattr(tokenizer, "decode") else None
+    return fit.finish(names, decode=decode, image_scale=scale_of(ensemble, data))
+
+
+def scale_of(ensemble: FusedModel, data: Any = None) -> Scale | None:
+    """Return what the images of data were normalised by; None where it is not known."""
+    return image_scale(getattr(data, "transform", None) or ensemble.transform)
+
+
+def columns_of(ensemble: FusedModel, batch: Any, scale: Scale | None) -> dict[str, Tensor]:
+    """Return what is kept of known inputs beside their features (`NoveltyFit.add_columns_`)."""
+    args, kwargs, _ = split_batch(batch)
+    inputs = ensemble._named(args, kwargs)
+    found = {"hashes": input_hashes(inputs), "heads": token_heads(inputs)}
+    return {
+        **{name: column for name, column in found.items() if column is not None},
+        **tensor_facts(inputs, scale),
+    }
 
 
 def summaries_of(
-    ensemble: FusedModel, data: Iterable[Any], kind: str, progress: bool
+    ensemble: FusedModel,
+    data: Iterable[Any],
+    kind: str,
+    progress: bool,
+    *,
+    columns: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
     """Run an ensemble over data; yield what novelty reads, by batch.
 
-    That is `summaries` by input and, where there are any, `logits`, `labels` and `hashes`.
+    That is `summaries` by input, `logits` and `labels` where there are any, and with `columns` what
+    is kept of the inputs.
     """
     model = in_eval(ensemble)
     name = f"{kind} data"
     halving = Halving(name)
+    scale = scale_of(ensemble, data) if columns else None
 
     def work(number: int, batch: Any) -> dict[str, Tensor]:
         try:
@@ -124,9 +168,7 @@ def summaries_of(
         logits = [row for row in rows if row is not None]
         if logits:
             found["logits"] = torch.cat(logits)
-        hashes = hashes_of(ensemble, batch)
-        if hashes is not None:
-            found["hashes"] = hashes
+        found |= columns_of(ensemble, batch, scale) if columns else {}
         # labels of tokens say nothing about a text
         by_class = ensemble.is_classifier and parts[0][1][0].ndim == 3
         given = split_batch(batch)[2] if by_class else None
@@ -145,25 +187,31 @@ def known_inputs(ensemble: FusedModel, batch: Any) -> Tensor | None:
     kept = None if ensemble.novelty is None else ensemble.novelty.hashes
     if kept is None:
         return None
-    hashes = hashes_of(ensemble, prepare(ensemble, batch))
+    args, kwargs, _ = split_batch(prepare(ensemble, batch))
+    hashes = input_hashes(ensemble._named(args, kwargs))
     return None if hashes is None else torch.isin(hashes, kept.cpu())
 
 
-def hashes_of(ensemble: FusedModel, batch: Any) -> Tensor | None:
-    """Return the hash of every input of a batch; None when no input is a tensor."""
-    args, kwargs, _ = split_batch(batch)
-    inputs = ensemble._named(args, kwargs)
-    return input_hashes({k: value for k, value in inputs.items() if k not in READ_BY_ANSWERS})
-
-
-def why_novel(ensemble: FusedModel, batch: Any, neighbours: int) -> Evidence:
+def why_novel(
+    ensemble: FusedModel, batch: Any, neighbours: int, raw: Sequence[Any] | None
+) -> Evidence:
     """Return what speaks for the novelty of a batch (see `HydraEnsemble.why_novel`)."""
     if ensemble.novelty is None:
         raise HydraError("Novelty is not fitted: call ensemble.fit_novelty_(known) first.")
+    if raw is None and is_raw(batch):
+        raw = list(batch) if isinstance(batch, (list, tuple)) else [batch]
     batch = prepare(ensemble, batch)
     logits, summaries = features_of(in_eval(ensemble), batch)
-    return ensemble._statistics().explain(
-        summaries, novelty_rows(ensemble, logits, batch), neighbours
+    novelty = ensemble._statistics()
+    evidence = novelty.explain(summaries, novelty_rows(ensemble, logits, batch), neighbours)
+    facts: dict[str, Any] = dict(columns_of(ensemble, batch, novelty.ranges.scale))
+    if raw is not None:
+        texts = "tokens" in facts  # a string is a text here, and the path of an image elsewhere
+        facts |= text_facts(raw) if texts else image_facts(raw)
+    return replace(
+        evidence,
+        outside=novelty.ranges.outside(facts, len(evidence)),
+        known=known_inputs(ensemble, batch),
     )
 
 
@@ -182,9 +230,3 @@ def _checked(labels: Tensor | None, classes: int, where: str) -> Tensor | None:
             "need them."
         )
     return labels.long()
-
-
-def _names_of(known: Any) -> Sequence[str] | None:
-    """Take the names of examples from our own loaders."""
-    texts = getattr(known, "texts", None)
-    return texts if isinstance(texts, list) else None

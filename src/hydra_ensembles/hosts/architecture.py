@@ -116,11 +116,13 @@ def _describe(model: Any) -> dict[str, Any]:
     root = type(model).__module__.split(".")[0]
     if isinstance(model, ZeroShotClassifier):
         embeddings: Any = model.text_embeddings
+        negatives: Any = model.negative_embeddings
         return {
             "library": "zero-shot",
             "class": name,
             "class_names": model.class_names,
             "width": embeddings.shape[1],
+            "negatives": None if negatives is None else list(negatives.shape[:2]),
             "tower": describe_host(model.image_tower),
         }
     if isinstance(model, PooledTower):
@@ -181,11 +183,13 @@ def rebuild_host(description: dict[str, Any]) -> nn.Module:
 def _rebuild(description: dict[str, Any]) -> nn.Module:
     library, name = description.get("library"), description.get("class")
     if library == "zero-shot":
+        width, negatives = description["width"], description["negatives"]
         return ZeroShotClassifier.from_parts(
             rebuild_host(description["tower"]),
-            torch.zeros(len(description["class_names"]), description["width"]),
+            torch.zeros(len(description["class_names"]), width),
             torch.ones(()),
             list(description["class_names"]),
+            None if negatives is None else torch.zeros(*negatives, width),
         )
     if library == "pooled-tower":
         projection: nn.Module = nn.Identity()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
+from .negative_labels import common_nouns, log_share, negative_embeddings
 
 DEFAULT_TEMPLATES = ("a photo of a {}.",)
 
@@ -20,7 +21,7 @@ class ZeroShotOutput:
     """What a `ZeroShotClassifier` returns.
 
     Attributes:
-        logits: Scaled cosines [batch, class].
+        logits: Scaled cosines [batch, class]; with negative labels, less a number per image.
         image_embeds: Normalised image embeddings [batch, width].
         loss: Cross-entropy, when labels were given.
     """
@@ -73,6 +74,11 @@ class ZeroShotClassifier(nn.Module):
         tokenizer: Texts to the text tower's inputs.
         encode_text: Embeds a list of texts, [texts, width] (e.g. by a masked mean).
         batch_size: Texts embedded at once.
+        negatives: Words that are no class (see `negative_labels.py`), or True for a list of common
+            nouns: the least similar half of them becomes negative labels. A number per image is
+            then taken from its logits, so that the exponentials of its logits add up to the share
+            that the classes have beside the negative labels. The score `neglabel` reads it, and so
+            does `energy`; probabilities stay.
 
     Example:
         >>> host = ZeroShotClassifier(clip, ["cat", "dog"], ["a photo of a {}."], tokenizer)
@@ -90,35 +96,64 @@ class ZeroShotClassifier(nn.Module):
         *,
         encode_text: Callable[[list[str]], Tensor] | None = None,
         batch_size: int = 256,
+        negatives: bool | Sequence[str] = False,
     ) -> None:
         super().__init__()
         if not class_names:
             raise ValueError("class_names is empty: give one name per class.")
         encode = encode_text or _text_encoder(dual_encoder, tokenizer)
-        embeddings = _class_embeddings(encode, list(class_names), list(templates), batch_size)
+
+        def embed(names: list[str]) -> Tensor:
+            return _class_embeddings(encode, names, list(templates), batch_size)
+
+        embeddings, others = embed(list(class_names)), None
+        if negatives is not False:
+            words = common_nouns() if negatives is True else negatives
+            others = negative_embeddings(words, class_names, embeddings, embed)
+        device = next(dual_encoder.parameters()).device
         self._set_up(
             _image_tower(dual_encoder),
-            embeddings.to(next(dual_encoder.parameters()).device),
+            embeddings.to(device),
             dual_encoder.logit_scale.detach().exp(),  # type: ignore[operator]
             list(class_names),
+            None if others is None else others.to(device),
         )
 
     def _set_up(
-        self, tower: nn.Module, embeddings: Tensor, scale: Tensor, names: list[str]
+        self,
+        tower: nn.Module,
+        embeddings: Tensor,
+        scale: Tensor,
+        names: list[str],
+        negatives: Tensor | None,
     ) -> None:
         self.image_tower = tower
         self.class_names = names
         self.register_buffer("text_embeddings", embeddings)
+        self.register_buffer("negative_embeddings", negatives)
         self.register_buffer("logit_scale", scale.clone())
 
     @classmethod
     def from_parts(
-        cls, image_tower: nn.Module, text_embeddings: Tensor, scale: Tensor, class_names: list[str]
+        cls,
+        image_tower: nn.Module,
+        text_embeddings: Tensor,
+        scale: Tensor,
+        class_names: list[str],
+        negative_embeddings: Tensor | None = None,
     ) -> ZeroShotClassifier:
-        """Make a classifier from an image tower and precomputed class embeddings."""
+        """Make a classifier from an image tower and precomputed embeddings.
+
+        Args:
+            image_tower: Embeds images.
+            text_embeddings: Of the class names, `[class, width]`.
+            scale: What multiplies the cosines.
+            class_names: One name per class.
+            negative_embeddings: Of negative labels by group, `[group, word, width]`.
+        """
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self._set_up(image_tower, text_embeddings, scale, class_names)
+        self._set_up(image_tower, text_embeddings, scale, class_names, negative_embeddings)
         return self
 
     @property
@@ -136,7 +171,12 @@ class ZeroShotClassifier(nn.Module):
         """Return scaled cosines [batch, class]; the last two inputs are SigLIP 2's."""
         places = () if spatial_shapes is None else (pixel_attention_mask, spatial_shapes)
         images = F.normalize(self.image_tower(pixel_values, *places), dim=-1)
-        logits = self.logit_scale * images @ self.text_embeddings.t()  # type: ignore[operator]
+        scaled: Tensor = self.logit_scale * images  # type: ignore[operator]
+        logits = scaled @ self.text_embeddings.t()  # type: ignore[operator]
+        if self.negative_embeddings is not None:
+            groups: Tensor = self.negative_embeddings  # type: ignore[assignment]
+            others = (scaled @ groups.flatten(0, 1).t()).unflatten(-1, groups.shape[:2])
+            logits = logits.log_softmax(-1) + log_share(logits, others)
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return ZeroShotOutput(logits=logits, image_embeds=images, loss=loss)
 

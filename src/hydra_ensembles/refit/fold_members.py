@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -10,31 +9,24 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..costs.budget import SLACK
 from ..costs.formula import cost
 from ..data.batches import without_labels
 from ..data.loaders import as_data, check_reiterable
 from ..data.progress import announce
-from ..errors import DataError, HydraError, MaskError
+from ..errors import DataError, HydraError
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.fuse_members import fuse
 from ..fusion.linear_readout import LinearReadout, Readouts
-from ..fusion.member import share_parameters
-from ..heads.head_mask import HeadMask
 from ..hosts import host_model
-from ..hosts.families import first_path
-from ..hosts.probes import modules_after_blocks
 from ..registry import check_name
 from ..training.weight_average import average_weights
+from .fold_budget import Price, within_budget
 from .fold_choice import Choice, HeldOut, calibrate_, choose
 from .fold_hosts import check_alike, plain_host, trunks_of
 from .fold_rows import FoldRows, ReadoutFit, Trunk, read_rows
-from .readout_states import Parting, layer_scale
-from .ridge import Fit, Linear
-from .unit_pruning import prune
-
-SLACK = 0.02
-"""Share of a host's cost by which linear readouts may exceed `max_cost`: with many classes and
-short inputs their own products count."""
+from .member_fusion import fuse_by_states, one_stream
+from .readout_states import Parting
+from .ridge import Fit
 
 
 def fold(
@@ -77,8 +69,8 @@ def fold(
         trunk: `"mean"` of the weights; the number of a host; or `"auto"`, the one with the lowest
             NLL on `held_out` (without it the mean, or host 0 if the hosts do not seem to come from
             one pretrained model).
-        max_cost: Multiply-adds of the ensemble at most, relative to one host; two per cent more are
-            let pass for linear readouts. Where folding needs more, the trunk is pruned first (see
+        max_cost: Multiply-adds of the ensemble at most, relative to one host, readouts included, on
+            batches like the first one. Where folding needs more, the trunk is pruned first (see
             `prune`) and follows itself; then members and student are fitted to what is left.
         held_out: Labelled data. It decides what is `"auto"`, by the NLL at one temperature, fitted
             on one half of it and judged on the other; ties go to the mean and to no student. Then
@@ -94,7 +86,7 @@ def fold(
         UnsupportedModelError: When the hosts differ in architecture or classes, or it is not clear
             what they read.
         DataError: When the data has too few examples, NaN or infinity.
-        HydraError: When folding needs more than `max_cost`.
+        HydraError: When folding needs more than `max_cost`, however far the trunk is pruned.
 
     Example:
         >>> ensemble = fold([host0, host1, host2], inputs, held_out=labelled)
@@ -122,20 +114,14 @@ def fold(
         own = [parting.linear(host) for host in hosts]
         _check_cost(fuse_by_states(hosts[0], hosts, parting, own, batch), hosts, batch, max_cost)
     bases = {name: average_weights(hosts) if name == "mean" else hosts[name] for name in names}  # type: ignore[index]
-    needed = _needed(hosts, parting, readout, batch) if max_cost < 1 else 0.0
-    if needed > max_cost:  # a pruned trunk folds to about the same share of its own cost
-        share = max_cost / needed
-        try:
-            bases = {
-                name: prune(base, data, max_cost=share, seed=seed, progress=progress)
-                for name, base in bases.items()
-            }
-        except MaskError as error:
-            raise MaskError(
-                f"max_cost={max_cost} cannot be met: the trunk would have to be pruned to "
-                f"{share:.2f} x. {error}"
-            ) from error
     has_student = student is True or (student == "auto" and held_out is not None)
+    price = Price(hosts, parting, readout, has_student, batch)
+    pruned = price(hosts[0]) > max_cost + SLACK
+    if pruned:
+        bases = {
+            name: within_budget(base, data, price, max_cost, seed=seed, progress=progress)
+            for name, base in bases.items()
+        }
     rows = read_rows(
         bases,
         hosts,
@@ -172,26 +158,17 @@ def fold(
             ensemble.body.readouts = None if readouts.members is None else readouts
         ensemble.record["calibration"] = calibrate_(ensemble, asked[chosen[0]])
     ensemble.record |= {"student": ensemble.student is not None, "seed": seed}
+    if pruned:
+        left = cost(bases[ensemble.record["trunk"]], batch).relative_to(cost(hosts[0], batch))
+        ensemble.record["trunk's cost"] = left.multiply_adds
+        ensemble.record["notes"].append(
+            f"The trunk was pruned to {left.multiply_adds:.2f} x, so that all together cost "
+            f"{ensemble.record['cost']:.3f} x; max_cost is {max_cost}."
+        )
     ensemble.record["notes"] += _notes(ensemble, student, trunk)
     for note in ensemble.record["notes"]:
         announce(note, enabled=progress)
     return ensemble
-
-
-def _needed(hosts: Sequence[nn.Module], parting: Parting, readout: str, batch: Any) -> float:
-    """Count what folding whole hosts costs relative to one of them, readouts left out."""
-    if readout == "states":
-        own = [parting.linear(host) for host in hosts]
-        whole = fuse_by_states(hosts[0], hosts, parting, own, batch)
-    else:
-        whole = _one_stream(hosts[0], len(hosts), batch)
-    return cost(whole, batch).relative_to(cost(hosts[0], batch)).multiply_adds
-
-
-def _one_stream(base: nn.Module, members: int, batch: Any) -> HydraEnsemble:
-    """Fuse equal members, whose last block runs as a branch for the readout only."""
-    masks, last = [HeadMask.full(base)] * members, len(host_model(base)) - 1
-    return fuse(base, masks, branch_layer=last, batch=batch)
 
 
 def _check_cost(
@@ -232,7 +209,7 @@ def _folded(
         fits = rows.states[name].fit(own)
         ensemble = fuse_by_states(base, hosts, parting, [one.linear for one in fits], batch)
     else:
-        ensemble = _one_stream(base, len(hosts), batch)
+        ensemble = one_stream(base, len(hosts), batch)
     outputs = len(hosts) * (readout == "logits") + student
     readouts = rows.fit_readouts(name, outputs) if outputs else []
     if readouts:
@@ -267,21 +244,6 @@ def _folded(
             f"Only the first {kept:,} examples were fitted to probabilities, to save memory."
         )
     return ensemble
-
-
-def fuse_by_states(
-    base: nn.Module,
-    hosts: Sequence[nn.Module],
-    parting: Parting,
-    linears: Sequence[Linear],
-    batch: Any,
-) -> HydraEnsemble:
-    """Fuse members that are the trunk with their own last linear layer, norm and classifier."""
-    members = [
-        _member(base, host, parting, linear) for host, linear in zip(hosts, linears, strict=True)
-    ]
-    last = len(host_model(base)) - 1
-    return fuse(members, average="first", branch_layer=last, batch=batch)
 
 
 def _followed(one: ReadoutFit) -> dict[str, float | None]:
@@ -339,24 +301,3 @@ def _notes(ensemble: HydraEnsemble, student: bool | str, trunk: int | str) -> li
         of = "the mean trunk" if record["trunk"] == "mean" else f"host {record['trunk']} as trunk"
         notes.append(f"Chosen by held-out NLL ({ways}): {of}, {answer}.")
     return notes
-
-
-@torch.no_grad()
-def _member(base: nn.Module, host: nn.Module, parting: Parting, linear: Linear) -> nn.Module:
-    """Return the trunk with a member's last linear layer, and the host's own norm and classifier.
-
-    All other parameters are the trunk's own tensors.
-    """
-    member = share_parameters(base)
-    block = parting.block(member)
-    layer, scale = copy.deepcopy(block.module.get_submodule(parting.second)), layer_scale(block)
-    assert scale is not None
-    linear.put_(layer, scale)
-    block.module.set_submodule(parting.second, layer)
-    if parting.family.norm == "post":
-        norm = first_path(block.module, parting.family.norm2)
-        assert norm is not None
-        block.module.set_submodule(norm, parting.block(host).module.get_submodule(norm))
-    for path in modules_after_blocks(host_model(base, family=parting.family)):
-        member.set_submodule(path, host.get_submodule(path))
-    return member

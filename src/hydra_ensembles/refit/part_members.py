@@ -12,8 +12,8 @@ from ..data.batches import without_labels
 from ..errors import UnsupportedModelError
 from ..fusion.ensemble import HydraEnsemble
 from ..hosts import HostModel
-from .fold_members import fuse_by_states
 from .fold_rows import read_rows
+from .member_fusion import fuse_by_states
 from .readout_states import Parting
 from .ridge import Fit, Linear, Moments, fit
 

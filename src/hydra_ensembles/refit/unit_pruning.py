@@ -113,7 +113,7 @@ def prune(
         heads=widths is None or widths.heads is not None,
     )
     pruned = prune_units_(copy.deepcopy(model), mask)
-    fits, readout = _refitted_(pruned, model, data, notes, folder=folder, seed=seed, show=progress)
+    fits, readout = refitted_(pruned, model, data, notes, folder=folder, seed=seed, show=progress)
     if widths is not None:
         pruned = _stock(pruned, widths, first)
     result: Any = pruned
@@ -162,7 +162,7 @@ def _checked(model: nn.Module, max_cost: float) -> tuple[HostModel, list[str]]:
     return host, [f"{what} stay: {reason}." for what, reason in reasons if reason is not None]
 
 
-def _refitted_(
+def refitted_(
     pruned: nn.Module,
     dense: nn.Module,
     data: Any,

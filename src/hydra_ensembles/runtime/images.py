@@ -102,13 +102,21 @@ def open_image(source: Any, *, most_pixels: int = MOST_PIXELS, draft: bool = Fal
 
 def pixel_count(content: bytes) -> int:
     """Return the number of pixels in an image's header; 0 for what `open_image` refuses."""
+    width, height = image_size(io.BytesIO(content)) or (0, 0)
+    return width * height
+
+
+def image_size(source: Any) -> tuple[int, int] | None:
+    """Return the width and height of a PIL image or of a file's header; None if unreadable."""
     from PIL import Image
 
+    if hasattr(source, "getbands"):
+        return int(source.width), int(source.height)
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            return image.width * image.height
+        with Image.open(source, formats=FORMATS) as image:
+            return int(image.width), int(image.height)
     except Exception:  # a decoder may raise anything on a broken file
-        return 0
+        return None
 
 
 def check_size(image: Any, most_pixels: float = math.inf, name: str = "") -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import HydraError
 from ..registry import imported
+from . import openapi
 from .limits import Refusal
 from .protocol_v2 import ProtocolV2
 from .requests import Incoming, Message, Receive, predict
@@ -40,8 +41,9 @@ UNEXPECTED = "Something went wrong inside the service. Its log says what; the re
 LITTLE = 64 * 2**10
 """Bytes of a body that are always taken, however much the service holds."""
 
-OPEN = ("/", "/v2/health/live", "/v2/health/ready")
-"""Paths that need no token: the page, which asks for one, and what a platform probes."""
+OPEN = ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready")
+"""Paths that need no token: the page, which asks for one, what describes the service without its
+model, and what a platform probes."""
 
 
 def make_app(service: Service, *, version: str, tokens: Sequence[bytes] = ()) -> Gate:
@@ -58,6 +60,15 @@ def make_app(service: Service, *, version: str, tokens: Sequence[bytes] = ()) ->
     async def page(request: Request) -> Response:
         return HTMLResponse(html, headers={"content-security-policy": PAGE_POLICY})
 
+    described = openapi.document(version)
+    docs_html = openapi.page(described)
+
+    async def docs(request: Request) -> Response:
+        return HTMLResponse(docs_html, headers={"content-security-policy": openapi.PAGE_POLICY})
+
+    async def description(request: Request) -> Response:
+        return JSONResponse(described)
+
     async def facts(request: Request) -> Response:
         return JSONResponse(service.facts())
 
@@ -73,7 +84,7 @@ def make_app(service: Service, *, version: str, tokens: Sequence[bytes] = ()) ->
         status = getattr(error, "status_code", 404)
         if status == 405:
             return refusal(405, f"{request.method} is not for this path.")
-        return refusal(status, "There is nothing here. See /, /predict, /v2 and /metrics.")
+        return refusal(status, "There is nothing here. See /, /docs, /predict, /v2 and /metrics.")
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -85,6 +96,8 @@ def make_app(service: Service, *, version: str, tokens: Sequence[bytes] = ()) ->
 
     routes = [
         Route("/", page),
+        Route("/docs", docs),
+        Route("/openapi.json", description),
         Route("/facts", facts),
         Route("/predict", partial(predict, service), methods=["POST"]),
         Route("/metrics", metrics),

@@ -119,7 +119,7 @@ class NoveltyGraph(nn.Module):
 
     def __init__(self, novelty: Novelty) -> None:
         super().__init__()
-        self._facts: dict[str, Any] = {**novelty.facts(), "names": []}
+        self._facts: dict[str, Any] = novelty.without_names().facts()
         self._buffers_by_name: dict[str, str] = {"bank": "bank", "bank_positions": "bank"}
         self.register_buffer("bank", torch.zeros(0))
         for name, tensor in novelty.tensors().items():

@@ -109,22 +109,11 @@ class TorchBackend(Backend):
         return images if self._key is None else {self._key: images}
 
     def explain(self, row: Row) -> dict[str, Any] | None:
-        """Return the terms and the nearest known examples behind a row's novelty."""
+        """Return terms, nearest known examples and plain facts behind a row's novelty."""
         if not self.has_novelty:
             return None
-        evidence = self.ensemble.why_novel(self._batch([row]))
-        near = zip(evidence.neighbours[0].tolist(), evidence.similarity[0].tolist(), strict=True)
-        return {
-            "terms": [{"term": term, "p": p} for term, p in evidence.strongest(0)],
-            "nearest": [
-                {
-                    "position": position,
-                    "name": evidence.names[position] if evidence.names else None,
-                    "similarity": round(close, 4),
-                }
-                for position, close in near
-            ],
-        }
+        raw = [row] if isinstance(row, str) else None
+        return self.ensemble.why_novel(self._batch([row]), raw=raw).to_dict(0)
 
     def drift(self, window: int) -> Drift | None:
         """Return a test of the stream against the known data."""

@@ -22,6 +22,7 @@ from .scores import mean_probability as mean_probability
 from .scores import member_probabilities as member_probabilities
 from .scores import msp as msp
 from .scores import mutual_information as mutual_information
+from .scores import neglabel as neglabel
 from .scores import pairwise_kl as pairwise_kl
 from .scores import predict_from_logits as predict_from_logits
 from .scores import scale_logits as scale_logits

@@ -1,11 +1,16 @@
-"""Why an input is novel: the terms that say so and the nearest known examples."""
+"""Why an input is novel: the terms that say so, the nearest known examples, and plain facts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+KNOWN = "this input is among the known examples; its novelty is biased low"
+"""What is noted beside an input that novelty was fitted on."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -17,7 +22,9 @@ class Evidence:
         surprise: -log p of every term, `[example, term]`; `score` is its weighted sum.
         neighbours: Positions of the nearest known examples, nearest first, `[example, neighbour]`.
         similarity: Their cosine similarity at the last tap.
-        names: Names of known examples by position, when they were given.
+        names: Names of known examples by position; empty where none was kept.
+        outside: Plain facts of each example that lie outside the range of the known ones, in words.
+        known: Which examples are among the known ones, `[example]`; None if that cannot be told.
         novelty, score: As in `Prediction`.
     """
 
@@ -28,6 +35,8 @@ class Evidence:
     novelty: Tensor
     score: Tensor
     names: tuple[str, ...] = ()
+    outside: Sequence[tuple[str, ...]] = ()
+    known: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.surprise)
@@ -38,23 +47,43 @@ class Evidence:
         pairs = zip(order.tolist(), values.tolist(), strict=True)
         return [(self.terms[term], float(torch.tensor(-value).exp())) for term, value in pairs]
 
-    def __repr__(self) -> str:
-        return "\n".join(self._line(i) for i in range(len(self)))
+    def nearest(self, example: int) -> list[tuple[int, str | None, float]]:
+        """Return the position, the name and the similarity of the nearest known examples."""
+        near = zip(
+            self.neighbours[example].tolist(), self.similarity[example].tolist(), strict=True
+        )
+        named = dict(enumerate(self.names))
+        return [(position, named.get(position) or None, close) for position, close in near]
 
-    def _line(self, example: int) -> str:
+    def facts(self, example: int) -> list[str]:
+        """Return the facts that lie outside the known range, and whether the example is known."""
+        found = list(self.outside[example]) if self.outside else []
+        return [*found, KNOWN] if self.known is not None and self.known[example] else found
+
+    def to_dict(self, example: int) -> dict[str, Any]:
+        """Return what speaks for an example's novelty as plain data."""
+        return {
+            "terms": [{"term": term, "p": p} for term, p in self.strongest(example)],
+            "nearest": [
+                {"position": position, "name": name, "similarity": round(close, 4)}
+                for position, name, close in self.nearest(example)
+            ],
+            "facts": self.facts(example),
+        }
+
+    def __repr__(self) -> str:
+        return "\n".join(self._lines(i) for i in range(len(self)))
+
+    def _lines(self, example: int) -> str:
         value, score = float(self.novelty[example]), float(self.score[example])
         loud = ", ".join(f"{term} (p = {p:.2g})" for term, p in self.strongest(example))
-        near = ", ".join(
-            f"{self._name(int(position))} ({float(close):.2f})"
-            for position, close in zip(
-                self.neighbours[example], self.similarity[example], strict=True
-            )
-        )
-        return (
-            f"example {example}: novelty {value:.3f} (score {score:.1f})\n"
-            f"  speaks for it  {loud}\n"
-            f"  nearest known  {near}"
-        )
-
-    def _name(self, position: int) -> str:
-        return self.names[position] if self.names else f"#{position}"
+        lines = [
+            f"example {example}: novelty {value:.3f} (score {score:.1f})",
+            f"  speaks for it  {loud}",
+        ]
+        for number, (position, name, close) in enumerate(self.nearest(example)):
+            shown = f"#{position}" if name is None else name
+            lines.append(f"  {'' if number else 'nearest known':<13}  {shown} ({close:.2f})")
+        for number, fact in enumerate(self.facts(example)):
+            lines.append(f"  {'' if number else 'facts':<13}  {fact}")
+        return "\n".join(lines)

@@ -33,8 +33,9 @@ outvote all others. Ranks below the largest value are untouched, so the p-value 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -44,6 +45,7 @@ from torch import Tensor
 from ..errors import FormatError
 from .distances import ClassDistance, GlobalDistance, Measures, Term, Whitening, unit
 from .evidence import Evidence
+from .known_ranges import KnownRanges
 from .scores import mean_probability
 
 TAIL = 0.1
@@ -175,7 +177,9 @@ class Novelty:
         sums: Held-out scores, `[1, example]`.
         bank: Unit features of some known examples at the last tap, `[example, width]`.
         bank_positions: Their positions in the known data.
-        names: Names of the known data by position (may be empty).
+        names: Names of known examples by position (excerpts of texts, or files); empty where none
+            was kept, as for examples that are not in the bank.
+        ranges: Of plain facts of the known inputs, such as their length.
         examples: Known examples seen.
         trained: Training examples that gave means and covariances; 0 where known data gave them.
         hashes: Of all known inputs in order, int64 `[example]` (`input_hashes`); None where
@@ -195,6 +199,7 @@ class Novelty:
     bank: Tensor
     bank_positions: Tensor
     names: tuple[str, ...] = ()
+    ranges: KnownRanges = field(default_factory=KnownRanges)
     examples: int = 0
     trained: int = 0
     hashes: Tensor | None = None
@@ -279,6 +284,10 @@ class Novelty:
             names=self.names,
         )
 
+    def without_names(self) -> Novelty:
+        """Return the statistics without names of known examples, for data that is private."""
+        return replace(self, names=())
+
     def single(self) -> Novelty:
         """Return the statistics in float32, as `predict` uses them and a folder holds them."""
         tensors = {
@@ -334,7 +343,11 @@ class Novelty:
             "cosine_taps": list(self.measures.cosine_taps),
             "terms": [list(term) for term in self.chosen],
             "choice": self.choice,
-            "names": list(self.names),
+            "names": [],  # of every known example, in older folders
+            "bank_names": [self.names[place] for place in self.bank_positions.tolist()]
+            if self.names
+            else [],
+            "ranges": self.ranges.to_dict(),
             "examples": self.examples,
             "trained": self.trained,
             "precision": self.precision,
@@ -400,7 +413,8 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
             sums=Ranks(tensors["sums.values"], tensors["sums.scale"]),
             bank=tensors["bank"],
             bank_positions=tensors["bank_positions"],
-            names=tuple(facts["names"]),
+            names=_names(facts, tensors["bank_positions"]),
+            ranges=KnownRanges.from_dict(facts.get("ranges")),
             examples=int(facts["examples"]),
             trained=int(facts["trained"]),
             hashes=tensors.get("hashes"),
@@ -411,3 +425,25 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
         raise FormatError(
             f"The novelty statistics lack {error}. Save the ensemble again, or call fit_novelty_()."
         ) from None
+
+
+def names_by_position(names: Sequence[str], positions: Tensor) -> tuple[str, ...]:
+    """Return names of the examples at some positions as a list of all examples' names."""
+    every = [""] * (int(positions.max()) + 1)
+    for position, name in zip(positions.tolist(), names, strict=True):
+        every[position] = name
+    return tuple(every)
+
+
+def _names(facts: dict[str, Any], positions: Tensor) -> tuple[str, ...]:
+    """Read names of known examples: those in the bank, or all of them in older folders."""
+    every, named = facts["names"], facts.get("bank_names", [])
+    if not every and not named:
+        return ()
+    named = named or [every[p] if p < len(every) else "" for p in positions.tolist()]
+    if len(named) != len(positions) or not all(isinstance(name, str) for name in named):
+        raise FormatError(
+            f"The novelty statistics have {len(named)} names for {len(positions)} known examples. "
+            "Save the ensemble again, or call fit_novelty_()."
+        )
+    return names_by_position(named, positions)

@@ -12,15 +12,17 @@ with new inputs, and the rate of false alarms holds whatever was chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import DataError
 from .distances import Measures, unit
+from .known_ranges import FACTS, KnownRanges, Scale
 from .moments import Moments, class_distance, global_distance
-from .novelty import Novelty, Ranks, usual_terms
+from .novelty import Novelty, Ranks, names_by_position, usual_terms
 from .scores import mean_probability
 from .term_choice import Choice, Examples, choose_terms, matched
 
@@ -34,6 +36,8 @@ FEWEST_CLASSES = 3
 """Classes from which on class distances are used: two span one direction, the probability's."""
 LEAST = 10
 """Fewest known examples."""
+COLUMNS = {"names", "heads", "hashes", "script", *FACTS}
+"""What is kept of known examples beside their features."""
 STEP = 256
 """Examples whose distances are computed together."""
 
@@ -68,6 +72,7 @@ class NoveltyFit:
         self._labelled = classes > 0 and class_taps > 0
         self._known, self._train = KeptExamples(), KeptExamples()
         self._far: dict[str, KeptExamples] = {}
+        self._columns: dict[str, list[Any]] = {}
 
     def add_(
         self, summaries: Tensor, member_logits: Tensor | None, labels: Tensor | None = None
@@ -105,6 +110,15 @@ class NoveltyFit:
         kept = self._far.setdefault(name, KeptExamples())
         kept.add_(_finite(summaries, name), member_logits, None)
 
+    def add_columns_(self, columns: Mapping[str, Any]) -> None:
+        """Add what else is known of the known examples, in their order, in place.
+
+        A column counts where it has a value for every example: `names`, `heads` (first tokens, from
+        which names can be decoded), `hashes` and the facts of `KnownRanges`; others are ignored.
+        """
+        for name in COLUMNS & columns.keys():
+            self._columns.setdefault(name, []).append(columns[name])
+
     def _add_moments(self, summaries: Tensor, labels: Tensor | None) -> Tensor | None:
         self._labelled = self._labelled and labels is not None
         classes = labels.cpu().long() if self._labelled and labels is not None else None
@@ -119,11 +133,19 @@ class NoveltyFit:
         self.moments.add_(summaries, classes)
         return classes
 
-    def finish(self, names: Sequence[str] = ()) -> Novelty:
+    def finish(
+        self,
+        names: Sequence[str] = (),
+        *,
+        decode: Callable[[Tensor], Sequence[str]] | None = None,
+        image_scale: Scale | None = None,
+    ) -> Novelty:
         """Return the fitted statistics, in float32.
 
         Args:
-            names: Names of the known examples by position, for `Evidence`.
+            names: Names of the known examples, instead of the column `names`.
+            decode: Makes names of the column `heads`, where there is no column `names`.
+            image_scale: What images were normalised by (see `KnownRanges`).
         """
         moments = self.moments
         if moments is None or min(moments.count, self.examples) < LEAST:
@@ -131,6 +153,11 @@ class NoveltyFit:
             raise DataError(
                 f"Novelty needs at least {LEAST} known examples, better some hundred; found "
                 f"{self.examples}{training}."
+            )
+        if names and len(names) != self.examples:
+            raise DataError(
+                f"There are {len(names)} names for {self.examples} known examples; expected one "
+                "each."
             )
         present = moments.class_counts > 0
         classes = int(present.sum())
@@ -168,6 +195,9 @@ class NoveltyFit:
         bank = every[:: -(-len(every) // BANK)]
         last = self._known.rows(bank).features[:, -1]
         positions = self._known.positions[bank]
+        columns = {name: _joined(parts) for name, parts in self._columns.items()}
+        columns = {name: c for name, c in columns.items() if len(c) == self.examples}
+        columns |= {"names": names} if names else {}
         return Novelty(
             taps=self.taps,
             measures=measures,
@@ -178,7 +208,9 @@ class NoveltyFit:
             sums=Ranks.of(score),
             bank=last,
             bank_positions=positions,
-            names=tuple(names)[: int(positions.max()) + 1],
+            names=_names(columns, positions, decode),
+            hashes=columns.get("hashes"),
+            ranges=KnownRanges.of(columns, image_scale),
             examples=self.examples,
             trained=self.trained,
             precision=self.precision,
@@ -286,6 +318,27 @@ class KeptExamples:
         if len(self._columns.get("classes", ())) == len(self._columns["positions"]):
             order = torch.cat(self._columns["classes"]).argsort(stable=True)
         return order[::2].sort().values, order[1::2].sort().values
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Join the parts of a column."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat([part.cpu() for part in parts])
+    return [value for part in parts for value in part]
+
+
+def _names(
+    columns: Mapping[str, Any],
+    positions: Tensor,
+    decode: Callable[[Tensor], Sequence[str]] | None,
+) -> tuple[str, ...]:
+    """Return the names of the examples at some positions; none where there are none."""
+    if "names" in columns:
+        given = columns["names"]
+        return names_by_position([given[place] for place in positions.tolist()], positions)
+    if "heads" in columns and decode is not None:
+        return names_by_position(decode(columns["heads"][positions]), positions)
+    return ()
 
 
 def _finite(summaries: Tensor, kind: str) -> Tensor:

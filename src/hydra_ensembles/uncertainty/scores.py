@@ -187,6 +187,29 @@ def mcm(member_logits: Tensor, *, logit_scale: float | Tensor = 1.0) -> Tensor:
 scores.register("mcm")(mcm)  # not as a decorator: that would hide `logit_scale` from type checkers
 
 
+def neglabel(member_logits: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:
+    """Return 1 - mean_m sum_c e^{z_m(c)}, `[batch]` (NegLabel, Jiang et al., ICLR 2024).
+
+    A zero-shot classifier with negative labels gives such logits: the sum is the share of the class
+    names beside the negative labels.
+
+    Args:
+        member_logits: Logits of a `ZeroShotClassifier` with `negatives`.
+        temperature: What the logits were divided by.
+    """
+    share = (as_member_logits(member_logits) * temperature).logsumexp(-1).exp().mean(1)
+    if not torch.compiler.is_compiling() and bool((share > 1.001).any()):
+        raise DataError(
+            "The score 'neglabel' reads logits beside negative labels, whose exponentials add up "
+            f"to 1 at most; found {float(share.max()):.3g}. Make the host by ZeroShotClassifier("
+            "..., negatives=True)."
+        )
+    return 1 - share
+
+
+scores.register("neglabel")(neglabel)
+
+
 def disagreement(member_logits: Tensor) -> Tensor:
     """Return the share of member pairs that predict different classes, `[batch]`; 0 for one."""
     votes = as_member_logits(member_logits).argmax(-1)
@@ -229,8 +252,10 @@ def _mutual_information_of(probabilities: Tensor) -> Tensor:
     return (total - entropy_of(probabilities).mean(1)).clamp_min(0.0)
 
 
-OF_ANSWER = frozenset({"msp", "entropy", "gen", "max-logit", "energy", "mcm"})
+OF_ANSWER = frozenset({"msp", "entropy", "gen", "max-logit", "energy", "mcm", "neglabel"})
 """Scores of the answer: with a student they read its logits, all other scores read the members'."""
+OF_COSINES = frozenset({"mcm", "neglabel"})
+"""Scores of a zero-shot model's own logits, which temperatures do not touch."""
 
 _OF_PROBABILITIES: dict[str, Score] = {
     "msp": _msp_of,
@@ -242,7 +267,11 @@ _OF_PROBABILITIES: dict[str, Score] = {
 
 
 def score_logits(
-    member_logits: Tensor, score: str | Score = "msp", *, logit_scale: float | Tensor | None = None
+    member_logits: Tensor,
+    score: str | Score = "msp",
+    *,
+    logit_scale: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
 ) -> Tensor:
     """Return a registered (or given) score of member logits, `[batch]`.
 
@@ -250,9 +279,12 @@ def score_logits(
         member_logits: `[batch, member, class]`.
         score: a name in `scores` or a function of member logits.
         logit_scale: for `mcm` alone, what multiplies the cosines; None reads the logits as cosines.
+        temperature: for `neglabel` alone, what the logits were divided by.
     """
     if score == "mcm" and logit_scale is not None:
         return mcm(member_logits, logit_scale=logit_scale)
+    if score == "neglabel":
+        return neglabel(member_logits, temperature=temperature)
     function = scores[score] if isinstance(score, str) else score
     return function(as_member_logits(member_logits))
 
@@ -275,8 +307,8 @@ def predict_from_logits(
         temperature: divides the logits behind the probabilities: the student's, without one every
             member's.
         member_temperatures: one for each member, divides its logits first.
-        logit_scale: for `mcm`, what multiplies the cosines in the logits. MCM reads the cosines
-            themselves, so temperatures do not touch it.
+        logit_scale: for `mcm`, what multiplies the cosines in the logits. MCM and NegLabel read the
+            cosines themselves, so temperatures do not touch them.
         class_names: names of the classes by number.
         student_logits: of one output that answers for the members, `[batch, class]`.
     """
@@ -296,7 +328,7 @@ def predict_from_logits(
         uncertainty = _OF_PROBABILITIES[score](answering if score in OF_ANSWER else members)
     else:
         uncertainty = score_logits(
-            raw if score == "mcm" else scored, score, logit_scale=logit_scale
+            raw if score in OF_COSINES else scored, score, logit_scale=logit_scale
         )
     return ClassPrediction(
         probabilities=probabilities,

@@ -41,6 +41,7 @@ def command(
     risk: options.Risk = 0.02,
     alarm: options.Alarm = 0.05,
     guarantee: options.Guarantee = "conformal",
+    names: options.Names = True,
     output: options.Output = Path("hydra-ensemble"),
     reading: Reading = READING,
     config: options.Config = None,
@@ -87,4 +88,4 @@ def command(
             )
         except HydraError as error:  # what was built is kept
             refused = str(error)
-    finish(ensemble, output, loaded, calibration, refused=refused, json=json)
+    finish(ensemble, output, loaded, calibration, refused=refused, names=names, json=json)

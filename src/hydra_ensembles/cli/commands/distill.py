@@ -47,6 +47,7 @@ def command(
         str | None, typer.Option(help="Labelled data for the temperature; else a tenth of --data.")
     ] = None,
     ood: options.Ood = None,
+    names: options.Names = True,
     output: options.Output = Path("hydra-student"),
     reading: Reading = READING,
     config: options.Config = None,
@@ -99,4 +100,4 @@ def command(
         folder=output / "state",
         progress=not json,
     )
-    finish(ensemble, output, loaded, train, json=json)
+    finish(ensemble, output, loaded, train, names=names, json=json)

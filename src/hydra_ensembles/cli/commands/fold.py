@@ -45,6 +45,7 @@ def command(
     max_cost: Annotated[
         float, typer.Option(help="Multiply-adds at most, relative to one model.")
     ] = 1.0,
+    names: options.Names = True,
     output: options.Output = Path("hydra-folded"),
     reading: Reading = READING,
     config: options.Config = None,
@@ -89,4 +90,4 @@ def command(
     if held is not None:
         known = reading.load_known(loaded[0], data) if novelty_from_data else None
         ensemble.fit_novelty_(held, train=known, progress=not json)
-    finish(ensemble, output, loaded[0], held, json=json)
+    finish(ensemble, output, loaded[0], held, names=names, json=json)

@@ -61,6 +61,14 @@ def command(
     probabilities: Annotated[
         bool, typer.Option("--probabilities", help="Add all classes' probabilities.")
     ] = False,
+    why: Annotated[
+        bool,
+        typer.Option(
+            "--why",
+            help="Add the evidence for novelty: terms, the nearest known examples, and facts such "
+            "as a length that no known text has.",
+        ),
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -98,9 +106,11 @@ def command(
     from ..models import check_sources
 
     if ray or any(source.endswith(".parquet") for source in files or ()):
-        if {risk, held_out, threshold, alarm} != {None}:
+        if {risk, held_out, threshold, alarm} != {None} or why:
             raise Stop(
-                "Rows of Parquet files are decided by the policy that was saved with MODEL.", 2
+                "Rows of Parquet files are decided by the policy that was saved with MODEL, and "
+                "without --why.",
+                2,
             )
         if output is None or not files:
             raise Stop("Give Parquet files, and a folder for the answers with --output.", 2)
@@ -131,10 +141,10 @@ def command(
     loaded = reading.load_model(model)
     if alarm is not None and not 0 < alarm < 1:
         raise Stop(f"--alarm {alarm}: expected a number between 0 and 1, such as 0.05.", 2)
-    if alarm is not None and getattr(loaded.model, "novelty", None) is None:
+    if (alarm is not None or why) and getattr(loaded.model, "novelty", None) is None:
         raise Stop(
-            "--alarm needs a model that knows its data: make one with hydra-ensembles build, or "
-            "call ensemble.fit_novelty_(known) and save it again.",
+            f"{'--why' if why else '--alarm'} needs a model that knows its data: make one with "
+            "hydra-ensembles build, or call ensemble.fit_novelty_(known) and save it again.",
             2,
         )
     policy: Policy | None = getattr(loaded.model, "policy", None)
@@ -160,7 +170,7 @@ def command(
 
     def answer(batch: list[Record]) -> list[dict[str, Any]]:
         return answer_records(
-            loaded, batch, policy=policy, probabilities=probabilities, limit=limit
+            loaded, batch, policy=policy, probabilities=probabilities, why=why, limit=limit
         )
 
     failed = total = skipped = 0
@@ -200,6 +210,7 @@ def answer_records(
     *,
     policy: Policy | None = None,
     probabilities: bool = False,
+    why: bool = False,
     limit: BatchLimit | None = None,
 ) -> list[dict[str, Any]]:
     """Return a row per record: what comes back with it and the fields of its answer.
@@ -209,6 +220,7 @@ def answer_records(
         records: The records of one batch.
         policy: Of a model that is not an ensemble; an ensemble decides by its own.
         probabilities: Add all classes' probabilities.
+        why: Add the evidence for novelty.
         limit: Remembers how many inputs fit in memory at once.
     """
     import torch
@@ -223,12 +235,13 @@ def answer_records(
 
     def prepare(record: Record) -> Any:
         if tokenize is not None:
-            return record.value
+            return record.value, record.value
         if loaded.transform is None:
             raise DataError(f"{loaded.name} does not say how it wants its images.")
-        return loaded.transform(open_image(record.value))
+        return record.value, loaded.transform(open_image(record.value))
 
-    def predict(inputs: list[Any]) -> list[Any]:
+    def predict(pairs: list[Any]) -> list[Any]:
+        values, inputs = map(list, zip(*pairs, strict=True))
         if tokenize is None:
             images = torch.stack(inputs)
             batch: Any = images if loaded.key is None else {loaded.key: images}
@@ -247,15 +260,18 @@ def answer_records(
         answer = replace(answer, class_names=loaded.class_names)
         rows = answer.rows(probabilities=probabilities)
         finite = answer.finite.tolist()
+        if why:
+            evidence = model.why_novel(batch, raw=values)
+            rows = [{**row, "evidence": evidence.to_dict(i)} for i, row in enumerate(rows)]
         return [
             row if good else InputError(NOT_FINITE) for row, good in zip(rows, finite, strict=True)
         ]
 
     asked = [r for r in records if r.error is None and r.skipped is None and r.value is not None]
     answers = iter(answer_each(predict, asked, prepare=prepare, most=limit))
-    rows = []
+    rows, fields = [], (*FIELDS, "evidence") if why else FIELDS
     for record in records:
-        row: Any = dict.fromkeys(FIELDS)
+        row: Any = dict.fromkeys(fields)
         if record.skipped is not None:
             row["skipped"] = record.skipped
         elif record.error is not None or record.value is None:

@@ -36,6 +36,7 @@ def command(
     risk: options.Risk = 0.05,
     alarm: options.Alarm = 0.05,
     guarantee: options.Guarantee = "conformal",
+    names: options.Names = True,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Folder to write to; hydra-try-MODEL-DATA by default."),
@@ -94,15 +95,17 @@ def command(
     if class_names:
         trial.ensemble.id2label = list(class_names)
         loaded = replace(loaded, class_names=list(class_names))
+    if not names:
+        trial.ensemble.forget_names_()
     with waiting("Writing the page"):
         save(trial.ensemble, output / "ensemble", loaded)
         write_config(output)
-        names = _names(files)
+        labels = _names(files)
         page = write_trial(
             output / "try.html",
             trial,
-            names=names,
-            examples=_examples(loaded, files, trial, names),
+            names=labels,
+            examples=_examples(loaded, files, trial, labels),
             title=f"{_title(model)} on {Path(data).name}",
             folder=str(output / "ensemble"),
             kind=_kind(files),
@@ -112,7 +115,7 @@ def command(
     if json:
         print_json(_figures(trial, page, output / "ensemble"))
     else:
-        typer.echo("\n".join(_summary(trial, names, _kind(files))))
+        typer.echo("\n".join(_summary(trial, labels, _kind(files))))
     took = time.monotonic() - start
     say(f"Page: {page}   Ensemble: {output / 'ensemble'}   ({took:.0f} s)", json=json)
 
@@ -154,7 +157,8 @@ def _examples(loaded: Loaded, files: Any, trial: Trial, names: list[str]) -> lis
     from ..report_data import describe
 
     answer, each = trial.answer, EACH.get(_kind(files), 9)
-    assert answer.novelty is not None and answer.novelty_score is not None
+    rank = answer.novelty
+    assert rank is not None and answer.novelty_score is not None
     strange = answer.novelty_score.argsort(descending=True, stable=True)[:each]
     unsure = answer.uncertainty.argsort(descending=True, stable=True)[:each]
     second = answer.probabilities[unsure].topk(2, dim=-1)
@@ -162,9 +166,14 @@ def _examples(loaded: Loaded, files: Any, trial: Trial, names: list[str]) -> lis
         "The strangest: least like the others": (
             strange,
             [
-                # never rounded up to all
-                f"newer than {math.floor(100 * float(answer.novelty[row]))} % of the others\n"
-                f"nearest: {names[int(trial.neighbours[row])]}"
+                "\n".join(
+                    [
+                        # never rounded up to all
+                        f"newer than {math.floor(100 * float(rank[row]))} % of the others",
+                        f"nearest: {names[int(trial.neighbours[row])]}",
+                        *trial.facts[row],
+                    ]
+                )
                 for row in strange.tolist()
             ],
         ),
@@ -247,7 +256,9 @@ def _summary(trial: Trial, names: list[str], kind: str) -> list[str]:
         "Least sure": answer.uncertainty,
     }.items():
         first = column.argsort(descending=True, stable=True)[:3].tolist()
-        lines += [f"{title}:", *(f"  {names[row]}" for row in first)]
+        lines.append(f"{title}:")
+        for row in first:
+            lines += [f"  {names[row]}", *(f"    {fact}" for fact in trial.facts[row])]
     return lines
 
 
@@ -269,6 +280,7 @@ def _figures(trial: Trial, page: Path, folder: Path) -> dict[str, Any]:
         "calibration": trial.calibration,
         "policy": trial.policy.to_dict(),
         "novelty": answer.novelty.tolist(),
+        "facts": trial.facts,
         "uncertainty": answer.uncertainty.tolist(),
         "decisions": answer.decision,
     }
