@@ -12,14 +12,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..data.batches import (
-    labels_of,
-    main_output,
-    move,
-    read_batch,
-    split_batch,
-    without_labels,
-)
+from ..data import batches
+from ..data.batches import main_output, move, read_batch, split_batch
 from ..data.eval_mode import twin
 from ..errors import HydraError, UnsupportedModelError
 from ..heads.head_mask import HeadMask
@@ -317,8 +311,7 @@ class FusedModel(HostInterface):
         mean, as the host has it.
         """
         if labels is None:
-            labels = labels_of(kwargs)
-            kwargs = without_labels(kwargs)
+            labels, kwargs = batches.labels_of(kwargs), batches.without_labels(kwargs)
         run = self.run(args, kwargs)
         if run.student_logits is None:
             outputs = self._scaled(run.member_logits)

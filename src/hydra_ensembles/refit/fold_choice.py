@@ -12,6 +12,7 @@ from torch import Tensor
 from ..data.model_runs import run_model
 from ..evaluation.metrics import negative_log_likelihood
 from ..fusion.ensemble import HydraEnsemble
+from ..tasks import Task
 from ..uncertainty import find_temperature
 from .fold_rows import Trunk
 
@@ -26,12 +27,14 @@ class HeldOut:
     Attributes:
         members: `[example, member, class]`.
         student: `[example, 1, class]`, or None.
-        labels: `[example]`.
+        labels: `[example]`, or as the task has them.
+        task: What they mean.
     """
 
     members: Tensor
     student: Tensor | None
     labels: Tensor
+    task: Task
 
     @classmethod
     def of(cls, ensemble: HydraEnsemble, data: Any, *, progress: bool) -> HeldOut:
@@ -44,12 +47,18 @@ class HeldOut:
             torch.cat([one.logits for one in answers]),
             torch.cat(students)[:, None] if students else None,
             torch.cat([one.labels for one in answers if one.labels is not None]),
+            ensemble.task,
         )
 
     def nll(self, *, student: bool, seed: int) -> Tensor:
-        """Return each example's NLL at the temperature of the other half, `[example]`."""
+        """Return each example's NLL at the temperature of the other half, `[example]`.
+
+        Without classes it is the task's loss.
+        """
         logits = self.student if student else self.members
         assert logits is not None
+        if not self.task.classifies:
+            return self.task.losses(self.task.mean(logits), self.labels).double()
         order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(seed))
         halves = order[: len(order) // 2], order[len(order) // 2 :]
         result = torch.empty(len(logits), dtype=torch.float64)
@@ -82,6 +91,8 @@ def calibrate_(ensemble: HydraEnsemble, held_out: HeldOut) -> dict[str, Any]:
     With a student, the members get the one temperature of theirs too: it does not change the
     answer, but their disagreement is that of calibrated members.
     """
+    if not held_out.task.classifies:
+        return {"examples": len(held_out.labels), "note": f"{held_out.task.title}: not calibrated"}
     fitted = find_temperature(held_out.members, held_out.labels)
     record: dict[str, Any] = {"examples": len(held_out.labels), **asdict(fitted)}
     if ensemble.student is None:

@@ -239,7 +239,7 @@ def _folded(
     if student:
         ensemble.record["student's fit"] = _followed(readouts[-1])
     kept = rows.probabilities[name].rows
-    if readouts and kept < rows.examples:
+    if readouts and 0 < kept < rows.examples:
         ensemble.record["notes"].append(
             f"Only the first {kept:,} examples were fitted to probabilities, to save memory."
         )

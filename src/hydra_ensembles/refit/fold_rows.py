@@ -14,6 +14,7 @@ from ..data.processes import in_order
 from ..data.progress import length_of, progress_bar
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..hosts.probes import largest_difference
+from ..tasks import task_of
 from .logistic import SoftRows
 from .readout_states import Parting, Reader, States
 from .ridge import Fit, Linear, Moments, fit
@@ -84,13 +85,13 @@ class ReadoutFit:
     Attributes:
         linear: The mean of both.
         ridge, error: Of the fit to logits (see `ridge.Fit`).
-        divergence: Of the fit to probabilities (see `logistic.SoftFit`).
+        divergence: Of the fit to probabilities (see `logistic.SoftFit`); None without classes.
     """
 
     linear: Linear
     ridge: float | None
     error: float
-    divergence: float
+    divergence: float | None = None
 
 
 @dataclass
@@ -112,10 +113,13 @@ class FoldRows:
     def fit_readouts(self, name: Trunk, outputs: int) -> list[ReadoutFit]:
         """Fit linear readouts of a trunk: the mean of two fits, to logits and to probabilities.
 
+        Labels of 0 and 1 and numbers have no softmax: there the fit to the outputs is all.
         Each alone is the better one on some tasks (logits on CIFAR-10, probabilities on CLINC150);
         their mean is again a linear map, and best on calibration data of three tasks together.
         """
         squares = self.logits[name].fit_outputs(outputs)
+        if not self.probabilities[name].rows:
+            return [ReadoutFit(square.linear, square.ridge, square.error) for square in squares]
         fits = []
         for square, soft in zip(squares, self.probabilities[name].fit(), strict=True):
             assert square.linear.bias is not None and soft.linear.bias is not None
@@ -154,7 +158,7 @@ def read_rows(
     """
     models = {id(model): model for model in (*hosts, *trunks.values())}
     readers = {key: Reader(model, parting) for key, model in models.items()}
-    unchecked = states
+    unchecked, classes = states, task_of(hosts[0]).classifies
 
     def work(number: int, batch: Any) -> dict[str, Tensor]:
         nonlocal unchecked
@@ -188,7 +192,10 @@ def read_rows(
                 targets = [one.total - own.entering for one in theirs]
                 result[f"{name}.states"] = torch.cat(targets, 1)
         logits = torch.stack([one.logits for one in theirs], 1)  # [row, host, class]
-        for aim, each in (("logits", logits), ("probabilities", logits.softmax(-1))):
+        each_aim = {"logits": logits}
+        if classes:
+            each_aim["probabilities"] = logits.softmax(-1)
+        for aim, each in each_aim.items():
             aims = [each] * members + [each.mean(1, keepdim=True)] * student
             if aims:
                 result[aim] = torch.cat(aims, 1)
@@ -215,6 +222,7 @@ def read_rows(
             if "logits" in result:
                 own = result[f"{name}.readout"]
                 rows.logits[name].add_(own, result["logits"].flatten(1), judges)
+            if "probabilities" in result:
                 rows.probabilities[name].add_(own, result["probabilities"])
     if rows.examples < LEAST:
         raise DataError(

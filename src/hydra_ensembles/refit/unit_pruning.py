@@ -224,11 +224,12 @@ def _kept(mask: UnitMask, host: HostModel) -> tuple[list[list[int]], list[list[i
 
 
 def _figures(model: nn.Module, data: Any, progress: bool) -> dict[str, float]:
-    """Return accuracy and NLL of a classifier, the perplexity of a language model."""
+    """Return accuracy and NLL, or the task's own error; the perplexity of a language model."""
     if predicts_next_token(model):
         return {"perplexity": perplexity(model, data)}
     results = evaluate(model, data, progress=progress)
-    return {name: float(results[name]) for name in ("cls/Acc", "cls/NLL")}
+    names = ("cls/Acc", "cls/NLL", "cls/Loss", "reg/RMSE", "reg/Pearson")
+    return {name: float(results[name]) for name in names if name in results}
 
 
 def perplexity(model: nn.Module, data: Any) -> float:

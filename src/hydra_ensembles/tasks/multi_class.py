@@ -52,6 +52,10 @@ class MultiClass(Task):
         """Return log mean_m softmax(z_m), `[batch, class]`."""
         return log_mean_probability(outputs)
 
+    def target(self, outputs: Tensor) -> Tensor:
+        """Return the softmax of logits: labels that are probabilities."""
+        return outputs.softmax(-1)
+
     def losses(self, outputs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the cross-entropy of each example, `[batch]`."""
         return F.cross_entropy(outputs.float(), labels.to(outputs.device), reduction="none")

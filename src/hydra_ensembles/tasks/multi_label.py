@@ -143,6 +143,10 @@ class MultiLabel(Task):
         positive, negative = _log_mean(outputs)
         return positive - negative
 
+    def target(self, outputs: Tensor) -> Tensor:
+        """Return the sigmoids of logits: labels that are probabilities."""
+        return outputs.sigmoid()
+
     def losses(self, outputs: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the binary cross-entropy, mean over labels, `[batch]`."""
         outputs = outputs.float()

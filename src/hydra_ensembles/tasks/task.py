@@ -131,6 +131,10 @@ class Task(ABC):
             mask: The batch's `attention_mask`, for tasks that answer for tokens.
         """
 
+    def target(self, outputs: Tensor) -> Tensor:
+        """Turn outputs of another model into labels that `losses` takes, to learn from it."""
+        return outputs
+
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return the loss as the host's own library has it, a scalar."""
         return self.losses(outputs, labels).mean()

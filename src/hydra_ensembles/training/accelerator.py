@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from ..data import processes
 from ..data.batches import split_batch
-from ..data.model_runs import call_model, member_logits_of
+from ..data.model_runs import call_model, member_outputs_of
 from ..errors import DataError, HydraError
 from ..registry import imported
+from ..tasks import IGNORED, Task, task_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -110,15 +111,27 @@ class MemberLogits(nn.Module):
         if callable(of_members):  # a fused ensemble: its `logits` are the members' mean already
             logits: Tensor = of_members(batch)
             return logits
-        return member_logits_of(call_model(self.model, batch))
+        return member_outputs_of(call_model(self.model, batch), task_of(self.model))
 
 
-def logits_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """Return float32 logits `[B, M, C]` and checked labels `[B]` or `[B, C]` of a batch."""
-    _, _, labels = split_batch(batch)
+def logits_and_labels(
+    model: nn.Module, batch: Any, task: Task | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return a batch's float32 outputs `[B, M, ...]` and its checked labels.
+
+    Labels of classes are numbers `[B]` or probabilities `[B, C]`, those of another task its own.
+    """
+    _, inputs, labels = split_batch(batch)
     if labels is None:
         raise DataError("A batch has no labels. Give (inputs, labels), or dicts with 'labels'.")
     logits = model(batch).float()
+    if task is not None and (task.by_token or not task.classifies):
+        size = None if task.ragged else logits.shape[-1]
+        labels = task.check_labels(labels, "a batch", size=size).to(logits.device)
+        mask = inputs.get("attention_mask")
+        if task.by_token and isinstance(mask, Tensor) and mask.shape == labels.shape:
+            labels = labels.masked_fill(~mask.to(labels.device).bool(), IGNORED)
+        return logits, labels
     if len(labels) != len(logits):
         raise DataError(f"A batch has {len(labels)} labels for {len(logits)} answers.")
     if labels.is_floating_point():

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..data import processes
 from ..data.progress import progress_bar
 from ..fusion.ensemble import HydraEnsemble
+from ..tasks import task_of
 from .accelerator import accelerator, logits_and_labels
 from .loop import FinetunedMember, Run, StepInfo
 from .outlier_exposure import Cycle, Outliers, outlier_stream
@@ -50,7 +51,8 @@ def finetune_branch(
     read the trunk, where the host normalises first. Members with equal masks stay equal. The trunk
     runs once per sample, without dropout or gradients.
 
-    Objective: mean over samples b and members m of w_bm * cross-entropy(logits_bm, label_b), plus
+    Objective: mean over samples b and members m of w_bm * cross-entropy(logits_bm, label_b), of
+    another task its own loss, plus
     towards_host / 2 * sum (w - w_start)^2, with w_bm ~ Poisson(1), fixed for all epochs: the online
     form of the bootstrap (Oza and Russell, 2001), so that members see different data in one pass.
     With `Settings.distill` = a the label becomes (1 - a) * label_b + a * p_b, where p_b is what the
@@ -88,6 +90,12 @@ def finetune_branch(
     if ood is None:
         settings = replace(settings, outlier_weight=0.0)
     settings.check_validation(validation)
+    task = ensemble.task
+    if (task.by_token or not task.classifies) and (settings.distill or ood is not None):
+        raise ValueError(
+            f"distill and ood are for classes; this is {task.title}. Pass "
+            "settings=replace(BRANCH, distill=0.0) without ood."
+        )
     model = CachedTrunk(untied(ensemble), cache_bytes, trunk_states)
     teacher = None
     if settings.distill:
@@ -154,8 +162,13 @@ class BranchRun(Run):
         return self._weighted(kl, batch).mean()
 
     def _data_loss(self, batch: Any) -> Tensor:
-        logits, labels = logits_and_labels(self.wrapped, batch)
+        task = task_of(self.model.ensemble)
+        logits, labels = logits_and_labels(self.wrapped, batch, task)
         members = logits.shape[1]
+        if task.by_token or not task.classifies:
+            return self._weighted(
+                torch.stack([task.losses(m, labels) for m in logits.unbind(1)], 1), batch
+            ).mean()
         losses = F.cross_entropy(
             logits.transpose(1, 2),
             labels[..., None].expand(*labels.shape, members),

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._records import SEAL, check_same_run, read_sealed, sealed, write_whole
@@ -32,13 +31,15 @@ from ..fusion.fuse_members import fuse
 from ..heads.head_mask import HeadMask
 from ..hosts import HostModel, host_model
 from ..registry import check_name
-from ..uncertainty import find_temperature, log_mean_probability
+from ..tasks import Embedding, Task
+from ..uncertainty import find_temperature
 from .accelerator import accelerator
 from .branch_run import BranchRun
 from .loop import StepInfo
 from .sample_order import Stream, generator, keys_of
 from .settings import DISTILL, Settings
 from .teacher_answers import TeacherLogits, assign
+from .teacher_losses import check_labels, taught_losses
 from .teachers import Teacher, read_teachers
 from .trunk_cache import CachedTrunk, folded_start, untied
 from .views import DistillationData
@@ -165,7 +166,7 @@ def distill(
     for name, given in {"data": data, "validation": validation, "ood": ood}.items():
         if isinstance(given, Iterator):  # refused, by its own name
             check_reiterable(given, name=name)
-    train, held_out = _parts(as_data(data), validation, seed)
+    train, held_out = _parts(as_data(data), validation, seed, host.task)
     if any(teacher.table is not None for teacher in sources):
         # a table covers the data itself: no other view, no outliers
         if validation is None and held_out is not None:
@@ -178,7 +179,7 @@ def distill(
         settings = replace(settings, outlier_weight=0.0)
     settings.check_validation(held_out)
     batch = _first_batch(train)
-    if settings.distill < 1:
+    if settings.distill < 1 and host.task.classifies:
         check_labels(labels_of(batch), settings.distill)
     if start == "folded":
         if masks is not None or branch_layer is not None or own_mlps:
@@ -239,6 +240,7 @@ def distill(
             training_data=training_data,
             answers=answers,
             shares=shares,
+            task=begun.task,
             slow=frozenset(trunk_names),
         ).train()
     ensemble = trained.ensemble.eval()
@@ -255,7 +257,7 @@ def distill(
         "training": result.to_dict(),
         **({"fold": folded} if folded else {}),
     }
-    if calibrate and held_out is not None:
+    if calibrate and held_out is not None and ensemble.task.classifies:
         logits, labels = collect_logits(ensemble, held_out, name="validation", need_labels=True)
         assert labels is not None
         fitted = find_temperature(logits, labels)
@@ -281,13 +283,13 @@ def _first_batch(data: Any) -> Any:
     return first
 
 
-def _parts(data: Any, validation: Any, seed: int) -> tuple[Any, Any]:
+def _parts(data: Any, validation: Any, seed: int, task: Task) -> tuple[Any, Any]:
     """Return training and validation data; by default a tenth of labelled data is held out."""
     if validation is not None:
         return data, as_data(validation)
     first = next(iter(check_reiterable(data)), None)
     labels = None if first is None else labels_of(first)
-    if labels is None or labels.is_floating_point():
+    if labels is None or (task.classifies and labels.is_floating_point()):
         return data, None
     if not isinstance(data, (list, tuple)):
         both = split(data, {"train": 1 - HELD_OUT, "held": HELD_OUT}, seed=seed)
@@ -325,8 +327,13 @@ def _start(
             "members stay equal. Take fewer members, a lower branch_layer or a higher max_cost."
         )
     ensemble = fuse(host.model, masks, branch_layer=branch_layer)
-    if not ensemble.is_classifier:
-        raise HydraError(f"{host.name} gives no class logits: distill a classifier.")
+    task = ensemble.task
+    if task.by_token or task.ragged or isinstance(task, Embedding):
+        raise HydraError(
+            f"{host.name} is made for {task.title}, which has more than one answer per input. "
+            "Fine-tune it (finetune), fold fine-tuned hosts (fold), or distil a model of classes, "
+            "labels or numbers."
+        )
     return untied(ensemble, mlps=own_mlps and members > 1)
 
 
@@ -365,6 +372,7 @@ class DistillRun(BranchRun):
     training_data: DistillationData = field(kw_only=True)
     answers: TeacherLogits = field(kw_only=True)
     shares: Tensor = field(kw_only=True)
+    task: Task = field(kw_only=True)
     slow: frozenset[str] = field(kw_only=True)
 
     def _rate_of(self, name: str) -> float:
@@ -386,65 +394,16 @@ class DistillRun(BranchRun):
         examples, samples = self.training_data.sets[name], batch["samples"]
         view, temperature = turn % examples.views, self.settings.teacher_temperature
         target = self.answers.rows(name, view, samples).to(self.accelerator.device)
-        target = (target / temperature).softmax(-1)  # [batch, teacher, class]
+        if self.task.classifies:
+            target = target / temperature
+        target = self.task.target(target)  # [batch, teacher, class], or labels, or numbers
         target = torch.einsum("mt,btc->bmc", self.shares.to(target), target)
         shown = {**batch, "samples": examples.numbers(view, samples)}
         if not self.model.knows(keys_of(shown)):
             shown["batch"] = examples.view_of(view, batch)
         logits = self.wrapped(shown).float()
-        return self._weighted(self._losses(name, target, logits, batch), shown).mean()
-
-    def _losses(self, name: str, target: Tensor, logits: Tensor, batch: Any) -> Tensor:
-        """Return each member's loss: its own, mixed with a `joint` share of the mean's."""
-        temperature, joint = self.settings.teacher_temperature, self.settings.joint
-        losses = self._cross_entropy(
-            name, target, (logits / temperature).log_softmax(-1), logits, batch
-        )
-        if not joint or logits.shape[1] == 1:  # one member is its own mean
-            return losses
-        mean_logits = log_mean_probability(logits)[:, None]
-        mean = self._cross_entropy(
-            name,
-            target.mean(1, keepdim=True),
-            log_mean_probability(logits / temperature)[:, None],
-            mean_logits,
-            batch,
-        )
-        return (1 - joint) * losses + joint * mean
-
-    def _cross_entropy(
-        self, name: str, target: Tensor, answer: Tensor, logits: Tensor, batch: Any
-    ) -> Tensor:
-        """Mix the loss of softened answers (log-probabilities) with that of the labels."""
-        losses = -(target * answer).sum(-1) * self.settings.teacher_temperature**2
-        share = self.settings.distill
-        if share == 1 or name != "data":
-            return losses
-        labels = check_labels(batch["labels"], share, logits.shape[-1])
-        labels = labels.to(logits.device).long()[:, None].expand(losses.shape)
-        hard = F.cross_entropy(
-            logits.transpose(1, 2),
-            labels,
-            reduction="none",
-            label_smoothing=self.settings.label_smoothing,
-        )
-        return share * losses + (1 - share) * hard
-
-
-def check_labels(labels: Tensor | None, share: float, classes: int | None = None) -> Tensor:
-    """Return labels that a loss can be mixed with, else raise."""
-    mixed = f"distill={share:g} makes {1 - share:.2g} of the target the label, but"
-    otherwise = "Fix the labels, or pass Settings(distill=1.0) to learn from the teachers only."
-    if labels is None:
-        raise DataError(f"{mixed} the data has no labels. {otherwise}")
-    if labels.is_floating_point() or labels.ndim != 1:
-        raise DataError(
-            f"{mixed} the labels are {labels.dtype} of shape {list(labels.shape)}; expected class "
-            f"numbers [batch]. {otherwise}"
-        )
-    if classes is not None and (labels.min() < 0 or labels.max() >= classes):
-        raise DataError(
-            f"{mixed} labels run from {labels.min()} to {labels.max()} and the model has {classes} "
-            f"classes, numbered from 0. {otherwise}"
-        )
-    return labels
+        labels = batch["labels"] if name == "data" else None
+        if name == "data" and labels is None and self.settings.distill < 1:
+            check_labels(labels, self.settings.distill)
+        losses = taught_losses(self.task, self.settings, target, logits, labels)
+        return self._weighted(losses, shown).mean()

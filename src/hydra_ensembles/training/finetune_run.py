@@ -45,14 +45,16 @@ def finetune(
     with bit-identical weights (on the same machine, with the same number of threads). This includes
     random augmentations that draw from torch's generator.
 
-    Objective per member: loss(logits, labels) + towards_host / 2 * sum (w - w_start)^2, the second
+    Objective per member: the loss of the model's task (`hydra_ensembles.tasks`), of classes the
+    cross-entropy: loss(logits, labels) + towards_host / 2 * sum (w - w_start)^2, the second
     term as in L2-SP (Li, Grandvalet and Davoine, 2018).
 
     Args:
         model_or_members: A classifier, or one per member. Anything that returns logits `[B, C]`
             or member logits `[B, M, C]` (the loss is then the members' mean), bare or as `.logits`.
-        data: Re-iterable batches: dicts with `labels`, or `(inputs, labels)`. Labels are class
-            numbers `[B]` or probabilities `[B, C]` (a teacher's answers, for distillation). A list
+        data: Re-iterable batches: dicts with `labels`, or `(inputs, labels)`. Labels are as the
+            task has them: class numbers `[B]` or probabilities `[B, C]` (a teacher's answers),
+            labels of 0 and 1 `[B, L]`, numbers, tags `[B, T]`, spans. A list
             of batches of equal shapes is shuffled by sample, other lists by batch, a `DataLoader`
             by its data set; anything else keeps its own order (see `Stream`).
         settings: How to train; see `Settings`.
@@ -60,7 +62,7 @@ def finetune(
         seed: One number, or one per member. Members of a list get `seed`, `seed + 1`, ... .
         parameters: What is trained: a regular expression searched in the parameters' names, or a
             function `(name, parameter) -> bool`; None trains all parameters that require gradients.
-        loss: Replaces cross-entropy: `(logits [B, M, C], labels) -> scalar`; M is 1 for a
+        loss: Replaces the task's loss: `(logits [B, M, C], labels) -> scalar`; M is 1 for a
             plain classifier.
         validation: Data for NLL and accuracy after each epoch.
         folder: Where checkpoints go, one sub-folder per member. Start again with the same arguments

@@ -21,6 +21,7 @@ from ..data.memory import telling_lost_workers
 from ..data.processes import in_order, own_numbers
 from ..data.progress import Progress
 from ..errors import DataError, HydraError
+from ..tasks import task_of
 from .accelerator import Gradients, MemberLogits, logits_and_labels
 from .checkpoint import (
     pack_optimizer,
@@ -294,9 +295,12 @@ class Run:
         return share * self._data_loss(batch) if share else torch.zeros(())
 
     def _data_loss(self, batch: Any) -> Tensor:
-        logits, labels = logits_and_labels(self.wrapped, batch)
+        task = task_of(self.model)
+        logits, labels = logits_and_labels(self.wrapped, batch, task)
         if self.loss is not None:
             return self.loss(logits, labels)
+        if task.by_token or not task.classifies:
+            return torch.stack([task.loss(m, labels) for m in logits.unbind(1)]).mean()
         smoothing = self.settings.label_smoothing
         members = [F.cross_entropy(m, labels, label_smoothing=smoothing) for m in logits.unbind(1)]
         return torch.stack(members).mean()
@@ -315,8 +319,13 @@ class Run:
     def _validate(self, data: Iterable[Any]) -> dict[str, float]:
         self.model.eval()
 
+        task = task_of(self.model)
+
         def work(index: int, batch: Any) -> dict[str, Tensor]:
-            logits, labels = logits_and_labels(self.wrapped, batch)
+            logits, labels = logits_and_labels(self.wrapped, batch, task)
+            if task.by_token or not task.classifies:  # no accuracy
+                losses = task.losses(task.mean(logits), labels)
+                return {"sums": torch.tensor([float(losses.sum()), torch.nan, len(losses)])}
             if labels.ndim > 1:
                 raise DataError("Validation needs class numbers as labels, not probabilities.")
             log_mean = logits.log_softmax(-1).logsumexp(1) - math.log(logits.shape[1])
@@ -330,7 +339,7 @@ class Run:
         nll, right, count = sums.tolist()
         if not count:
             raise DataError("The validation data has no batches. Check the loader or the filter.")
-        return {"nll": nll / count, "accuracy": right / count}
+        return {"nll": nll / count, **({} if math.isnan(right) else {"accuracy": right / count})}
 
     def _state(self) -> dict[str, Tensor]:
         """Return what training changes: the trained parameters and the buffers."""

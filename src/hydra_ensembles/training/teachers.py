@@ -28,6 +28,7 @@ from ..heads.head_mask import HeadMask
 from ..hosts import HostModel, host_model
 from ..hosts.probes import modules_after_blocks
 from ..registry import Registry, imported
+from ..tasks import task_of
 from .branch_run import finetune_branch
 from .checkpoint import FILE_NAME, read_checkpoint, with_prefix
 from .finetune_run import finetune
@@ -162,7 +163,13 @@ def _from_weights(path: Path, host: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def _opened(model: nn.Module) -> Iterator[Answer]:
     with evaluating(model):
-        yield lambda batch: member_logits(model, batch).detach().float().log_softmax(-1).cpu()
+        task = task_of(model)
+
+        def answer(batch: Any) -> Tensor:
+            outputs = member_logits(model, batch).detach().float()
+            return (outputs.log_softmax(-1) if task.classifies else outputs).cpu()
+
+        yield answer
 
 
 @contextlib.contextmanager

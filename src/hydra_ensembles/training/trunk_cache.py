@@ -18,6 +18,7 @@ from ..fusion.structure import split_classifier_
 from ..hosts import host_model
 from ..hosts.probes import modules_after_blocks
 from ..registry import public_function
+from ..tasks import Embedding
 from .sample_order import is_numbered, keys_of
 
 
@@ -26,9 +27,9 @@ def untied(ensemble: HydraEnsemble, *, mlps: bool = False, heads: bool = True) -
 
     Without `heads`, members share what they share now, and train it together.
     """
-    if not isinstance(ensemble, HydraEnsemble) or not ensemble.is_classifier:
+    if not isinstance(ensemble, HydraEnsemble) or isinstance(ensemble.task, Embedding):
         raise HydraError(
-            f"finetune_branch trains a fused classifier, not {type(ensemble).__name__} "
+            f"finetune_branch trains a fused model with labels, not {type(ensemble).__name__} "
             f"({type(getattr(ensemble, 'host', ensemble)).__name__}). Make one with fuse(model, "
             "masks), or train a plain model with finetune."
         )
