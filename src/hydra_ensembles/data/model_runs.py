@@ -86,10 +86,11 @@ def member_outputs_of(output: Any, task: Task) -> Tensor:
     Reads `member_logits` of an object or a mapping, else what the task reads in an output; that of
     one model is one member.
     """
+    if isinstance(output, Prediction):
+        members: Tensor = output.member_outputs
+        return members
     held = output.get("member_logits") if isinstance(output, Mapping) else None
     held = getattr(output, "member_logits", None) if held is None else held
-    if isinstance(output, Prediction):
-        held = output.member_outputs
     if not isinstance(held, Tensor):
         try:
             held = main_output(output, task.fields)

@@ -101,6 +101,10 @@ class Embedding(Task):
             score=score if isinstance(score, str) else getattr(score, "__name__", "score"),
         )
 
+    def member_outputs(self, outputs: Tensor, /) -> Tensor:
+        """Return states or vectors of one model with a member axis."""
+        return outputs[:, None] if outputs.ndim in (2, 3) else outputs
+
     def pooled(self, outputs: Tensor, mask: Tensor | None) -> Tensor:
         """Return one vector per input and member, `[batch, member, width]`."""
         if outputs.ndim == 3:  # a tower that projects gives one vector
