@@ -22,9 +22,11 @@ ROOMS = {
     "_tensors": "digests of tensors",
     "_tables": "tables for notebooks and pages",
     "prediction": "the one answer",
+    "task_predictions": "the answers of other tasks",
     "answer_each": "one bad input never costs others",
     "runtime": "exported, without torch",
     "uncertainty": "scores, calibration, policies",
+    "tasks": "what outputs mean",
     "data": "batches, loaders, running models",
     "hosts": "families, probes, one block",
     "heads": "masks, gating, the plan",
@@ -45,7 +47,16 @@ ROOMS = {
 }
 """The rooms in order; each imports only rooms that stand before it."""
 
-LEAVES = ("errors", "registry", "_records", "_tensors", "_tables", "prediction", "answer_each")
+LEAVES = (
+    "errors",
+    "registry",
+    "_records",
+    "_tensors",
+    "_tables",
+    "prediction",
+    "task_predictions",
+    "answer_each",
+)
 WIDTH, HEIGHT, GAP, STEP = 208, 46, 22, 92
 
 

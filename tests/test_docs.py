@@ -192,3 +192,25 @@ def test_the_example_of_a_family_runs_as_written(
     assert "mine" in families
     said = capsys.readouterr().out
     assert "can be fused, heads can be removed physically" in said and "family    mine" in said
+
+
+def test_the_example_of_a_task_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    import hydra_ensembles as hydra
+    from hydra_ensembles.tasks import tasks
+    from tests import zoo
+    from tests.fusion.test_fusion import EARLY
+
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text[text.index("## Add a task in 30 lines") :]
+    example = re.search(r"```python\n(.*?)```", section, re.S)
+    assert example is not None and len(example[1].splitlines()) <= 35
+    monkeypatch.setattr(tasks, "_entries", dict(tasks._entries))  # it registers one
+    exec(example[1], {"__name__": "example"})
+    ensemble = hydra.fuse(zoo._bert(num_labels=1).eval(), EARLY, task="counts")
+    batch, counts = zoo.batch("bert"), torch.tensor([0.0, 1.0, 2.0, 5.0])
+    rates = ensemble.member_logits(batch).exp()
+    torch.testing.assert_close(ensemble.predict(batch).values, rates.mean(1))
+    loss = (rates.mean(1)[:, 0] - counts * rates.mean(1)[:, 0].log()).mean()
+    torch.testing.assert_close(ensemble(**batch, labels=counts).loss, loss)

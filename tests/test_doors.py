@@ -26,6 +26,7 @@ from hydra_ensembles.serving.app import make_app
 from hydra_ensembles.serving.bulk import predict_files
 from hydra_ensembles.serving.service import Service
 from hydra_ensembles.serving.torch_backend import TorchBackend
+from hydra_ensembles.task_predictions import TASK_PREDICTIONS
 from tests import zoo
 from tests.fusion.test_fusion import EARLY
 from tests.fusion.test_inputs import words
@@ -209,3 +210,10 @@ def test_the_page_has_the_table_of_fields() -> None:
     page = Path(__file__).parents[1] / "docs" / "reference" / "fields.md"
     rows = [f"| `{name}` | {meaning} |" for name, meaning in FIELDS.items()]
     assert "\n".join(rows) in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", TASK_PREDICTIONS, ids=lambda kind: kind.__name__)
+def test_the_page_has_the_fields_of_every_task(kind: type[hydra.Prediction]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "fields.md").read_text("utf-8")
+    rows = [f"| `{name}` | {meaning} |" for name, meaning in kind.FIELDS.items()]
+    assert "\n".join(rows) in page.partition(f": `{kind.__name__}`")[2].partition("###")[0]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import BertConfig, ViTConfig
 
 import hydra_ensembles as hydra
@@ -15,22 +16,32 @@ from tests import zoo
 
 
 @pytest.mark.parametrize(
-    ("built", "settings", "task"),
+    ("built", "task"),
     [
-        ("BertForQuestionAnswering", {}, "question answering"),
-        ("BertForTokenClassification", {}, "tagging"),
-        ("BertForSequenceClassification", {"num_labels": 1}, "regression"),
-        (
-            "BertForSequenceClassification",
-            {"problem_type": "multi_label_classification"},
-            "multi-label",
-        ),
+        ("TapasForQuestionAnswering", "tables"),
+        ("T5ForConditionalGeneration", "generation"),
     ],
 )
-def test_text_models(built: str, settings: dict[str, object], task: str, tmp_path: Path) -> None:
-    BertConfig(architectures=[built], **settings).save_pretrained(tmp_path)
+def test_text_models(built: str, task: str, tmp_path: Path) -> None:
+    BertConfig(architectures=[built]).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=task):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("built", "settings"),
+    [
+        ("BertForTokenClassification", {}),
+        ("BertForSequenceClassification", {"num_labels": 1}),
+        ("BertForSequenceClassification", {"problem_type": "multi_label_classification"}),
+    ],
+)
+def test_text_models_of_other_tasks_are_loaded(
+    built: str, settings: dict[str, object], tmp_path: Path
+) -> None:
+    model = getattr(transformers, built)(BertConfig(**zoo.SIZES, **zoo.TEXT, **settings))
+    model.save_pretrained(tmp_path)
+    assert type(load_model(str(tmp_path)).model) is type(model)
 
 
 def test_an_image_model(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from ..evaluation.intervals import student
 from ..fusion.fuse_members import fuse
 from ..heads.head_mask import HeadMask
 from ..search.detection import compare_detection
+from ..tasks import Task
 from .calibration import cross_fitted_nll
-from .data_parts import Outcome, Task
+from .data_parts import BuildJob, Outcome
 from .methods import METHODS, Select
 from .refit_methods import Parts
 
@@ -43,108 +44,119 @@ class Auto:
         """Return what the result depends on."""
         return {"select": Select().settings(), "parts": Parts().settings()}
 
-    def find(self, task: Task) -> Outcome:
+    def find(self, job: BuildJob) -> Outcome:
         """Find members in each way, and keep the best."""
-        outcomes, refused = _candidates(task)
-        known = task.state.find("auto")
+        outcomes, refused = _candidates(job)
+        known = job.state.find("auto")
         decision: dict[str, Any]
         if known:
             decision = known[0]
         else:
-            unsafe = _unsafe_parts(task, outcomes)
+            unsafe = _unsafe_parts(job, outcomes)
             safe = {name: one for name, one in outcomes.items() if name not in unsafe}
-            decision = _decide(task, safe, {**refused, **unsafe})
+            decision = _decide(job, safe, {**refused, **unsafe})
         if not known:
-            task.state.add({"auto": decision})
-        announce(decision["why"], enabled=task.progress)
+            job.state.add({"auto": decision})
+        announce(decision["why"], enabled=job.progress)
         chosen = outcomes[decision["chosen"]]
         return Outcome({**chosen.record, "auto": decision}, chosen.ensemble)
 
 
-def _candidates(task: Task) -> tuple[dict[str, Outcome], dict[str, str]]:
+def _candidates(job: BuildJob) -> tuple[dict[str, Outcome], dict[str, str]]:
     """Return what each way found, heads first, and why others are not possible."""
-    first = without_labels(task.parts.data["select"].batch(0))
+    first = without_labels(job.parts.data["select"].batch(0))
 
     def fused(record: dict[str, Any]) -> Outcome:
         masks = [HeadMask(rows) for rows in record["masks"]]
-        return Outcome(record, fuse(task.host.model, masks, batch=first))
+        return Outcome(record, fuse(job.host.model, masks, batch=first, task=job.host.task))
 
-    known = task.state.find("heads")
-    heads: dict[str, Any] = known[0] if known else Select().find(task).record
+    known = job.state.find("heads")
+    heads: dict[str, Any] = known[0] if known else Select().find(job).record
     if not known:
-        task.state.add({"heads": heads})
+        job.state.add({"heads": heads})
     outcomes, refused = {"select": fused(heads)}, {}
-    if task.members > 1:
-        members = task.members if task.asked else Parts.members
+    if job.members > 1:
+        members = job.members if job.asked else Parts.members
         assert members is not None
         try:
-            outcomes["parts"] = Parts().find(replace(task, members=members))
+            outcomes["parts"] = found = Parts().find(replace(job, members=members))
+            assert found.ensemble is not None
+            found.ensemble.task = job.host.task
         except (UnsupportedModelError, DataError, MaskError) as error:
             refused["parts"] = str(error)
-    whole = [HeadMask.full(task.host)]
+    whole = [HeadMask.full(job.host)]
     if heads.get("detection", {}).get("heads") == "host":  # one member, as given
         return outcomes, refused
-    if (not task.asked or task.members == 1) and task.budget.allows(whole):
-        cost = task.budget.ratio(whole)
+    if (not job.asked or job.members == 1) and job.budget.allows(whole):
+        cost = job.budget.ratio(whole)
         outcomes["one"] = fused({"masks": [whole[0].tolist()], "cost": cost, "branch_layers": []})
     return outcomes, refused
 
 
-def _unsafe_parts(task: Task, outcomes: Mapping[str, Outcome]) -> dict[str, str]:
+def _unsafe_parts(job: BuildJob, outcomes: Mapping[str, Outcome]) -> dict[str, str]:
     """Say why parts are refused if they may lose detection by MSP; they see no outliers at all."""
-    if "parts" not in outcomes or not task.parts.given:
+    if "parts" not in outcomes or not job.parts.given or not job.host.task.classifies:
         return {}
     sets: dict[str, list[Any]] = {}
     for part in ("select", "stop"):
-        for name, data in task.parts.outliers(part).items():
+        for name, data in job.parts.outliers(part).items():
             sets.setdefault(name, []).append(data)
-    sets |= {f"proxy/{name}": [data] for name, data in task.parts.judging().items()}
+    sets |= {f"proxy/{name}": [data] for name, data in job.parts.judging().items()}
 
     def logits(model: nn.Module, data: Sequence[Any]) -> Tensor:
         return torch.cat([collect_logits(model, one)[0].float() for one in data])
 
     ensemble = outcomes["parts"].ensemble
     assert ensemble is not None
-    models = (ensemble, task.host.model)
-    mine, host = (logits(model, [task.parts.data["stop"]]) for model in models)
+    models = (ensemble, job.host.model)
+    mine, host = (logits(model, [job.parts.data["stop"]]) for model in models)
     cases = {
-        name: (mine, logits(ensemble, data), host, logits(task.host.model, data))
+        name: (mine, logits(ensemble, data), host, logits(job.host.model, data))
         for name, data in sets.items()
     }
-    detection = compare_detection(cases, seed=task.seed)
+    detection = compare_detection(cases, seed=job.seed)
     if detection.kept:
         return {}
     return {"parts": f"Parts may lose detection: {detection.sentence}"}
 
 
+def held_out_losses(task: Task, outputs: Tensor, labels: Tensor, *, seed: int) -> Tensor:
+    """Return every example's loss: NLL at a cross-fitted temperature, or the task's own."""
+    if task.classifies:
+        return cross_fitted_nll(outputs, labels, seed=seed)
+    return task.losses(task.mean(outputs), labels).double()
+
+
 def _decide(
-    task: Task, outcomes: Mapping[str, Outcome], refused: Mapping[str, str]
+    job: BuildJob, outcomes: Mapping[str, Outcome], refused: Mapping[str, str]
 ) -> dict[str, Any]:
     """Choose by the NLL on held-out examples; say why."""
-    data = task.parts.data["temperature"]
+    data = job.parts.data["temperature"]
     losses: dict[str, Tensor] = {}
     for name, outcome in outcomes.items():
         logits, labels = collect_logits(
-            outcome.ensemble, data, name=f"auto, {name}", need_labels=True, progress=task.progress
+            outcome.ensemble, data, name=f"auto, {name}", need_labels=True, progress=job.progress
         )
         assert labels is not None
-        losses[name] = cross_fitted_nll(logits.float(), labels, seed=task.seed)
+        losses[name] = held_out_losses(job.host.task, logits.float(), labels, seed=job.seed)
     nll = {name: float(loss.mean()) for name, loss in losses.items()}
     best = min(nll, key=lambda name: round(nll[name], 7))  # ties: the first, heads
-    chosen, reason, difference = best, "their NLL is the lowest", None
+    classes = job.host.task.classifies
+    short, measure = ("NLL", "NLL at one temperature") if classes else ("loss", "Loss")
+    chosen, reason, difference = best, f"their {short} is the lowest", None
     if best != "select":
         difference = student((losses["select"] - losses[best]).tolist())
         if difference.low <= 0:
             chosen = "select"
-            reason = f"{NAMES[best]} has a lower NLL, but not by more than the interval"
+            reason = f"{NAMES[best]} has a lower {short}, but not by more than the interval"
         else:
-            reason = f"its NLL is lower than that of heads by {difference}"
+            reason = f"its {short} is lower than that of heads by {difference}"
     names = dict(NAMES)
     if outcomes["select"].record.get("detection", {}).get("heads") == "host":
         names["select"] = "the host's own heads"
     figures = ", ".join(f"{names[name]} {value:.4f}" for name, value in nll.items())
     why = (
-        f"Took {names[chosen]}: {reason}. NLL at one temperature on {len(losses['select'])} "
+        f"Took {names[chosen]}: {reason}. {measure} on {len(losses['select'])} "
         f"held-out examples: {figures}."
     )
     for error in refused.values():

@@ -19,19 +19,19 @@ from ..data.batches import check_inputs
 from ..data.class_names import check_class_order
 from ..data.eval_mode import evaluating
 from ..data.memory import in_plain_words
-from ..data.model_runs import call_model, check_data, member_logits_of
+from ..data.model_runs import call_model, check_data
 from ..data.progress import announce
-from ..errors import DataError
+from ..errors import DataError, UnsupportedModelError
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.fuse_members import fuse, refuse_other_tasks
+from ..fusion.fuse_members import fuse
 from ..fusion.inputs import remember_inputs
 from ..heads.head_mask import HeadMask
 from ..hosts import HostModel, host_model
 from ..hosts.example_inputs import pad_token
 from ..search.search_state import SearchState, TensorStore
-from ..uncertainty import scores
+from ..tasks import Embedding, Task, refuse, task_of
 from .calibration import apply_calibration_, calibrate_
-from .data_parts import Outcome, Parts, Task
+from .data_parts import BuildJob, Outcome, Parts
 from .methods import Method, as_method
 
 DEFAULT_MEMBERS = 3
@@ -54,6 +54,7 @@ def build(
     seed: int = 0,
     folder: str | os.PathLike[str] | None = None,
     progress: bool = True,
+    task: str | Task | None = None,
 ) -> HydraEnsemble:
     """Build an ensemble from a pretrained model; nothing is trained.
 
@@ -80,9 +81,9 @@ def build(
             why.
         max_cost: Bound on counted multiply-adds relative to the plain model; None for none.
         score: The uncertainty that `predict` reports, or `"auto"`: the best on held-out outliers,
-            `"msp"` without any.
+            without any the task's usual one (of classes `"msp"`).
         calibrate: Fit a temperature per member and one for the mean, if that lowers NLL out of
-            fold; else they are 1 and the record says so.
+            fold; else they are 1 and the record says so. Only classes have them.
         novelty: Fit novelty on the calibration data (`fit_novelty_`). By default where that is
             possible: otherwise a warning and the summary say why not. True raises instead.
         seed: Random seed of splits, proxies, pools and bags.
@@ -90,6 +91,7 @@ def build(
             so that a stopped build resumes and ends with the same members. Another model, other
             data or settings are refused.
         progress: Report progress: a bar on a terminal, else a log line every ten seconds.
+        task: What the outputs mean, where the model's class and config do not say it (see `fuse`).
 
     Returns:
         The ensemble, in eval mode; `.record` says what was done and can be given to `replay`.
@@ -101,10 +103,12 @@ def build(
     way = as_method(method)
     if members is not None and members < 1:
         raise ValueError(f"members={members}: expected 1 or more.")
-    if score != "auto":
-        scores[score]  # an unknown name fails now
-    refuse_other_tasks(model, by_name=True)
+    refuse(model.model if isinstance(model, HostModel) else model)
     host = host_model(model)
+    host.task = task_of(host.model, task)
+    if score != "auto":
+        host.task.scores[score]  # an unknown name fails now
+    check_labelled(host.task)
     check_data(host.model, calibration)
     check_class_order(host.model, calibration, seed=seed)
     parts = Parts(
@@ -127,14 +131,14 @@ def build(
         "calibrate": calibrate,
         "seed": seed,
         "model": model_fingerprint(host.model),
-        "data": processes.on_first(lambda: parts.fingerprints(classes)),
+        "data": processes.on_first(lambda: parts.fingerprints(classes, host.task)),
     }
     settings = json.loads(json.dumps(settings))
     state = SearchState(folder, settings, name="build.json")
     store = None if folder is None else TensorStore(Path(folder) / "candidates")
     found = next((Outcome(step) for step in state.steps if "masks" in step), None)
     if found is None:
-        task = Task(
+        work = BuildJob(
             host=host,
             parts=parts,
             members=settings["members"] or DEFAULT_MEMBERS,
@@ -147,7 +151,7 @@ def build(
             batch_seconds=seconds,
         )
         with _telling_what_is_kept(folder, progress):
-            found = way.find(task)
+            found = way.find(work)
         if "masks" in found.record:
             state.add(found.record)
     if store is not None:
@@ -155,7 +159,8 @@ def build(
     ensemble = found.ensemble
     if ensemble is None:
         masks = [HeadMask(rows) for rows in found.record["masks"]]
-        ensemble = fuse(host.model, masks, batch=first)
+        ensemble = fuse(host.model, masks, batch=first, task=host.task)
+    ensemble.task = host.task
     ensemble.eval()
     ensemble.record = {
         "made_by": "build",
@@ -177,12 +182,22 @@ def build(
     return ensemble
 
 
+def check_labelled(task: Task) -> None:
+    """Raise for a task without labels: nothing could choose its members."""
+    if isinstance(task, Embedding):
+        raise UnsupportedModelError(
+            "An encoder has no labels to choose heads by. Fuse it with masks of your own, "
+            "fuse(model, [HeadMask.random(model, keep=0.9, seed=seed) for seed in range(3)]), and "
+            "call fit_novelty_(known); or build the classifier that it was fine-tuned to."
+        )
+
+
 def _try(host: HostModel, batch: Any) -> tuple[int, float]:
-    """Run the host on a batch; return its number of classes and the seconds that it took."""
+    """Run the host on a batch; return the size of its outputs and the seconds that it took."""
     check_inputs(batch, "the calibration data")
     with evaluating(host.model):
         start = time.perf_counter()
-        logits = member_logits_of(call_model(host.model, batch))
+        logits = host.read(call_model(host.model, batch))
         return logits.shape[-1], time.perf_counter() - start
 
 

@@ -23,7 +23,8 @@ from ..data.eval_mode import in_eval
 from ..data.input_facts import described
 from ..data.loaders import Batches
 from ..data.memory import Halving
-from ..data.model_runs import collect_logits, flat_tokens
+from ..data.model_runs import collect_logits
+from ..data.padding import joined_rows
 from ..data.processes import in_order
 from ..data.progress import progress_bar
 from ..data.proxies import make_proxies
@@ -36,9 +37,10 @@ from ..fusion.known_data import (
     features_of,
     finished,
     novelty_fit,
+    novelty_rows,
     scale_of,
-    text_logits,
 )
+from ..tasks import Task
 from ..uncertainty import find_temperature, mean_probability, scale_logits, score_logits
 from ..uncertainty.novelty_fit import NoveltyFit
 from .data_parts import Parts
@@ -226,8 +228,9 @@ def calibrate_(
         seed: Seed of the folds.
         progress: Show a bar on a terminal.
     """
+    task = ensemble.task
     outliers = parts.outliers("stop") if score == "auto" else {}
-    fitting = parts.fitting() if temperatures else []
+    fitting = parts.fitting() if temperatures and task.classifies else []
     fit: NoveltyFit | None = None
     logits: dict[str, Tensor] = {}
     labels: dict[str, Tensor] = {}
@@ -239,14 +242,16 @@ def calibrate_(
             batches.append((batch["logits"], batch["labels"]))
             if novelty is not False:
                 if fit is None:
-                    fit = novelty_fit(ensemble, batch["logits"].shape[-1])
-                fit.add_(batch["summaries"], batch["mean_logits"], batch.get("classes"))
+                    rows = batch.get("rows")
+                    fit = novelty_fit(ensemble, 0 if rows is None else rows.shape[-1])
+                fit.add_(batch["summaries"], batch.get("rows"), batch.get("classes"))
                 fit.add_columns_(batch)
         if fit is not None:
             fit.add_columns_(described(data))
-        logits[part], labels[part] = map(torch.cat, zip(*batches, strict=True))
+        logits[part] = joined_rows([outputs for outputs, _ in batches])
+        labels[part] = torch.cat([given for _, given in batches])
     found: dict[str, Any] = {
-        "score": "msp" if score == "auto" else score,
+        "score": task.default_score if score == "auto" else score,
         "temperature": None,
         "member_temperatures": None,
     }
@@ -266,8 +271,8 @@ def calibrate_(
         found.update(fitted)
     if outliers:
         unknown = [collect_logits(ensemble, data)[0] for data in outliers.values()]
-        found.update(_best_score(logits["stop"], unknown, found))
-        if temperatures and parts.given:
+        found.update(_best_score(task, logits["stop"], unknown, found))
+        if fitting and parts.given:
             found["traded"] = _traded(logits["stop"], unknown, found)
     ensemble.record["calibration"] = found
     if fit is not None:
@@ -332,18 +337,23 @@ def _traded(known: Tensor, outliers: list[Tensor], found: Mapping[str, Any]) -> 
     }
 
 
-def _best_score(known: Tensor, outliers: list[Tensor], found: Mapping[str, Any]) -> dict[str, Any]:
+def _best_score(
+    task: Task, known: Tensor, outliers: list[Tensor], found: Mapping[str, Any]
+) -> dict[str, Any]:
     """Choose the score with the best mean AUROC over families of outliers."""
     members = known.shape[1]
     divide = torch.ones(members)
     if found["member_temperatures"] is not None:
         divide = torch.tensor(found["member_temperatures"]) * found["temperature"]
-    known, *others = (logits / divide[:, None] for logits in (known, *outliers))
+    known, *others = (
+        logits / divide.reshape(-1, *[1] * (logits.ndim - 2)) for logits in (known, *outliers)
+    )
     names = [n for n in AUTO_SCORES if members > 1 or n != "mutual-information"]
+    names = [name for name in names if name in task.scores] or [task.default_score]
     auroc = {}
     for name in names:
-        inliers = score_logits(known, name)
-        values = [ood_figures(inliers, score_logits(other, name))["AUROC"] for other in others]
+        inliers = task.score(known, name)
+        values = [ood_figures(inliers, task.score(other, name))["AUROC"] for other in others]
         auroc[name] = sum(values) / len(values)
     best = max(names, key=lambda name: (round(auroc[name], 4), -names.index(name)))
     return {"score": best, "auroc_by_score": auroc}
@@ -375,17 +385,17 @@ def run_ensemble(
     """Run an ensemble over data once; yield its raw logits and what novelty reads, by batch.
 
     `logits` and `labels` are by example (every token of a token classifier is one). By input are
-    `summaries`, `mean_logits` (over the tokens), `classes` where there are any, and what novelty
+    `summaries` and, where there are any, `rows` of logits for novelty, `classes`, and what novelty
     keeps of inputs (`columns_of`).
     """
-    model = in_eval(ensemble)
+    model, task = in_eval(ensemble), ensemble.task
     halving, scale = Halving(name), scale_of(ensemble, data)
 
     def work(index: int, batch: Any) -> dict[str, Tensor]:
         columns: dict[str, list[Tensor]] = {}
         for part, (said, summaries) in halving(partial(features_of, model), batch):
             _, inputs, given = split_batch(part)
-            logits, labels = flat_tokens(model, inputs.get("attention_mask"), said.cpu(), given)
+            logits, labels = task.examples(said.cpu(), given, inputs)
             if not bool(logits.amax(-1).isfinite().all()):
                 raise DataError(
                     f"The model returned NaN or infinity for batch {index} of the data set "
@@ -393,10 +403,10 @@ def run_ensemble(
                 )
             found = {
                 "logits": logits,
-                "labels": None if labels is None else labels.cpu().long(),
+                "labels": None if labels is None else task.check_labels(labels, name),
                 "summaries": summaries.float().cpu(),
-                "mean_logits": text_logits(said, part).cpu(),
-                "classes": given if said.ndim == 3 else None,
+                "rows": novelty_rows(ensemble, said.cpu(), part),
+                "classes": given if task.classifies and said.ndim == 3 else None,
                 **columns_of(ensemble, part, scale),
             }
             for key, value in found.items():

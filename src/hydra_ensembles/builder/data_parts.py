@@ -21,6 +21,7 @@ from ..fusion.ensemble import HydraEnsemble
 from ..hosts import HostModel
 from ..search.search_data import outlier_sets
 from ..search.search_state import SearchState, TensorStore
+from ..tasks import Task
 
 SHARES = {"select": 0.6, "stop": 0.2, "temperature": 0.2}
 MEMORY = 2**30
@@ -130,12 +131,14 @@ class Parts:
         """
         return ["stop", "temperature"] if self.validated else list(self.data)
 
-    def fingerprints(self, classes: int) -> dict[str, str]:
-        """Check every data set (labels within `classes`) and return its hash, proxies included."""
+    def fingerprints(self, classes: int, task: Task) -> dict[str, str]:
+        """Check every data set, labels by the task; return its hash, proxies included."""
         found = {}
         for part, data in self.data.items():
             name = "validation" if self.validated and part != "select" else "calibration"
-            found[part] = fingerprint(checked(data, name=name, classes=classes, labelled=True))
+            size = None if task.ragged else classes
+            labelled = checked(data, name=name, task=task, classes=size, labelled=True)
+            found[part] = fingerprint(labelled)
         for part in self.sets:
             for name, outliers in self.outliers(part).items():
                 found[f"{part}:ood/{name}"] = (
@@ -165,7 +168,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Task:
+class BuildJob:
     """What a method of `build` works on.
 
     Attributes:

@@ -15,7 +15,7 @@ from ..data.splits import sample, split
 from ..errors import UnsupportedModelError
 from ..heads.head_mask import HeadMask, HeadScores, Keep
 from ..registry import Registry
-from ..search.candidate_table import Table, joined
+from ..search.candidate_table import joined
 from ..search.detection import Detection, left_out_detection
 from ..search.halving import halve
 from ..search.headmap import Condition, find_circuit
@@ -28,8 +28,9 @@ from ..search.selection import (
     next_best,
     select_members,
 )
+from ..search.task_table import table_of
 from ..search.trunk_cache import CACHE_BYTES, Outputs, Prefix
-from .data_parts import Outcome, Task
+from .data_parts import BuildJob, Outcome
 
 METHODS: Registry[type[Method]] = Registry("method")
 """Methods of `build` by name: classes whose objects can be given instead of the name."""
@@ -61,7 +62,7 @@ class Method(Protocol):
         """Return what the result depends on, as plain data."""
         ...
 
-    def find(self, task: Task) -> Outcome:
+    def find(self, job: BuildJob) -> Outcome:
         """Find members: masks or an ensemble, `cost`, `branch_layers` and what was tried.
 
         Where fewer members than asked for are distinct, `equal_members` says why.
@@ -123,25 +124,25 @@ class Select:
         """Return what the result depends on."""
         return {"objective": asdict(self.objective), "masks": self.masks, "stems": self.stems}
 
-    def find(self, task: Task) -> Outcome:
+    def find(self, job: BuildJob) -> Outcome:
         """Select members: few stems over a cached trunk, most masks dropped on little data."""
-        host, parts, members = task.host, task.parts, task.members
-        layers = task.budget.branch_layers(members)
+        host, parts, members = job.host, job.parts, job.members
+        layers = job.budget.branch_layers(members)
         known = parts.data["select"]
-        rungs = split(known, RUNGS, seed=task.seed) if known.count >= FEWEST else {"rest": known}
+        rungs = split(known, RUNGS, seed=job.seed) if known.count >= FEWEST else {"rest": known}
         sets: dict[str, Any] = {f"{rung}:id": data for rung, data in rungs.items()}
         sets |= {f"rest:ood/{name}": data for name, data in parts.outliers("select").items()}
         sets |= {f"stop:{name}": data for name, data in parts.sets["stop"].items()}
         sets |= {f"stop:proxy/{name}": data for name, data in parts.judging().items()}
         labelled = [name for name in sets if name.endswith(":id")]
         prefix = Prefix(host, sets, cache_bytes=self.cache_bytes, labelled=labelled)
-        tables = _score_tables(task, next(iter(rungs.values())), layers)
+        tables = _score_tables(job, next(iter(rungs.values())), layers)
         pool = make_pool(
-            host, layers, size=self.masks, stems=self.stems, tables=tables, seed=task.seed
+            host, layers, size=self.masks, stems=self.stems, tables=tables, seed=job.seed
         )
         work = prefix.batches * (layers[0] + (self.stems + len(pool) // 4) * len(layers))
-        task.expect(work / len(host), f"Selecting {members} members among {len(pool)} masks")
-        with Progress("members", work, enabled=task.progress, unit="block runs") as bar:
+        job.expect(work / len(host), f"Selecting {members} members among {len(pool)} masks")
+        with Progress("members", work, enabled=job.progress, unit="block runs") as bar:
             for layer in range(layers[0]):
                 row = torch.ones(host.head_counts[layer], dtype=torch.bool)
                 prefix.advance(row, tick=bar.update)
@@ -151,24 +152,24 @@ class Select:
                 [rung for rung in rungs if rung != "rest"],
                 objective=self.objective,
                 members=members,
-                state=task.state,
+                state=job.state,
                 tick=bar.update,
             )
             masks = list(survivors)
-            outputs = prefix.logits(masks, tick=bar.update, store=task.store)
+            outputs = prefix.logits(masks, tick=bar.update, store=job.store)
             logits = joined(outputs.logits)
-            table = Table(Outputs(logits, joined(outputs.labels)))
+            table = table_of(Outputs(logits, joined(outputs.labels), host.task))
 
             def choose(select: Rows, hold: Rows) -> Selection:
                 return select_members(
                     table,
                     masks,
-                    task.budget,
+                    job.budget,
                     members=members,
                     select=select,
                     hold=hold,
                     objective=self.objective,
-                    seed=task.seed,
+                    seed=job.seed,
                 )
 
             rows = _rows(prefix, list(rungs))
@@ -176,19 +177,19 @@ class Select:
             hold = {n: r for n, r in _rows(prefix, ["stop"]).items() if n not in proxies}
             chosen = choose(rows, hold)
             detection = None
-            if parts.given:
+            if parts.given and host.task.classifies:  # others have no MSP to lose
                 detection = left_out_detection(
                     logits,
                     chosen.members,
                     lambda select, hold: choose(select, hold).members,
                     select=rows,
                     hold=hold,
-                    seed=task.seed,
+                    seed=job.seed,
                 )
         found = [masks[i] for i in chosen.members]
         result = {
             "masks": [mask.tolist() for mask in found],
-            "cost": task.budget.ratio(found),
+            "cost": job.budget.ratio(found),
             "origins": [survivors[mask] for mask in found],
             "branch_layers": list(layers),
             "pool": len(pool),
@@ -198,33 +199,33 @@ class Select:
             "tried": sorted(chosen.trail, key=lambda tried: -tried["held_out"])[:10],
         }
         if len(set(found)) < members:
-            limit = task.budget.max_cost
+            limit = job.budget.max_cost
             within = "" if limit is None else f" within max_cost={limit}"
             result["equal_members"] = (
                 f"no ensemble of {members} different masks out of {len(pool)} was found{within}"
             )
-        return Outcome(result if detection is None else _guarded(task, result, detection))
+        return Outcome(result if detection is None else _guarded(job, result, detection))
 
 
-def _guarded(task: Task, result: dict[str, Any], detection: Detection) -> dict[str, Any]:
+def _guarded(job: BuildJob, result: dict[str, Any], detection: Detection) -> dict[str, Any]:
     """Keep the host's heads where the chosen ones may lose detection of unseen outliers."""
     judged = f"{detection.sentence} on outliers left out of the choice"
-    whole = HeadMask.full(task.host)
+    whole = HeadMask.full(job.host)
     if detection.kept:
         sentence, kept = f"The chosen heads keep detection: {judged}.", "chosen"
-    elif not task.budget.allows([whole]):
+    elif not job.budget.allows([whole]):
         sentence = f"The chosen heads may lose detection: {judged}; max_cost rules out the host's."
         kept = "chosen"
     else:
         sentence = f"Kept the host's own heads: the chosen ones may lose detection, {judged}."
         kept = "host"
-        count = task.members if task.asked else 1
+        count = job.members if job.asked else 1
         equal = "the host's own heads are kept, which detect unseen outliers better"
         result = {
             **result,
             "masks": [whole.tolist()] * count,
             "origins": ["host"] * count,
-            "cost": task.budget.ratio([whole]),
+            "cost": job.budget.ratio([whole]),
             "branch_layers": [],
         }
         result.pop("equal_members", None)
@@ -236,21 +237,21 @@ def _guarded(task: Task, result: dict[str, Any], detection: Detection) -> dict[s
     }
 
 
-def _score_tables(task: Task, data: Any, layers: Sequence[int]) -> dict[str, HeadScores]:
+def _score_tables(job: BuildJob, data: Any, layers: Sequence[int]) -> dict[str, HeadScores]:
     """Score heads by criteria, to seed the pool."""
-    if not task.state.find("tables"):
+    if not job.state.find("tables"):
         tables: dict[str, HeadScores] = {}
-        if any(task.host.head_counts[layer] > 3 for layer in layers):  # else the pool has all masks
+        if any(job.host.head_counts[layer] > 3 for layer in layers):  # else the pool has all masks
             try:
                 tables = score_heads(
-                    task.host, data, criterion=["taylor", "hies"], progress=task.progress
+                    job.host, data, criterion=["taylor", "hies"], progress=job.progress
                 )
             except UnsupportedModelError:  # attention that cannot be watched has no entropy
                 tables = score_heads(
-                    task.host, data, criterion=["taylor", "his"], progress=task.progress
+                    job.host, data, criterion=["taylor", "his"], progress=job.progress
                 )
-        task.state.add({"tables": {name: table.tolist() for name, table in tables.items()}})
-    return {name: HeadScores(rows) for name, rows in task.state.find("tables")[0].items()}
+        job.state.add({"tables": {name: table.tolist() for name, table in tables.items()}})
+    return {name: HeadScores(rows) for name, rows in job.state.find("tables")[0].items()}
 
 
 def _rows(prefix: Prefix, parts: Sequence[str]) -> dict[str, Tensor]:
@@ -278,25 +279,25 @@ class _OneByOne:
         """Return what the result depends on."""
         return {k: v for k, v in asdict(self).items() if k != "cache_bytes"}
 
-    def member(self, task: Task, index: int, layers: Sequence[int], keep: Keep) -> Found:
+    def member(self, job: BuildJob, index: int, layers: Sequence[int], keep: Keep) -> Found:
         """Find one member."""
         raise NotImplementedError
 
-    def batches(self, task: Task, layers: Sequence[int]) -> float:
+    def batches(self, job: BuildJob, layers: Sequence[int]) -> float:
         """Estimate the cost of a member, in batches through the whole host."""
         return 0.0
 
-    def find(self, task: Task) -> Outcome:
+    def find(self, job: BuildJob) -> Outcome:
         """Find every member; where a mask is taken, use the next best."""
-        option = task.budget.option(task.members, keep=self.keep)
-        layers = range(option.branch_layer, len(task.host))
-        known = task.state.find("member")
-        remaining = task.members - len(known)
-        if remaining and (batches := self.batches(task, layers)):
-            task.expect(remaining * batches, f"Scoring heads for {remaining} members")
-        for index in range(len(known), task.members):
-            best, scores, tried = self.member(task, index, layers, option.keep_per_layer)
-            mask = HeadMask.full(task.host)
+        option = job.budget.option(job.members, keep=self.keep)
+        layers = range(option.branch_layer, len(job.host))
+        known = job.state.find("member")
+        remaining = job.members - len(known)
+        if remaining and (batches := self.batches(job, layers)):
+            job.expect(remaining * batches, f"Scoring heads for {remaining} members")
+        for index in range(len(known), job.members):
+            best, scores, tried = self.member(job, index, layers, option.keep_per_layer)
+            mask = HeadMask.full(job.host)
             for layer in layers:
                 mask = mask.with_layer(layer, best[layer])
             taken = {HeadMask(step["mask"]) for step in known}
@@ -305,16 +306,16 @@ class _OneByOne:
                 tried["replaced"] = other is not None
                 mask = other or mask
             known.append({"mask": mask.tolist(), "tried": tried})
-            task.state.add({"member": known[index]})
+            job.state.add({"member": known[index]})
         masks = [HeadMask(step["mask"]) for step in known]
         result = {
             "masks": [mask.tolist() for mask in masks],
             "tried": [step["tried"] for step in known],
-            "cost": task.budget.ratio(masks),
+            "cost": job.budget.ratio(masks),
             "branch_layers": list(layers),
         }
         if len(set(masks)) < len(masks):
-            several = count_masks(task.host.head_counts, option.keep_per_layer, layers)
+            several = count_masks(job.host.head_counts, option.keep_per_layer, layers)
             result["equal_members"] = (
                 f"only {several} mask{'s' * (several > 1)} keep{'s' * (several == 1)} "
                 f"{', '.join(str(option.keep_per_layer[layer]) for layer in layers)} heads from "
@@ -342,20 +343,21 @@ class Circuits(_OneByOne):
     condition: Condition = "knockout"
     cache_bytes: int = CACHE_BYTES
 
-    def batches(self, task: Task, layers: Sequence[int]) -> float:
+    def batches(self, job: BuildJob, layers: Sequence[int]) -> float:
         """Count block runs: above a layer, once for each of its heads."""
-        depth = len(task.host)
-        runs = sum((task.host.head_counts[i] + 1) * (depth - i) for i in layers)
-        return runs / depth * sum(len(data) for data in task.parts.sets["select"].values())
+        depth = len(job.host)
+        runs = sum((job.host.head_counts[i] + 1) * (depth - i) for i in layers)
+        return runs / depth * sum(len(data) for data in job.parts.sets["select"].values())
 
-    def member(self, task: Task, index: int, layers: Sequence[int], keep: Keep) -> Found:
+    def member(self, job: BuildJob, index: int, layers: Sequence[int], keep: Keep) -> Found:
         """Search the circuit of this member's objective."""
-        goal = self.objectives[index % len(self.objectives)]
-        path = task.state.path
+        goals = [g for g in self.objectives if g != "ece" or job.host.task.classifies]
+        goal = goals[index % len(goals)]
+        path = job.state.path
         circuit = find_circuit(
-            task.host,
-            id=task.parts.data["select"],
-            ood=task.parts.outliers("select"),
+            job.host,
+            id=job.parts.data["select"],
+            ood=job.parts.outliers("select"),
             objective=goal,
             keep=keep,
             condition=self.condition,
@@ -363,7 +365,7 @@ class Circuits(_OneByOne):
             effects=True,
             folder=None if path is None else path.parent / f"member{index}",
             cache_bytes=self.cache_bytes,
-            progress=task.progress,
+            progress=job.progress,
         )
         tried = {"objective": goal, "effects": circuit.effects.tolist()}
         return circuit.mask, circuit.effects, tried
@@ -384,17 +386,15 @@ class Taylor(_OneByOne):
         """Return this member's criterion."""
         return "taylor"
 
-    def batches(self, task: Task, layers: Sequence[int]) -> float:
+    def batches(self, job: BuildJob, layers: Sequence[int]) -> float:
         """Count half of the examples, forward and backward."""
-        return 3 * len(task.parts.data["select"]) / 2
+        return 3 * len(job.parts.data["select"]) / 2
 
-    def member(self, task: Task, index: int, layers: Sequence[int], keep: Keep) -> Found:
+    def member(self, job: BuildJob, index: int, layers: Sequence[int], keep: Keep) -> Found:
         """Score the heads and keep the highest."""
-        data = task.parts.data["select"]
-        half = sample(data, max(1, data.count // 2), seed=1000 * task.seed + index)
-        table = score_heads(
-            task.host, half, criterion=self.criterion(index), progress=task.progress
-        )
+        data = job.parts.data["select"]
+        half = sample(data, max(1, data.count // 2), seed=1000 * job.seed + index)
+        table = score_heads(job.host, half, criterion=self.criterion(index), progress=job.progress)
         return table.top_k(keep), table, {"criterion": self.name, "scores": table.tolist()}
 
 
@@ -427,9 +427,9 @@ class Random(_OneByOne):
 
     name: ClassVar[str] = "random"
 
-    def member(self, task: Task, index: int, layers: Sequence[int], keep: Keep) -> Found:
+    def member(self, job: BuildJob, index: int, layers: Sequence[int], keep: Keep) -> Found:
         """Draw a mask."""
-        seed = 1000 * task.seed + index
-        mask = HeadMask.random(task.host, keep=keep, seed=seed)
+        seed = 1000 * job.seed + index
+        mask = HeadMask.random(job.host, keep=keep, seed=seed)
         equal = HeadScores([torch.zeros(len(row)) for row in mask])  # no head beats another
         return mask, equal, {"seed": seed}

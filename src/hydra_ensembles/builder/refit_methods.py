@@ -13,7 +13,7 @@ from ..fusion.ensemble import HydraEnsemble
 from ..refit.fold_members import fold
 from ..refit.part_members import part_host
 from ..training.teachers import How, make_teachers
-from .data_parts import Outcome, Task
+from .data_parts import BuildJob, Outcome
 from .methods import METHODS
 
 
@@ -34,20 +34,20 @@ class Parts:
         """Return what the result depends on."""
         return {}
 
-    def find(self, task: Task) -> Outcome:
+    def find(self, job: BuildJob) -> Outcome:
         """Fit the members on the selecting data."""
         found = part_host(
-            task.host,
-            task.parts.data["select"],
-            members=task.members,
-            seed=task.seed,
-            progress=task.progress,
+            job.host,
+            job.parts.data["select"],
+            members=job.members,
+            seed=job.seed,
+            progress=job.progress,
         )
-        first = without_labels(task.parts.data["select"].batch(0))
+        first = without_labels(job.parts.data["select"].batch(0))
         return Outcome(
             {
-                "cost": counted(found.ensemble, task, first),
-                "branch_layers": [len(task.host) - 1],
+                "cost": counted(found.ensemble, job, first),
+                "branch_layers": [len(job.host) - 1],
                 "neurons": [len(share) for share in found.shares],
                 "fits": [
                     {
@@ -88,34 +88,34 @@ class Fold:
         """Return what the result depends on."""
         return asdict(self)
 
-    def find(self, task: Task) -> Outcome:
+    def find(self, job: BuildJob) -> Outcome:
         """Make teachers, then fold them."""
-        data, path = task.parts.data["select"], task.state.path
+        data, path = job.parts.data["select"], job.state.path
         teachers = make_teachers(
-            task.host,
+            job.host,
             data,
-            count=task.members,
+            count=job.members,
             how=self.how,
             epochs=self.epochs,
             learning_rate=self.learning_rate,
-            seed=task.seed,
+            seed=job.seed,
             folder=None if path is None else path.parent / "teachers",
-            progress=task.progress,
+            progress=job.progress,
         )
         ensemble = fold(
             teachers,
             data,
             readout=self.readout,
             student=False,
-            max_cost=task.budget.limit,
-            seed=task.seed,
-            progress=task.progress,
+            max_cost=job.budget.limit,
+            seed=job.seed,
+            progress=job.progress,
         )
         record = ensemble.record
         return Outcome(
             {
-                "cost": counted(ensemble, task, without_labels(data.batch(0))),
-                "branch_layers": [len(task.host) - 1],
+                "cost": counted(ensemble, job, without_labels(data.batch(0))),
+                "branch_layers": [len(job.host) - 1],
                 "fits": record["members"],
                 "fold": record,
             },
@@ -123,12 +123,12 @@ class Fold:
         )
 
 
-def counted(ensemble: HydraEnsemble, task: Task, batch: Any) -> float:
+def counted(ensemble: HydraEnsemble, job: BuildJob, batch: Any) -> float:
     """Return an ensemble's counted cost relative to the host; raise if it exceeds the budget."""
-    ratio = cost(ensemble, batch).relative_to(cost(task.host.model, batch)).multiply_adds
-    if ratio > task.budget.limit + SLACK:
+    ratio = cost(ensemble, batch).relative_to(cost(job.host.model, batch)).multiply_adds
+    if ratio > job.budget.limit + SLACK:
         raise MaskError(
             f"{ensemble.members} members cost {ratio:.3f} x, more than max_cost="
-            f"{task.budget.max_cost}. Take fewer members or a higher max_cost."
+            f"{job.budget.max_cost}. Take fewer members or a higher max_cost."
         )
     return ratio

@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import DataError, FormatError, UnsupportedModelError
-from ..hosts.model_output import named_task
 from ..registry import imported
+from ..tasks import Facts, refusal_of, task_of
 from .checkpoints import advice, is_weights_file, read_weights
 from .errors import Stop
 
@@ -186,15 +186,19 @@ def load_transformers(name: str, names: list[str] | None) -> tuple[Any, bool, tu
             raise UnsupportedModelError(not_cached(name)) from error
 
 
-def _refuse_other_tasks(name: str, built: str, config: Any) -> None:
-    """Raise for a model that is made for another task, before its weights are read."""
-    task = named_task(built, config)
-    if task is not None:
-        raise UnsupportedModelError(
-            f"{name} is made for {task} ({built}), but members average the probabilities of "
-            "classes, one class per example. Give a model fine-tuned for sequence or image "
-            "classification."
-        )
+AUTO_CLASSES = {
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+}
+"""Which class of transformers loads a task; classes, labels and numbers by what they read."""
+
+
+def auto_class(built: str, config: Any, *, text: bool) -> str:
+    """Name the class of transformers that loads a model, by what its config says."""
+    found = AUTO_CLASSES.get(task_of(Facts(built, config)).name)
+    if found is None or "MaskedLM" in built:
+        return f"AutoModelFor{'Sequence' if text else 'Image'}Classification"
+    return found
 
 
 def _classifier(
@@ -213,9 +217,11 @@ def _classifier(
             encoder = transformers.AutoModel.from_pretrained(name, **SAFE).eval()
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             return ZeroShotClassifier(encoder, names, tokenizer=tokenizer), False, ()
-        _refuse_other_tasks(name, built, config)
+        refusal = refusal_of(built)
+        if refusal is not None:  # before its weights are read
+            raise UnsupportedModelError(refusal.sentence(f"{name} ({built})"))
         text = hasattr(config, "vocab_size") and "ImageClassification" not in built
-        kind = "AutoModelForSequenceClassification" if text else "AutoModelForImageClassification"
+        kind = auto_class(built, config, text=text)
         here = Path(name).expanduser()
         pickled = (here / "pytorch_model.bin").is_file() and not list(here.glob("*.safetensors"))
         if pickled:

@@ -22,15 +22,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..data.padding import IGNORED
 from ..errors import DataError, HydraError
 from ..heads.head_mask import HeadScores
 from ..hosts import HostModel
-from ..hosts.model_output import predicts_next_token
 from ..registry import Registry
+from ..tasks import Tokens
 
 if TYPE_CHECKING:
     from .attention_watch import AttentionView
@@ -45,31 +43,26 @@ def sample_losses(
     """Return one loss for each sample, `[batch]`.
 
     Args:
-        logits: `[batch, class]`, or `[batch, token, class]` of a language model or tagger.
-        labels: `[batch]` or `[batch, token]` (-100 is left out); None only with a user's own loss.
-        host: Tells whether tokens predict the next one.
-        loss: A user's own; cross-entropy by default.
+        logits: What the host's task reads, `[batch, ...]`.
+        labels: As the task takes them (-100 is left out); None only with a user's own loss.
+        host: Tells the task, whose loss it is.
+        loss: A user's own; the task's by default.
         padding: The batch's `attention_mask` `[batch, token]`, or None.
     """
+    task = host.task
     if loss is not None:
         losses = loss(logits, labels)
     elif labels is None:
         raise DataError(
-            "The calibration data has no labels, but the loss is cross-entropy. Give batches as "
-            "(inputs, labels) or mappings with 'labels', or pass loss=<callable(logits, labels)>."
+            f"The calibration data has no labels, which the loss of {task.title} needs. Give "
+            "batches as (inputs, labels) or mappings with 'labels', or pass "
+            "loss=<callable(logits, labels)>."
         )
     else:
-        labels = labels.to(logits.device)
-        if logits.dim() == 3 and labels.shape == logits.shape[:2]:
-            losses = _token_losses(logits, labels, host, padding)
-        elif logits.dim() == 2 and labels.dim() == 1 and not labels.is_floating_point():
-            losses = F.cross_entropy(logits.float(), labels.long(), reduction="none")
-        else:
-            raise DataError(
-                f"Cross-entropy needs logits [batch, class] and whole labels [batch] (or both with "
-                f"a token axis), but found {list(logits.shape)} and {labels.dtype} "
-                f"{list(labels.shape)}. Pass loss=<callable(logits, labels)> for another task."
-            )
+        if logits.dim() == 3 and labels.shape == logits.shape[:2] and not task.by_token:
+            task = Tokens()  # a tagger that its class does not name
+        labels = task.check_labels(labels, "the calibration data", size=logits.shape[-1])
+        losses = task.losses(logits, labels, padding)
     if not isinstance(losses, Tensor) or losses.shape != logits.shape[:1]:
         found = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise DataError(
@@ -77,18 +70,6 @@ def sample_losses(
             'since absolute values are taken per sample. Use reduction="none".'
         )
     return losses
-
-
-def _token_losses(logits: Tensor, labels: Tensor, host: HostModel, padding: Any) -> Tensor:
-    """Average cross-entropy over the labelled, unpadded tokens of each sample."""
-    if isinstance(padding, Tensor) and padding.shape == labels.shape:
-        labels = labels.masked_fill(~padding.to(labels.device).bool(), IGNORED)
-    if predicts_next_token(host.model):
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    losses = F.cross_entropy(
-        logits.float().transpose(1, 2), labels.long(), reduction="none", ignore_index=IGNORED
-    )
-    return losses.sum(1) / (labels != IGNORED).sum(1).clamp_min(1)
 
 
 @dataclass(frozen=True)

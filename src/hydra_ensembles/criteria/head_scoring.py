@@ -20,7 +20,7 @@ from ..data.progress import length_of, progress_bar
 from ..errors import DataError, UnsupportedModelError
 from ..heads.gates import gate
 from ..heads.head_mask import HeadScores
-from ..hosts import HostModel, host_model, main_output
+from ..hosts import HostModel, host_model
 from .attention_watch import AttentionView, Watch, watch_attention
 from .criterion import (
     AttentionScore,
@@ -294,7 +294,7 @@ def gate_gradients(
     ]
     of_neurons = [g if g.shape[1] else None for g in gates[len(host) :]] if neurons else None
     with torch.enable_grad(), gate(host, gates[: len(host)], of_neurons):
-        logits = main_output(_run(host, batch, watch))
+        logits = host.read(_run(host, batch, watch))
         losses = sample_losses(
             logits, labels, host, loss=loss, padding=kwargs.get("attention_mask")
         )

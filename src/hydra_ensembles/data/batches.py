@@ -1,7 +1,8 @@
-"""Batches: read, check, move, take and join them.
+"""Batches: read, check, move, take and join them; and what a model returns for one.
 
 A *batch* is what the host takes: a mapping with an optional `labels`, `(inputs, labels)`, or the
-inputs only.
+inputs only. Where the labels are spans, the mapping has `start_positions` and `end_positions`, and
+labels are `[batch, 2]`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..errors import DataError
+from ..errors import DataError, UnsupportedModelError
+from ..tasks import tasks
 from .padding import IGNORED, even, even_columns
 
 Batch = Any
 LABEL_KEYS = ("labels", "label")
+SPAN_KEYS = ("start_positions", "end_positions")
+"""Keys of labels that are spans, as transformers has them."""
 IMAGE_KEYS = ("pixel_values", "image", "images", "inputs", "x")
 
 
@@ -132,14 +136,22 @@ def labels_of(batch: Batch) -> Tensor | None:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         labels = batch[1]
     elif isinstance(batch, Mapping):
-        labels = next((batch[key] for key in LABEL_KEYS if key in batch), None)
+        labels = _labels_in(batch)
     return None if labels is None else torch.as_tensor(labels)
+
+
+def _labels_in(batch: Mapping[str, Any]) -> Any:
+    """Return what a mapping holds as labels, or None."""
+    found = next((batch[key] for key in LABEL_KEYS if batch.get(key) is not None), None)
+    if found is None and all(batch.get(key) is not None for key in SPAN_KEYS):
+        found = torch.stack([torch.as_tensor(batch[key]).reshape(-1) for key in SPAN_KEYS], 1)
+    return found
 
 
 def without_labels(batch: Batch) -> Batch:
     """Drop a batch's labels: those of outliers mean nothing to the host's classes."""
     if isinstance(batch, Mapping):
-        return {key: value for key, value in batch.items() if key not in LABEL_KEYS}
+        return {key: v for key, v in batch.items() if key not in (*LABEL_KEYS, *SPAN_KEYS)}
     return (batch[0],) if isinstance(batch, (tuple, list)) else batch
 
 
@@ -160,10 +172,8 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | N
         batch = batch[0]
     if not isinstance(batch, Mapping):
         return (batch,), {}, None if labels is None else torch.as_tensor(labels)
-    inputs = {str(key): value for key, value in batch.items() if key not in LABEL_KEYS}
-    for key in LABEL_KEYS:
-        if labels is None:
-            labels = batch.get(key)
+    inputs = {str(k): value for k, value in batch.items() if k not in (*LABEL_KEYS, *SPAN_KEYS)}
+    labels = _labels_in(batch) if labels is None else labels
     return (), inputs, None if labels is None else torch.as_tensor(labels)
 
 
@@ -218,28 +228,51 @@ def _check(args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
             )
 
 
-def check_labels(labels: Tensor, where: str, *, classes: int | None = None) -> Tensor:
-    """Return labels as whole numbers on the CPU; raise when they are not classes of the model."""
-    labels = labels.detach().cpu()
-    whole = not labels.is_floating_point()
-    # several yes or no labels of one example have neither ignored ones nor other classes
-    if labels.ndim == 2 and whole and bool(((labels == IGNORED) | (labels > 1)).any()):
-        raise DataError(
-            f"Labels of shape {list(labels.shape)} in {where} are one per token, but the search "
-            "needs one label per example. For token classification choose heads by "
-            "score_heads(model, data).top_k(0.5), one mask per member, and fuse() them."
-        )
-    if not whole or labels.ndim != 1:
-        raise DataError(
-            f"Labels of shape {list(labels.shape)} and type {labels.dtype} in {where}; expected "
-            "one whole class number per example. Multi-label and regression are refused."
-        )
-    labels = labels.long()
-    outside = labels[labels < 0] if classes is None else labels[(labels < 0) | (labels >= classes)]
-    if len(outside):
-        known = "" if classes is None else f": the model has {classes} classes, 0 to {classes - 1}"
-        raise DataError(f"Label {int(outside[0])} in {where} is out of range{known}.")
-    return labels
+def main_output(output: Any, fields: Sequence[Sequence[str]] = ()) -> Tensor:
+    """Return the tensor that a model's task reads in its output, `[batch, ...]`.
+
+    Args:
+        output: A tensor, an object or mapping with fields, or a tuple whose first entry counts.
+        fields: `Task.fields`; by default those of any task.
+    """
+    if isinstance(output, Tensor):
+        return output
+    for names in fields or FIELDS:
+        parts = [_field(output, name) for name in names]
+        found = [part for part in parts if isinstance(part, Tensor)]
+        if len(found) == len(parts):
+            if len(found) == 1:
+                return found[0]
+            axes = max(3, *(part.ndim for part in found))
+            return torch.cat([p if p.ndim == axes else p[:, None] for p in found], 1)
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+        return output[0]
+    expected = " or ".join(" and ".join(f".{name}" for name in names) for names in fields or FIELDS)
+    raise UnsupportedModelError(
+        f"The model returned {type(output).__name__}: expected a tensor or an object with "
+        f"{expected}."
+    )
+
+
+FIELDS: tuple[tuple[str, ...], ...] = tuple(
+    dict.fromkeys(alternative for name in tasks for alternative in tasks[name].fields)
+)
+"""What the tasks read, in turn."""
+
+
+def put_output(output: Any, value: Tensor, fields: Sequence[Sequence[str]]) -> dict[str, Tensor]:
+    """Return the host's fields that hold a value of the form of `main_output`, by name."""
+    names = next(n for n in fields if all(isinstance(_field(output, x), Tensor) for x in n))
+    if len(names) == 1:
+        return {names[0]: value}
+    parts = [_field(output, name) for name in names]
+    rows = [part.shape[1] if part.ndim == value.ndim else 1 for part in parts]
+    split = zip(names, parts, value.split(rows, 1), strict=True)
+    return {n: new if part.ndim == value.ndim else new[:, 0] for n, part, new in split}
+
+
+def _field(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 def images_of(batch: Batch) -> Tensor | None:

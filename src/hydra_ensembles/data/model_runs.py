@@ -13,16 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import DataError, HydraError
+from ..errors import DataError, HydraError, UnsupportedModelError
 from ..prediction import Prediction
+from ..tasks import MultiClass, Task, task_of
 from ..uncertainty import as_member_logits
-from .batches import check_inputs, check_labels, describe, move, split_batch
+from .batches import check_inputs, describe, main_output, move, split_batch
 from .eval_mode import evaluating
 from .memory import Halving
-from .padding import IGNORED
+from .padding import joined_rows
 from .processes import in_order
 from .progress import length_of, progress_bar
 
+_CLASSES = MultiClass()
 NO_LABELS = "Give batches as (inputs, labels) or as mappings with 'labels'."
 
 
@@ -50,33 +52,6 @@ class ModelRun(NamedTuple):
         return self.logits if self.student_logits is None else self.student_logits[:, None]
 
 
-def flat_tokens(
-    model: Any, mask: Any, logits: Tensor, labels: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Make one example per real, labelled token of a token classifier; leave others alone."""
-    by_token = logits.ndim == 4
-    if logits.ndim == 3:  # one model's [batch, token, class], or members without tokens
-        named = type(model).__name__.endswith("ForTokenClassification")
-        by_token = named if labels is None else labels.shape == logits.shape[:2]
-        logits = logits[:, None] if by_token else logits
-    if not by_token:
-        return logits, labels
-    shape = (logits.shape[0], logits.shape[2])
-    real = torch.ones(shape, dtype=torch.bool)
-    if isinstance(mask, Tensor) and mask.shape == shape:
-        real = mask.cpu().bool()
-    if labels is not None:
-        if labels.shape != shape:
-            raise DataError(
-                f"Labels of shape {list(labels.shape)} for {shape[1]} tokens of {shape[0]} texts: "
-                "expected one label per token, -100 for tokens to ignore."
-            )
-        labels = labels.cpu()
-        real &= labels != IGNORED
-        labels = labels[real]
-    return logits.transpose(1, 2)[real], labels
-
-
 def check_data(model: Any, data: Any) -> None:
     """Raise when a host says that data is not made for it (`PromptClassifier.check_data`)."""
     check = getattr(getattr(model, "host", model), "check_data", None)
@@ -100,27 +75,35 @@ def call_model(model: Callable[..., Any], batch: Any, *, device: Any = None) -> 
     return model(*move(args, where), **move(kwargs, where))
 
 
-def member_logits_of(output: Any) -> Tensor:
-    """Find member logits `[batch, member, class]` in a model's output.
+def output_of(model: Callable[..., Any], batch: Any) -> Tensor:
+    """Call a host on a batch without its labels; return what its task reads, `[batch, ...]`."""
+    return main_output(call_model(model, batch), task_of(model).fields)
 
-    Reads `member_logits`, else `logits`, of an object or a mapping; a tensor; or the first tensor
-    of a tuple. `[batch, class]` becomes one member.
+
+def member_outputs_of(output: Any, task: Task) -> Tensor:
+    """Find the members' outputs `[batch, member, ...]` in what a model returned.
+
+    Reads `member_logits` of an object or a mapping, else what the task reads in an output; that of
+    one model is one member.
     """
-    logits = output
-    for name in ("member_logits", "logits"):
-        value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-        if isinstance(value, Tensor):
-            logits = value
-            break
-    else:
-        if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
-            logits = output[0]
-    if not isinstance(logits, Tensor):
-        raise DataError(
-            f"The model returned a {type(output).__name__}; expected a tensor [batch, class] "
-            "or [batch, member, class], or something with .logits. Is it a classifier?"
-        )
-    return as_member_logits(logits)
+    held = output.get("member_logits") if isinstance(output, Mapping) else None
+    held = getattr(output, "member_logits", None) if held is None else held
+    if isinstance(output, Prediction):
+        held = output.member_outputs
+    if not isinstance(held, Tensor):
+        try:
+            held = main_output(output, task.fields)
+        except UnsupportedModelError as error:
+            raise DataError(
+                f"The model returned a {type(output).__name__}; expected a tensor [batch, class] "
+                f"or [batch, member, class], or something with what {task.title} reads. {error}"
+            ) from None
+    return task.member_outputs(held)
+
+
+def member_logits_of(output: Any) -> Tensor:
+    """Find member logits `[batch, member, class]` in a model's output (see `member_outputs_of`)."""
+    return as_member_logits(member_outputs_of(output, _CLASSES))
 
 
 def member_logits(model: Any, batch: Any, *, device: Any = None) -> Tensor:
@@ -131,7 +114,7 @@ def member_logits(model: Any, batch: Any, *, device: Any = None) -> Tensor:
 
         member_logits(ensemble, {"pixel_values": images}).softmax(-1).mean(1)
     """
-    return member_logits_of(_answer(model, batch, device))
+    return member_outputs_of(_answer(model, batch, device), task_of(model))
 
 
 def answering_logits(model: Any, batch: Any) -> Tensor:
@@ -140,7 +123,10 @@ def answering_logits(model: Any, batch: Any) -> Tensor:
     They are `member_logits`, but a student, which answers for the members, is one member.
     """
     answer = _answer(model, batch, None)
-    return answer.answering_logits if isinstance(answer, Prediction) else member_logits_of(answer)
+    if isinstance(answer, Prediction):
+        outputs: Tensor = answer.answering_outputs
+        return outputs
+    return member_outputs_of(answer, task_of(model))
 
 
 def _answer(model: Any, batch: Any, device: Any) -> Any:
@@ -167,15 +153,21 @@ def _answer(model: Any, batch: Any, device: Any) -> Any:
 
 
 def checked(
-    data: Iterable[Any], *, name: str, classes: int | None = None, labelled: bool = False
+    data: Iterable[Any],
+    *,
+    name: str,
+    task: Task = _CLASSES,
+    classes: int | None = None,
+    labelled: bool = False,
 ) -> Iterator[Any]:
     """Yield the batches of data, checked: finite inputs and, if `labelled`, valid labels.
 
     Args:
         data: an iterable of batches.
         name: name of the data set in errors.
+        task: what the labels mean.
         classes: number of classes, to check labels against.
-        labelled: raise if labels are missing or are not class numbers.
+        labelled: raise if labels are missing or do not fit the task.
     """
     where = f"the {name} data"
     for batch in data:
@@ -184,7 +176,7 @@ def checked(
             labels = split_batch(batch)[2]
             if labels is None:
                 raise DataError(f"There are no labels in {where}. {NO_LABELS}")
-            check_labels(labels, where, classes=classes)
+            task.check_labels(labels, where, size=classes)
         yield batch
 
 
@@ -216,18 +208,19 @@ def run_model(
         classes: number of classes on another data set, to compare with.
     """
     check_data(model, data)
+    task = task_of(model)
     halving = Halving(name)
 
     def run(part: Any) -> ModelRun:
         _, kwargs, labels = split_batch(part)
         output = _answer(model, part, device)
-        logits = member_logits_of(output).detach().cpu()
+        logits = member_outputs_of(output, task).detach().cpu()
         labels = None if ignore_labels else labels
-        logits, labels = flat_tokens(model, kwargs.get("attention_mask"), logits, labels)
+        logits, labels = task.examples(logits, labels, kwargs)
         if not isinstance(output, Prediction):
             return ModelRun(logits, labels)
         # novelty and decisions are of texts; where the examples are tokens, they do not apply
-        columns = (output.novelty, output.novelty_score, output.code, output.student_logits)
+        columns = (output.novelty, output.novelty_score, output.code, output.student_outputs)
         fitting = (None if c is None or len(c) != len(logits) else c.cpu() for c in columns)
         return ModelRun(logits, labels, *fitting)
 
@@ -276,7 +269,7 @@ def run_model(
                         f"The model gave {shape[1]} classes on the data set {name!r} but {classes} "
                         "on the in-distribution data. Both must run through the same classifier."
                     )
-            elif shape != logits.shape[1:]:
+            elif shape != logits.shape[1:] and not task.ragged:
                 raise DataError(
                     f"In {where} the model gave {logits.shape[1]} members x {logits.shape[2]} "
                     f"classes, but {shape[0]} x {shape[1]} before."
@@ -290,7 +283,7 @@ def run_model(
             if labels is not None:
                 if labels.ndim == 1 and len(labels) != len(logits):
                     raise DataError(f"{len(labels)} labels for {len(logits)} examples in {where}.")
-                labels = check_labels(labels, where, classes=logits.shape[-1])
+                labels = task.check_labels(labels, where, size=logits.shape[-1])
             yield result._replace(labels=labels)
     if shape is None:
         raise DataError(
@@ -321,5 +314,5 @@ def collect_logits(
     options = {"name": name, "need_labels": need_labels, "device": device, "progress": progress}
     runs = list(run_model(model, data, **options))
     labels = [run.labels for run in runs if run.labels is not None]
-    logits = torch.cat([run.answering_logits for run in runs])
+    logits = joined_rows([run.answering_logits for run in runs])
     return logits, torch.cat(labels) if labels else None

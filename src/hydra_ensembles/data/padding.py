@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
+from ..tasks import IGNORED as IGNORED
 
-IGNORED = -100
-"""The label of a token that does not count, as torch's losses and transformers have it."""
+NEVER = -1e4
+"""The logit of a token that a text does not have."""
 
 
 def even_columns(
@@ -84,6 +85,13 @@ def even(tensors: Sequence[Tensor], value: float, *, tokens: bool = False) -> li
     after = [0] * (2 * (tensors[0].ndim - 2))
     pad = torch.nn.functional.pad
     return [pad(t, (*after, 0, longest - t.shape[1]), value=value) for t in tensors]
+
+
+def joined_rows(outputs: Sequence[Tensor]) -> Tensor:
+    """Join outputs `[example, member, ...]`; the last axis of those of shorter texts is padded."""
+    longest = max(part.shape[-1] for part in outputs)
+    pad = torch.nn.functional.pad
+    return torch.cat([pad(o, (0, longest - o.shape[-1]), value=NEVER) for o in outputs])
 
 
 def _uneven(tensors: Sequence[Tensor]) -> bool:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ..data.class_names import check_class_order
 from ..data.model_runs import collect_logits, run_model
 from ..errors import DataError
-from ..uncertainty import fit_temperature, scale_logits, scores
+from ..tasks import task_of
+from ..uncertainty import fit_temperature, scale_logits
 from .disagreement_check import check_disagreement
 from .figures import NOVELTY, OOD, POST, SHIFT, AllFigures, Columns, Examples, columns_of
 from .intervals import default_draws, draws_of, intervals
@@ -24,7 +25,7 @@ def evaluate(
     *,
     ood: Mapping[str, Iterable[Any] | Mapping[str, Iterable[Any]]] | Iterable[Any] | None = None,
     shifts: Mapping[str, Iterable[Any]] | Iterable[Any] | None = None,
-    score: str | Sequence[str] = "msp",
+    score: str | Sequence[str] | None = None,
     temperature: float | Iterable[Any] | None = None,
     bootstrap: int | None = None,
     device: torch.device | str | None = None,
@@ -51,8 +52,9 @@ def evaluate(
             `{"near": {"a": ...}, "far": {...}}`, add means `ood/near/mean/...`.
         shifts: labelled data under shift (corruptions, other years) by name.
         score: name of the uncertainty that ranks errors and OOD examples, or several: the first is
-            the main one, others add `ood/<set>/<score>/...`; `mcm` needs the model's `logit_scale`,
-            `neglabel` a `ZeroShotClassifier` with `negatives`.
+            the main one, others add `ood/<set>/<score>/...`; by default the task's usual one, of
+            classes `msp`. `mcm` needs the model's `logit_scale`, `neglabel` a `ZeroShotClassifier`
+            with `negatives`.
             `novelty` needs `fit_novelty_`, and is added where it is fitted.
         temperature: adds `post/...` figures after dividing logits by it: a number, or labelled
             held-out batches to fit it on (never the test data).
@@ -71,10 +73,12 @@ def evaluate(
             inputs that the model refuses, and classes that differ between sets; and for class
             names in an assumed order that is not the model's (`check_class_order`).
     """
+    task = task_of(model)
+    score = task.default_score if score is None else score
     names = [score] if isinstance(score, str) else list(score)
     for each in names:
         if each != NOVELTY:
-            scores[each]  # an unknown name fails before hours of work, not after
+            task.scores[each]  # an unknown name fails before hours of work, not after
     scale = logit_scale_of(model) if "mcm" in names else None
     divided_by = divisor_of(model)
     check_class_order(model, data, seed=seed)
@@ -94,7 +98,7 @@ def evaluate(
             ignore_labels=key.startswith(OOD),
             device=device,
             progress=progress,
-            classes=shape[1] if shape else None,
+            classes=shape[1] if shape and not task.ragged else None,
         ):
             shape = shape or (run.logits.shape[1], run.logits.shape[2])
             if NOVELTY in names and run.novelty_score is None:
@@ -104,7 +108,10 @@ def evaluate(
                 )
             if NOVELTY not in names and run.novelty_score is not None:
                 names = [*names, NOVELTY]
-            parts.append(columns_of(run, scores=names, logit_scale=scale, temperature=divided_by))
+            columns = columns_of(
+                run, scores=names, logit_scale=scale, temperature=divided_by, task=task
+            )
+            parts.append(columns)
             if degrees is not None:
                 cooled = scale_logits(run.answering_logits.double(), temperature=degrees)
                 # MCM reads cosines: what divides the logits divides their scale
@@ -115,7 +122,11 @@ def evaluate(
                 else:
                     after = after._replace(student_logits=cooled[:, 0])
                 columns = columns_of(
-                    after, scores=names, logit_scale=by, temperature=divided_by * degrees
+                    after,
+                    scores=names,
+                    logit_scale=by,
+                    temperature=divided_by * degrees,
+                    task=task,
                 )
                 scaled.append(columns)
         examples[key] = _concatenate(parts)
@@ -147,8 +158,10 @@ def results_of(
     notes = {}
     values = figures.plain()
     if "fail/AUROC" not in values:
-        right = bool(examples["id"]["correct"].all())
-        reason = f"{'every' if right else 'no'} prediction is right, so errors cannot be ranked."
+        reason = "no answer of this task is right or wrong."
+        if "correct" in examples["id"]:
+            right = "every" if bool(examples["id"]["correct"].all()) else "no"
+            reason = f"{right} prediction is right, so errors cannot be ranked."
         notes = {f"fail/{key}": reason for key in ("AUROC", "AUPR", "FPR95")}
     check = check_disagreement(
         examples, members=settings["members"], score=settings["scores"][0], seed=settings["seed"]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..data.model_runs import ModelRun
 from ..prediction import ANSWER, NEW, UNSURE
+from ..tasks import Task
 from ..uncertainty import (
     disagreement,
     mean_probability,
@@ -34,6 +35,8 @@ from .metrics import (
     negative_log_likelihood,
     once,
 )
+from .task_columns import task_columns
+from .task_metrics import LabelFigures, NumberFigures
 
 Columns = dict[str, Tensor]
 """One set's columns by name, each `[example]`."""
@@ -49,8 +52,12 @@ ALARM = 0.05
 """Share of known data that raises an alarm: novelty above 0.95."""
 
 
-HIGHER_IS_BETTER = {"Acc", "AUROC", "AUPR", "Cov_5Risk", "Caught_5"}
+HIGHER_IS_BETTER = {
+    *("Acc", "AUROC", "AUPR", "Cov_5Risk", "Caught_5"),
+    *("LabelAcc", "mAP", "F1_micro", "F1_macro", "Pearson", "Spearman", "ErrorRank"),
+}
 LOWER_IS_BETTER = {
+    *("RMSE", "MAE", "CRPS", "CRPS_members", "IntervalScore", "Loss"),
     *("NLL", "Brier", "ECE", "aECE", "FPR95", "FPR95_ID_positive", "AURC", "E-AURC", "AUGRC"),
     *("WrongOfAll", "WrongOfAnswered"),
 }
@@ -91,11 +98,29 @@ def columns_of(
     scores: Sequence[str],
     logit_scale: Tensor | None = None,
     temperature: Tensor | float = 1.0,
+    task: Task | None = None,
 ) -> Columns:
     """Reduce a batch's results to the columns that figures are made of.
 
     In float64: a confident model's scores differ by less than float32 can tell.
     """
+    columns = {}
+    if run.novelty_score is not None:
+        columns[f"score:{NOVELTY}"] = run.novelty_score.double()
+    if run.novelty is not None:
+        columns["alarm"] = run.novelty > 1 - ALARM
+    if run.code is not None:
+        columns["decision"] = run.code
+    names = [name for name in scores if name != NOVELTY]
+    if task is not None and not task.classifies:
+        return columns | task_columns(run, task, names)
+    return columns | _class_columns(run, names, logit_scale, temperature)
+
+
+def _class_columns(
+    run: ModelRun, scores: Sequence[str], logit_scale: Tensor | None, temperature: Tensor | float
+) -> Columns:
+    """Return the columns of a classifier."""
     logits, labels = run.logits.double(), run.labels
     answer = run.answering_logits.double()
     columns = {
@@ -106,14 +131,7 @@ def columns_of(
             temperature=temperature,
         )
         for name in scores
-        if name != NOVELTY
     }
-    if run.novelty_score is not None:
-        columns[f"score:{NOVELTY}"] = run.novelty_score.double()
-    if run.novelty is not None:
-        columns["alarm"] = run.novelty > 1 - ALARM
-    if run.code is not None:
-        columns["decision"] = run.code
     columns["mutual_information"] = mutual_information(logits)
     if labels is None:
         return columns
@@ -181,7 +199,9 @@ class _Part:
             for name, columns in examples.items()
         }
         self.labelled = {
-            name: _Labelled(columns, self.orders[name][scores[0]])
+            name: (_Labelled if "confidence" in columns else _OtherTask)(
+                columns, self.orders[name][scores[0]]
+            )
             for name, columns in examples.items()
             if not name.startswith(OOD)
         }
@@ -228,7 +248,7 @@ class _Part:
 
 
 class _Labelled:
-    """The figures of one labelled set; no `fail/` when all examples or none are wrong."""
+    """The figures of one labelled set of a classifier."""
 
     def __init__(self, columns: Columns, order: Order) -> None:
         correct, confidence = columns["correct"], columns["confidence"]
@@ -248,21 +268,61 @@ class _Labelled:
         gap = correct.double() - confidence.double()
         self.bins = torch.nn.functional.one_hot(bin_of(confidence), BINS + 1) * gap[:, None]
         self.adaptive = AdaptiveError(confidence, correct)
-        self.selection = Selection(order, errors) if len(correct) > 1 else None
-        self.kinds: tuple[Order, Order] | None = None
-        if 0 < int(errors.sum()) < len(errors):
-            right, wrong = correct.nonzero().flatten(), errors.nonzero().flatten()
-            scores = torch.empty(len(correct), dtype=order.values.dtype)
-            scores[order.rows] = order.values
-            self.kinds = Order(scores[right], right), Order(scores[wrong], wrong)
-            self.apart = Separation(*self.kinds)
+        self.ranking = _Ranking(order, errors)
 
     def figures(self, counts: Tensor, weighed: Weighed) -> dict[str, Tensor]:
         found = self.means.figures(counts)
         found["cal/ECE"] = (counts @ self.bins).abs().sum(1) / counts.shape[1]
         found["cal/aECE"] = self.adaptive.figure(counts)
+        return found | self.ranking.figures(counts, weighed)
+
+
+class _OtherTask:
+    """The figures of one labelled set of a task that has no single class per input."""
+
+    def __init__(self, columns: Columns, order: Order) -> None:
+        means = {"div/Between": columns["mutual_information"]}
+        self.own: LabelFigures | NumberFigures | None = None
+        if "active" in columns:
+            self.own = LabelFigures(columns["probabilities"], columns["targets"], columns["active"])
+        elif "values" in columns:
+            scores = torch.empty(len(order.rows), dtype=order.values.dtype)
+            scores[order.rows] = order.values
+            self.own = NumberFigures(
+                columns["values"],
+                columns["targets"],
+                members=columns["member_values"],
+                uncertainty=scores,
+            )
+        else:
+            means |= {"cls/Loss": columns["loss"], "cls/Acc": columns["correct"]}
+        alarms = _alarms(columns, "Alarms_5")
+        self.means = _Means({**means, **alarms, **_decisions(columns)})
+        self.ranking = _Ranking(order, ~columns["correct"]) if "correct" in columns else None
+
+    def figures(self, counts: Tensor, weighed: Weighed) -> dict[str, Tensor]:
+        found = {} if self.own is None else self.own.figures(counts)
+        found |= self.means.figures(counts)
+        return found if self.ranking is None else found | self.ranking.figures(counts, weighed)
+
+
+class _Ranking:
+    """How an uncertainty ranks errors; no `fail/` when all examples or none are wrong."""
+
+    def __init__(self, order: Order, errors: Tensor) -> None:
+        self.selection = Selection(order, errors) if len(errors) > 1 else None
+        self.kinds: tuple[Order, Order] | None = None
+        if 0 < int(errors.sum()) < len(errors):
+            right, wrong = (~errors).nonzero().flatten(), errors.nonzero().flatten()
+            scores = torch.empty(len(errors), dtype=order.values.dtype)
+            scores[order.rows] = order.values
+            self.kinds = Order(scores[right], right), Order(scores[wrong], wrong)
+            self.apart = Separation(*self.kinds)
+
+    def figures(self, counts: Tensor, weighed: Weighed) -> dict[str, Tensor]:
+        found = {}
         if self.selection is not None:
-            found |= {f"sc/{k}": value for k, value in self.selection.figures(weighed).items()}
+            found = {f"sc/{k}": value for k, value in self.selection.figures(weighed).items()}
         if self.kinds is not None:
             failures = self.apart.figures(*(kind.weigh(counts) for kind in self.kinds))
             found |= {f"fail/{key}": failures[key] for key in ("AUROC", "AUPR", "FPR95")}

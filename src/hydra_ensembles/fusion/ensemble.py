@@ -15,9 +15,8 @@ from ..heads.stream_plan import Plan
 from ..hosts import HostModel, host_model
 from ..hosts.probes import modules_after_blocks
 from ..registry import public_function
-from ..uncertainty import (
-    Evidence,
-)
+from ..tasks import Task
+from ..uncertainty import Evidence
 from .assembly import Assembly
 from .folder_reader import load
 from .folder_writer import save
@@ -34,8 +33,8 @@ from .summary import remember_results, summarize, summarize_html
 class HydraEnsemble(FusedModel):
     """M pruned members of one host, fused. Made by `fuse`, `build` or `from_pretrained`.
 
-    It is called like its host: the same inputs, the same kind of output. `logits` are the log of
-    the members' mean probability, so their softmax is the ensemble's probability.
+    It is called like its host: the same inputs, the same kind of output, which is the members'
+    mean. `logits` of classes are the log of the mean probability: their softmax is the ensemble's.
 
     `predict` always runs in eval mode without changing the modules' flags, so any number of threads
     may call it.
@@ -45,6 +44,7 @@ class HydraEnsemble(FusedModel):
         plan: Which streams run where.
         masks: The members' masks, in terms of the host's original heads.
         members: Number of members M.
+        task: What the outputs mean (`hydra_ensembles.tasks`): classes, labels, numbers, tokens ...
         mode: `"fused"`, or `"loop"` to run members one by one.
         temperature: Divides the logits behind `probabilities`: the student's if there is one,
             otherwise all members' (None: not calibrated).
@@ -61,8 +61,15 @@ class HydraEnsemble(FusedModel):
     keeps_modes = True
     """Callers of `predict` need not switch to eval mode (see `data.running`)."""
 
-    def __init__(self, assembly: Assembly, host: HostModel, *, mode: Mode = "fused") -> None:
-        super().__init__(assembly, host, mode=mode)
+    def __init__(
+        self,
+        assembly: Assembly,
+        host: HostModel,
+        *,
+        mode: Mode = "fused",
+        task: str | Task | None = None,
+    ) -> None:
+        super().__init__(assembly, host, mode=mode, task=task)
         self.record: dict[str, Any] = {}
         shown = with_signature_of(HydraEnsemble.forward, type(self.host))
         self.forward = types.MethodType(shown, self)  # type: ignore[method-assign]

@@ -19,6 +19,7 @@ from ..hosts import HostModel
 from ..hosts.architecture import check_sizes, library_versions, rebuild_host
 from ..hosts.example_inputs import examples
 from ..hosts.mlp_site import remove_neurons_
+from ..tasks import as_task
 from ..uncertainty import Policy
 from ..uncertainty.novelty import Novelty, from_tensors
 from .assembly import Assembly
@@ -68,10 +69,17 @@ def load(
     """Load a saved ensemble (see `HydraEnsemble.from_pretrained`)."""
     folder = find_folder(name_or_folder, revision, token)
     assembly, view, config, novelty = read_steady(folder, lambda: _read(folder, host))
-    ensemble = kind.around(assembly, view, mode=mode or config.mode, switches=config.switches)
+    ensemble = kind.around(
+        assembly,
+        view,
+        mode=mode or config.mode,
+        switches=config.switches,
+        task=None if config.task is None else as_task(config.task),
+    )
     ensemble.temperature = config.temperature
     ensemble.member_temperatures = config.member_temperatures
-    ensemble.score = config.score
+    if config.score in ensemble.task.scores:  # older folders of encoders name a score of classes
+        ensemble.score = config.score
     ensemble.record = config.record
     ensemble.novelty = novelty
     if config.labels is not None:
@@ -291,7 +299,8 @@ def _check_novelty(ensemble: HydraEnsemble, folder: Path) -> None:
         width = novelty.measures.distance.mean.shape[-1]
         classes = 2 if novelty.classes is None else len(novelty.classes.counts)
         summaries = torch.zeros(2, len(novelty.taps), width)
-        novelty(summaries, torch.zeros(2, ensemble.members, classes))
+        logits = torch.zeros(2, ensemble.members, classes)
+        novelty(summaries, logits if novelty.measures.probable else None)
         problem = None if novelty.taps == taps else f"taps {list(novelty.taps)!r:.100}"
     except Exception as error:
         problem = f"{type(error).__name__}: {str(error)[:100]}"
@@ -310,10 +319,7 @@ def _check_answers(ensemble: HydraEnsemble, folder: Path) -> None:
     args, kwargs = inputs[0]
     ensemble._warned_precisions.add(ensemble.precision())  # the user has not run it yet
     try:
-        if ensemble.is_classifier:  # novelty and the score too
-            classes = ensemble.predict(kwargs or args[0]).probabilities.shape[-1]
-        else:
-            classes = ensemble.fused_logits(args, kwargs).shape[-1]
+        answer = ensemble.predict(kwargs or args[0])  # novelty and the score too
     except Exception as error:
         raise FormatError(
             f"{folder} loads but cannot run ({type(error).__name__}: {str(error)[:200]}): its "
@@ -321,7 +327,8 @@ def _check_answers(ensemble: HydraEnsemble, folder: Path) -> None:
         ) from error
     ensemble._warned_precisions.clear()
     names = ensemble.id2label
-    if ensemble.is_classifier and names is not None and len(names) != classes:
+    classes = answer.member_outputs.shape[-1]
+    if "member_logits" in answer and names is not None and len(names) != classes:
         raise FormatError(
             f"labels in {folder / CONFIG} has {len(names)} class names, but the model has "
             f"{classes} classes. {ADVICE}"

@@ -22,6 +22,7 @@ from ..heads.head_mask import HeadMask
 from ..heads.stream_plan import Plan
 from ..hosts.attention import FORMS, UNUSED
 from ..hosts.probes import Pooling
+from ..tasks import Task, as_task
 from ..uncertainty import Policy, scores
 from .linear_readout import LinearReadout, Readouts
 
@@ -200,6 +201,7 @@ class Config(Structure, frozen=True, kw_only=True):
     record: dict[str, Any]
     novelty: dict[str, Any] | None
     config_sha256: Sha256
+    task: dict[str, Any] | None = None
 
 
 def read_config(folder: Path) -> Config:
@@ -279,7 +281,9 @@ def _convert(content: Any, kind: type[T], where: str, field: str = "") -> T:
 
 def _value_problem(config: Config) -> str | None:
     """Check what single fields say, and those that belong together."""
-    scores[config.score]
+    if problem := _task_problem(config.task):
+        return problem
+    (scores if config.task is None else as_task(config.task).scores)[config.score]
     labels, policy, transform = config.labels, config.policy, config.image_transform
     if labels is not None and set(labels) != {str(n) for n in range(len(labels) or 1)}:
         return f"labels is {labels!r:.60}, expected the classes from 0 on"
@@ -306,6 +310,20 @@ def _value_problem(config: Config) -> str | None:
     if policy["alarm"] is not None and config.novelty is None:
         return "the policy has an alarm, but there are no statistics of known data"
     return None
+
+
+def _task_problem(described: dict[str, Any] | None) -> str | None:
+    """Check a task by its own reader; None, as older folders have it, is one class per input."""
+    try:
+        whole = described is None or described == plain_task(as_task(described))
+    except (HydraError, TypeError, ValueError, KeyError) as error:
+        return f"task is {described!r:.60}: {error}".rstrip(".")
+    return None if whole else f"task is {described!r:.60}, expected all of its options"
+
+
+def plain_task(task: Task) -> dict[str, Any]:
+    """Return a task as JSON holds it."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in task.to_dict().items()}
 
 
 def _part_problem(

@@ -31,6 +31,7 @@ from .._records import (
 from ..data.transforms import ImageTransform, ProcessorTransform
 from ..errors import FormatError
 from ..hosts.architecture import library_versions
+from ..tasks import MultiClass
 from .folder_schema import (
     CARD,
     CONFIG,
@@ -44,6 +45,7 @@ from .folder_schema import (
     ReadoutsRecord,
     Structure,
     check_config,
+    plain_task,
     read_config,
 )
 from .host_description import checked_description, plain_data
@@ -229,4 +231,5 @@ def _content(ensemble: HydraEnsemble, aliases: dict[str, str]) -> dict[str, Any]
         "dtype": plain_data(ensemble.dtype),
         "novelty": None if ensemble.novelty is None else ensemble.novelty.facts(),
         "record": ensemble.record,
+        **({} if ensemble.task == MultiClass() else {"task": plain_task(ensemble.task)}),
     }

@@ -16,7 +16,7 @@ from ..hosts import Family, HostModel, host_model
 from ..hosts.block_calls import Inputs
 from ..hosts.example_inputs import examples
 from ..hosts.explanation import engine_of
-from ..hosts.model_output import TAGGING, named_task, other_task
+from ..tasks import Task, refuse
 from .assembly import assemble
 from .ensemble import HydraEnsemble
 from .fused_model import Mode
@@ -40,6 +40,7 @@ def fuse(
     branch_layer: int | None = None,
     batch: Any = None,
     engine: Engine = "auto",
+    task: str | Task | None = None,
 ) -> HydraEnsemble:
     """Fuse M pruned members into one model, and check it against them.
 
@@ -71,6 +72,9 @@ def fuse(
             the arguments that the host passes to its blocks, otherwise `"host"`. `explain` says
             which. If the fused model then still differs from its members, `"auto"` warns and uses
             `"host"`.
+        task: What the outputs mean, where the model's class and config do not say it:
+            `"multi-label"`, `"regression"`, or a task with its options, such as
+            `Embedding(pooling="mean")` of `hydra_ensembles.tasks`.
 
     Returns:
         The ensemble. None of the options changes its output.
@@ -88,7 +92,7 @@ def fuse(
     if not models:
         raise UnsupportedModelError("No members: give a model, or a list of fine-tuned models.")
     for model in models:
-        refuse_other_tasks(model)
+        refuse(model)
     hosts = [host_model(model, family=family) for model in models]
     switches = {
         "share_trunk": share_trunk,
@@ -111,7 +115,7 @@ def fuse(
             folds=folds,
         )
         settings = {**switches, **assembly.settings}
-        ensemble = HydraEnsemble.around(assembly, hosts[0], mode=mode, switches=settings)
+        ensemble = HydraEnsemble.around(assembly, hosts[0], mode=mode, switches=settings, task=task)
         try:
             if inputs is not None:
                 check_against(ensemble, references, inputs)
@@ -182,22 +186,3 @@ def _inputs_for(host: HostModel, batch: Any) -> Inputs | None:
             "batch in the form that the model takes."
         ) from error
     return inputs
-
-
-def refuse_other_tasks(model: Any, *, by_name: bool = False) -> None:
-    """Raise if a model's outputs are not class probabilities.
-
-    Args:
-        model: A host.
-        by_name: Refuse what only the name of its class tells as well, such as question answering.
-            Taggers are not refused: they are fused, and `build` says how.
-    """
-    task = other_task(model)
-    if task is None and by_name:
-        task = named_task(type(model).__name__, getattr(model, "config", None))
-        task = None if task == TAGGING else task
-    if task is not None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is set up for {task}, but an ensemble averages class "
-            "probabilities. Use a single-label classifier."
-        )

@@ -10,37 +10,33 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.batches import move, read_batch, split_batch
-from ..data.eval_mode import in_eval, twin
+from ..data.batches import (
+    labels_of,
+    main_output,
+    move,
+    read_batch,
+    split_batch,
+    without_labels,
+)
+from ..data.eval_mode import twin
 from ..errors import HydraError, UnsupportedModelError
 from ..heads.head_mask import HeadMask
 from ..heads.stream_plan import Plan
-from ..hosts import main_output
 from ..hosts.block_calls import Form, HostView
-from ..hosts.example_inputs import examples
-from ..hosts.model_output import gives_classes, predicts_next_token
 from ..hosts.probes import Readout
 from ..hosts.transformers_families import introduce_to_pipelines
 from ..prediction import Prediction
 from ..registry import check_name
-from ..uncertainty import (
-    Novelty,
-    Policy,
-    checked_temperature,
-    log_mean_probability,
-    predict_from_logits,
-    scale_logits,
-)
-from ..uncertainty.scores import per_text
+from ..tasks import Task, task_of
+from ..uncertainty import Novelty, Policy, checked_temperature, scale_logits
 from .assembly import Assembly
 from .body import Body
 from .call_options import SummaryCollector
 from .host_engine import HostedBlock, HostedBody
-from .host_interface import HostInterface, with_embedding, with_logits
-from .inputs import prepare
+from .host_interface import HostInterface, host_output
+from .inputs import READ_BY_ANSWERS, prepare
 from .linear_readout import LinearReadout, refuse_readouts
 from .member import member_model, unpruned_model
 
@@ -57,7 +53,7 @@ class Run(NamedTuple):
     """What one run of all members gives.
 
     Attributes:
-        member_logits: Raw, `[batch, member, class]` (of an encoder: embeddings).
+        member_logits: Raw outputs that the task reads, `[batch, member, ...]`.
         output: The host's own output.
         summaries: Token summaries of novelty `[batch, tap, width]`, if they were asked for.
         student_logits: Raw, `[batch, class]`; None without a student.
@@ -74,21 +70,30 @@ class FusedModel(HostInterface):
 
     Attributes:
         host: The host model with the fused body instead of its blocks.
+        task: What the outputs mean.
         mode: `"fused"`, or `"loop"` to run members one by one.
         merged: Names of the parts that were averaged over members.
         copies: Number of copies per part that differs between streams.
         switches: The options of `fuse` (plain data, saved along).
     """
 
-    def __init__(self, assembly: Assembly, host: HostView, *, mode: Mode = "fused") -> None:
+    def __init__(
+        self,
+        assembly: Assembly,
+        host: HostView,
+        *,
+        mode: Mode = "fused",
+        task: str | Task | None = None,
+    ) -> None:
         super().__init__()
         check_name("mode", mode, ("fused", "loop"))
         self.host = assembly.model
+        self._task = task_of(self.host, task)
         self.mode = mode
         self.merged = assembly.merged
         self.copies = dict(assembly.copies)
         self.switches: dict[str, Any] = {}
-        self.score = "msp"
+        self.score = self.task.default_score
         self.policy: Policy | None = None
         self.novelty: Novelty | None = None
         self.temperature = None
@@ -97,7 +102,6 @@ class FusedModel(HostInterface):
         self._assembly = assembly
         self._view = host
         self._cast: tuple[tuple[Any, ...], list[nn.Module]] | None = None
-        self._gives_classes: bool | None = None
 
     @classmethod
     def around(
@@ -107,11 +111,12 @@ class FusedModel(HostInterface):
         *,
         mode: Mode,
         switches: Mapping[str, Any],
+        task: str | Task | None = None,
     ) -> Self:
         """Make a model from an assembly."""
         forms = [getattr(assembly.body, "form", Form())]
         view = HostView(assembly.model, host.family, host.blocks_path, forms)
-        ensemble = cls(assembly, view, mode=mode)
+        ensemble = cls(assembly, view, mode=mode, task=task)
         ensemble.switches = dict(switches)
         ensemble.train(assembly.model.training)
         introduce_to_pipelines(assembly.model, cls)
@@ -173,7 +178,7 @@ class FusedModel(HostInterface):
 
     @temperature.setter
     def temperature(self, value: float | None) -> None:
-        checked = None if value is None else checked_temperature(value)
+        checked = None if value is None else self._checked(value)
         if checked != getattr(self, "_temperature", None):
             self._drop_policy("the temperatures")
         self._temperature = checked
@@ -185,7 +190,7 @@ class FusedModel(HostInterface):
 
     @member_temperatures.setter
     def member_temperatures(self, values: Sequence[float] | None) -> None:
-        checked = None if values is None else [checked_temperature(value) for value in values]
+        checked = None if values is None else [self._checked(value) for value in values]
         if checked is not None and len(checked) != self.members:
             raise ValueError(
                 f"{len(checked)} member temperatures for {self.members} members: give one each."
@@ -193,6 +198,12 @@ class FusedModel(HostInterface):
         if checked != getattr(self, "_member_temperatures", None):
             self._drop_policy("the temperatures")
         self._member_temperatures = checked
+
+    def _checked(self, temperature: float) -> float:
+        """Return a temperature that the task's outputs can be divided by."""
+        if not self.task.has_temperatures:
+            raise HydraError(f"{self.task.title.capitalize()} has no temperatures: leave it None.")
+        return checked_temperature(temperature)
 
     def _drop_policy(self, what: str) -> None:
         """Drop the policy: its thresholds belong to the old uncertainty or novelty."""
@@ -205,15 +216,21 @@ class FusedModel(HostInterface):
             )
 
     @property
+    def task(self) -> Task:
+        """What the outputs mean; another one that reads the same outputs may be set."""
+        return self._task
+
+    @task.setter
+    def task(self, task: str | Task) -> None:
+        before, self._task = self._task, task_of(self.host, task)
+        if type(before) is not type(self._task):
+            self.score, self.policy = self._task.default_score, None
+            self._temperature = self._member_temperatures = None
+
+    @property
     def is_classifier(self) -> bool:
-        """Whether the host returns class logits (not embeddings), judged by its output."""
-        if self._gives_classes is None:
-            for args, kwargs in examples(self.host)[-1:]:
-                model = in_eval(self)
-                with torch.no_grad():
-                    model.run(args, kwargs)
-                self._gives_classes = model._gives_classes
-        return self._gives_classes is not False
+        """Whether the outputs are logits of classes, one class per input or token."""
+        return self.task.classifies
 
     def run(
         self,
@@ -236,15 +253,16 @@ class FusedModel(HostInterface):
                     f"{name}=True is not supported: {why}. Use ensemble.member(m), a plain host "
                     "model, for that."
                 )
-        dropped = _REFUSED.keys() - {"use_cache"} | {"return_dict"}  # no cache is made where False
+        # no cache is made where False
+        dropped = _REFUSED.keys() - {"use_cache"} | {"return_dict", *READ_BY_ANSWERS}
         kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
         if (mode or self.mode) == "loop":
             outputs = [member(*args, **kwargs) for member in self._members()]
-            logits = torch.stack([main_output(output) for output in outputs], 1)
+            logits = torch.stack([main_output(output, self.task.fields) for output in outputs], 1)
             run = Run(logits, outputs[0])
             if summaries or self.student is not None:
                 run = self.run(args, kwargs, summaries=summaries, mode="fused")
-            return self._judged(run._replace(member_logits=logits, output=outputs[0]))
+            return run._replace(member_logits=logits, output=outputs[0])
         body = self.body
         plan, readout, readouts = body.plan, body.readout, body.readouts
         collector = features = positions = None
@@ -269,7 +287,7 @@ class FusedModel(HostInterface):
                 outputs = [self.host(*args, **kwargs)]
             else:
                 outputs = body.each_stream(lambda: self.host(*args, **kwargs), positions)
-        folded = [main_output(output) for output in outputs]
+        folded = [main_output(output, self.task.fields) for output in outputs]
         streams = torch.cat(folded) if len(folded) > 1 else folded[0]
         streams = streams.unflatten(0, (len(plan.ends), -1))
         if plan.streams != tuple(range(len(streams))):
@@ -279,19 +297,14 @@ class FusedModel(HostInterface):
             by_readout, student_logits = readouts(features.features())
             logits = logits if by_readout is None else by_readout
         taken = None if collector is None else collector.summaries()
-        return self._judged(Run(logits, outputs[0], taken, student_logits))
-
-    def _judged(self, run: Run) -> Run:
-        if self._gives_classes is None:
-            self._gives_classes = gives_classes(self.host, run.output)
-        return run
+        return Run(logits, outputs[0], taken, student_logits)
 
     def fused_logits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """Return the members' raw logits, run fused whatever the mode is."""
         return self.run(args, kwargs, mode="fused").member_logits
 
     def member_logits(self, batch: Any) -> Tensor:
-        """Return the members' raw logits `[batch, member, class]` (an encoder's: embeddings)."""
+        """Return the members' raw outputs that the task reads, `[batch, member, ...]`."""
         args, kwargs, _ = split_batch(batch)
         device = self.device
         return self.run(move(args, device), move(kwargs, device)).member_logits
@@ -299,32 +312,27 @@ class FusedModel(HostInterface):
     def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         """Run all members; take the host's inputs, return the host's kind of output.
 
-        `logits` = log mean_m softmax(member logits), or the student's log softmax; with `labels`,
-        `loss` is their negative log-likelihood under this probability, of a causal language model
-        that of the next token, as its host has it.
+        The output is the members' mean, in the form in which one model gives it: of classes log
+        mean_m softmax(member logits), with a student its own. With `labels`, `loss` is that of the
+        mean, as the host has it.
         """
+        if labels is None:
+            labels = labels_of(kwargs)
+            kwargs = without_labels(kwargs)
         run = self.run(args, kwargs)
-        output = run.output
-        if not self.is_classifier:
-            if labels is not None:
-                raise UnsupportedModelError(f"{type(self.host).__name__} has no classes to label.")
-            return with_embedding(output, run.member_logits.mean(1))
         if run.student_logits is None:
-            logits = log_mean_probability(self._scaled(run.member_logits))
+            outputs = self._scaled(run.member_logits)
         else:
-            by = self.temperature
-            logits = log_mean_probability(scale_logits(run.student_logits, temperature=by))
-        loss = None
-        if labels is not None:  # a token classifier's [batch, token, class]; -100 does not count
-            rated, labels = logits, labels.to(logits.device)
-            if predicts_next_token(self.host):
-                rated, labels = logits[:, :-1], labels[:, 1:]
-            loss = F.nll_loss(rated.flatten(0, -2), labels.flatten())
-        return with_logits(output, logits, loss, kwargs.get("return_dict"))
+            outputs = run.student_logits[:, None]
+            if self.temperature is not None:
+                outputs = scale_logits(outputs, temperature=self.temperature)
+        mean = self.task.mean(outputs)
+        loss = None if labels is None else self.task.loss(mean, labels)
+        return host_output(run.output, mean, self.task.fields, loss, kwargs.get("return_dict"))
 
     @torch.no_grad()
     def predict(self, batch: Any) -> Prediction:
-        """Predict a batch: classes, probabilities, uncertainty, and the members' logits.
+        """Predict a batch: the task's answers, uncertainty, and what the members gave.
 
         Novelty is in the answer once `fit_novelty_` has been called, decisions once `fit_policy`
         has. Always in eval mode; the modules' flags stay, so any number of threads may call it.
@@ -338,7 +346,8 @@ class FusedModel(HostInterface):
             >>> answer.labels, answer.novelty > 0.95
             (['positive', 'negative'], tensor([False, False]))
         """
-        if not isinstance(batch, (Tensor, Mapping)):  # those are the host's inputs already
+        given = isinstance(batch, (Tensor, Mapping))  # the host's inputs already, or a question
+        if not given or (isinstance(batch, Mapping) and "question" in batch):
             batch = prepare(self, batch)
         args, kwargs, _ = read_batch(batch, next(self.parameters()).device)
         training = any(module.training for module in self.modules())
@@ -348,13 +357,8 @@ class FusedModel(HostInterface):
         )
         logits = logits.float()
         student_logits = None if student_logits is None else student_logits.float()
-        if model._gives_classes is False:
-            raise UnsupportedModelError(
-                f"{type(self.host).__name__} gives embeddings, not classes. Load it with a "
-                "classifier, wrap a dual encoder in ZeroShotClassifier, or call member_logits() "
-                "for the members' embeddings."
-            )
-        answer = predict_from_logits(
+        more = {"inputs": kwargs} if self.task.reads_inputs else {}
+        answer = self.task.answer(
             logits,
             student_logits=student_logits,
             score=self.score,
@@ -362,13 +366,14 @@ class FusedModel(HostInterface):
             member_temperatures=self.member_temperatures,
             logit_scale=getattr(self.host, "logit_scale", None),
             class_names=self._class_names,
+            **more,
         )
         if summaries is not None:
             raw = self.temperature is None and self.member_temperatures is None
-            raw = raw and logits.ndim == 3 and student_logits is None
+            raw = raw and logits.ndim == 3 and student_logits is None and self.is_classifier
             novelty, score = self._statistics()(
                 summaries,
-                per_text(logits, kwargs.get("attention_mask")),
+                self.task.novelty_rows(logits, kwargs.get("attention_mask")),
                 answer.probabilities if raw else None,
             )
             answer = replace(answer, novelty=novelty, novelty_score=score)

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..data.batches import put_output
 from ..data.model_runs import device_of
 from ..data.transforms import image_transform
 from ..errors import HydraError, UnsupportedModelError
-from ..hosts.model_output import NEXT_TOKENS, is_language_model, predicts_next_token
+from ..tasks.tokens import NEXT_TOKENS, is_language_model, predicts_next_token
 from .folder_writer import save
 from .inputs import Preparation
 
@@ -51,25 +52,22 @@ def with_signature_of(original: Callable[..., Any], host: type[nn.Module]) -> Ca
     return forward
 
 
-def with_logits(output: Any, logits: Tensor, loss: Tensor | None, return_dict: Any) -> Any:
-    """Put the ensemble's logits where the host's were; drop what belongs to single streams."""
+def host_output(
+    output: Any,
+    value: Tensor,
+    fields: Sequence[Sequence[str]],
+    loss: Tensor | None,
+    return_dict: Any,
+) -> Any:
+    """Put the ensemble's outputs where the host's were; drop what belongs to single streams."""
     if isinstance(output, Tensor):
-        return logits if loss is None else HydraOutput(logits=logits, loss=loss)
-    fields = {"logits": logits} if loss is None else {"loss": loss, "logits": logits}
-    if isinstance(output, tuple) and not hasattr(output, "_fields"):
-        return tuple(fields.values())
-    result = type(output)(**fields)
-    return tuple(fields.values()) if return_dict is False else result
-
-
-def with_embedding(output: Any, embedding: Tensor) -> Any:
-    """Put the members' mean embedding where the host's was."""
-    if isinstance(output, Tensor):
-        return embedding
-    for name in ("image_embeds", "text_embeds", "pooler_output", "last_hidden_state"):
-        if getattr(output, name, None) is not None:
-            return type(output)(**{name: embedding})
-    raise UnsupportedModelError(f"{type(output).__name__} holds neither logits nor embeddings.")
+        return value if loss is None else HydraOutput(logits=value, loss=loss)
+    plain = isinstance(output, tuple) and not hasattr(output, "_fields")
+    found = {"logits": value} if plain else put_output(output, value, fields)
+    found = found if loss is None else {"loss": loss, **found}
+    if plain or return_dict is False:
+        return tuple(found.values())
+    return type(output)(**found)
 
 
 # Upload an ensemble to the hub: the folder of `save_pretrained`, in one commit.

@@ -108,15 +108,26 @@ def remember_inputs(ensemble: HostInterface, data: Any) -> None:
         ensemble.id2label = dict(enumerate(map(str, names)))
 
 
+READ_BY_ANSWERS = ("offset_mapping", "sequence_ids", "word_ids", "texts")
+"""Inputs that the host does not take: by them answers name places in texts."""
+
+
 def is_raw(batch: Any) -> bool:
-    """Return whether a batch is an image, path or text, or a list of them."""
+    """Return whether a batch is an image, path, text or question, or a list of them.
+
+    A question is a mapping with the texts `question` and `context`.
+    """
     if isinstance(batch, (list, tuple)) and batch:
         return all(_is_one(item) for item in batch)
     return _is_one(batch)
 
 
 def _is_one(item: Any) -> bool:
-    return isinstance(item, (str, os.PathLike)) or _is_picture(item)
+    return isinstance(item, (str, os.PathLike)) or _is_picture(item) or _is_question(item)
+
+
+def _is_question(item: Any) -> bool:
+    return isinstance(item, Mapping) and isinstance(item.get("question"), str)
 
 
 def _is_picture(item: Any) -> bool:
@@ -133,12 +144,17 @@ def prepare(ensemble: HostInterface, batch: Any) -> Any:
     items = list(batch) if isinstance(batch, (list, tuple)) else [batch]
     tokenize = prompted(ensemble.host, ensemble.tokenizer)
     if tokenize is not None:
-        _check_texts(ensemble, items)
         limit = token_limit(ensemble.config, tokenize)
-        inputs = tokenize(
-            items, padding=True, truncation=True, max_length=limit, return_tensors="pt"
-        )
-        return dict(inputs)
+        options = {"padding": True, "max_length": limit, "return_tensors": "pt"}
+        if "answer" in ensemble.task.prediction.FIELDS:
+            questions, contexts = _questions(ensemble, items)
+            options["truncation"] = "only_second"
+            return _with_places(tokenize, contexts, (questions, contexts), options)
+        _check_texts(ensemble, items)
+        options["truncation"] = True
+        if ensemble.task.by_token:
+            return _with_places(tokenize, items, (items,), options)
+        return dict(tokenize(items, **options))
     transform = ensemble.transform
     if transform is None:
         what = "an image" if _is_picture(items[0]) else repr(items[0])[:60]
@@ -149,6 +165,32 @@ def prepare(ensemble: HostInterface, batch: Any) -> Any:
         )
     images = torch.stack([transform(open_image(item)) for item in items])
     return image_batch(images, None, image_key(ensemble))
+
+
+def _with_places(
+    tokenize: Any, texts: list[str], given: tuple[list[str], ...], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Tokenize; where the tokenizer tells, add where tokens are in their texts."""
+    if not getattr(tokenize, "is_fast", False):
+        return dict(tokenize(*given, **options))
+    found = tokenize(*given, **options, return_offsets_mapping=True)
+    rows = range(len(texts))
+    places = {
+        name: torch.tensor([[-1 if i is None else i for i in which(row)] for row in rows])
+        for name, which in (("sequence_ids", found.sequence_ids), ("word_ids", found.word_ids))
+    }
+    return {**found, **places, "texts": texts}
+
+
+def _questions(ensemble: HostInterface, items: list[Any]) -> tuple[list[str], list[str]]:
+    """Return the questions and the texts that answer them."""
+    for item in items:
+        if not _is_question(item) or not isinstance(item.get("context"), str):
+            raise DataError(
+                f"Found a {type(item).__name__} where a question was expected: "
+                f"{type(ensemble.host).__name__} reads {{'question': ..., 'context': ...}}."
+            )
+    return [item["question"] for item in items], [item["context"] for item in items]
 
 
 def image_key(ensemble: HostInterface) -> str | None:

@@ -31,9 +31,8 @@ from ..uncertainty.evidence import Evidence
 from ..uncertainty.known_ranges import Scale
 from ..uncertainty.novelty import Novelty
 from ..uncertainty.novelty_fit import NoveltyFit
-from ..uncertainty.scores import per_text
 from .call_options import tap_names
-from .inputs import is_raw, prepare
+from .inputs import READ_BY_ANSWERS, is_raw, prepare
 
 if TYPE_CHECKING:
     from .fused_model import FusedModel, Run
@@ -56,9 +55,10 @@ def features_of(ensemble: FusedModel, batch: Any) -> tuple[Tensor, Tensor]:
     return run.member_logits.float(), run.summaries
 
 
-def text_logits(logits: Tensor, batch: Any) -> Tensor:
-    """Return one row of logits per text of a batch (see `scores.per_text`)."""
-    return per_text(logits, split_batch(batch)[1].get("attention_mask"))
+def novelty_rows(ensemble: FusedModel, outputs: Tensor, batch: Any) -> Tensor | None:
+    """Return one row of logits per input of a batch, if its task has any (`Task.novelty_rows`)."""
+    mask = split_batch(batch)[1].get("attention_mask")
+    return ensemble.task.novelty_rows(outputs, mask)
 
 
 def novelty_fit(ensemble: FusedModel, classes: int, *, choose: bool = False) -> NoveltyFit:
@@ -90,20 +90,20 @@ def fit_novelty(
     """Fit novelty to known data in one pass (see `HydraEnsemble.fit_novelty_`)."""
     fit: NoveltyFit | None = None
     for found in () if train is None else summaries_of(ensemble, train, "training", progress):
-        fit = fit or novelty_fit(ensemble, found["logits"].shape[-1], choose=choose)
-        fit.add_train_(found["summaries"], found["logits"], found.get("labels"))
+        fit = fit or novelty_fit(ensemble, _classes(found), choose=choose)
+        fit.add_train_(found["summaries"], found.get("logits"), found.get("labels"))
     if train is not None and fit is None:
         raise DataError("The training data is empty: it gave no batch.")
     seen = False
     for found in summaries_of(ensemble, known, "known", progress, columns=True):
-        fit, seen = fit or novelty_fit(ensemble, found["logits"].shape[-1], choose=choose), True
-        fit.add_(found["summaries"], found["logits"], found.get("labels"))
+        fit, seen = fit or novelty_fit(ensemble, _classes(found), choose=choose), True
+        fit.add_(found["summaries"], found.get("logits"), found.get("labels"))
         fit.add_columns_(found)
     if fit is None or not seen:
         raise DataError("The known data is empty: it gave no batch.")
     for name, data in (ood or {}).items():
         for found in summaries_of(ensemble, data, name, progress):
-            fit.add_ood_(name, found["summaries"], found["logits"])
+            fit.add_ood_(name, found["summaries"], found.get("logits"))
     fit.add_columns_(described(known))
     given = [] if isinstance(names, bool) else [excerpt(name) for name in names]
     novelty = finished(ensemble, fit, known, names=given)
@@ -127,7 +127,8 @@ def scale_of(ensemble: FusedModel, data: Any = None) -> Scale | None:
 def columns_of(ensemble: FusedModel, batch: Any, scale: Scale | None) -> dict[str, Tensor]:
     """Return what is kept of known inputs beside their features (`NoveltyFit.add_columns_`)."""
     args, kwargs, _ = split_batch(batch)
-    inputs = ensemble._named(args, kwargs)
+    named = ensemble._named(args, kwargs)
+    inputs = {key: value for key, value in named.items() if key not in READ_BY_ANSWERS}
     found = {"hashes": input_hashes(inputs), "heads": token_heads(inputs)}
     return {
         **{name: column for name, column in found.items() if column is not None},
@@ -145,8 +146,8 @@ def summaries_of(
 ) -> Iterator[dict[str, Tensor]]:
     """Run an ensemble over data; yield what novelty reads, by batch.
 
-    That is `logits` and `summaries` by input, `labels` where there are any, and with `columns` what
-    is kept of the inputs.
+    That is `summaries` by input and, where there are any, `logits` and `labels`; with `columns`
+    also what is kept of the inputs.
     """
     model = in_eval(ensemble)
     name = f"{kind} data"
@@ -163,13 +164,16 @@ def summaries_of(
                 f"The model failed on batch {number} of the {name}: {error}. The data must be "
                 "prepared as the model expects it."
             ) from error
-        # labels of tokens say nothing about a text
-        by_text = parts[0][1][0].ndim == 3
-        logits = torch.cat([text_logits(member, part) for part, (member, _) in parts])
-        found = {"logits": logits, "summaries": torch.cat([taps for _, (_, taps) in parts])}
+        rows = [novelty_rows(ensemble, members, part) for part, (members, _) in parts]
+        found = {"summaries": torch.cat([taps for _, (_, taps) in parts])}
+        logits = [row for row in rows if row is not None]
+        if logits:
+            found["logits"] = torch.cat(logits)
         found |= columns_of(ensemble, batch, scale) if columns else {}
-        given = split_batch(batch)[2] if by_text else None
-        labels = _checked(given, logits.shape[-1], f"Batch {number} of the {name}")
+        # labels of tokens say nothing about a text
+        by_class = ensemble.is_classifier and parts[0][1][0].ndim == 3
+        given = split_batch(batch)[2] if by_class else None
+        labels = _checked(given, _classes(found), f"Batch {number} of the {name}")
         return found if labels is None else {**found, "labels": labels}
 
     results = in_order(data, work, name=name)
@@ -200,7 +204,7 @@ def why_novel(
     batch = prepare(ensemble, batch)
     logits, summaries = features_of(in_eval(ensemble), batch)
     novelty = ensemble._statistics()
-    evidence = novelty.explain(summaries, text_logits(logits, batch), neighbours)
+    evidence = novelty.explain(summaries, novelty_rows(ensemble, logits, batch), neighbours)
     facts: dict[str, Any] = dict(columns_of(ensemble, batch, novelty.ranges.scale))
     if raw is not None:
         texts = "tokens" in facts  # a string is a text here, and the path of an image elsewhere
@@ -210,6 +214,11 @@ def why_novel(
         outside=novelty.ranges.outside(facts, len(evidence)),
         known=known_inputs(ensemble, batch),
     )
+
+
+def _classes(found: Mapping[str, Tensor]) -> int:
+    """Return the number of classes that a batch's logits tell apart; 0 without logits."""
+    return found["logits"].shape[-1] if "logits" in found else 0
 
 
 def _checked(labels: Tensor | None, classes: int, where: str) -> Tensor | None:

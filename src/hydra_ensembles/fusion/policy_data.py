@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from ..data.model_runs import member_logits
 from ..data.progress import progress_bar
 from ..errors import DataError, HydraError
 from ..prediction import Prediction
-from ..uncertainty import Policy, choose_policy, predict_from_logits
+from ..tasks import IGNORED, task_of
+from ..uncertainty import Policy, choose_policy
 from ..uncertainty.policy_fit import check_reachable
 from .known_data import known_inputs
 
@@ -47,7 +49,9 @@ def fit_policy(
         labelled: A few hundred labelled examples from the distribution to be predicted, not used to
             train the model, choose its heads or fit novelty.
         risk: Share of answers that may be wrong; `method` decides what is guaranteed. None answers
-            everything that is not new, and needs no labels.
+            everything that is not new, and needs no labels. What is wrong is said by the task: a
+            class, any of several labels, a span, a token (of tokens drawn at random), or a number
+            further off than `Regression(tolerance=...)`.
         alarm: Share of in-distribution data that may be called new. None ignores novelty.
         method: `"conformal"`: P(answered and wrong) <= risk, in expectation, from 1 / risk examples
             on. `"selective"`: the error rate among the answered <= risk, with probability 1 -
@@ -91,7 +95,9 @@ def _fit(
     delta: float,
     progress: bool,
 ) -> Policy:
+    task = task_of(ensemble)
     answers: list[Prediction] = []
+    uncertainties: list[Tensor] = []
     errors: list[Tensor] = []
     shared = 0
     bar = progress_bar(labelled, description="policy", enabled=progress)
@@ -102,9 +108,21 @@ def _fit(
                 f"Batch {number} has no labels, which the risk is about. Without labels, pass "
                 "risk=None."
             )
-        answers.append(answer_of(ensemble, batch))
-        if labels is not None:
-            errors.append(answers[-1].class_index != labels.cpu())
+        answer = answer_of(ensemble, batch)
+        counted = torch.ones_like(answer.uncertainty, dtype=torch.bool)
+        if task.by_token:
+            counted = answer.real if labels is None else answer.real & (labels.cpu() != IGNORED)
+        answers.append(answer)
+        uncertainties.append(answer.uncertainty[counted])
+        if labels is not None and risk is not None:
+            checked = task.check_labels(labels, f"batch {number} of the labelled data")
+            wrong = task.errors(answer, checked)
+            if wrong is None:
+                raise DataError(
+                    f"No answer of {task.title} is right or wrong, so that it has no risk. Set "
+                    "ensemble.task = Regression(tolerance=...) for numbers, or pass risk=None."
+                )
+            errors.append(wrong[counted])
         if alarm is not None and (known := known_inputs(ensemble, batch)) is not None:
             shared += int(known.sum())
     if not answers:
@@ -118,18 +136,23 @@ def _fit(
             stacklevel=3,
         )
     scores = [answer.novelty_score for answer in answers if answer.novelty_score is not None]
-    uncertainty = torch.cat([answer.uncertainty for answer in answers])
+    uncertainty = torch.cat(uncertainties)
     wrong = torch.cat(errors) if len(errors) == len(answers) else None
     novelty_score = torch.cat(scores) if scores else None
+    options: dict[str, Any] = {"method": method, "delta": delta, "score": answers[0].score}
+    if task.by_token and alarm is not None:  # novelty is of texts, errors are of tokens
+        assert novelty_score is not None
+        nothing = torch.zeros_like(novelty_score)
+        texts = choose_policy(
+            nothing, novelty_score=novelty_score, risk=None, alarm=alarm, **options
+        )
+        if risk is None:
+            return texts
+        policy = choose_policy(uncertainty, wrong, risk=risk, alarm=None, **options)
+        check_reachable(policy, uncertainty, wrong)
+        return replace(policy, alarm=alarm, novelty_threshold=texts.novelty_threshold)
     policy = choose_policy(
-        uncertainty,
-        wrong,
-        novelty_score=novelty_score,
-        risk=risk,
-        alarm=alarm,
-        method=method,
-        delta=delta,
-        score=answers[0].score,
+        uncertainty, wrong, novelty_score=novelty_score, risk=risk, alarm=alarm, **options
     )
     check_reachable(policy, uncertainty, wrong, novelty_score)
     return policy
@@ -140,4 +163,7 @@ def answer_of(model: Any, batch: Any) -> Prediction:
     if hasattr(model, "policy"):
         return model.predict(batch).cpu()
     with evaluating(model):
-        return predict_from_logits(member_logits(model, batch).float()).cpu()
+        task = task_of(model)
+        more = {"inputs": split_batch(batch)[1]} if task.reads_inputs else {}
+        outputs = member_logits(model, batch).float()
+        return task.answer(outputs, score=task.default_score, **more).cpu()

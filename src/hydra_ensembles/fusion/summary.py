@@ -15,6 +15,7 @@ from ..evaluation.results import Results
 from ..evaluation.tables import compare_table
 from ..heads.stream_plan import Plan
 from ..hosts.example_inputs import example_batch
+from ..tasks import MultiClass
 
 if TYPE_CHECKING:
     from .ensemble import HydraEnsemble
@@ -59,6 +60,8 @@ def summarize(ensemble: HydraEnsemble) -> str:
     if ensemble.policy is not None:
         first, *rest = str(ensemble.policy).splitlines()
         lines += [f"  policy   {first}", *(f"         {line}" for line in rest)]
+    if not isinstance(ensemble.task, MultiClass) or ensemble.task.by_token:
+        lines.insert(1, f"  task     {ensemble.task.title}")
     if ensemble.mode != "fused":
         lines.append("  mode     members run one by one")
     return "\n".join(lines)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..data.eval_mode import evaluating, in_eval, twin
-from ..data.model_runs import call_model
+from ..data.model_runs import call_model, output_of
 from ..errors import VerificationError
 from ..heads.gates import gate
 from ..heads.head_mask import HeadMask
-from ..hosts import Family, HostModel, host_model, main_output
+from ..hosts import Family, HostModel, host_model
 from ..hosts.block_calls import Inputs, states_of
 from .known_data import run_of
 from .linear_readout import TappedHost
@@ -44,7 +44,7 @@ class Reference:
     def logits(self, inputs: Inputs) -> Tensor:
         """Run the host's own code with all other heads gated off."""
         with evaluating(self.host.model), gate(self.host, self.mask):
-            return main_output(self.host.model(*inputs[0], **inputs[1]))
+            return self.host.read(self.host.model(*inputs[0], **inputs[1]))
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -143,7 +143,7 @@ def verify(
         assert by_readout is not None
         one_by_one = by_readout
     else:
-        one_by_one = torch.stack([main_output(call_model(in_eval(m), batch)) for m in models], 1)
+        one_by_one = torch.stack([output_of(in_eval(m), batch) for m in models], 1)
     differences = (fused - one_by_one).abs().flatten(2).amax(dim=(0, 2))
     allowed = tolerance * max(1.0, float(one_by_one.abs().max()))
     largest = float(differences.max())

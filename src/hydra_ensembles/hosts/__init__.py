@@ -1,8 +1,8 @@
 """Host models: what is prunable in a pretrained transformer."""
 
+from ..data.batches import main_output as main_output
 from .attention_site import AttentionSite as AttentionSite
 from .block import Block as Block
-from .block_calls import main_output as main_output
 from .explanation import explain as explain
 from .families import Family as Family
 from .families import families as families

@@ -32,7 +32,10 @@ TOWERS = frozenset(
 )
 """Classes that are built by name, in addition to classifiers and language models."""
 
-_TABLES = ("SEQUENCE", "TOKEN", "IMAGE", "AUDIO", "VIDEO")
+_TABLES = (
+    *(f"{kind}_CLASSIFICATION" for kind in ("SEQUENCE", "TOKEN", "IMAGE", "AUDIO", "VIDEO")),
+    *("CAUSAL_LM", "MASKED_LM", "QUESTION_ANSWERING", "MULTIPLE_CHOICE"),
+)
 _FETCHES = frozenset({"TimmWrapperForImageClassification"})
 """Classes whose config may name something to download."""
 
@@ -68,8 +71,8 @@ _NAMES_CODE = frozenset(
 def known_class(name: Any) -> bool:
     """Return whether a class of transformers may be built by name.
 
-    The list is the library's own table of classifiers and causal language models: a saved folder
-    can name nothing else.
+    The list is the library's own tables of base models, classifiers, question answering and
+    language models: a saved folder can name nothing else.
     """
     named = isinstance(name, str) and (name in TOWERS or name in _classifiers())
     return named and name not in _FETCHES
@@ -78,9 +81,9 @@ def known_class(name: Any) -> bool:
 @cache
 def _classifiers() -> frozenset[str]:
     auto = imported("transformers.models.auto.modeling_auto", _WHO, "transformers")
-    tables = [f"MODEL_FOR_{task}_CLASSIFICATION_MAPPING_NAMES" for task in _TABLES]
+    tables = [f"MODEL_FOR_{task}_MAPPING_NAMES" for task in _TABLES]
     classes: set[str] = set()
-    for table in (*tables, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"):
+    for table in (*tables, "MODEL_MAPPING_NAMES"):
         for names in getattr(auto, table).values():
             classes.update((names,) if isinstance(names, str) else names)
     return frozenset(classes)

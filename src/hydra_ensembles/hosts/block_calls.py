@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..data.batches import main_output
 from ..errors import UnsupportedModelError
+from ..tasks import Task, task_of
 from .block import Block
 from .families import Family
 from .multihead_attention import opened
@@ -51,6 +53,15 @@ class HostView:
         """The form of each block's output."""
         return [Form()] * len(list(self.blocks_list.children()))
 
+    @cached_property
+    def task(self) -> Task:
+        """What the model's outputs mean."""
+        return task_of(self.model)
+
+    def read(self, output: Any) -> Tensor:
+        """Return the tensor that the task reads in an output of the model, `[batch, ...]`."""
+        return main_output(output, self.task.fields)
+
     @property
     def blocks_list(self) -> nn.Module:
         """The `nn.ModuleList` or `nn.Sequential` that holds the blocks."""
@@ -76,21 +87,6 @@ class HostView:
 
 class ClosedAttentionError(UnsupportedModelError):
     """Raised when an attention layer passes its output projection's weights to a function."""
-
-
-def main_output(output: Any) -> Tensor:
-    """Return a host's main output: its logits, else its embedding, else its last states."""
-    if isinstance(output, Tensor):
-        return output
-    for name in ("logits", "image_embeds", "text_embeds", "pooler_output", "last_hidden_state"):
-        value = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
-        if isinstance(value, Tensor):
-            return value
-    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
-        return output[0]
-    raise UnsupportedModelError(
-        f"The model returned {type(output).__name__}: expected a tensor or an object with .logits."
-    )
 
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..errors import HydraError
+from ..tasks import refusal_of
+from ..tasks.tokens import NEXT_TOKENS, predicts_next_token
 from .families import Family
 from .host import HostModel, describe_shape, host_model
 from .mlp_site import removed_neurons
-from .model_output import NEXT_TOKENS, other_task, predicts_next_token
 from .operation_count import cost_of_three_members
 
 
@@ -21,6 +22,7 @@ class Explanation:
     name: str
     supported: bool
     reason: str = ""
+    task: str = ""
     family: str = ""
     blocks: str = ""
     head_counts: tuple[int, ...] = ()
@@ -44,6 +46,7 @@ class Explanation:
         prune = "heads can be removed physically" if self.removable else "gates only"
         lines = [
             f"{self.name}: {'can be fused' if self.fusable else 'cannot be fused'}, {prune}",
+            f"  task      {self.task}",
             f"  family    {self.family}, blocks at {self.blocks}",
             f"  heads     {describe_shape(self.head_counts)} (layers x heads) of width "
             f"{self.head_dim}, model width {self.width}",
@@ -71,6 +74,9 @@ def explain(model: nn.Module | HostModel, *, family: Family | None = None) -> Ex
         >>> print(explain(model))
     """
     name = model.name if isinstance(model, HostModel) else type(model).__name__
+    refusal = refusal_of(name)
+    if refusal is not None:  # before anything is run
+        return Explanation(name=name, supported=False, reason=refusal.sentence("it"))
     try:
         return _explain(host_model(model, family=family))
     except HydraError as error:
@@ -86,9 +92,6 @@ def _explain(host: HostModel) -> Explanation:
         return Explanation(name=host.name, supported=False, reason=closed)
     site = host.sites[0]
     removable, fusable = host.why_not_prunable(), host.why_not_fusable()
-    task = other_task(host.model)
-    if fusable is None and task is not None:
-        fusable = f"it is set up for {task}, and members average class probabilities"
     notes = []
     if host.original_mask is not None:
         notes.append(f"already pruned: {host.original_mask.total_kept} heads are left")
@@ -114,6 +117,7 @@ def _explain(host: HostModel) -> Explanation:
         name=host.name,
         supported=True,
         reason=fusable or removable or "",
+        task=host.task.title,
         family=host.family.name,
         blocks=host.blocks_path,
         head_counts=host.head_counts,

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ..errors import UnsupportedModelError
 from .block import Block
 from .block_arguments import read_arguments
-from .block_calls import BlockCall, HostView, Inputs, main_output, parameter_names, run_around
+from .block_calls import BlockCall, HostView, Inputs, parameter_names, run_around
 from .example_inputs import examples, text_config
 from .head_weights import linear_weight
 from .multihead_attention import opened
@@ -201,7 +201,7 @@ def find_readout(host: HostView) -> Readout:
 
 
 def _run(host: HostView, inputs: Inputs, answer: Callable[[Tensor], Tensor]) -> Tensor:
-    return main_output(run_around(host, inputs, answer))
+    return host.read(run_around(host, inputs, answer))
 
 
 def _states(hidden: Tensor, seed: int = 0) -> Tensor:

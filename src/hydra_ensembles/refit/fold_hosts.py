@@ -13,8 +13,8 @@ from torch import nn
 from ..data.class_names import class_count, first_spellings, model_names, shown_order
 from ..errors import HydraError, UnsupportedModelError
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.fuse_members import refuse_other_tasks
 from ..hosts import HostModel
+from ..tasks import refuse
 from .fold_rows import Trunk
 
 APART = 0.5
@@ -51,7 +51,7 @@ def check_alike(hosts: Sequence[nn.Module]) -> None:
             f"{len(hosts)} hosts cannot be folded: give two or more fine-tunings of one model."
         )
     for host in hosts:
-        refuse_other_tasks(host)
+        refuse(host)
     first, names = hosts[0], model_names(hosts[0])
     shapes = {name: tensor.shape for name, tensor in first.state_dict().items()}
     for place, host in enumerate(hosts[1:], 1):

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from ..data.batches import check_inputs, split_batch
 from ..data.eval_mode import twin
-from ..data.model_runs import call_model
+from ..data.model_runs import call_model, output_of
 from ..data.processes import in_order
 from ..data.progress import length_of, progress_bar
-from ..hosts import HostModel, host_model, main_output
+from ..hosts import HostModel, host_model
 from ..hosts.block_calls import parameter_names
 from ..hosts.head_weights import is_linear
 from .ridge import Linear
@@ -64,7 +64,7 @@ def refit_readout_(
 
     def work(number: int, batch: Any) -> dict[str, Tensor]:
         check_inputs(batch, f"batch {number} of the data")
-        targets = main_output(call_model(view.model, batch))
+        targets = output_of(view.model, batch)
         return {"features": reader(batch), "targets": targets}
 
     results = in_order(data, work, name="data to refit on")
@@ -125,7 +125,7 @@ def _logits_layer(view: HostModel, batch: Any) -> str | None:
     for path, module in model.named_modules():
         if is_linear(module) and not path.startswith(f"{view.blocks_path}."):
             module.register_forward_hook(partial(note, path))
-    logits = main_output(call_model(model, batch))
+    logits = output_of(model, batch)
     if logits.dim() != 2:
         return None
     for path, output in reversed(outputs.items()):

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.batches import main_output
 from ..data.eval_mode import twin
 from ..errors import UnsupportedModelError
 from ..fusion.linear_readout import TappedHost
-from ..hosts import Block, HostModel, host_model, main_output
+from ..hosts import Block, HostModel, host_model
 from ..hosts.block import last_linear
 from ..hosts.block_calls import states_of
 from ..hosts.families import Family
 from ..hosts.head_weights import linear_weight
 from ..hosts.probes import Pooling, Readout, find_pooling
+from ..tasks import task_of
 from .ridge import Linear
 
 
@@ -156,7 +158,7 @@ class Reader:
         """Run a batch; labels are left out."""
         self._totals.clear()
         output, collector = self._host(batch)
-        logits = main_output(output)
+        logits = main_output(output, task_of(self._host.model).fields)
         if logits.dim() != 2:
             raise UnsupportedModelError(
                 f"{type(self._host.model).__name__} gives logits of shape {list(logits.shape)}; "

@@ -18,16 +18,16 @@ from ..criteria.criterion import Criterion
 from ..data.batches import without_labels
 from ..data.eval_mode import evaluating
 from ..data.loaders import as_data, check_reiterable
-from ..data.model_runs import call_model
+from ..data.model_runs import output_of
 from ..data.processes import holds, in_order
 from ..data.progress import announce
 from ..errors import DataError, MaskError, UnsupportedModelError
 from ..evaluation import evaluate
 from ..fusion.ensemble import HydraEnsemble
 from ..heads import UnitMask, prune_units_
-from ..hosts import HostModel, host_model, main_output
-from ..hosts.model_output import predicts_next_token
+from ..hosts import HostModel, host_model
 from ..search.search_state import SearchState
+from ..tasks.tokens import predicts_next_token
 from .readout_fit import ReadoutFit, refit_readout_
 from .refit_run import SublayerFit, refit_
 from .uniform_width import WidthSettings, find_width_settings, stock_model
@@ -206,7 +206,7 @@ def _stock(pruned: nn.Module, widths: WidthSettings, batch: Any) -> nn.Module:
         settings |= widths.heads(host.head_counts[0])
     model = stock_model(pruned, settings)
     with evaluating(pruned), evaluating(model):
-        ours, theirs = (main_output(call_model(one, batch)).float() for one in (model, pruned))
+        ours, theirs = (output_of(one, batch).float() for one in (model, pruned))
     largest = float((ours - theirs).abs().max() / theirs.abs().max())
     if not largest <= SAME:
         raise UnsupportedModelError(
@@ -237,7 +237,7 @@ def perplexity(model: nn.Module, data: Any) -> float:
     def work(number: int, batch: Any) -> dict[str, Tensor]:
         ids = batch["input_ids"]
         mask = batch.get("attention_mask", torch.ones_like(ids))[:, 1:].bool()
-        logits = main_output(call_model(model, batch))[:, :-1].float().cpu()
+        logits = output_of(model, batch)[:, :-1].float().cpu()
         losses = F.cross_entropy(logits[mask], ids[:, 1:][mask], reduction="sum")
         return {"loss": losses.double(), "tokens": mask.sum()}
 

@@ -24,12 +24,12 @@ from .._records import to_record
 from ..criteria.criterion import Loss, sample_losses
 from ..data.batches import split_batch
 from ..data.eval_mode import evaluating
-from ..data.model_runs import call_model
+from ..data.model_runs import output_of
 from ..data.progress import progress_bar
 from ..errors import DataError, UnsupportedModelError
 from ..heads.gates import gate
 from ..heads.head_mask import HeadMask, check_fits
-from ..hosts import HostModel, host_model, main_output
+from ..hosts import HostModel, host_model
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _derivatives(
 
 def _losses(host: HostModel, batch: Any, loss: Loss | None) -> Tensor:
     _, kwargs, labels = split_batch(batch)
-    logits = main_output(call_model(host.model, batch))
+    logits = output_of(host.model, batch)
     return sample_losses(logits, labels, host, loss=loss, padding=kwargs.get("attention_mask"))
 
 

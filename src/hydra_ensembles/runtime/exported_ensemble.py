@@ -11,7 +11,7 @@ import numpy as np
 
 from .._records import read_steady
 from ..errors import DataError, FormatError
-from ..prediction import Prediction, join
+from ..prediction import ClassPrediction, Prediction, join
 from ..registry import imported, unknown_name
 from .contract import Contract, read_contract
 from .images import ImageReader
@@ -113,7 +113,7 @@ class ExportedEnsemble:
         logits = outputs["member_logits"]
         votes, members = logits.argmax(-1), logits.shape[1]
         differing = (votes[:, :, None] != votes[:, None, :]).sum((1, 2))
-        return Prediction(
+        return ClassPrediction(
             probabilities=outputs["probabilities"],
             class_index=outputs["class"],
             uncertainty=outputs["uncertainty"],

@@ -20,7 +20,7 @@ from ..data.batches import columns, move, split_batch
 from ..data.model_runs import device_of
 from ..errors import UnsupportedModelError
 from ..heads.gates import gate
-from ..hosts import HostModel, main_output
+from ..hosts import HostModel
 from ..hosts.attention import AttentionArguments, add_bias, attend, bias_of, rows_of_mask
 from ..hosts.block import Block
 from ..hosts.block_arguments import read_arguments
@@ -268,14 +268,14 @@ class Engine:
         """Read out the streams with the host's own head: logits [batch, streams, class]."""
         if self.host.readout.folds:
             assert self._example is not None
-            output = main_output(run_around(self.host, self._example, lambda _: x))
+            output = self.host.read(run_around(self.host, self._example, lambda _: x))
             return output.unflatten(0, (-1, call.batch)).transpose(0, 1)
         assert call.inputs is not None
         logits = []
         for stream in x.unflatten(0, (-1, call.batch)):
             states = full_length(stream, call.positions, call.length)
             logits.append(
-                main_output(run_around(self.host, call.inputs, partial(lambda s, _: s, states)))
+                self.host.read(run_around(self.host, call.inputs, partial(lambda s, _: s, states)))
             )
         return torch.stack(logits, 1)
 

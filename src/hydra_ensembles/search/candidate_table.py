@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..data.padding import joined_rows
 from ..uncertainty import find_temperature, score_logits
 from .trunk_cache import Outputs
 
@@ -17,7 +18,10 @@ def joined(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     by_name: dict[str, list[Tensor]] = {}
     for key, tensor in parts.items():
         by_name.setdefault(key.partition(":")[2], []).append(tensor)
-    return {name: torch.cat(tensors) for name, tensors in by_name.items()}
+    return {
+        name: torch.cat(tensors) if tensors[0].ndim < 3 else joined_rows(tensors)
+        for name, tensors in by_name.items()
+    }
 
 
 CLASSES = 64

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ..heads.head_mask import HeadMask
 from .candidate_runs import Tick
-from .candidate_table import Table, joined
+from .candidate_table import joined
 from .search_state import SearchState
 from .selection import EnsembleObjective, Selector
+from .task_table import table_of
 from .trunk_cache import Outputs, Prefix
 
 
@@ -57,7 +58,7 @@ def halve(
         new = prefix.logits(masks, sets=[n for n in sets if n not in before], tick=tick)
         before |= new.logits
         labels |= {name: new.labels[name] for name in sets if name in new.labels}
-        table = Table(Outputs(joined(before), joined(labels)))
+        table = table_of(Outputs(joined(before), joined(labels), prefix.host.task))
         worth = _worth(Selector(table, objective=objective), members)
         count = max(at_least, round(keep * len(masks)))
         order = torch.tensor(worth).sort(descending=True, stable=True).indices.tolist()

@@ -213,7 +213,9 @@ def find_circuit(
     goal = as_objective(objective, score)
     sets = search_sets(id, ood=ood, shift=shift, needs=goal.needs, average=goal.name == "average")
     kinds = sorted({name.split("/")[0] for name in sets})
-    goals = average_of(score, kinds) if goal.name == "average" else [goal]
+    goals = [goal]
+    if goal.name == "average":
+        goals = average_of(score, kinds, classes=host.task.classifies)
     chosen = list(range(len(host))) if layers is None else sorted(layers)
     if max_cost is None:
         counts = keep_counts(0.5 if keep is None else keep, host.head_counts)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..evaluation.metrics import expected_calibration_error, negative_log_likelihood
+from ..evaluation.metrics import expected_calibration_error
 from ..registry import Registry
-from ..uncertainty import Score, mean_probability, score_logits
+from ..uncertainty import Score, mean_probability
 from .trunk_cache import Outputs
 
 GROUPS = 20
@@ -82,13 +82,13 @@ def placements(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor]:
 
 @objectives.register("id-loss")
 def id_loss(score: str | Score = "msp") -> Objective:
-    """NLL of the mean probability on in-distribution data."""
+    """Loss of the mean answer on in-distribution data: NLL of classes, else the task's own."""
     return _loss("id-loss", "id")
 
 
 @objectives.register("nll-shift")
 def nll_shift(score: str | Score = "msp") -> Objective:
-    """NLL of the mean probability under corruption."""
+    """Loss of the mean answer under corruption, as `id-loss`."""
     return _loss("nll-shift", "shift")
 
 
@@ -96,8 +96,7 @@ def _loss(name: str, data: str) -> Objective:
     def parts(outputs: Outputs) -> Parts:
         if data not in outputs.logits:
             raise DataError(f"The objective {name!r} needs data under {data!r}: pass {data}=.")
-        losses = negative_log_likelihood(outputs.logits[data], outputs.labels[data])
-        return {data: losses.double()}
+        return {data: outputs.losses(data).double()}
 
     return Objective(name, lambda o: float(parts(o)[data].mean()), parts, needs=(data,))
 
@@ -110,10 +109,10 @@ def ood_auroc(score: str | Score = "msp") -> Objective:
         names = families(outputs)
         if not names:
             raise DataError('The objective "ood-auroc" needs outliers: pass ood=, or ood="auto".')
-        inliers = score_logits(outputs.logits["id"], score)
+        inliers = outputs.score("id", score)
         shares: Parts = {"id": torch.zeros(len(inliers), dtype=torch.float64)}
         for name in names:
-            above, below = placements(inliers, score_logits(outputs.logits[name], score))
+            above, below = placements(inliers, outputs.score(name, score))
             shares["id"] -= above / len(names)
             shares[name] = -below / len(names)
         return shares
@@ -130,15 +129,19 @@ def ece(score: str | Score = "msp") -> Objective:
     """Expected calibration error on in-distribution data (15 bins, L1)."""
 
     def value(outputs: Outputs) -> float:
+        if not outputs.task.classifies:
+            raise DataError(f"The objective 'ece' needs classes; this is {outputs.task.title}.")
         confidence, label = mean_probability(outputs.logits["id"]).max(-1)
         return float(expected_calibration_error(confidence, label == outputs.labels["id"]))
 
     return Objective("ece", value)
 
 
-def average_of(score: str | Score, kinds: Sequence[str]) -> list[Objective]:
-    """Return the objectives that `average` combines, as far as there is data for them."""
-    names = ["id-loss", "ece"]
+def average_of(
+    score: str | Score, kinds: Sequence[str], *, classes: bool = True
+) -> list[Objective]:
+    """Return the objectives that `average` combines, as far as they have data and classes."""
+    names = ["id-loss", *["ece"] * classes]
     names += ["ood-auroc"] if "ood" in kinds else []
     names += ["nll-shift"] if "shift" in kinds else []
     return [objectives[name](score) for name in names]
@@ -150,7 +153,10 @@ def average(score: str | Score = "msp") -> Objective:
 
     def value(outputs: Outputs) -> float:
         kinds = {name.split("/")[0] for name in outputs.logits}
-        return sum(o.value(outputs) for o in average_of(score, sorted(kinds)))
+        return sum(
+            o.value(outputs)
+            for o in average_of(score, sorted(kinds), classes=outputs.task.classifies)
+        )
 
     return Objective("average", value, needs=("id",))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,18 @@ import torch
 from torch import Tensor
 
 from ..data import processes
-from ..data.batches import check_inputs, check_labels, split_batch
+from ..data.batches import check_inputs, split_batch
 from ..data.eval_mode import evaluating
 from ..data.loaders import check_reiterable
+from ..data.padding import joined_rows
 from ..data.processes import in_order, own_batches, own_numbers
+from ..data.splits import BESIDE
 from ..errors import DataError
+from ..evaluation.metrics import negative_log_likelihood
 from ..heads.head_mask import HeadMask
 from ..hosts import HostModel
+from ..tasks import MultiClass, Task
+from ..uncertainty import Score
 from .candidate_runs import Tick, candidate_logits
 from .candidate_streams import Call, Engine, Replacement
 from .search_state import TensorStore
@@ -28,25 +33,41 @@ Rows = Sequence[Tensor]
 
 @dataclass
 class Outputs:
-    """Logits of candidates on several data sets.
+    """Outputs of candidates on several data sets.
 
     Attributes:
-        logits: By data set, [example, candidate, class], float32 on the CPU.
-        labels: By data set that has them, [example].
+        logits: By data set, [example, candidate, ...], float32 on the CPU.
+        labels: By data set that has them, [example, ...].
+        task: What they mean.
     """
 
     logits: dict[str, Tensor]
     labels: dict[str, Tensor]
+    task: Task = field(default_factory=MultiClass)
 
     def candidate(self, index: int) -> Outputs:
         """Return one candidate, as an ensemble of one member."""
-        return Outputs({k: v[:, index : index + 1] for k, v in self.logits.items()}, self.labels)
+        one = {name: values[:, index : index + 1] for name, values in self.logits.items()}
+        return Outputs(one, self.labels, self.task)
+
+    def losses(self, name: str) -> Tensor:
+        """Return the loss of the candidates' mean for each example of a data set."""
+        task, outputs = self.task, self.logits[name]
+        if task.classifies:
+            return negative_log_likelihood(outputs, self.labels[name])
+        return task.losses(task.mean(outputs), self.labels[name])
+
+    def score(self, name: str, score: str | Score) -> Tensor:
+        """Return an uncertainty of each example; the task's usual one where it has not this."""
+        known = not isinstance(score, str) or score in self.task.scores
+        return self.task.score(self.logits[name], score if known else self.task.default_score)
 
     def examples(self, rows: Mapping[str, Tensor]) -> Outputs:
         """Return some examples of every data set that `rows` names."""
         return Outputs(
             {name: self.logits[name][index] for name, index in rows.items()},
             {name: self.labels[name][index] for name, index in rows.items() if name in self.labels},
+            self.task,
         )
 
 
@@ -80,6 +101,7 @@ class Prefix:
         self._cache: dict[tuple[str, int], tuple[Tensor, Call]] = {}
         self._used = 0
         self._sizes: dict[str, list[int]] = {}
+        self._given: dict[tuple[str, int], dict[str, Tensor]] = {}
         self._read(labelled)
 
     def _read(self, labelled: Sequence[str]) -> None:
@@ -105,17 +127,28 @@ class Prefix:
         where = f"batch {index} of the data set {name!r}"
         check_inputs(batch, where)
         x, call = self.engine.enter(batch)
-        found = split_batch(batch)[2]
+        _, inputs, found = split_batch(batch)
         if found is None and name in labelled:
             raise DataError(
                 f"Batch {index} of the data set {name!r} has no labels: the search needs them. "
                 "Give (inputs, labels) or a mapping with 'labels'."
             )
         self._keep((name, index), x, call)
-        size = {"size": torch.tensor(call.batch)}
-        if found is None or name not in labelled:
-            return size
-        return {**size, "labels": check_labels(found, where)}
+        given = {key: value for key, value in inputs.items() if key in BESIDE}
+        if found is not None and name in labelled:
+            given["labels"] = self.host.task.check_labels(found, where)
+        self._given[name, index] = given
+        rows, labels = torch.zeros(call.batch, 1, 1), given.get("labels")
+        if self.host.task.by_token:
+            rows, labels = self._examples((name, index), torch.zeros(call.batch, 1, x.shape[1], 1))
+        size = {"size": torch.tensor(len(rows))}
+        return size if labels is None else {**size, "labels": labels}
+
+    def _examples(self, key: tuple[str, int], logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return outputs of a batch by example, as its task counts them, and their labels."""
+        given = dict(self._given[key])
+        labels = given.pop("labels", None)
+        return self.host.task.examples(logits, labels, given)
 
     def _keep(self, key: tuple[str, int], x: Tensor, call: Call) -> None:
         size = x.numel() * x.element_size() + call.bytes()
@@ -171,14 +204,14 @@ class Prefix:
             yield index, x, call
 
     def _check_same(self, name: str, index: int, batch: Any, call: Call) -> None:
-        sizes = self._sizes[name]
-        same = index < len(sizes) and sizes[index] == call.batch
-        if same and name in self.labels:
-            start = sum(sizes[:index])
-            found = split_batch(batch)[2]
-            before = self.labels[name][start : start + call.batch]
-            same = found is not None and torch.equal(found.long().cpu(), before)
-        if not same:
+        _, inputs, found = split_batch(batch)
+        given = {key: value for key, value in inputs.items() if key in BESIDE}
+        if found is not None and name in self.labels:
+            given["labels"] = found.cpu()
+        before = self._given.get((name, index), {})
+        same = (name, index) in self._given and before.keys() == given.keys()
+        same = same and all(torch.equal(before[k], given[k].to(before[k])) for k in before)
+        if not same or (not self.host.task.by_token and self._sizes[name][index] != call.batch):
             raise self._changed(name, index)
 
     def _changed(self, name: str, index: int) -> DataError:
@@ -235,12 +268,15 @@ class Prefix:
                     store.put(key, known)
             elif tick is not None:
                 tick(len(masks) * (len(self.host) - self.layer) * processes.size())
-            return {"logits": known}
+            return {"logits": self._examples((name, index), known)[0]}
 
         with evaluating(self.host.model):
             for name in chosen:
                 found[name] = [one["logits"] for one in self.over(name, partial(run, name))]
         labels = {name: self.labels[name] for name in chosen if name in self.labels}
         for name, values in labels.items():
-            check_labels(values, f"the data set {name!r}", classes=found[name][0].shape[-1])
-        return Outputs({name: torch.cat(parts) for name, parts in found.items()}, labels)
+            if not self.host.task.ragged:
+                size = found[name][0].shape[-1]
+                self.host.task.check_labels(values, f"the data set {name!r}", size=size)
+        logits = {name: joined_rows(parts) for name, parts in found.items()}
+        return Outputs(logits, labels, self.host.task)

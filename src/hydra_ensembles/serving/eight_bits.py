@@ -21,10 +21,11 @@ from ..data.batches import split_batch
 from ..errors import DataError
 from ..fusion import HydraEnsemble, fit_policy
 from ..fusion.inputs import is_raw, prepare
-from ..fusion.known_data import novelty_fit, text_logits
+from ..fusion.known_data import novelty_fit
 from ..prediction import Prediction
 from ..uncertainty import Policy
 from ..uncertainty.policy import GIVEN
+from ..uncertainty.scores import per_text
 from .export_example import TEXT_INPUTS, Example, named
 from .graph import AnsweringGraph, FeaturesGraph, prediction_of, write_onnx
 
@@ -108,7 +109,8 @@ class EightBits:
         self.batches += 1
         outputs = [self.session.run(None, {n: t.numpy() for n, t in p.items()}) for p in parts]
         logits = [
-            text_logits(torch.from_numpy(o[0]), p) for o, p in zip(outputs, parts, strict=True)
+            per_text(torch.from_numpy(o[0]), p.get("attention_mask"))
+            for o, p in zip(outputs, parts, strict=True)
         ]
         summaries, *student = (
             torch.cat([torch.from_numpy(part) for part in parts])

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from ..data.eval_mode import twin
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..fusion import FusedBlock, HydraEnsemble
-from ..fusion.known_data import run_of, text_logits
+from ..fusion.known_data import novelty_rows, run_of
 from ..prediction import Prediction
 from ..runtime.contract import OUTPUTS
-from ..uncertainty import Policy, predict_from_logits
+from ..uncertainty import Policy
 from ..uncertainty.novelty import Novelty, from_tensors
 from .export_example import Example
 
@@ -53,7 +53,7 @@ class AnsweringGraph(nn.Module):
         logits = run.member_logits.float()
         answer = prediction_of(self.ensemble, logits, run.student_logits)
         if self.novelty is not None:
-            novelty, score = self.novelty(run.summaries, text_logits(logits, batch))
+            novelty, score = self.novelty(run.summaries, novelty_rows(self.ensemble, logits, batch))
             answer = replace(answer, novelty=novelty, novelty_score=score)
         outputs = outputs_of(answer, self._policy)
         # clone: ONNX names outputs by tensor, so one tensor cannot be two outputs
@@ -86,7 +86,7 @@ def prediction_of(
     ensemble: HydraEnsemble, logits: Tensor, student_logits: Tensor | None
 ) -> Prediction:
     """Turn raw logits into a prediction by the ensemble's score and temperatures."""
-    return predict_from_logits(
+    return ensemble.task.answer(
         logits,
         student_logits=student_logits,
         score=ensemble.score,

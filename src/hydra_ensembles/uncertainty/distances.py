@@ -189,6 +189,7 @@ class Measures:
         neighbour_taps: The taps of `neighbours`.
         totals: Sums of the unit features of each class, `[tap, class, width]`; None without.
         cosine_taps: The taps of `totals`.
+        probable: Whether there are scores of probabilities: not every task has classes.
     """
 
     distance: GlobalDistance
@@ -198,6 +199,7 @@ class Measures:
     neighbour_taps: tuple[int, ...] = ()
     totals: Tensor | None = None
     cosine_taps: tuple[int, ...] = ()
+    probable: bool = True
 
     @property
     def terms(self) -> list[Term]:
@@ -208,12 +210,12 @@ class Measures:
         found += [(kind, tap) for kind in ("class", "relative") for tap in late]
         found += [("neighbour", tap) for tap in self.neighbour_taps]
         found += [("cosine", tap) for tap in self.cosine_taps]
-        return [*found, ("gen", -1), ("entropy", -1)]
+        return [*found, *(("gen", -1), ("entropy", -1))[: 2 if self.probable else 0]]
 
     def __call__(
         self,
         features: Tensor,
-        probability: Tensor,
+        probability: Tensor | None,
         *,
         rows: Tensor | None = None,
         classes: Tensor | None = None,
@@ -222,7 +224,7 @@ class Measures:
 
         Args:
             features: Unit features.
-            probability: Mean probability of the members, `[example, class]`.
+            probability: Mean probability of the members, `[example, class]`; None without any.
             rows: Numbers of the examples among the neighbours, if they are known examples: each of
                 them is then left out of all statistics.
             classes: Classes of known examples, as numbers among the known classes.
@@ -246,8 +248,10 @@ class Measures:
             parts.append(-similar.amax(-1).T)
         if self.totals is not None:
             parts.append(self._cosine(features[:, list(self.cosine_taps)], held_out, classes))
-        scores = torch.stack([gen_of(probability), entropy_of(probability)], 1)
-        return torch.cat([*parts, scores.to(distance.dtype)], 1)
+        if probability is not None:
+            scores = torch.stack([gen_of(probability), entropy_of(probability)], 1)
+            parts.append(scores.to(distance.dtype))
+        return torch.cat(parts, 1)
 
     def _cosine(self, features: Tensor, held_out: bool, classes: Tensor | None) -> Tensor:
         assert self.totals is not None

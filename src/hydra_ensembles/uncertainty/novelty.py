@@ -134,7 +134,12 @@ KINDS = {
 
 
 def usual_terms(
-    taps: int, first_class_tap: int, *, classes: bool, uses_last_block: bool
+    taps: int,
+    first_class_tap: int,
+    *,
+    classes: bool,
+    uses_last_block: bool,
+    probable: bool = True,
 ) -> dict[Term, float]:
     """Return the usual terms and their weights (see the top of this file).
 
@@ -143,17 +148,19 @@ def usual_terms(
         first_class_tap: The first tap that measures distances to classes.
         classes: Whether there are distances to classes.
         uses_last_block: Whether the last tap is the end of the last block.
+        probable: Whether there is a probability: not every task has classes.
     """
+    ends: dict[Term, float] = {("gen", -1): 1.0} if probable else {}
     late = range(first_class_tap, taps) if classes else range(0)
     if not uses_last_block:
         found = {("distance", tap): 4 / taps for tap in range(taps)}
-        return {**found, **{("relative", tap): 2 / len(late) for tap in late}, ("gen", -1): 1.0}
+        return {**found, **{("relative", tap): 2 / len(late) for tap in late}, **ends}
     end = taps - 1
     found = {("distance", tap): 4 / end for tap in range(end)}
     if not classes:
-        return {**found, ("distance", end): 0.5, ("gen", -1): 1.0}
+        return {**found, ("distance", end): 0.5, **ends}
     found |= {("relative", tap): 1 / (len(late) - 1) for tap in late[:-1]}
-    return {**found, ("class", end): 2.0, ("gen", -1): 1.0}
+    return {**found, ("class", end): 2.0, **ends}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -223,23 +230,24 @@ class Novelty:
         return (surprise @ self.weights.T.to(surprise.dtype) + self.offset).amax(1)
 
     def surprise(
-        self, summaries: Tensor, member_logits: Tensor, probability: Tensor | None = None
+        self, summaries: Tensor, member_logits: Tensor | None, probability: Tensor | None = None
     ) -> Tensor:
         """Return -log p of every term, `[example, term]`.
 
         Args:
             summaries: Token summaries `[example, tap, width]`.
-            member_logits: Raw logits `[example, member, class]`, no temperature applied.
+            member_logits: Raw logits `[example, member, class]`, no temperature applied; None in
+                tasks without classes.
             probability: Their mean probability `[example, class]`, when it is known already.
         """
-        if probability is None:
+        if probability is None and member_logits is not None:
             probability = mean_probability(member_logits)
         features = unit(summaries.to(self.measures.distance.mean.dtype))
         values = self.measures(features, probability)
         return self.ranks.surprise(values[:, self._places])
 
     def __call__(
-        self, summaries: Tensor, member_logits: Tensor, probability: Tensor | None = None
+        self, summaries: Tensor, member_logits: Tensor | None, probability: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return novelty in [0, 1] and the unbounded score, both `[example]` (see `surprise`)."""
         with full_precision(summaries):
@@ -257,7 +265,9 @@ class Novelty:
         most = math.ceil(alarm * (len(known) + 1) - 1 - 1e-9) - 1  # known data above a new input
         return float(known[len(known) - 1 - most]) if most >= 0 else math.inf
 
-    def explain(self, summaries: Tensor, member_logits: Tensor, neighbours: int = 3) -> Evidence:
+    def explain(
+        self, summaries: Tensor, member_logits: Tensor | None, neighbours: int = 3
+    ) -> Evidence:
         """Return which terms and which known examples speak for novelty."""
         with full_precision(summaries):
             surprise = self.surprise(summaries, member_logits)
@@ -394,6 +404,7 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
                 tuple(facts["neighbour_taps"]),
                 tensors.get("totals"),
                 tuple(facts["cosine_taps"]),
+                any(kind in ("gen", "entropy") for kind, _ in facts["terms"]),
             ),
             chosen=tuple((str(kind), int(tap)) for kind, tap in facts["terms"]),
             weights=tensors["weights"],

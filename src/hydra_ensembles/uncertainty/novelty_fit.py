@@ -74,12 +74,14 @@ class NoveltyFit:
         self._far: dict[str, KeptExamples] = {}
         self._columns: dict[str, list[Any]] = {}
 
-    def add_(self, summaries: Tensor, member_logits: Tensor, labels: Tensor | None = None) -> None:
+    def add_(
+        self, summaries: Tensor, member_logits: Tensor | None, labels: Tensor | None = None
+    ) -> None:
         """Add known examples, in place.
 
         Args:
             summaries: Token summaries `[example, tap, width]`.
-            member_logits: Raw logits `[example, member, class]`.
+            member_logits: Raw logits `[example, member, class]`; None in tasks without classes.
             labels: `[example]`; class distances need them in every batch.
         """
         summaries = _finite(summaries, "known")
@@ -88,7 +90,7 @@ class NoveltyFit:
         self._known.add_(summaries, member_logits, classes)
 
     def add_train_(
-        self, summaries: Tensor, member_logits: Tensor, labels: Tensor | None = None
+        self, summaries: Tensor, member_logits: Tensor | None, labels: Tensor | None = None
     ) -> None:
         """Add training examples, in place, before any known ones: means and covariances are theirs.
 
@@ -103,7 +105,7 @@ class NoveltyFit:
         self.trained += len(summaries)
         self._train.add_(summaries, member_logits, self._add_moments(summaries, labels))
 
-    def add_ood_(self, name: str, summaries: Tensor, member_logits: Tensor) -> None:
+    def add_ood_(self, name: str, summaries: Tensor, member_logits: Tensor | None) -> None:
         """Add outliers of one family, in place: terms are chosen to find them too."""
         kept = self._far.setdefault(name, KeptExamples())
         kept.add_(_finite(summaries, name), member_logits, None)
@@ -166,6 +168,7 @@ class NoveltyFit:
             self.first_class_tap,
             classes=labelled,
             uses_last_block=self.uses_last_block,
+            probable=self._known.probable,
         )
         kept = self._train if self.trained else self._known
         first, second = kept.halves()
@@ -234,6 +237,7 @@ class NoveltyFit:
             tuple(near),
             totals,
             tuple(cosine),
+            self._known.probable,
         )
 
     def _values(self, measures: Measures, choice: Choice, ranked: Tensor) -> Tensor:
@@ -276,15 +280,21 @@ class KeptExamples:
         """Positions of the kept examples in the data."""
         return torch.cat(self._columns["positions"])
 
-    def add_(self, summaries: Tensor, member_logits: Tensor, classes: Tensor | None) -> None:
+    @property
+    def probable(self) -> bool:
+        """Whether the examples have probabilities."""
+        return "probability" in self._columns
+
+    def add_(self, summaries: Tensor, member_logits: Tensor | None, classes: Tensor | None) -> None:
         """Add a batch, in place."""
         positions = torch.arange(self._seen, self._seen + len(summaries))
         self._seen += len(summaries)
         columns = {
             "positions": positions,
             "summaries": summaries,
-            "probability": mean_probability(member_logits.detach()).cpu(),
         }
+        if member_logits is not None:
+            columns["probability"] = mean_probability(member_logits.detach()).cpu()
         if classes is not None:
             columns["classes"] = classes
         kept = positions % self._stride == 0
@@ -300,7 +310,7 @@ class KeptExamples:
         """Return some of the kept examples."""
         columns = {name: torch.cat(self._columns[name])[rows] for name in self._columns}
         features = unit(columns["summaries"].double())
-        return Examples(features, columns["probability"], columns.get("classes"))
+        return Examples(features, columns.get("probability"), columns.get("classes"))
 
     def halves(self) -> tuple[Tensor, Tensor]:
         """Split the kept examples in two by every other one, class by class."""

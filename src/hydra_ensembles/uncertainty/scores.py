@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..prediction import Prediction
+from ..prediction import ClassPrediction
 from ..registry import Registry
 
 Score = Callable[[Tensor], Tensor]
@@ -298,7 +298,7 @@ def predict_from_logits(
     logit_scale: float | Tensor | None = None,
     class_names: Sequence[str] | None = None,
     student_logits: Tensor | None = None,
-) -> Prediction:
+) -> ClassPrediction:
     """Turn member logits into the ensemble's prediction.
 
     Args:
@@ -330,7 +330,7 @@ def predict_from_logits(
         uncertainty = score_logits(
             raw if score in OF_COSINES else scored, score, logit_scale=logit_scale
         )
-    return Prediction(
+    return ClassPrediction(
         probabilities=probabilities,
         class_index=probabilities.argmax(-1),
         uncertainty=uncertainty,

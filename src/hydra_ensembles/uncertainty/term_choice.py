@@ -50,7 +50,7 @@ class Examples:
     """Unit features `[example, tap, width]`, mean probabilities and, if known, classes."""
 
     features: Tensor
-    probability: Tensor
+    probability: Tensor | None
     classes: Tensor | None = None
 
 
@@ -120,7 +120,8 @@ def choose_terms(
         far: Families of far outliers.
     """
     count, taps, _ = examples.features.shape
-    if count < LEAST_EXAMPLES or examples.probability.shape[1] > MOST_CLASSES:
+    probability = examples.probability
+    if count < LEAST_EXAMPLES or probability is None or probability.shape[1] > MOST_CLASSES:
         return Choice(usual)
     groups = examples.classes if classes else clusters(examples.features[:, -1].float())
     assert groups is not None
@@ -261,6 +262,7 @@ def _fold(
     )
 
     def probability(found: Examples) -> Tensor:
+        assert found.probability is not None  # `choose_terms` asks
         if not classes:
             return found.probability
         kept = torch.ones(found.probability.shape[1], dtype=torch.bool)
