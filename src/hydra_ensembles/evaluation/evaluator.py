@@ -108,15 +108,10 @@ def evaluate(
                 )
             if NOVELTY not in names and run.novelty_score is not None:
                 names = [*names, NOVELTY]
-<<<<<<< HEAD
-            options: dict[str, Any] = {"scores": names, "task": task}
-            parts.append(columns_of(run, temperature=divided_by, logit_scale=scale, **options))
-=======
             columns = columns_of(
                 run, scores=names, logit_scale=scale, temperature=divided_by, task=task
             )
             parts.append(columns)
->>>>>>> main
             if degrees is not None:
                 cooled = scale_logits(run.answering_logits.double(), temperature=degrees)
                 # MCM reads cosines: what divides the logits divides their scale
@@ -127,15 +122,11 @@ def evaluate(
                 else:
                     after = after._replace(student_logits=cooled[:, 0])
                 columns = columns_of(
-<<<<<<< HEAD
-                    after, temperature=divided_by * degrees, logit_scale=by, **options
-=======
                     after,
                     scores=names,
                     logit_scale=by,
                     temperature=divided_by * degrees,
                     task=task,
->>>>>>> main
                 )
                 scaled.append(columns)
         examples[key] = _concatenate(parts)

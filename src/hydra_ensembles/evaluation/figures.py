@@ -118,14 +118,7 @@ def columns_of(
 
 
 def _class_columns(
-<<<<<<< HEAD
-    run: ModelRun,
-    scores: Sequence[str],
-    logit_scale: Tensor | None,
-    temperature: Tensor | float,
-=======
     run: ModelRun, scores: Sequence[str], logit_scale: Tensor | None, temperature: Tensor | float
->>>>>>> main
 ) -> Columns:
     """Return the columns of a classifier."""
     logits, labels = run.logits.double(), run.labels

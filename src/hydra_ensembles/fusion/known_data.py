@@ -32,11 +32,7 @@ from ..uncertainty.known_ranges import Scale
 from ..uncertainty.novelty import Novelty
 from ..uncertainty.novelty_fit import NoveltyFit
 from .call_options import tap_names
-<<<<<<< HEAD
 from .inputs import is_raw, prepare
-=======
-from .inputs import READ_BY_ANSWERS, is_raw, prepare
->>>>>>> main
 
 if TYPE_CHECKING:
     from .fused_model import FusedModel, Run
@@ -131,8 +127,7 @@ def scale_of(ensemble: FusedModel, data: Any = None) -> Scale | None:
 def columns_of(ensemble: FusedModel, batch: Any, scale: Scale | None) -> dict[str, Tensor]:
     """Return what is kept of known inputs beside their features (`NoveltyFit.add_columns_`)."""
     args, kwargs, _ = split_batch(batch)
-    named = ensemble._named(args, kwargs)
-    inputs = {key: value for key, value in named.items() if key not in READ_BY_ANSWERS}
+    inputs = ensemble._named(args, kwargs)
     found = {"hashes": input_hashes(inputs), "heads": token_heads(inputs)}
     return {
         **{name: column for name, column in found.items() if column is not None},
@@ -150,13 +145,8 @@ def summaries_of(
 ) -> Iterator[dict[str, Tensor]]:
     """Run an ensemble over data; yield what novelty reads, by batch.
 
-<<<<<<< HEAD
     That is `summaries` by input, `logits` and `labels` where there are any, and with `columns` what
     is kept of the inputs.
-=======
-    That is `summaries` by input and, where there are any, `logits` and `labels`; with `columns`
-    also what is kept of the inputs.
->>>>>>> main
     """
     model = in_eval(ensemble)
     name = f"{kind} data"
