@@ -56,6 +56,17 @@ def test_an_exported_program_takes_every_size_of_batch(name: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("name", "engine"), [("vit", "fused"), ("bert", "fused"), ("vit", "host")])
+def test_linear_readouts_compile(name: str, engine: str) -> None:
+    from tests.refit.test_linear_readouts import given_readouts
+
+    ensemble = given_readouts(name, engine)
+    torch._dynamo.reset()
+    whole = engine == "fused"  # the host engine is not one graph, with readouts or without
+    assert_same(torch.compile(ensemble, fullgraph=whole, backend="eager"), ensemble, name)
+
+
+@torch.no_grad()
 def test_a_compiled_ensemble_follows_its_weights() -> None:
     ensemble = calibrated("vit")
     ensemble.predict(inputs("vit", 2))

@@ -150,22 +150,39 @@ class CallOptions:
 
 
 _current: ContextVar[CallOptions | None] = ContextVar("hydra_call_options", default=None)
+_traced: CallOptions | None = None
+"""The same while torch.compile traces a call: it knows no context variables, and one thread
+traces."""
+
+
+def _found() -> CallOptions | None:
+    if torch.compiler.is_compiling() and _traced is not None:
+        return _traced
+    return _current.get()
 
 
 def running_call() -> CallOptions:
     """Return the options of the running call, whoever set them: for parts without an owner."""
-    return _current.get() or CallOptions(None)
+    return _found() or CallOptions(None)
 
 
 def options_of(owner: object) -> CallOptions:
     """Return the options of the running call."""
-    options = _current.get()
+    options = _found()
     return CallOptions(owner) if options is None or options.owner is not owner else options
 
 
 @contextmanager
 def set_options(owner: object, **changes: Any) -> Iterator[None]:
     """Change options for the calls inside; those of an enclosing call stay as they are."""
+    global _traced
+    if torch.compiler.is_compiling():
+        before, _traced = _traced, replace(options_of(owner), **changes)
+        try:
+            yield
+        finally:
+            _traced = before
+        return
     token = _current.set(replace(options_of(owner), **changes))
     try:
         yield

@@ -145,7 +145,7 @@ class FeatureCollector:
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Return u and a of the tokens that are read, `[batch, tokens, width]` each."""
-        assert self._state is not None and self._neurons
+        assert self._state is not None
         state, neurons = self._state, self._neurons[0]
         if len(self._neurons) > 1:
             neurons = torch.cat([part.flatten(0, -2) for part in self._neurons])
