@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
