@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hydra_ensembles.uncertainty import NoveltyFit, Novelty
 from hydra_ensembles.fusion.call_options import tap_names
 from hydra_ensembles.fusion.known_data import CLASS_BLOCKS
+from hydra_ensembles.uncertainty import Novelty, NoveltyFit
 from hydra_ensembles.uncertainty.distances import unit
 
 from .detectors import Set, rivals
@@ -140,7 +140,13 @@ def _class_means(data: dict[str, Set], rows: Tensor, labels: Tensor, held_out: S
 
 
 def untuned_texts(
-    cache_folder: Path, task: str, seed: int, *, left_out: int = 0, each: int = 20
+    cache_folder: Path,
+    task: str,
+    seed: int,
+    *,
+    left_out: int = 0,
+    each: int = 20,
+    redrawn: bool = False,
 ) -> Draw:
     """Draw known texts and those of the classifier, `each` per class.
 
@@ -150,6 +156,7 @@ def untuned_texts(
         seed: Of the draw.
         left_out: Number of classes that are in neither: their test texts are the outliers.
         each: Texts per class.
+        redrawn: Whether test texts are drawn together with the known ones; no outliers then.
     """
     data = read(cache_folder / "near" / task)
     every = data["train"]["labels"].unique()
@@ -162,13 +169,16 @@ def untuned_texts(
         return some if new else {**some, "labels": numbered(some["labels"], kept)}
 
     train = of(data["train"])
-    known, trained, _ = split(train["labels"], (each, each), seed)
+    known, trained, rest = split(train["labels"], (each, each), seed)
     test = of(data["test" if task == "minilm" else "dev"])
     half = torch.arange(0, len(test["labels"]), 2) if task != "minilm" else None
     held_out = of(data["val"]) if half is None else rows_of(test, half)
     heard = _class_means({"train": train}, trained, train["labels"][trained], held_out)
     if half is not None:
         test = rows_of(test, half[:-1] + 1)
+    if redrawn:
+        new = heard(rows_of(train, rest))
+        return Draw(heard(rows_of(train, known)), new, {}, readout=False)
     names = NEAR if task == "minilm" and not left_out else ()
     outliers = {name: heard(data[name]) for name in names}
     if left_out:

@@ -25,8 +25,8 @@ from hydra_ensembles.training import finetune
 from . import sets
 from .known import BRANCHED, extract
 from .known_sets import as_set, floats, letters
-from .tasks import Digits, minilm_folder
 from .sets import ImageSet, TextSet, need
+from .tasks import Digits, minilm_folder
 
 PAIRS = ((3, 9), (0, 1), (2, 4), (5, 7), (6, 8), (0, 9), (1, 8), (2, 6), (3, 5), (4, 7))
 """Classes left out: each of the ten twice."""

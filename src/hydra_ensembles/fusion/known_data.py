@@ -118,7 +118,7 @@ def fit_novelty(
     def add_proxies() -> None:
         some = spread(check_reiterable(known), PROXIES, seed=0)
         rows = torch.arange(batch_length(some)).split(PROXY_BATCH)
-        of_known = Normalisation.of(known)
+        of_known = Normalisation.of(known, None, None)
         proxies = make_proxies(
             [take(some, part.tolist()) for part in rows],
             mean=of_known.mean,
