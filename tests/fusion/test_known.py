@@ -20,6 +20,7 @@ from hydra_ensembles.fusion.folder_schema import DIGEST
 from hydra_ensembles.fusion.known_data import features_of
 from hydra_ensembles.hosts import host_model
 from hydra_ensembles.hosts.block_calls import states_of
+from hydra_ensembles.uncertainty import term_choice
 from tests import zoo
 
 
@@ -293,3 +294,21 @@ def test_refusals_say_what_to_do() -> None:
         ensemble.fit_novelty_([(zoo.batch("vit"), labels)], progress=False)
     with pytest.raises(DataError, match="batch 0 of the known data"):
         ensemble.fit_novelty_([torch.zeros(2, 3, 5, 5)], progress=False)
+
+
+@pytest.mark.parametrize("name", ["vit", "bert"])
+def test_far_outliers_are_made_where_terms_would_join(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = [zoo.batch(name, size=16, seed=seed) for seed in range(14)]
+    ensemble = ensemble_of(name).fit_novelty_(data, progress=False)
+    assert ensemble.novelty is not None
+    assert "of left-out clusters" in ensemble.novelty.choice
+    alone = ensemble.fit_novelty_(data, choose=False, progress=False).novelty
+    assert alone is not None and alone.choice == "the usual terms"
+    # any longer sum is good enough
+    monkeypatch.setattr(term_choice.Verdict, "clear", property(lambda self: True))
+    novelty = ensemble.fit_novelty_(data, progress=False).novelty
+    assert novelty is not None and "checked on far outliers" in novelty.choice
+    once = ensemble.fit_novelty_(iter(data), progress=False).novelty
+    assert once is not None and "no far outliers to check others with" in once.choice

@@ -353,7 +353,7 @@ def test_class_distances_need_enough_examples_per_class() -> None:
 def test_the_last_block_has_a_weight_of_its_own() -> None:
     def weights(*, labels: bool = True, uses_last_block: bool = True) -> dict[Term, float]:
         novelty = fitted(labels=labels, uses_last_block=uses_last_block)
-        return dict(zip(novelty.chosen, novelty.weights[0].tolist(), strict=True))
+        return dict(zip(novelty.chosen, novelty.weights.tolist(), strict=True))
 
     trunk = {("distance", 0): 2, ("distance", 1): 2}
     end = {("relative", 1): 1, ("class", 2): 2}  # of the end, the distance itself
@@ -385,7 +385,7 @@ def test_evidence_names_terms_and_neighbours() -> None:
     text = str(evidence)
     assert "file 7 (1.00)" in text and "novelty" in text
     assert novelty.terms == ("early", "late", "late, nearest class (relative)", "probability")
-    torch.testing.assert_close(evidence.surprise @ novelty.weights[0], evidence.score)
+    torch.testing.assert_close(evidence.surprise @ novelty.weights, evidence.score)
     assert float(novelty.weights.sum()) == pytest.approx(7.0)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.uncertainty import novelty_fit, term_choice
 from hydra_ensembles.uncertainty.distances import Measures, unit
 from hydra_ensembles.uncertainty.moments import Moments, class_distance, global_distance
@@ -60,38 +61,45 @@ def auroc(novelty: Novelty, tap: int = 2) -> float:
     return 100 * float(shares_below(score[~new, None], score[new, None]).mean())
 
 
+def joined(novelty: Novelty) -> bool:
+    """Return whether terms joined the usual ones."""
+    return novelty.choice.startswith("the usual terms and others")
+
+
 @pytest.mark.parametrize("labels", [False, True])
 def test_a_better_sum_is_taken_and_finds_new_classes(labels: bool) -> None:
     tap = 2 if labels else 3  # clusters are those of the last tap
     chosen, usual = (fitted(labels=labels, tap=tap, choose=choose) for choose in (True, False))
-    assert len(chosen.weights) == 2 and usual.choice == "the usual terms"
+    assert joined(chosen) and usual.choice == "the usual terms"
     assert auroc(chosen, tap) > auroc(usual, tap) + 2
     kind = "classes" if labels else "clusters"
     assert f"left-out {kind}" in str(chosen) and f"block {tap}" in str(chosen)
     assert len(str(chosen).splitlines()) == 1
 
 
-def test_an_input_is_as_new_as_either_sum_says() -> None:
-    novelty = fitted()
-    assert len(novelty.weights) == 2
-    usual, chosen = (
-        {t: w for t, w in zip(novelty.chosen, row.tolist(), strict=True) if w}
-        for row in novelty.weights
-    )
-    alone = fitted(choose=False)
-    assert usual == dict(zip(alone.chosen, alone.weights[0].tolist(), strict=True))
-    assert all(chosen["distance", tap] > 0 for tap in range(TAPS - 1))
+def test_terms_join_the_usual_sum() -> None:
+    novelty, alone = fitted(), fitted(choose=False)
+    weights = dict(zip(novelty.chosen, novelty.weights.tolist(), strict=True))
+    usual = dict(zip(alone.chosen, alone.weights.tolist(), strict=True))
+    more = {term: weight - usual.get(term, 0.0) for term, weight in weights.items()}
+    times = [weight / (sum(usual.values()) / 8) for weight in more.values()]
+    assert all(abs(number - round(number)) < 1e-5 and number > -1e-5 for number in times)
+    assert 0 < sum(times) <= term_choice.MOST_TERMS + 1e-4
     features, logits, _ = examples(50, 5)
-    surprise = novelty.surprise(features, logits)
-    sums = surprise @ novelty.weights.T + novelty.offset
-    expected = torch.maximum(sums[:, 0], sums[:, 1])
-    assert 0.2 < float((sums[:, 1] > sums[:, 0]).float().mean()) < 0.8  # on one scale
+    expected = novelty.surprise(features, logits) @ novelty.weights
     torch.testing.assert_close(novelty(features, logits)[1], expected)
+
+
+def test_nothing_is_chosen_where_left_out_classes_are_found_anyway(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(term_choice, "FOUND", 60.0)
+    assert not joined(fitted())
 
 
 def test_the_usual_terms_stay_where_nothing_is_gained() -> None:
     novelty = fitted(spread=30.0)  # no tap knows the classes
-    assert len(novelty.weights) == 1 and novelty.choice.startswith("the usual terms (AUROC")
+    assert novelty.choice.startswith("the usual terms (AUROC")
     same = fitted(spread=30.0, choose=False)
     assert novelty.chosen == same.chosen
     assert torch.equal(novelty.sums.values, same.sums.values)
@@ -125,7 +133,7 @@ def test_the_choice_keeps_the_rate_of_false_alarms() -> None:
     rates, chosen = [], 0
     for seed in range(200):
         novelty = fitted(200, seed)
-        chosen += len(novelty.weights) == 2
+        chosen += joined(novelty)
         assert novelty.sums.values.shape[1] in (100, 200)
         features, logits, _ = examples(300, 1000 + seed)
         rates.append(float((novelty(features, logits)[0] > 0.95).float().mean()))
@@ -138,29 +146,45 @@ def test_training_data_chooses_and_known_data_is_ranked_in_full() -> None:
     fit.add_train_(*examples(400, 3))
     fit.add_(*examples(80, 4)[:2])
     novelty = fit.finish()
-    assert len(novelty.weights) == 2 and novelty.sums.values.shape[1] == 80
+    assert joined(novelty) and novelty.sums.values.shape[1] == 80
     assert auroc(novelty) > auroc(fitted(choose=False)) + 1
 
 
-def test_far_families_count_and_can_veto(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_far_families_have_a_veto() -> None:
     features, logits, labels = examples(300, 0)
     far = examples(150, 8)[0]
-    far[:, -1] += 0.8 * torch.logspace(-1, 0, WIDTH)  # where known data varies little
+    far[:, 0] += 0.6  # the trunk finds them, but the tap that knows the classes calls them known
+    far[:, 2] = features[labels == 0, 2].mean(0) + 0.2 * (far[:, 2] - far[:, 2].mean(0))
 
-    def fit(ood: bool) -> Novelty:
+    def fit(number: int) -> Novelty:
         found = empty()
         found.add_(features, logits, labels)
-        if ood:
+        asked = []
+
+        def add_proxies() -> None:
+            asked.append(True)
+            if number == 2:
+                raise DataError("none can be made")
             found.add_ood_("far", far[:80], logits[:80])
             found.add_ood_("far", far[80:], logits[80:150])
-        return found.finish()
 
-    with_far, without = fit(True), fit(False)
-    assert len(with_far.weights) == len(without.weights) == 2
-    assert with_far.chosen != without.chosen
-    monkeypatch.setattr(term_choice, "FAR_LOSS", -100.0)  # no gain is enough
-    assert fit(True).choice.startswith("the usual terms (")
-    assert len(fit(False).weights) == 2
+        novelty = found.finish(add_proxies=add_proxies if number else None)
+        assert bool(asked) == bool(number)
+        return novelty
+
+    without, with_far, refused = (fit(number) for number in range(3))
+    assert joined(without) and not joined(refused)
+    assert "no far outliers" in refused.choice
+    assert "checked on far outliers" in with_far.choice
+    known = examples(2000, 78)
+
+    def lost(novelty: Novelty) -> float:
+        usual = fitted(choose=False)
+        scores = [[n(*x[:2])[1] for x in (known, (far, logits[:150]))] for n in (usual, novelty)]
+        before, after = (shares_below(a[:, None], b[:, None]).mean() for a, b in scores)
+        return 100 * float(before - after)
+
+    assert lost(with_far) < lost(without) - 0.5
 
 
 def test_held_out_terms_leave_the_example_out() -> None:
@@ -189,11 +213,15 @@ def test_held_out_terms_leave_the_example_out() -> None:
 
 def test_sums_are_built_step_by_step() -> None:
     draw = torch.Generator().manual_seed(0)
-    known, near = torch.randn(2, 400, 4, generator=draw).unbind()
+    known, near, far = torch.randn(3, 400, 4, generator=draw).unbind()
     near = near + torch.tensor([0.0, 1.0, 0.5, 0.0])
-    columns = [torch.cat([one, torch.zeros(400, 1)], 1) for one in (known, near)]
-    fold = Fold(columns[0], columns[1], torch.zeros(400), [])
-    assert select([fold], [0], [1, 2, 3]) == [0, 1, 2]
+    far = far + torch.tensor([3.0, -3.0, 0.0, 0.0])
+    columns = [torch.cat([one, torch.zeros(400, 1)], 1) for one in (known, near, far)]
+    fold = Fold(columns[0], columns[1], torch.zeros(400), lambda _: columns[2])
+    steps = select([fold], [1, 2, 3])
+    assert steps[0] == 1 and {1, 2} == set(steps)
+    veto = Fold(*columns[:2], torch.zeros(400), fold.columns, [columns[2]])
+    assert 1 not in select([veto], [1, 2, 3])
 
 
 def test_shares_below_count_ties_as_one_half() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..data.batches import move, split_batch
+from ..data.batches import batch_length, move, split_batch, take
+from ..data.corruptions.base import Normalisation
 from ..data.eval_mode import in_eval
 from ..data.input_facts import (
     decoded,
@@ -22,9 +23,12 @@ from ..data.input_facts import (
     text_facts,
     token_heads,
 )
+from ..data.loaders import check_reiterable
 from ..data.memory import Halving
 from ..data.processes import in_order
 from ..data.progress import length_of, progress_bar
+from ..data.proxies import make_proxies
+from ..data.proxies.base import spread
 from ..data.splits import input_hashes
 from ..errors import DataError, HydraError
 from ..uncertainty.evidence import Evidence
@@ -40,6 +44,10 @@ if TYPE_CHECKING:
 CLASS_BLOCKS = 3
 """The trunk's last blocks measure distances to classes, as the end of the last block does: early
 blocks know no classes."""
+
+
+PROXIES, PROXY_BATCH = 200, 50
+"""Known examples that proxies are made of, and how many at once."""
 
 
 def run_of(ensemble: FusedModel, batch: Any, *, summaries: bool) -> Run:
@@ -83,7 +91,7 @@ def fit_novelty(
     *,
     train: Iterable[Any] | None = None,
     ood: Mapping[str, Iterable[Any]] | None = None,
-    choose: bool = False,
+    choose: bool = True,
     names: Sequence[str] | bool,
     progress: bool,
 ) -> Novelty:
@@ -106,17 +114,38 @@ def fit_novelty(
             fit.add_ood_(name, found["summaries"], found.get("logits"))
     fit.add_columns_(described(known))
     given = [] if isinstance(names, bool) else [excerpt(name) for name in names]
-    novelty = finished(ensemble, fit, known, names=given)
+
+    def add_proxies() -> None:
+        some = spread(check_reiterable(known), PROXIES, seed=0)
+        rows = torch.arange(batch_length(some)).split(PROXY_BATCH)
+        of_known = Normalisation.of(known, None, None)
+        proxies = make_proxies(
+            [take(some, part.tolist()) for part in rows],
+            mean=of_known.mean,
+            std=of_known.std,
+            tokenizer=getattr(known, "tokenizer", None),
+        )
+        for name, data in proxies.items():
+            for found in summaries_of(ensemble, data, f"{name} proxies", progress):
+                fit.add_ood_(f"{name} proxies", found["summaries"], found["logits"])
+
+    novelty = finished(ensemble, fit, known, names=given, add_proxies=add_proxies)
     return novelty if names else novelty.without_names()
 
 
 def finished(
-    ensemble: FusedModel, fit: NoveltyFit, data: Any, *, names: Sequence[str] = ()
+    ensemble: FusedModel,
+    fit: NoveltyFit,
+    data: Any,
+    *,
+    names: Sequence[str] = (),
+    add_proxies: Callable[[], None] | None = None,
 ) -> Novelty:
     """Return what was fitted on data, with names and ranges of facts (see `data.input_facts`)."""
     tokenizer = getattr(data, "tokenizer", None) or ensemble.tokenizer
     decode = partial(decoded, tokenizer=tokenizer) if hasattr(tokenizer, "decode") else None
-    return fit.finish(names, decode=decode, image_scale=scale_of(ensemble, data))
+    scale = scale_of(ensemble, data)
+    return fit.finish(names, decode=decode, image_scale=scale, add_proxies=add_proxies)
 
 
 def scale_of(ensemble: FusedModel, data: Any = None) -> Scale | None:

@@ -15,10 +15,9 @@ each kind of terms has a weight, shared by its taps. The usual weights:
 Without labels, or with two classes, there are no distances to classes, and the last block's
 distance to all known data weighs 0.5. The weights were chosen on textures, MNIST, TREC,
 out-of-scope validation questions, scribbles, proxies, and classes left out of the known data. Where
-leaving out classes of the known data shows that another sum finds them clearly better on this host
-(`term_choice.py`), there are two sums on one scale, and the score is the larger one. As terms
-depend on each other, the score is not read off a chi-square table: it is ranked among the known
-examples' own scores.
+leaving out classes of the known data shows that a longer sum finds them clearly better on this host,
+terms join (`term_choice.py`). As terms depend on each other, the score is not read off a chi-square
+table: it is ranked among the known examples' own scores.
 
 P-values by rank among held-out known data, continued beyond the largest value seen.
 
@@ -120,7 +119,7 @@ def count_below(rows: Tensor, values: Tensor) -> Tensor:
     return below.clamp_max(length)
 
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 KINDS = {
     "distance": "{}",
     "class": "{}, nearest class",
@@ -171,9 +170,8 @@ class Novelty:
         taps: Names of the taps, in their order.
         measures: What the terms are measured with.
         chosen: Kind and tap of every term.
-        weights: Of the terms in each sum, `[sum, term]`: the usual sum, and a chosen one if any.
+        weights: Of the terms, `[term]`.
         ranks: Held-out terms.
-        offset: Added to each sum, `[sum]`.
         sums: Held-out scores, `[1, example]`.
         bank: Unit features of some known examples at the last tap, `[example, width]`.
         bank_positions: Their positions in the known data.
@@ -193,7 +191,6 @@ class Novelty:
     measures: Measures
     chosen: tuple[Term, ...]
     weights: Tensor
-    offset: Tensor
     ranks: Ranks
     sums: Ranks
     bank: Tensor
@@ -223,11 +220,8 @@ class Novelty:
         return [every.index(term) for term in self.chosen]
 
     def total(self, surprise: Tensor) -> Tensor:
-        """Return the score of surprises `[example, term]`, `[example]`.
-
-        That is their weighted sum; the larger one of two sums.
-        """
-        return (surprise @ self.weights.T.to(surprise.dtype) + self.offset).amax(1)
+        """Return the score of surprises `[example, term]`, their weighted sum `[example]`."""
+        return surprise @ self.weights.to(surprise.dtype)
 
     def surprise(
         self, summaries: Tensor, member_logits: Tensor | None, probability: Tensor | None = None
@@ -314,7 +308,6 @@ class Novelty:
             "neighbours": measures.neighbours,
             "totals": measures.totals,
             "weights": self.weights,
-            "offset": self.offset,
             "ranks.values": self.ranks.values,
             "ranks.scale": self.ranks.scale,
             "sums.values": self.sums.values,
@@ -359,17 +352,8 @@ class Novelty:
         precision = "" if self.precision == "float32" else f", in {self.precision}"
         return (
             f"{len(self.taps)} taps, fitted on {self.examples} known examples{trained}{classes}"
-            f"{precision}; {self._said()}"
+            f"{precision}; {self.choice}"
         )
-
-    def _said(self) -> str:
-        """Say which terms are summed and why."""
-        if len(self.weights) == 1:
-            return self.choice
-        weights = self.weights[1].tolist()
-        each = max(weights) / 2  # the trunk's taps share the weight of one term
-        late = [name for name, weight in zip(self.terms, weights, strict=True) if weight > each]
-        return f"{self.choice}: the trunk's distance + {' + '.join(late)}"
 
 
 def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
@@ -409,7 +393,6 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
             chosen=tuple((str(kind), int(tap)) for kind, tap in facts["terms"]),
             weights=tensors["weights"],
             ranks=Ranks(tensors["ranks.values"], tensors["ranks.scale"]),
-            offset=tensors["offset"],
             sums=Ranks(tensors["sums.values"], tensors["sums.scale"]),
             bank=tensors["bank"],
             bank_positions=tensors["bank_positions"],

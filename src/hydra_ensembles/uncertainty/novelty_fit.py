@@ -22,9 +22,9 @@ from ..errors import DataError
 from .distances import Measures, unit
 from .known_ranges import FACTS, KnownRanges, Scale
 from .moments import Moments, class_distance, global_distance
-from .novelty import Novelty, Ranks, names_by_position, usual_terms
+from .novelty import KINDS, Novelty, Ranks, names_by_position, usual_terms
 from .scores import mean_probability
-from .term_choice import Choice, Examples, choose_terms, matched
+from .term_choice import Choice, Examples, choose_terms
 
 KEPT = 2**27
 """Numbers of token summaries that are kept, about; at least 1,024 examples are."""
@@ -139,6 +139,7 @@ class NoveltyFit:
         *,
         decode: Callable[[Tensor], Sequence[str]] | None = None,
         image_scale: Scale | None = None,
+        add_proxies: Callable[[], None] | None = None,
     ) -> Novelty:
         """Return the fitted statistics, in float32.
 
@@ -146,6 +147,8 @@ class NoveltyFit:
             names: Names of the known examples, instead of the column `names`.
             decode: Makes names of the column `heads`, where there is no column `names`.
             image_scale: What images were normalised by (see `KnownRanges`).
+            add_proxies: Adds far outliers by `add_ood_`, if a choice of terms needs them; raises
+                `DataError` where none can be made.
         """
         moments = self.moments
         if moments is None or min(moments.count, self.examples) < LEAST:
@@ -179,19 +182,16 @@ class NoveltyFit:
                 terms,
                 first_class_tap=self.first_class_tap,
                 classes=labelled,
-                far={
-                    name: found.rows(torch.arange(found.count)) for name, found in self._far.items()
-                },
+                far=lambda: self._families(add_proxies),
             )
         # the half that the choice saw is ranked only where nothing was chosen
         every = torch.arange(self._known.count)
-        ranked = every if choice.chosen is None or self.trained else second
+        ranked = second if choice.joined and not self.trained else every
         measures = self._measures(moments, labelled, choice, kept)
         values = self._values(measures, choice, ranked)
         ranks = Ranks.of(values)
-        sums = ranks.held_out_surprise(values) @ choice.weights.T
-        scale, offset = matched(sums)
-        score = (sums * scale + offset).amax(1, keepdim=True)
+        weights = torch.tensor(list(choice.weights.values()), dtype=torch.float64)
+        score = (ranks.held_out_surprise(values) @ weights)[:, None]
         bank = every[:: -(-len(every) // BANK)]
         last = self._known.rows(bank).features[:, -1]
         positions = self._known.positions[bank]
@@ -201,9 +201,8 @@ class NoveltyFit:
         return Novelty(
             taps=self.taps,
             measures=measures,
-            chosen=tuple(choice.terms),
-            weights=choice.weights * scale[:, None],
-            offset=offset,
+            chosen=tuple(choice.weights),
+            weights=weights,
             ranks=ranks,
             sums=Ranks.of(score),
             bank=last,
@@ -214,8 +213,26 @@ class NoveltyFit:
             examples=self.examples,
             trained=self.trained,
             precision=self.precision,
-            choice=choice.note,
+            choice=self._said(choice),
         ).single()
+
+    def _families(self, add_proxies: Callable[[], None] | None) -> dict[str, Examples] | None:
+        """Return the far outliers; None where none were given and none can be made."""
+        if add_proxies is not None:
+            try:
+                add_proxies()
+            except DataError:  # neither images nor token ids, or data that is read once
+                if not self._far:
+                    return None
+        return {name: found.rows(torch.arange(found.count)) for name, found in self._far.items()}
+
+    def _said(self, choice: Choice) -> str:
+        """Say which terms are summed and why."""
+        joined = [
+            f"{times} x {KINDS[kind].format(self.taps[tap])}"
+            for (kind, tap), times in choice.joined.items()
+        ]
+        return f"{choice.note}: {' + '.join(joined)}" if joined else choice.note
 
     def _measures(
         self, moments: Moments, labelled: bool, choice: Choice, kept: KeptExamples
@@ -245,7 +262,7 @@ class NoveltyFit:
         assert self.moments is not None
         # classes without examples are left out
         number = (self.moments.class_counts > 0).cumsum(0) - 1
-        places = [measures.terms.index(term) for term in choice.terms]
+        places = [measures.terms.index(term) for term in choice.weights]
         found = []
         for rows in ranked.split(STEP):
             examples = self._known.rows(rows)

@@ -3,16 +3,15 @@
 Near outliers are like classes that were left out. So classes are left out in turn, in five folds:
 statistics are fitted to the others, whose examples are held out in closed form, and the left-out
 classes are the outliers; probabilities of the left-out classes are dropped. Without labels,
-clusters are left out. Families of far outliers (proxies) can be given beside them.
+clusters are left out.
 
-A sum of -log p is built step by step. It starts with the trunk's distance to all known data, and
-takes the term that raises the worst and the mean AUROC most, until that is below 0.05. Single
-winners are fragile, sums are not. An input is then as new as the usual sum says or as the chosen
-one says, whichever says more, on the usual one's scale (matched at the median and the 95 % quantile
-of known data): left-out classes tell nothing about far outliers, which the usual sum finds. The
-usual sum stays alone unless both together are better by 0.5 AUROC in the mean, on classes that took
-no part in choosing, with a paired interval above 0, and lose no more than 0.3 on any family of far
-outliers.
+Terms join the usual sum step by step, each with an eighth of its weight; a term may join again.
+The one joins that raises the worst and the mean AUROC of left-out classes most, until that is below
+0.05. Left-out classes tell nothing about far outliers, which the usual sum finds. So far outliers
+(proxies, or given ones) have a veto: a term that loses 0.2 AUROC on any family of them does not
+join. The usual sum stays alone where left-out classes are found anyway, and unless the longer sum is
+better by 0.5 AUROC in the mean, on classes that took no part in choosing, with a paired interval
+above 0, and loses no more than 0.3 on any family of far outliers.
 
 Candidates are the distances of the last blocks (to all data, to classes, relative), the nearest
 neighbour, the nearest class by cosine, which is the distance to classes at full shrinkage, and two
@@ -21,8 +20,8 @@ scores of the probability. Everything is deterministic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -40,8 +39,15 @@ MOST_CLASSES = 1000
 TRUNK_TAPS = 8
 """Taps of the trunk that stand for all of them while terms are chosen."""
 MOST_TERMS = 6
-GAIN, STEP_GAIN, FAR_LOSS = 0.5, 0.05, 0.3
-"""In AUROC, percent: what a choice must gain, what a step must gain, what far families may lose."""
+SHARE = 8
+"""One term that joins has the usual sum's weight, divided by this."""
+FOUND = 85.0
+"""AUROC of left-out classes above which nothing is chosen: this host tells them apart already, and
+they say little about what it never saw."""
+GAIN, STEP_GAIN = 0.5, 0.05
+"""In AUROC, percent: what a choice must gain, and what a step must gain."""
+FAR_LOSS, STEP_FAR_LOSS = 0.3, 0.2
+"""In AUROC, percent: what a choice may lose on a family of far outliers, and what a step may."""
 CLUSTERS = 10
 
 
@@ -59,30 +65,18 @@ class Choice:
     """The terms of novelty.
 
     Attributes:
-        usual: Weights of the usual terms.
-        chosen: Weights of a second sum; None without one.
+        weights: Of all terms.
+        joined: The terms that joined the usual ones, in their order, and how often.
         note: Why, in a few words.
     """
 
-    usual: dict[Term, float]
-    chosen: dict[Term, float] | None = None
+    weights: dict[Term, float]
+    joined: dict[Term, int] = field(default_factory=dict)
     note: str = "the usual terms"
-
-    @property
-    def terms(self) -> list[Term]:
-        """All terms, each once."""
-        return list({**self.usual, **(self.chosen or {})})
-
-    @property
-    def weights(self) -> Tensor:
-        """Weights of all terms in each sum, `[sum, term]`."""
-        sums = [self.usual] if self.chosen is None else [self.usual, self.chosen]
-        rows = [[weights.get(term, 0.0) for term in self.terms] for weights in sums]
-        return torch.tensor(rows, dtype=torch.float64)
 
     def taps(self, kind: str) -> list[int]:
         """Return the taps of one kind of terms."""
-        return [tap for found, tap in self.terms if found == kind]
+        return [tap for found, tap in self.weights if found == kind]
 
 
 @dataclass(frozen=True)
@@ -93,13 +87,37 @@ class Fold:
         known: Of held-out examples of the classes that stayed, `[example, column]`.
         near: Of the examples of the classes left out.
         groups: Their classes, `[example]`.
+        columns: Returns the columns of other examples.
         far: Of each family of far outliers.
     """
 
     known: Tensor
     near: Tensor
     groups: Tensor
-    far: list[Tensor]
+    columns: Callable[[Examples], Tensor]
+    far: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """AUROC of left-out classes that took no part in choosing, in percent.
+
+    Attributes:
+        before, after: By the usual sum, and by the longer one.
+        low: Lower end of the paired 95 % interval of their difference over classes.
+        lost: By family of far outliers, what the longer sum loses.
+    """
+
+    before: float
+    after: float
+    low: float
+    lost: Tensor
+
+    @property
+    def clear(self) -> bool:
+        """Whether the longer sum is clearly better."""
+        gains = self.before < FOUND and self.after - self.before >= GAIN and self.low > 0
+        return gains and not bool((self.lost > FAR_LOSS).any())
 
 
 def choose_terms(
@@ -108,7 +126,7 @@ def choose_terms(
     *,
     first_class_tap: int,
     classes: bool,
-    far: Mapping[str, Examples],
+    far: Callable[[], Mapping[str, Examples] | None],
 ) -> Choice:
     """Choose terms, or keep the usual ones.
 
@@ -117,7 +135,8 @@ def choose_terms(
         usual: The usual terms and their weights; the last tap is the end of the last block.
         first_class_tap: The first tap of the last blocks.
         classes: Whether distances to classes are measured.
-        far: Families of far outliers.
+        far: Returns families of far outliers; None where there are none to check with. It is asked
+            only where left-out classes gain.
     """
     count, taps, _ = examples.features.shape
     probability = examples.probability
@@ -134,93 +153,104 @@ def choose_terms(
     folds = []
     for number in range(FOLDS):
         left_out = torch.isin(groups, present[number::FOLDS])
-        found, terms = _fold(examples, groups, left_out, heard, late, classes, list(far.values()))
-        folds.append(_with_trunk(found, [terms.index(("distance", tap)) for tap in trunk]))
-    # columns: the trunk's mean distance, all terms, nothing
-    base = [0] if classes else [0, 1 + terms.index(("gen", -1))]
+        fold, terms = _fold(examples, groups, left_out, heard, late, classes)
+        weights = torch.zeros(len(terms), dtype=torch.float64)
+        for (kind, tap), weight in usual.items():
+            of_trunk = kind == "distance" and tap < taps - 1
+            for heard_tap in trunk if of_trunk else (tap,):
+                share = weight / len(trunk) if of_trunk else weight
+                weights[terms.index((kind, heard_tap))] += share
+        folds.append(_with_sum(fold, weights * SHARE / weights.sum()))
     candidates = [1 + place for place, (_, tap) in enumerate(terms) if tap >= first_class_tap]
     if classes:  # clusters say nothing about probabilities
         candidates += [1 + terms.index(term) for term in (("gen", -1), ("entropy", -1))]
-    weights = torch.zeros(len(terms) + 2, dtype=torch.float64)
-    for term, weight in usual.items():
-        in_trunk = term[0] == "distance" and term[1] < taps - 1
-        weights[0 if in_trunk else 1 + terms.index(term)] += weight
+    verdict, checked = judged(folds, candidates), ""
+    if verdict.clear:
+        families = far()
+        if families is None:
+            return Choice(usual, note="the usual terms (no far outliers to check others with)")
+        folds = [
+            Fold(f.known, f.near, f.groups, f.columns, [f.columns(x) for x in families.values()])
+            for f in folds
+        ]
+        verdict, checked = judged(folds, candidates), ", checked on far outliers"
+    figure = f"AUROC of left-out {'classes' if classes else 'clusters'}{checked}"
+    if not verdict.clear:
+        before, after = f"{verdict.before:.1f}", f"{verdict.after:.1f}"
+        return Choice(usual, note=f"the usual terms ({figure} {before}, with others {after})")
+    weights, joined = dict(usual), dict[Term, int]()
+    for column in select(folds, candidates):
+        term = terms[column - 1]
+        joined[term] = joined.get(term, 0) + 1
+        weights[term] = weights.get(term, 0.0) + sum(usual.values()) / SHARE
+    note = (
+        f"the usual terms and others ({figure} {verdict.after:.1f}, without {verdict.before:.1f})"
+    )
+    return Choice(weights, joined, note)
+
+
+def judged(folds: Sequence[Fold], candidates: Sequence[int]) -> Verdict:
+    """Judge sums on the classes of each fold, chosen on the other folds."""
     gains, losses, figures = [], [], []
-    for fold in folds:  # judged on classes that took no part in choosing
-        sums = weights.new_zeros(len(weights), 2)
-        sums[:, 0] = weights
-        sums[select([other for other in folds if other is not fold], base, candidates), 1] = 1.0
-        scale, offset = matched(fold.known @ sums)
-        known = _both((fold.known @ sums) * scale + offset)
-        shares = 100 * shares_below(known, _both((fold.near @ sums) * scale + offset))
+    for fold in folds:
+        joined = select([other for other in folds if other is not fold], candidates)
+
+        def sums(columns: Tensor, joined: Sequence[int] = joined) -> Tensor:
+            return torch.stack([columns[:, 0], columns[:, [0, *joined]].sum(1)], 1)
+
+        known = sums(fold.known)
+        shares = 100 * shares_below(known, sums(fold.near))
         figures.append(shares.mean(0))
         gain = shares[:, 1] - shares[:, 0]
         gains += [float(gain[fold.groups == group].mean()) for group in fold.groups.unique()]
         for family in fold.far:
-            share = 100 * shares_below(known, _both((family @ sums) * scale + offset)).mean(0)
+            share = 100 * shares_below(known, sums(family)).mean(0)
             losses.append(float(share[0] - share[1]))
     before, after = torch.stack(figures).mean(0).tolist()
-    gain = torch.tensor(gains)
-    low = float(gain.mean() - 1.96 * gain.std() / len(gain) ** 0.5)
-    lost = torch.tensor(losses).view(FOLDS, -1).mean(0)
-    figure = f"AUROC of left-out {'classes' if classes else 'clusters'}"
-    if after - before < GAIN or low <= 0 or bool((lost > FAR_LOSS).any()):
-        note = f"the usual terms ({figure} {before:.1f}, with the best other sum {after:.1f})"
-        return Choice(usual, note=note)
-    chosen = dict.fromkeys((("distance", tap) for tap in range(taps - 1)), 1 / (taps - 1))
-    for column in select(folds, base, candidates)[1:]:
-        chosen[terms[column - 1]] = chosen.get(terms[column - 1], 0.0) + 1.0
-    note = f"the usual terms or chosen ones ({figure} {after:.1f}, without these {before:.1f})"
-    return Choice(usual, chosen, note)
+    every = torch.tensor(gains)
+    low = float(every.mean() - 1.96 * every.std() / len(every) ** 0.5)
+    return Verdict(before, after, low, torch.tensor(losses).view(len(folds), -1).mean(0))
 
 
-def matched(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return factors and offsets that bring known sums `[example, sum]` to the scale of the first.
+def select(folds: Sequence[Fold], candidates: Sequence[int]) -> list[int]:
+    """Return the columns that join the first one, step by step; one may join again.
 
-    Their medians and 95 % quantiles are then equal.
+    The last column is zero: the sum as it is.
     """
-    levels = torch.tensor([0.5, 0.95], dtype=sums.dtype)
-    middle, high = sums.quantile(levels, dim=0)
-    spread = (high - middle).clamp_min(1e-12)
-    scale = spread[0] / spread
-    return scale, middle[0] - middle * scale
-
-
-def _both(sums: Tensor) -> Tensor:
-    """Return the usual sum, and the larger one of both, `[example, 2]`."""
-    return torch.stack([sums[:, 0], sums.amax(1)], 1)
-
-
-def select(folds: Sequence[Fold], base: Sequence[int], candidates: Sequence[int]) -> list[int]:
-    """Return the columns whose sum has the best worst and mean AUROC, step by step from `base`."""
-    chosen, best = list(base), _objective(folds, list(base), [-1])[0]
-    rest = list(candidates)
-    while rest and len(chosen) - len(base) < MOST_TERMS:
-        values = _objective(folds, chosen, rest)
-        place = int(torch.tensor(values).argmax())
-        if values[place] - best < STEP_GAIN:
+    joined: list[int] = []
+    best, floor = (values[..., 0] for values in _figures(folds, joined, [-1]))
+    while len(joined) < MOST_TERMS:
+        near, far = _figures(folds, joined, candidates)
+        safe = (far >= floor[:, None] - STEP_FAR_LOSS).all(0)
+        near = near.masked_fill(~safe, -torch.inf)
+        place = int(near.argmax())
+        if near[place] - best < STEP_GAIN:
             break
-        best = values[place]
-        chosen.append(rest.pop(place))
-    return chosen
+        best = near[place]
+        joined.append(candidates[place])
+    return joined
 
 
-def _objective(folds: Sequence[Fold], chosen: list[int], more: list[int]) -> list[float]:
-    """Return the mean of worst and mean AUROC for `chosen` with each of `more`, in percent."""
+def _figures(
+    folds: Sequence[Fold], joined: Sequence[int], more: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return AUROC in percent of the first column with `joined` and each of `more`.
+
+    Of left-out classes the mean of worst and mean, `[more]`, and of far families `[family, more]`.
+    """
 
     def sums(columns: Tensor) -> Tensor:
-        return columns[:, chosen].sum(1, keepdim=True) + columns[:, more]
+        return columns[:, [0, *joined]].sum(1, keepdim=True) + columns[:, list(more)]
 
-    families: list[Tensor] = []
-    distant: list[list[Tensor]] = []
+    near, far = [], []
     for fold in folds:
         known = sums(fold.known)
-        families.append(shares_below(known, sums(fold.near)).mean(0))
-        distant.append([shares_below(known, sums(family)).mean(0) for family in fold.far])
-    families += [torch.stack(family).mean(0) for family in zip(*distant, strict=True)]
-    found = 100 * torch.stack(families)
-    values: list[float] = ((found.mean(0) + found.amin(0)) / 2).tolist()
-    return values
+        near.append(shares_below(known, sums(fold.near)).mean(0))
+        far.append([shares_below(known, sums(family)).mean(0) for family in fold.far])
+    found = 100 * torch.stack(near)
+    families = [100 * torch.stack(family).mean(0) for family in zip(*far, strict=True)]
+    distant = torch.stack(families) if families else found.new_zeros(0, len(more))
+    return (found.mean(0) + found.amin(0)) / 2, distant
 
 
 def shares_below(known: Tensor, new: Tensor) -> Tensor:
@@ -240,7 +270,6 @@ def _fold(
     heard: list[int],
     late: int,
     classes: bool,
-    far: Sequence[Examples],
 ) -> tuple[Fold, list[Term]]:
     """Return -log p of all terms with some classes left out, and the terms."""
     inside = (~left_out).nonzero().flatten()
@@ -277,25 +306,25 @@ def _fold(
         classes=number if classes else None,
     )
     ranks = Ranks.of(known)
-    near = measures(features[left_out], probability(examples)[left_out])
-    others = [measures(one.features[:, heard], probability(one)) for one in far]
-    fold = Fold(
-        ranks.held_out_surprise(known),
-        ranks.surprise(near),
-        groups[left_out],
-        [ranks.surprise(other) for other in others],
-    )
+
+    def columns(found: Examples) -> Tensor:
+        return ranks.surprise(measures(found.features[:, heard], probability(found)))
+
+    near = columns(Examples(examples.features[left_out], examples.probability[left_out]))
+    fold = Fold(ranks.held_out_surprise(known), near, groups[left_out], columns)
     return fold, [(kind, heard[tap] if tap >= 0 else tap) for kind, tap in measures.terms]
 
 
-def _with_trunk(fold: Fold, trunk: list[int]) -> Fold:
-    """Put the mean of the trunk's columns first, and zeros last."""
+def _with_sum(fold: Fold, weights: Tensor) -> Fold:
+    """Put the weighted sum of all columns first, and zeros last."""
 
     def wider(columns: Tensor) -> Tensor:
-        mean = columns[:, trunk].mean(1, keepdim=True)
-        return torch.cat([mean, columns, torch.zeros_like(mean)], 1)
+        total = (columns @ weights)[:, None]
+        return torch.cat([total, columns, torch.zeros_like(total)], 1)
 
-    return Fold(wider(fold.known), wider(fold.near), fold.groups, [wider(one) for one in fold.far])
+    return Fold(
+        wider(fold.known), wider(fold.near), fold.groups, lambda found: wider(fold.columns(found))
+    )
 
 
 def clusters(rows: Tensor, count: int = CLUSTERS) -> Tensor:
