@@ -107,7 +107,7 @@ def fit_novelty(
     fit.add_columns_(described(known))
     given = [] if isinstance(names, bool) else [excerpt(name) for name in names]
     novelty = finished(ensemble, fit, known, names=given)
-    return novelty if names else novelty.without_names()
+    return novelty if given or names is True else novelty.without_names()
 
 
 def finished(
@@ -207,7 +207,7 @@ def why_novel(
         facts |= text_facts(raw) if texts else image_facts(raw)
     return replace(
         evidence,
-        outside=novelty.ranges.outside(facts, len(evidence)),
+        facts=novelty.ranges.outside(facts, len(evidence)),
         known=known_inputs(ensemble, batch),
     )
 
