@@ -76,7 +76,7 @@ def _why_new(loaded: Loaded, data: Any, rows: list[int]) -> list[list[str]]:
     raw = [files[source.indices[row]] for row in rows] if files else getattr(part, "texts", None)
     evidence = loaded.model.why_novel(next(iter(part)), neighbours=1, raw=raw)
     return [
-        [f"nearest: {name or f'known example {place}'}", *evidence.facts(i)]
+        [f"nearest: {name or f'known example {place}'}", *evidence.lines(i)]
         for i in range(len(rows))
         for place, name, _ in evidence.nearest(i)
     ]

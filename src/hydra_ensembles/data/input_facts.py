@@ -19,6 +19,7 @@ from torch import Tensor
 from ..runtime.images import image_size
 from ..uncertainty.known_ranges import NO_LETTERS, Scale
 from .batches import images_of
+from .loaders import Batches
 
 LONGEST = 100
 """Characters of an example's name; of a longer text, the first ones are kept."""
@@ -39,6 +40,8 @@ def described(data: Any) -> dict[str, list[Any]]:
 
     Data of texts keeps them (`texts`); data of images may know its `files`.
     """
+    if not isinstance(data, Batches):
+        return {}
     texts, files = getattr(data, "texts", None), getattr(data, "files", None)
     if isinstance(texts, list):
         return {"names": [excerpt(text) for text in texts], **text_facts(texts)}

@@ -127,10 +127,10 @@ def fit_novelty(
         )
         for name, data in proxies.items():
             for found in summaries_of(ensemble, data, f"{name} proxies", progress):
-                fit.add_ood_(f"{name} proxies", found["summaries"], found["logits"])
+                fit.add_ood_(f"{name} proxies", found["summaries"], found.get("logits"))
 
     novelty = finished(ensemble, fit, known, names=given, add_proxies=add_proxies)
-    return novelty if names else novelty.without_names()
+    return novelty if given or names is True else novelty.without_names()
 
 
 def finished(
@@ -239,7 +239,7 @@ def why_novel(
         facts |= text_facts(raw) if texts else image_facts(raw)
     return replace(
         evidence,
-        outside=novelty.ranges.outside(facts, len(evidence)),
+        facts=novelty.ranges.outside(facts, len(evidence)),
         known=known_inputs(ensemble, batch),
     )
 

@@ -23,7 +23,7 @@ class Evidence:
         neighbours: Positions of the nearest known examples, nearest first, `[example, neighbour]`.
         similarity: Their cosine similarity at the last tap.
         names: Names of known examples by position; empty where none was kept.
-        outside: Plain facts of each example that lie outside the range of the known ones, in words.
+        facts: Plain facts of each example that lie outside the range of the known ones, in words.
         known: Which examples are among the known ones, `[example]`; None if that cannot be told.
         novelty, score: As in `Prediction`.
     """
@@ -35,7 +35,7 @@ class Evidence:
     novelty: Tensor
     score: Tensor
     names: tuple[str, ...] = ()
-    outside: Sequence[tuple[str, ...]] = ()
+    facts: Sequence[tuple[str, ...]] = ()
     known: Tensor | None = None
 
     def __len__(self) -> int:
@@ -55,10 +55,14 @@ class Evidence:
         named = dict(enumerate(self.names))
         return [(position, named.get(position) or None, close) for position, close in near]
 
-    def facts(self, example: int) -> list[str]:
-        """Return the facts that lie outside the known range, and whether the example is known."""
-        found = list(self.outside[example]) if self.outside else []
-        return [*found, KNOWN] if self.known is not None and self.known[example] else found
+    def note(self, example: int) -> str | None:
+        """Return a sentence for an example that is among the known ones, else None."""
+        return KNOWN if self.known is not None and self.known[example] else None
+
+    def lines(self, example: int) -> list[str]:
+        """Return the facts that lie outside the known ranges, and the note, for people."""
+        note = self.note(example)
+        return [*(self.facts[example] if self.facts else ()), *([note] if note else [])]
 
     def to_dict(self, example: int) -> dict[str, Any]:
         """Return what speaks for an example's novelty as plain data."""
@@ -68,13 +72,14 @@ class Evidence:
                 {"position": position, "name": name, "similarity": round(close, 4)}
                 for position, name, close in self.nearest(example)
             ],
-            "facts": self.facts(example),
+            "facts": list(self.facts[example]) if self.facts else [],
+            "note": self.note(example),
         }
 
     def __repr__(self) -> str:
-        return "\n".join(self._lines(i) for i in range(len(self)))
+        return "\n".join(self._text(i) for i in range(len(self)))
 
-    def _lines(self, example: int) -> str:
+    def _text(self, example: int) -> str:
         value, score = float(self.novelty[example]), float(self.score[example])
         loud = ", ".join(f"{term} (p = {p:.2g})" for term, p in self.strongest(example))
         lines = [
@@ -84,6 +89,6 @@ class Evidence:
         for number, (position, name, close) in enumerate(self.nearest(example)):
             shown = f"#{position}" if name is None else name
             lines.append(f"  {'' if number else 'nearest known':<13}  {shown} ({close:.2f})")
-        for number, fact in enumerate(self.facts(example)):
-            lines.append(f"  {'' if number else 'facts':<13}  {fact}")
+        for number, line in enumerate(self.lines(example)):
+            lines.append(f"  {'' if number else 'facts':<13}  {line}")
         return "\n".join(lines)

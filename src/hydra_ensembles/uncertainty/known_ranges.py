@@ -55,7 +55,7 @@ class KnownRanges:
     def of(cls, facts: Mapping[str, Any], scale: Scale | None = None) -> KnownRanges:
         """Take the ranges of columns of facts, each with a value per known input."""
         ranges = {}
-        for name in FACTS.keys() & facts.keys():
+        for name in (name for name in FACTS if name in facts):
             values = torch.as_tensor(facts[name]).double().sort().values
             skipped = int(SHARE * (len(values) - 1))
             ranges[name] = (float(values[skipped]), float(values[-1 - skipped]))

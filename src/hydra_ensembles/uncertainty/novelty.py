@@ -15,7 +15,7 @@ each kind of terms has a weight, shared by its taps. The usual weights:
 Without labels, or with two classes, there are no distances to classes, and the last block's
 distance to all known data weighs 0.5. The weights were chosen on textures, MNIST, TREC,
 out-of-scope validation questions, scribbles, proxies, and classes left out of the known data. Where
-leaving out classes of the known data shows that a longer sum finds them clearly better on this host,
+leaving out classes of the known data shows that a longer sum finds them clearly better here,
 terms join (`term_choice.py`). As terms depend on each other, the score is not read off a chi-square
 table: it is ranked among the known examples' own scores.
 

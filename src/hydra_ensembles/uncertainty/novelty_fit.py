@@ -116,8 +116,9 @@ class NoveltyFit:
         A column counts where it has a value for every example: `names`, `heads` (first tokens, from
         which names can be decoded), `hashes` and the facts of `KnownRanges`; others are ignored.
         """
-        for name in COLUMNS & columns.keys():
-            self._columns.setdefault(name, []).append(columns[name])
+        for name, column in columns.items():
+            if name in COLUMNS:
+                self._columns.setdefault(name, []).append(column)
 
     def _add_moments(self, summaries: Tensor, labels: Tensor | None) -> Tensor | None:
         self._labelled = self._labelled and labels is not None

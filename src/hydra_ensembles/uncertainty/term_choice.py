@@ -9,7 +9,7 @@ Terms join the usual sum step by step, each with an eighth of its weight; a term
 The one joins that raises the worst and the mean AUROC of left-out classes most, until that is below
 0.05. Left-out classes tell nothing about far outliers, which the usual sum finds. So far outliers
 (proxies, or given ones) have a veto: a term that loses 0.2 AUROC on any family of them does not
-join. The usual sum stays alone where left-out classes are found anyway, and unless the longer sum is
+join. The usual sum stays where left-out classes are found anyway, and unless the longer sum is
 better by 0.5 AUROC in the mean, on classes that took no part in choosing, with a paired interval
 above 0, and loses no more than 0.3 on any family of far outliers.
 
