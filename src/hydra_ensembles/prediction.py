@@ -143,15 +143,18 @@ class Prediction:
         Args:
             probabilities: Whether to add the probabilities of all classes.
         """
+        numbers = [*list(FIELDS)[2:8], *["probabilities"] * probabilities]
+        names = ("class_index", "code", *numbers)
+        found = _on_host({name: getattr(self, name) for name in names})
+        here = replace(self, class_index=found["class_index"], code=found["code"])
         columns: dict[str, list[Any] | None] = {
-            "label": self.labels,
-            "class": _plain(self.class_index),
+            "label": here.labels,
+            "class": _plain(here.class_index),
+            **{name: _plain(found[name]) for name in numbers[:6]},
+            "decision": here.decision,
+            "why": here.why,
+            **{name: _plain(found[name]) for name in numbers[6:]},
         }
-        for name in list(FIELDS)[2:8]:
-            columns[name] = _plain(getattr(self, name))
-        columns |= {"decision": self.decision, "why": self.why}
-        if probabilities:
-            columns["probabilities"] = _plain(self.probabilities)
         return [
             {name: None if column is None else column[i] for name, column in columns.items()}
             for i in range(len(self))
@@ -164,7 +167,7 @@ class Prediction:
 
     def to_numpy(self) -> Prediction:
         """Return the prediction with numpy columns; half precision becomes float32."""
-        return self._map(_as_numpy)
+        return self.cpu()._map(_as_numpy)
 
     def to(self, device: Any) -> Prediction:
         """Return the prediction on another device."""
@@ -172,7 +175,7 @@ class Prediction:
 
     def cpu(self) -> Prediction:
         """Return the prediction on the CPU."""
-        return self.to("cpu")
+        return replace(self, **_on_host(self._columns()))
 
     def __len__(self) -> int:
         return len(self.class_index)
@@ -265,6 +268,24 @@ def _plain(column: Any) -> list[Any] | None:
     if values.dtype.kind == "f":
         return _each(lambda value: float(f"{value:.7g}"), values.tolist())
     return values.tolist()
+
+
+def _on_host(columns: dict[str, Any]) -> dict[str, Any]:
+    """Return columns on the CPU, in one copy from a device: every copy waits for all its work."""
+    away = {n: c for n, c in columns.items() if getattr(c, "is_cpu", True) is False}
+    if not away:
+        return columns
+    import torch
+
+    # the widest numbers first, so that all are aligned
+    away = dict(sorted(away.items(), key=lambda column: -column[1].element_size()))
+    parts = [column.detach().contiguous().flatten().view(torch.uint8) for column in away.values()]
+    joined = torch.cat(parts).cpu().split([len(part) for part in parts])
+    found = {
+        name: part.view(column.dtype).view(column.shape)
+        for (name, column), part in zip(away.items(), joined, strict=True)
+    }
+    return {**columns, **found}
 
 
 def _as_numpy(column: Any) -> np.ndarray[Any, Any]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.batches import move, read_batch, split_batch
+from ..data.batches import Unchecked, check_finite, move, read_batch, split_batch
 from ..data.eval_mode import in_eval, twin
 from ..errors import HydraError, UnsupportedModelError
 from ..heads.head_mask import HeadMask
@@ -273,7 +273,7 @@ class FusedModel(HostInterface):
         streams = torch.cat(folded) if len(folded) > 1 else folded[0]
         streams = streams.unflatten(0, (len(plan.ends), -1))
         if plan.streams != tuple(range(len(streams))):
-            streams = streams.index_select(0, torch.tensor(plan.streams, device=streams.device))
+            streams = torch.stack([streams[stream] for stream in plan.streams])
         logits, student_logits = streams.transpose(0, 1), None
         if features is not None and readouts is not None:
             by_readout, student_logits = readouts(features.features())
@@ -340,9 +340,10 @@ class FusedModel(HostInterface):
         """
         if not isinstance(batch, (Tensor, Mapping)):  # those are the host's inputs already
             batch = prepare(self, batch)
-        args, kwargs, _ = read_batch(batch, next(self.parameters()).device)
-        training = any(module.training for module in self.modules())
-        model = twin(self).eval() if training else self
+        unchecked: list[Unchecked] = []
+        device = next(self.parameters()).device
+        args, kwargs, _ = read_batch(batch, device, unchecked=unchecked)
+        model = in_eval(self)
         logits, _, summaries, student_logits = model.run(
             args, kwargs, summaries=self.novelty is not None
         )
@@ -372,7 +373,9 @@ class FusedModel(HostInterface):
                 answer.probabilities if raw else None,
             )
             answer = replace(answer, novelty=novelty, novelty_score=score)
-        return answer if self.policy is None else self.policy.apply(answer)
+        answer = answer if self.policy is None else self.policy.apply(answer)
+        check_finite(unchecked)  # last: what runs on a device is not waited for before
+        return answer
 
     def precision(self) -> str:
         """Name the precision in which features are computed here and now."""
