@@ -1,11 +1,13 @@
-"""What novelty costs: `predict` with it against `predict` without it, interleaved in one process.
+"""What novelty and a policy cost: `predict` with them against `predict` without, interleaved.
 
-python benchmarks/novelty_cost.py --shape vit-s --batch-sizes 1,8,32
+    python benchmarks/novelty_cost.py --name now
+    PYTHONPATH=OLD/src python benchmarks/novelty_cost.py --name before
 
 Both are the same ensemble (three members that part in the last two blocks), once with the
-statistics of known data and once without. Rounds alternate which goes first; times are the
-processor's, of one thread. Figures: the median of the paired ratios with its quartiles, and the
-ratio of the shortest times, which other programs on the machine disturb least.
+statistics of known data and a policy and once without. Rounds alternate which goes first; times are
+the processor's, of one thread. Figures: the median of the paired ratios with its quartiles, and the
+ratio of the shortest times, which other programs on the machine disturb least. Adds to
+`benchmarks/results/novelty-cost.json` under `--name`.
 """
 
 from __future__ import annotations
@@ -13,81 +15,119 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import shapes
 import torch
 
-from hydra_ensembles import HydraEnsemble, fuse
+from hydra_ensembles import HydraEnsemble, Policy, fuse
 from hydra_ensembles._records import write_whole
-from hydra_ensembles.fusion.call_options import tap_names
-from hydra_ensembles.fusion.known_data import features_of
-from hydra_ensembles.uncertainty import NoveltyFit
+from hydra_ensembles.fusion.known_data import features_of, novelty_fit
+from hydra_ensembles.uncertainty import Novelty
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results" / "novelty-cost.json"
+KNOWN = 1000
+"""Known examples."""
 
 
-def fitted(ensemble: HydraEnsemble, batch: Any, known: int = 1000) -> Any:
+@dataclass(frozen=True)
+class Case:
+    """A host, its batch, and what its known data is.
+
+    Attributes:
+        shape, tokens, classes: Of the host; tokens of texts.
+        labels: Whether known data has labels, so that there are distances to classes.
+        size: Of the batch.
+    """
+
+    shape: str
+    classes: int
+    labels: bool = False
+    tokens: int = 16
+    size: int = 1
+
+
+CASES = {
+    "MiniLM, 16 tokens, 2 classes": Case("minilm", 2),
+    "MiniLM, 16 tokens, 150 classes": Case("minilm", 150, labels=True),
+    "MiniLM, 16 tokens, 21,000 classes": Case("minilm", 21_000),
+    "MiniLM, 16 tokens, 21,000 classes with labels": Case("minilm", 21_000, labels=True),
+    "ViT-S, batch 1": Case("vit-s", 1000, labels=True),
+    "ViT-S, batch 8": Case("vit-s", 1000, labels=True, size=8),
+    "ViT-S, batch 32": Case("vit-s", 1000, labels=True, size=32),
+    "ViT-S, 21,000 classes with labels": Case("vit-s", 21_000, labels=True),
+}
+
+
+def fitted(ensemble: HydraEnsemble, case: Case, batch: Any) -> Novelty:
     """Fit statistics of the right shapes to random summaries: speed does not depend on them."""
     logits, summaries = features_of(ensemble, batch)
     draw = torch.Generator().manual_seed(0)
-    fit = NoveltyFit(tap_names(len(ensemble.body.trunk), readout=True))
-    rows = torch.randn(known, *summaries.shape[1:], generator=draw)
-    fit.add_(rows, torch.randn(known, *logits.shape[1:], generator=draw))
-    return fit.finish()
+    few = min(case.classes, KNOWN // 5)
+    fit = novelty_fit(ensemble, few)
+    rows = torch.randn(KNOWN, *summaries.shape[1:], generator=draw)
+    labels = torch.arange(KNOWN) % few if case.labels else None
+    fit.add_(rows, torch.randn(KNOWN, *logits.shape[1:], generator=draw), labels)
+    novelty = fit.finish()
+    if not case.labels or few == case.classes:
+        return novelty
+    # as many classes as there are, without as many known examples
+    known = novelty.classes
+    assert known is not None
+    means = known.means[:, torch.arange(case.classes) % few]
+    means = means + 0.1 * torch.randn(means.shape, generator=draw)
+    counts = torch.full((case.classes,), 5)
+    classes = replace(known, means=means, counts=counts)
+    return replace(novelty, measures=replace(novelty.measures, classes=classes))
 
 
-def measure(ensemble: HydraEnsemble, batch: Any, novelty: Any, rounds: int) -> dict[str, float]:
+def measure(ensemble: HydraEnsemble, batch: Any, novelty: Novelty, rounds: int) -> dict[str, float]:
     """Return the median ratio of processor times and its quartiles."""
-    ratios = []
-    shortest = {True: float("inf"), False: float("inf")}
-    for number in range(rounds + 1):
-        times = {}
-        order = (True, False) if number % 2 else (False, True)
-        for on in order:
-            ensemble.novelty = novelty if on else None
+    policy = Policy(threshold=0.5, novelty_threshold=novelty.threshold(0.05), alarm=0.05)
+    ratios, times = [], {True: [0.0], False: [0.0]}
+    for number in range(rounds + 3):
+        for on in (True, False) if number % 2 else (False, True):
+            ensemble.novelty, ensemble.policy = (novelty, policy) if on else (None, None)
             start = time.process_time()
             ensemble.predict(batch)
-            times[on] = time.process_time() - start
-        if number:  # the first round warms up
-            ratios.append(times[True] / times[False])
-            shortest = {on: min(shortest[on], times[on]) for on in times}
+            times[on].append(time.process_time() - start)
+        if number >= 3:  # the first rounds warm up
+            ratios.append(times[True][-1] / times[False][-1])
     low, middle, high = torch.tensor(ratios).quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
+    shortest = {on: min(found[1:]) for on, found in times.items()}
     return {
-        "ratio": round(middle, 4),
-        "low": round(low, 4),
-        "high": round(high, 4),
-        "of_shortest": round(shortest[True] / shortest[False], 4),
+        "ratio": round(middle, 3),
+        "low": round(low, 3),
+        "high": round(high, 3),
+        "of_shortest": round(shortest[True] / shortest[False], 3),
+        "rounds": rounds,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=shapes.SHAPES, default="vit-s")
-    parser.add_argument("--batch-sizes", default="1,8,32")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--name", default="now", help="of the library that is measured")
+    parser.add_argument("--case", choices=tuple(CASES), help="measure one case only")
+    parser.add_argument("--rounds", type=int, default=60)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    host = shapes.host(args.shape)
-    ensemble = fuse(host, shapes.masks(host, blocks=2, keep=1 / 3)).eval()
-    with torch.no_grad():
-        novelty = fitted(ensemble, shapes.batch(args.shape))
-    found = {}
-    for size in map(int, args.batch_sizes.split(",")):
-        rounds = max(8, args.rounds // max(1, size // 2))
-        found[size] = measure(ensemble, shapes.batch(args.shape, size=size), novelty, rounds)
-        found[size]["rounds"] = rounds
-        print(f"batch {size}: {found[size]}", flush=True)
-    numbers = sum(tensor.numel() for tensor in novelty.tensors().values())
-    record = {
-        "command": f"python benchmarks/novelty_cost.py --shape {args.shape}",
-        "shape": args.shape,
-        "taps": len(novelty.taps),
-        "statistics_megabytes": round(4 * numbers / 2**20, 1),
-        "by_batch_size": found,
-    }
-    write_whole(RESULTS / f"novelty-cost-{args.shape}.json", json.dumps(record, indent=2) + "\n")
+    for name in (args.case,) if args.case else tuple(CASES):
+        case = CASES[name]
+        host = shapes.host(case.shape, classes=case.classes)
+        ensemble = fuse(host, shapes.masks(host, blocks=2, keep=1 / 3)).eval()
+        batch = shapes.batch(case.shape, size=case.size, tokens=case.tokens)
+        with torch.no_grad():
+            novelty = fitted(ensemble, case, batch)
+        rounds = args.rounds if case.shape == "minilm" else max(8, args.rounds // (2 + case.size))
+        found: dict[str, Any] = measure(ensemble, batch, novelty, rounds)
+        numbers = sum(tensor.numel() for tensor in novelty.tensors().values())
+        found |= {"taps": len(novelty.taps), "megabytes": round(4 * numbers / 2**20, 1)}
+        print(f"{name}: {found}", flush=True)
+        record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        record.setdefault(args.name, {})[name] = found
+        write_whole(RESULTS, json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

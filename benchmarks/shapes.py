@@ -17,8 +17,11 @@ VIT = {
 SHAPES = (*VIT, "minilm")
 
 
-def host(shape: str, *, tokens: int = 64, seed: int = 0) -> nn.Module:
-    """Build a host: ViT-S/16, ViT-B/16 and DeiT-tiny at 224 pixels, MiniLM-L6 (BERT)."""
+def host(shape: str, *, tokens: int = 64, seed: int = 0, classes: int | None = None) -> nn.Module:
+    """Build a host: ViT-S/16, ViT-B/16 and DeiT-tiny at 224 pixels, MiniLM-L6 (BERT).
+
+    Texts have 2 classes and images 1,000, if not given.
+    """
     from transformers import (
         BertConfig,
         BertForSequenceClassification,
@@ -38,12 +41,13 @@ def host(shape: str, *, tokens: int = 64, seed: int = 0) -> nn.Module:
                 num_attention_heads=12,
                 intermediate_size=1536,
                 max_position_embeddings=max(512, tokens),
-                num_labels=2,
+                num_labels=classes or 2,
             )
             return BertForSequenceClassification(config).eval()
+        sizes = {**VIT[shape], "num_labels": classes or 1000}
         if shape == "deit-tiny":
-            return DeiTForImageClassification(DeiTConfig(**VIT[shape], num_labels=1000)).eval()
-        return ViTForImageClassification(ViTConfig(**VIT[shape], num_labels=1000)).eval()
+            return DeiTForImageClassification(DeiTConfig(**sizes)).eval()
+        return ViTForImageClassification(ViTConfig(**sizes)).eval()
 
 
 def batch(shape: str, *, size: int = 1, tokens: int = 64) -> dict[str, Any]:

@@ -128,8 +128,9 @@ class Prediction:
         Args:
             probabilities: Whether to add the probabilities of all classes, where the task has any.
         """
+        here = self.cpu()  # one copy from a device
         names = [*self.FIELDS, *["probabilities"] * (probabilities and "probabilities" in self)]
-        columns = {name: _plain(getattr(self, _COLUMNS.get(name, name))) for name in names}
+        columns = {name: _plain(getattr(here, _COLUMNS.get(name, name))) for name in names}
         return [
             {name: None if column is None else column[i] for name, column in columns.items()}
             for i in range(len(self))
@@ -142,7 +143,7 @@ class Prediction:
 
     def to_numpy(self) -> Prediction:
         """Return the prediction with numpy columns; half precision becomes float32."""
-        return self._map(as_numpy)
+        return self.cpu()._map(as_numpy)
 
     def to(self, device: Any) -> Prediction:
         """Return the prediction on another device."""
@@ -150,7 +151,7 @@ class Prediction:
 
     def cpu(self) -> Prediction:
         """Return the prediction on the CPU."""
-        return self.to("cpu")
+        return replace(self, **_on_host(self._columns()))
 
     def __len__(self) -> int:
         return len(self.uncertainty)
@@ -347,6 +348,24 @@ def _plain(column: Any) -> list[Any] | None:
     if values.dtype.kind == "f":
         return _each(lambda value: float(f"{value:.7g}"), values.tolist())
     return values.tolist()
+
+
+def _on_host(columns: dict[str, Any]) -> dict[str, Any]:
+    """Return columns on the CPU, in one copy from a device: every copy waits for all its work."""
+    away = {n: c for n, c in columns.items() if getattr(c, "is_cpu", True) is False}
+    if not away:
+        return columns
+    import torch
+
+    # the widest numbers first, so that all are aligned
+    away = dict(sorted(away.items(), key=lambda column: -column[1].element_size()))
+    parts = [column.detach().contiguous().flatten().view(torch.uint8) for column in away.values()]
+    joined = torch.cat(parts).cpu().split([len(part) for part in parts])
+    found = {
+        name: part.view(column.dtype).view(column.shape)
+        for (name, column), part in zip(away.items(), joined, strict=True)
+    }
+    return {**columns, **found}
 
 
 def _is_float(column: Any) -> bool:

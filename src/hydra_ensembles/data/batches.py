@@ -19,6 +19,8 @@ from ..tasks import tasks
 from .padding import IGNORED, even, even_columns
 
 Batch = Any
+Unchecked = tuple[str, Tensor, Tensor]
+"""The name of an input, the input, and whether its sum is finite."""
 LABEL_KEYS = ("labels", "label")
 SPAN_KEYS = ("start_positions", "end_positions")
 """Keys of labels that are spans, as transformers has them."""
@@ -178,7 +180,11 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | N
 
 
 def read_batch(
-    batch: Batch, device: torch.device | str | None = None, *, where: str = "the batch"
+    batch: Batch,
+    device: torch.device | str | None = None,
+    *,
+    where: str = "the batch",
+    unchecked: list[Unchecked] | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
     """Split a batch, check its inputs and move them to a device, each once.
 
@@ -189,9 +195,11 @@ def read_batch(
         batch: What the host takes, with or without labels.
         device: Device of the inputs; None leaves them where they are. Labels are not moved.
         where: Where the batch is from, for errors.
+        unchecked: Takes the inputs that are on a device already; `check_finite` looks at them when
+            the answer is there. To look at once would wait for all that the device has to do.
     """
     args, kwargs, labels = split_batch(batch)
-    _check(args, kwargs, where)
+    _check(args, kwargs, where, unchecked)
     return move(args, device), move(kwargs, device), labels
 
 
@@ -204,7 +212,13 @@ def check_inputs(batch: Any, where: str = "the batch") -> None:
     _check(args, kwargs, where)
 
 
-def _check(args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+def _check(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    where: str,
+    unchecked: list[Unchecked] | None = None,
+) -> None:
+    given = []
     for name, value in [*(("inputs", arg) for arg in args), *kwargs.items()]:
         if not isinstance(value, Tensor) or not value.ndim:
             continue
@@ -215,8 +229,19 @@ def _check(args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
             )
         if not value.is_floating_point() or "mask" in name or "bias" in name:
             continue
-        if bool(value.detach().float().sum().isfinite()):  # then every value is finite
-            continue
+        given.append((name, value, value.detach().float().sum().isfinite()))
+    if unchecked is not None:
+        unchecked += [entry for entry in given if entry[1].device.type != "cpu"]
+        given = [entry for entry in given if entry[1].device.type == "cpu"]
+    check_finite(given, where)
+
+
+def check_finite(given: Sequence[Unchecked], where: str = "the batch") -> None:
+    """Raise when inputs hold NaN or infinite values, with one look at the device for all."""
+    flags = [finite.to(given[0][2].device) for *_, finite in given]
+    if not flags or bool(torch.stack(flags).all()):
+        return  # where the sum is finite, every value is
+    for name, value, _ in given:
         finite = value.detach().isfinite().reshape(len(value), -1).all(1)
         bad = (~finite).nonzero().flatten().tolist()
         if bad:

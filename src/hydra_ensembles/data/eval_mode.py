@@ -54,9 +54,13 @@ def evaluating(model: Any) -> Iterator[None]:
 
 def in_eval(model: Model) -> Model:
     """Return the model if all of it is in eval mode, otherwise a twin that is."""
-    if not any(module.training for module in model.modules()):
-        return model
-    return twin(model).eval()
+    modules: list[nn.Module | None] = [model]
+    for module in modules:  # grows meanwhile: a fifth of the time of `modules()`
+        if module is not None:
+            if module.training:
+                return twin(model).eval()
+            modules.extend(module._modules.values())
+    return model
 
 
 def twin(model: Model) -> Model:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..data import batches
-from ..data.batches import main_output, move, read_batch, split_batch
-from ..data.eval_mode import twin
+from ..data.batches import Unchecked, check_finite, main_output, move, read_batch, split_batch
+from ..data.eval_mode import in_eval, twin
 from ..errors import HydraError, UnsupportedModelError
 from ..heads.head_mask import HeadMask
 from ..heads.stream_plan import Plan
@@ -285,7 +285,7 @@ class FusedModel(HostInterface):
         streams = torch.cat(folded) if len(folded) > 1 else folded[0]
         streams = streams.unflatten(0, (len(plan.ends), -1))
         if plan.streams != tuple(range(len(streams))):
-            streams = streams.index_select(0, torch.tensor(plan.streams, device=streams.device))
+            streams = torch.stack([streams[stream] for stream in plan.streams])
         logits, student_logits = streams.transpose(0, 1), None
         if features is not None and readouts is not None:
             by_readout, student_logits = readouts(features.features())
@@ -342,9 +342,10 @@ class FusedModel(HostInterface):
         given = isinstance(batch, (Tensor, Mapping))  # the host's inputs already, or a question
         if not given or (isinstance(batch, Mapping) and "question" in batch):
             batch = prepare(self, batch)
-        args, kwargs, _ = read_batch(batch, next(self.parameters()).device)
-        training = any(module.training for module in self.modules())
-        model = twin(self).eval() if training else self
+        unchecked: list[Unchecked] = []
+        device = next(self.parameters()).device
+        args, kwargs, _ = read_batch(batch, device, unchecked=unchecked)
+        model = in_eval(self)
         logits, _, summaries, student_logits = model.run(
             args, kwargs, summaries=self.novelty is not None
         )
@@ -370,7 +371,9 @@ class FusedModel(HostInterface):
                 answer.probabilities if raw else None,
             )
             answer = replace(answer, novelty=novelty, novelty_score=score)
-        return answer if self.policy is None else self.policy.apply(answer)
+        answer = answer if self.policy is None else self.policy.apply(answer)
+        check_finite(unchecked)  # last: what runs on a device is not waited for before
+        return answer
 
     def precision(self) -> str:
         """Name the precision in which features are computed here and now."""

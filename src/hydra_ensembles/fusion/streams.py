@@ -84,9 +84,8 @@ def streams_of(x: Tensor, streams: int) -> tuple[Tensor, ...]:
 
 def select_streams(x: Tensor, parents: Sequence[int], inputs: int) -> Tensor:
     """Select every stream's input from the folded inputs."""
-    streams = x.unflatten(0, (inputs, -1))
-    index = torch.tensor(parents, device=x.device)
-    return streams.index_select(0, index).flatten(0, 1)
+    streams = streams_of(x, inputs)
+    return torch.cat([streams[parent] for parent in parents])
 
 
 def add_residual(attended: Tensor, residual: Tensor, parents: Sequence[int], inputs: int) -> Tensor:

@@ -180,7 +180,7 @@ def attach_readouts_(body: Body | HostedBody, readouts: Readouts, template: nn.M
         else:
             paths = Block.of(last, template, body.family).mlp_names
             tap_neurons_(list(body.branch[-1].mlp), paths, readouts.second)  # type: ignore[arg-type]
-    body.readouts = readouts
+    body.readouts = readouts.train(body.branch[-1].training)  # new modules are in training mode
 
 
 def split_classifier_(model: nn.Module, copies: Copies, *, folds: bool = True) -> None:

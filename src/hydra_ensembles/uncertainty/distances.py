@@ -240,14 +240,14 @@ class Measures:
                 nearest = self.classes(late)
             parts += [nearest, nearest - distance[:, self.first_class_tap :]]
         if self.neighbours is not None:
-            near = features[:, list(self.neighbour_taps)].transpose(0, 1)
+            near = _at(features, self.neighbour_taps)
             similar = near @ self.neighbours.transpose(1, 2)
             if rows is not None:
                 index = rows.expand(len(similar), -1)[..., None]
                 similar = similar.scatter(2, index, -torch.inf)
             parts.append(-similar.amax(-1).T)
         if self.totals is not None:
-            parts.append(self._cosine(features[:, list(self.cosine_taps)], held_out, classes))
+            parts.append(self._cosine(_at(features, self.cosine_taps), held_out, classes))
         if probability is not None:
             scores = torch.stack([gen_of(probability), entropy_of(probability)], 1)
             parts.append(scores.to(distance.dtype))
@@ -255,12 +255,17 @@ class Measures:
 
     def _cosine(self, features: Tensor, held_out: bool, classes: Tensor | None) -> Tensor:
         assert self.totals is not None
-        similar = torch.einsum("ntw,tcw->tnc", features, unit(self.totals))
+        similar = features @ unit(self.totals).transpose(1, 2)
         if held_out and classes is not None:
-            others = self.totals[:, classes] - features.transpose(0, 1)
-            own = (unit(others) * features.transpose(0, 1)).sum(-1, keepdim=True)
+            others = self.totals[:, classes] - features
+            own = (unit(others) * features).sum(-1, keepdim=True)
             # a class of one example goes with it
             own = torch.where(others.norm(dim=-1, keepdim=True) > 1e-6, own, -1.0)
             index = classes.expand(len(similar), -1)[..., None]
             similar = similar.scatter(2, index, own)
         return -similar.amax(-1).T
+
+
+def _at(features: Tensor, taps: tuple[int, ...]) -> Tensor:
+    """Return the features `[example, tap, width]` of some taps, `[tap, example, width]`."""
+    return torch.stack([features[:, tap] for tap in taps])

@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -214,10 +215,12 @@ class Novelty:
         return tuple(KINDS[kind].format(self.taps[tap]) for kind, tap in self.chosen)
 
     @cached_property
-    def _places(self) -> list[int]:
-        """Where the terms stand among all that is measured."""
+    def _places(self) -> list[slice]:
+        """Where the terms stand among all that is measured: runs of neighbours, in order."""
         every = self.measures.terms
-        return [every.index(term) for term in self.chosen]
+        places = [every.index(term) for term in self.chosen]
+        ends = [i + 1 for i, j in enumerate(places) if [j + 1] != places[i + 1 : i + 2]]
+        return [slice(places[a], places[b - 1] + 1) for a, b in pairwise([0, *ends])]
 
     def total(self, surprise: Tensor) -> Tensor:
         """Return the score of surprises `[example, term]`, their weighted sum `[example]`."""
@@ -238,7 +241,8 @@ class Novelty:
             probability = mean_probability(member_logits)
         features = unit(summaries.to(self.measures.distance.mean.dtype))
         values = self.measures(features, probability)
-        return self.ranks.surprise(values[:, self._places])
+        # slices, as a list of numbers would be copied to the device
+        return self.ranks.surprise(torch.cat([values[:, run] for run in self._places], 1))
 
     def __call__(
         self, summaries: Tensor, member_logits: Tensor | None, probability: Tensor | None = None

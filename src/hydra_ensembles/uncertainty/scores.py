@@ -65,7 +65,9 @@ def scale_logits(
                 "members. Give one temperature for each member."
             )
         checked = _positive(member_temperatures)
-        by_member = torch.as_tensor(checked, dtype=logits.dtype, device=logits.device)
+        if not isinstance(checked, Tensor):  # filled on the device: nothing is copied to it
+            checked = torch.stack([logits.new_full((), value) for value in checked])
+        by_member = checked.to(logits)
         logits = logits / by_member.reshape(-1, *[1] * (logits.ndim - 2))
     if temperature is not None:
         logits = logits / _positive(temperature)
@@ -87,8 +89,8 @@ def checked_temperature(value: Any) -> float:
 def _positive(temperature: Any) -> Any:
     """Return temperatures when all are positive numbers; a compiled graph cannot ask."""
     if not torch.compiler.is_compiling():
-        values = temperature if isinstance(temperature, (Tensor, Sequence)) else [temperature]
-        for value in torch.as_tensor(values).flatten().tolist():
+        values = temperature.flatten().tolist() if isinstance(temperature, Tensor) else temperature
+        for value in values if isinstance(values, Sequence) else [values]:
             checked_temperature(value)
     return temperature
 
