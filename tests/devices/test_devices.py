@@ -45,9 +45,9 @@ def test_the_device_counts_and_refuses(counts: dict[str, Any]) -> None:
     known = counts["known"]
     assert "expected all tensors to be on one device" in known.pop("mixed")
     assert known == {
-        **dict.fromkeys(("item", "bool", "nonzero", "mask"), {"waits": 1}),
-        **dict.fromkeys(("list", "copy"), {"to host": 1}),
-        **dict.fromkeys(("numbers", "index"), {"to device": 1}),
+        **{way: {"waits": 1} for way in ("item", "bool", "nonzero", "mask")},
+        **{way: {"to host": 1} for way in ("list", "copy")},
+        **{way: {"to device": 1} for way in ("numbers", "index")},
         "filled": {},
     }
 

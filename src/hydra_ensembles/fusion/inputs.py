@@ -21,6 +21,7 @@ from ..errors import DataError, FormatError
 from ..hosts.prompt_classifier import PromptClassifier, PromptTokenizer
 from ..registry import imported
 from ..runtime.images import open_image
+from ..tasks import task_of
 
 if TYPE_CHECKING:
     from .host_interface import HostInterface
@@ -146,13 +147,14 @@ def prepare(ensemble: HostInterface, batch: Any) -> Any:
     if tokenize is not None:
         limit = token_limit(ensemble.config, tokenize)
         options = {"padding": True, "max_length": limit, "return_tensors": "pt"}
-        if "answer" in ensemble.task.prediction.FIELDS:
+        task = task_of(ensemble)
+        if "answer" in task.prediction.FIELDS:
             questions, contexts = _questions(ensemble, items)
             options["truncation"] = "only_second"
             return _with_places(tokenize, contexts, (questions, contexts), options)
         _check_texts(ensemble, items)
         options["truncation"] = True
-        if ensemble.task.by_token:
+        if task.by_token:
             return _with_places(tokenize, items, (items,), options)
         return dict(tokenize(items, **options))
     transform = ensemble.transform

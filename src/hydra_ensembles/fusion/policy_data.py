@@ -164,6 +164,6 @@ def answer_of(model: Any, batch: Any) -> Prediction:
         return model.predict(batch).cpu()
     with evaluating(model):
         task = task_of(model)
-        more = {"inputs": split_batch(batch)[1]} if task.reads_inputs else {}
+        more: dict[str, Any] = {"inputs": split_batch(batch)[1]} if task.reads_inputs else {}
         outputs = member_logits(model, batch).float()
         return task.answer(outputs, score=task.default_score, **more).cpu()

@@ -78,7 +78,7 @@ class Tokens(MultiClass):
             texts=read.get("texts"),
         )
 
-    def member_outputs(self, outputs: Tensor, /) -> Tensor:  # type: ignore[override]
+    def member_outputs(self, outputs: Tensor, /) -> Tensor:
         """Return logits with a member axis: one model is one member."""
         return as_member_logits(outputs[:, None] if outputs.ndim == self.axes else outputs)
 

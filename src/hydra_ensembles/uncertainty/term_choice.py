@@ -178,15 +178,15 @@ def choose_terms(
     if not verdict.clear:
         before, after = f"{verdict.before:.1f}", f"{verdict.after:.1f}"
         return Choice(usual, note=f"the usual terms ({figure} {before}, with others {after})")
-    weights, joined = dict(usual), dict[Term, int]()
+    longer, joined = dict(usual), dict[Term, int]()
     for column in select(folds, candidates):
         term = terms[column - 1]
         joined[term] = joined.get(term, 0) + 1
-        weights[term] = weights.get(term, 0.0) + sum(usual.values()) / SHARE
+        longer[term] = longer.get(term, 0.0) + sum(usual.values()) / SHARE
     note = (
         f"the usual terms and others ({figure} {verdict.after:.1f}, without {verdict.before:.1f})"
     )
-    return Choice(weights, joined, note)
+    return Choice(longer, joined, note)
 
 
 def judged(folds: Sequence[Fold], candidates: Sequence[int]) -> Verdict:
@@ -310,6 +310,7 @@ def _fold(
     def columns(found: Examples) -> Tensor:
         return ranks.surprise(measures(found.features[:, heard], probability(found)))
 
+    assert examples.probability is not None
     near = columns(Examples(examples.features[left_out], examples.probability[left_out]))
     fold = Fold(ranks.held_out_surprise(known), near, groups[left_out], columns)
     return fold, [(kind, heard[tap] if tap >= 0 else tap) for kind, tap in measures.terms]
