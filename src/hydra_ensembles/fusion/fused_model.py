@@ -340,7 +340,8 @@ class FusedModel(HostInterface):
             >>> answer.labels, answer.novelty > 0.95
             (['positive', 'negative'], tensor([False, False]))
         """
-        if not isinstance(batch, Tensor):  # the host's inputs already
+        given = isinstance(batch, (Tensor, Mapping))  # the host's inputs already, or named texts
+        if not given or (isinstance(batch, Mapping) and not {"question", "text"}.isdisjoint(batch)):
             batch = prepare(self, batch)
         unchecked: list[Unchecked] = []
         device = next(self.parameters()).device

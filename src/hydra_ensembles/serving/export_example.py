@@ -129,10 +129,9 @@ def named(ensemble: HydraEnsemble, args: Any, kwargs: dict[str, Any]) -> dict[st
     """Return the inputs of a batch under the names that they have in exported programs."""
     names = list(inspect.signature(type(ensemble.host).forward).parameters)[1:]
     values = {**dict(zip(names, args, strict=False)), **kwargs}
-    left_out = set(READ_BY_ANSWERS) - (
-        {"sequence_ids"} if isinstance(ensemble.task, Spans) else set()
-    )
-    values = {n: value for n, value in values.items() if value is not None and n not in left_out}
+    kept = {"sequence_ids"} if isinstance(ensemble.task, Spans) else set()
+    absent = set(READ_BY_ANSWERS) - kept
+    values = {n: value for n, value in values.items() if value is not None and n not in absent}
     if len(values) == 1 and args:  # timm and open_clip take images as x or image
         (value,) = values.values()
         if isinstance(value, Tensor) and value.ndim == 4:

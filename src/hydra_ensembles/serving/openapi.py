@@ -102,6 +102,7 @@ def _schemas() -> Json:
             "terms": _list(_object({"term": TEXT_TYPE, "p": SHARE})),
             "nearest": _list(_object(near)),
             "facts": NAMES,
+            "note": {"type": ["string", "null"]},
         }
     )
     facts = {

@@ -1,7 +1,8 @@
 """The Open Inference Protocol v2 (KServe, Triton): metadata, health, inference.
 
 A request gives either the raw input (`text`, with `text_pair` for two texts; `question` and
-`context`; or `image`; of BYTES: texts, or files of images, in JSON as base64) or the tensors that the model itself reads (`input_ids`, `pixel_values` ...).
+`context`; or `image`; of BYTES: texts, or files of images, in JSON as base64) or the tensors that
+the model itself reads (`input_ids`, `pixel_values` ...).
 """
 
 from __future__ import annotations

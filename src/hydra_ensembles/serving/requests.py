@@ -148,8 +148,8 @@ def from_base64(value: Any) -> bytes:
 # | content type | what the body is |
 # |---|---|
 # | `multipart/form-data` | one or several `file` (images) or `text` |
-# | `application/json` | an object with `text`, `texts` (a list), `question` and `context`, `inputs` |
-# |                    | (a list of objects), `image` (base64) or `images` |
+# | `application/json` | an object with `text` (and `text_pair`), `texts` (a list), `question` and |
+# | | `context`, `inputs` (a list of such objects), `image` (base64) or `images` |
 # | `text/plain` | one text |
 # | `image/*` | one image |
 KINDS = "multipart/form-data, application/json, text/plain, image/* or application/octet-stream"

@@ -113,7 +113,7 @@ class TorchBackend(Backend):
         """Return terms, nearest known examples and plain facts behind a row's novelty."""
         if not self.has_novelty:
             return None
-        raw = [row] if texts_of(row) else None
+        raw = [row] if isinstance(row, str) else None
         return self.ensemble.why_novel(self._batch([row]), raw=raw).to_dict(0)
 
     def drift(self, window: int) -> Drift | None:
