@@ -422,14 +422,9 @@ def test_data_sets_of_hugging_face(name: str, tmp_path: Path) -> None:
     batches = list(load_data(tmp_path / "set", **options(name)))
     check_labels(name, batches, table(name))
     # tokenised and padded by the user, as transformers' own examples have it
-    columns = (
-        {key: torch.cat([b[key] for b in batches]) for key in batches[0]}
-        if len(batches) == 1
-        else {}
-    )
-    ready = datasets.Dataset.from_dict({k: v.tolist() for k, v in columns.items()}).with_format(
-        "torch"
-    )
+    [batch] = batches
+    columns = {key: value.tolist() for key, value in batch.items()}
+    ready = as_data(datasets.Dataset.from_dict(columns).with_format("torch"))
     if name != "encoder":
         made = hydra.build(
             host(name),

@@ -149,8 +149,8 @@ def example_batch(model: nn.Module, *, tokens: int = 128) -> tuple[Any, str]:
     if "input_ids" in kwargs:
         longest = getattr(text_config(model), "max_position_embeddings", tokens)
         count, first = max(1, min(tokens, longest - 2)), kwargs["input_ids"][:1, ..., :1]
-    ids = first.expand(*first.shape[:-1], count)
-        return {"input_ids": ids}, f"{ids.shape[1]} tokens"
+        ids = first.expand(*first.shape[:-1], count)
+        return {"input_ids": ids}, f"{ids.shape[-1]} tokens"
     if len(kwargs) > 1:  # patches with their places
         one = {name: value[:1] for name, value in kwargs.items()}
         return one, f"{one['pixel_values'].shape[1]} patches"
