@@ -255,6 +255,21 @@ def test_hosts_that_differ_are_refused() -> None:
         hydra.fold([first, folded("bert")], batches, progress=False)
 
 
+def test_hosts_whose_last_mlp_is_not_understood_are_refused() -> None:
+    from timm.models import VisionTransformer
+
+    torch.manual_seed(0)
+    shape = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
+    for path, part, words in [
+        ("blocks.1.ls2", nn.LayerNorm(32), "something other than a scale follows the MLP"),
+        ("blocks.1.mlp.drop2", nn.Tanh(), "does not end with a linear layer"),
+    ]:
+        host = VisionTransformer(**shape, num_classes=5)  # type: ignore[arg-type]
+        host.set_submodule(path, part)
+        with pytest.raises(UnsupportedModelError, match=words):
+            hydra.fold([host.eval(), copy.deepcopy(host).eval()], data("timm"), progress=False)
+
+
 def test_hosts_that_take_the_maximum_over_tokens_fold_by_states() -> None:
     from timm.models import VisionTransformer
 
