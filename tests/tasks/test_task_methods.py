@@ -11,10 +11,12 @@ import torch
 import hydra_ensembles as hydra
 from hydra_ensembles.builder.auto_choice import Auto
 from hydra_ensembles.data.batches import labels_of, split_batch
-from hydra_ensembles.data.model_runs import output_of
+from hydra_ensembles.data.model_runs import member_logits, output_of
 from hydra_ensembles.errors import HydraError, UnsupportedModelError
 from hydra_ensembles.hosts import host_model
 from hydra_ensembles.methods import Circuits, Select
+from hydra_ensembles.research.rivals import MemberStack, make_baseline
+from hydra_ensembles.tasks import task_of
 from hydra_ensembles.training.settings import DISTILL, FINETUNE
 from tests import zoo
 from tests.tasks.test_tasks import HOSTS, host, inputs, labels
@@ -157,3 +159,16 @@ def test_a_plain_host_is_pruned(name: str) -> None:
     )
     assert hydra.cost(pruned, inputs(name)).relative_to(hydra.cost(host(name), inputs(name)))
     assert type(pruned) is type(host(name))
+
+
+@pytest.mark.parametrize("name", ["classes", "number", *NAMES])
+@torch.no_grad()
+def test_rivals_answer_as_their_hosts_do(name: str) -> None:
+    batch = inputs(name)
+    own = output_of(host(name), batch)
+    dropout = make_baseline("mc-dropout", host(name), members=3, options={"rate": 1e-7})
+    for rival in (dropout, MemberStack([host(name)] * 3)):
+        assert task_of(rival) == task_of(host(name))
+        found = member_logits(rival, batch)
+        assert found.shape == (len(own), 3, *own.shape[1:])
+        torch.testing.assert_close(found, own[:, None].expand_as(found))
