@@ -95,8 +95,8 @@ def write_table(cache: Path, path: Path, only: str) -> None:
             try:
                 found[str(seed)] = figures(draw())
             except (KeyError, FileNotFoundError):
-                print(f"{column}: no features", flush=True)
-                break
+                print(f"{column}, {seed}: no features", flush=True)
+                continue
             rows = found[str(seed)]["rows"]
             print(f"{column}, {seed}: {rows['usual']} {rows['default']}", flush=True)
             write_whole(path, json.dumps(record) + "\n")

@@ -33,11 +33,13 @@ from ..evaluation.evaluator import evaluate
 from ..evaluation.metrics import expected_calibration_error, negative_log_likelihood, ood_figures
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.known_data import (
+    add_outliers_,
     columns_of,
     features_of,
     finished,
     novelty_fit,
     novelty_rows,
+    proxies_of,
     scale_of,
 )
 from ..tasks import Task
@@ -276,7 +278,7 @@ def calibrate_(
             found["traded"] = _traded(logits["stop"], unknown, found)
     ensemble.record["calibration"] = found
     if fit is not None:
-        _finish_novelty_(ensemble, fit, parts.data["temperature"], required=novelty is True)
+        _finish_novelty_(ensemble, fit, parts, required=novelty is True)
     apply_calibration_(ensemble, found)
     ensemble.record["disagreement"] = check_alarm(ensemble, parts, seed=seed)
 
@@ -360,11 +362,20 @@ def _best_score(
 
 
 def _finish_novelty_(
-    ensemble: HydraEnsemble, fit: NoveltyFit, data: Batches, *, required: bool
+    ensemble: HydraEnsemble, fit: NoveltyFit, parts: Parts, *, required: bool
 ) -> None:
-    """Set an ensemble's novelty; where that is impossible, `required` raises, else it warns."""
+    """Set an ensemble's novelty; where that is impossible, `required` raises, else it warns.
+
+    A choice of terms may lose neither proxies nor the outliers that were given.
+    """
+    known = parts.data["temperature"]
+
+    def add_far() -> None:
+        add_outliers_(ensemble, fit, parts.given)
+        add_outliers_(ensemble, fit, proxies_of(known))
+
     try:
-        ensemble.novelty = finished(ensemble, fit, data)
+        ensemble.novelty = finished(ensemble, fit, known, add_proxies=add_far)
     except DataError as error:
         if required:
             raise

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from ..evaluation.evaluator import results_of
 from ..evaluation.figures import columns_of
 from ..evaluation.results import Results
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.known_data import finished, novelty_fit
+from ..fusion.known_data import finished, novelty_fit, proxies_of, summaries_of
 from ..hosts.example_inputs import pad_token
 from ..prediction import Prediction
 from ..uncertainty import Policy, choose_policy, predict_from_logits
@@ -234,6 +234,7 @@ class Measured:
         summaries: Token summaries, `[example, tap, width]`.
         labels: `[example]`, or None.
         columns: What else is known of the examples (`NoveltyFit.add_columns_`).
+        far: What novelty reads of proxies by kind, once a choice of terms has asked for them.
     """
 
     source: Batches
@@ -241,6 +242,7 @@ class Measured:
     summaries: Tensor
     labels: Tensor | None
     columns: dict[str, Any]
+    far: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
 
     def columns_at(self, rows: Tensor) -> dict[str, Any]:
         """Return the columns at some rows, which are numbers."""
@@ -253,9 +255,19 @@ class Measured:
         """Fit novelty on some examples, bool `[example]`."""
         fit = novelty_fit(ensemble, self.logits.shape[-1])
         labels = None if self.labels is None else self.labels[mask]
+        rows = mask.nonzero().flatten()
         fit.add_(self.summaries[mask], self.logits[mask], labels)
-        fit.add_columns_(self.columns_at(mask.nonzero().flatten()))
-        return finished(ensemble, fit, self.source)
+        fit.add_columns_(self.columns_at(rows))
+
+        def add_proxies() -> None:
+            if not self.far:  # all fits share them: they only forbid terms
+                made = proxies_of(self.source).items()
+                self.far.update({n: list(summaries_of(ensemble, d, n, False)) for n, d in made})
+            for name, batches in self.far.items():
+                for found in batches:
+                    fit.add_ood_(name, found["summaries"], found["logits"])
+
+        return finished(ensemble, fit, self.source, add_proxies=add_proxies)
 
 
 def _out_of_fold(
