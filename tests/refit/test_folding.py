@@ -226,7 +226,7 @@ def test_nan_is_refused() -> None:
     broken = copy.deepcopy(trio("vit")[0])
     with torch.no_grad():
         next(iter(broken.parameters())).fill_(torch.nan)
-    with pytest.raises(DataError, match="states hold NaN"):
+    with pytest.raises(DataError, match="Host 0 has NaN or infinity in"):
         hydra.fold([broken, broken], data("vit"), trunk=0, progress=False)
 
 

@@ -195,6 +195,8 @@ def as_task(task: str | Task | Mapping[str, Any]) -> Task:
         return task
     if isinstance(task, str):
         return tasks[task]()
+    if "name" not in task:
+        raise FormatError(f"expected a task with its name: {', '.join(tasks)}")
     options = {key: value for key, value in task.items() if key != "name"}
     kind = tasks[task["name"]]
     if unknown := options.keys() - {field.name for field in fields(kind)}:

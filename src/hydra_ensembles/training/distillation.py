@@ -314,6 +314,13 @@ def _start(
     own_mlps: bool,
 ) -> HydraEnsemble:
     """Return the fused model that will be trained, its members untied."""
+    task = host.task
+    if task.by_token or task.ragged or isinstance(task, Embedding):
+        raise HydraError(
+            f"{host.name} is made for {task.title}, which has more than one answer per input. "
+            "Fine-tune it (finetune), fold fine-tuned hosts (fold), or distil a model of classes, "
+            "labels or numbers."
+        )
     if masks is not None and len(masks) != members:
         raise MaskError(f"{len(masks)} masks for {members} members: give one per member.")
     if masks is None:  # a single student keeps all heads and trains the blocks three would own
@@ -327,13 +334,6 @@ def _start(
             "members stay equal. Take fewer members, a lower branch_layer or a higher max_cost."
         )
     ensemble = fuse(host.model, masks, branch_layer=branch_layer)
-    task = ensemble.task
-    if task.by_token or task.ragged or isinstance(task, Embedding):
-        raise HydraError(
-            f"{host.name} is made for {task.title}, which has more than one answer per input. "
-            "Fine-tune it (finetune), fold fine-tuned hosts (fold), or distil a model of classes, "
-            "labels or numbers."
-        )
     return untied(ensemble, mlps=own_mlps and members > 1)
 
 
@@ -402,8 +402,11 @@ class DistillRun(BranchRun):
         if not self.model.knows(keys_of(shown)):
             shown["batch"] = examples.view_of(view, batch)
         logits = self.wrapped(shown).float()
+        return self._weighted(self._losses(name, target, logits, batch), shown).mean()
+
+    def _losses(self, name: str, target: Tensor, logits: Tensor, batch: Any) -> Tensor:
+        """Return each member's loss, `[batch, member]`; outliers have no labels."""
         labels = batch["labels"] if name == "data" else None
         if name == "data" and labels is None and self.settings.distill < 1:
             check_labels(labels, self.settings.distill)
-        losses = taught_losses(self.task, self.settings, target, logits, labels)
-        return self._weighted(losses, shown).mean()
+        return taught_losses(self.task, self.settings, target, logits, labels)
