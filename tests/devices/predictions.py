@@ -151,9 +151,12 @@ def counts(name: str) -> dict[str, Any]:
 
 
 def columns(answer: hydra.Prediction) -> list[Tensor]:
-    """Return what two runs of an answer can be compared by."""
+    """Return what two runs of an answer can be compared by.
+
+    The rank of novelty jumps where two scores are nearly equal; the score that it ranks does not.
+    """
     found = [answer.probabilities, answer.uncertainty, answer.mutual_information]
-    return found + [answer.novelty] * (answer.novelty is not None)
+    return found + [answer.novelty_score] * (answer.novelty is not None)
 
 
 def known_counts() -> dict[str, Any]:
