@@ -40,7 +40,12 @@ def logit_score(name: str, key: str = "logits") -> Score:
 
 
 def single_taps(data: Set) -> Tensor:
-    """Return the taps that the library hears of one full member, `[example, tap, width]`."""
+    """Return the taps that the library hears of one full member, `[example, tap, width]`.
+
+    Without readout tokens these are `taps`.
+    """
+    if "readout" not in data:
+        return data["taps"]
     pairs = torch.stack([data["readout"][:, :-1], data["mean"][:, :-1]], 2)
     return torch.cat([pairs.flatten(1, 2), data["readout"][:, -1:]], 1)
 
