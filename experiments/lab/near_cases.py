@@ -30,6 +30,8 @@ from .tasks import CIFAR8, PAIRS
 
 SCALES = (5, 10, 15, 20, 25, 30, 40)
 DRAWS = 5
+QUICK = 1500
+"""Known examples above which slow rivals are left out."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ class Draw:
         return fit.finish(add_proxies=add_proxies if self.proxies else None)
 
     def rivals(self) -> dict[str, Callable[[Set], Tensor]]:
-        """Fit the rivals."""
-        return rivals(self.known)
+        """Fit the rivals; with many known examples those that are quick."""
+        return rivals(self.known, slow=len(self.known["labels"]) <= QUICK)
 
 
 def split(labels: Tensor, sizes: tuple[int, ...], seed: int) -> list[Tensor]:
