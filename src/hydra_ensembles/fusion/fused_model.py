@@ -336,15 +336,16 @@ class FusedModel(HostInterface):
 
         Args:
             batch: What the host takes; or images (PIL), paths of images or texts, one or a list of
-                them, which the ensemble's `transform` or `tokenizer` prepares.
+                them, which the ensemble's `transform` or `tokenizer` prepares. Two texts are
+                `{"text": ..., "text_pair": ...}`, questions `{"question": ..., "context": ...}`.
 
         Example:
             >>> answer = ensemble.predict(["a joy to watch", "no plot at all"])
             >>> answer.labels, answer.novelty > 0.95
             (['positive', 'negative'], tensor([False, False]))
         """
-        given = isinstance(batch, (Tensor, Mapping))  # the host's inputs already, or a question
-        if not given or (isinstance(batch, Mapping) and "question" in batch):
+        given = isinstance(batch, (Tensor, Mapping))  # the host's inputs already, or named texts
+        if not given or (isinstance(batch, Mapping) and not {"question", "text"}.isdisjoint(batch)):
             batch = prepare(self, batch)
         unchecked: list[Unchecked] = []
         device = next(self.parameters()).device

@@ -41,6 +41,7 @@ from .graph import (
     exported_policy,
     frozen,
     in_float32,
+    task_name,
     write_onnx,
 )
 from .preparation import image_preparation, text_preparation
@@ -68,7 +69,8 @@ class Export:
         lines = [f"exported to {self.folder}"]
         for kind, name in self.programs.items():
             size = (self.folder / name).stat().st_size / 2**20
-            worst = max(self.differences[kind][key] for key in ("probabilities", "member_logits"))
+            found = self.differences[kind].items()
+            worst = max(value for key, value in found if key not in ("novelty", "novelty_score"))
             lines.append(f"  {name:16} {size:8.1f} MiB  differs by at most {worst:.1e}")
         return "\n".join(lines)
 
@@ -90,7 +92,7 @@ def export(
     comes out.
 
     Args:
-        ensemble: A classifier. Programs compute in float32, whatever its own precision is.
+        ensemble: Of any task. Programs compute in float32, whatever its own precision is.
         folder: Where to write; an earlier export there is replaced once the new one is complete.
         example: Real inputs to trace and to compare with: a batch of the host, images or texts.
             Made up where it is known what the host takes.
@@ -104,7 +106,7 @@ def export(
         tolerance: Largest difference to `ensemble.predict` in float32, relative to values above 1.
 
     Raises:
-        UnsupportedModelError: The host cannot be traced, or is not a classifier.
+        UnsupportedModelError: The host cannot be traced, or its task has no program.
         VerificationError: A program does not answer as the ensemble does.
 
     Example:
@@ -179,17 +181,17 @@ def _contract(
     staging: Path,
 ) -> dict[str, Any]:
     """Return the contract, without the files and the agreement; write the tokenizer's files."""
-    answer = ensemble.predict(inputs.batch(inputs.rows(1)))
-    _, members, *tokens, classes = answer.member_logits.shape
-    free: list[str | int] = ["tokens"] if tokens else []
+    outcome = ensemble.predict(inputs.batch(inputs.rows(1))).member_outputs
+    members, classes = outcome.shape[1], outcome.shape[-1]
+    task, by_token = task_name(ensemble), ensemble.task.by_token
     is_image = "pixel_values" in inputs.tensors
     if inputs.most_tokens:
         preparation = text_preparation(ensemble, inputs, staging)
-        task = "token-classification" if tokens else "text-classification"
     else:
-        task = "image-classification" if is_image else "classification"
         alone = is_image and len(inputs.tensors) == 1
         preparation = image_preparation(ensemble.transform) if alone else None
+    if task == "classification" and (inputs.most_tokens or is_image):
+        task = f"{'text' if inputs.most_tokens else 'image'}-classification"
     if preparation and preparation["kind"] == "image":
         shape = inputs.dims("pixel_values")
         if shape != ["batch", len(preparation["mean"]), *preparation["size"]]:
@@ -197,14 +199,20 @@ def _contract(
                 f"ensemble.transform makes images of {preparation['size']}, but the example has "
                 f"the shape {shape}. Give an example that was prepared by the transform."
             )
+    free: list[str | int] = ["tokens"] if by_token else []
+    ends: list[str | int] = [*free, classes]
+    if ensemble.task.ragged:  # start and end logits of every token
+        classes, ends = 2, [2, "tokens"]
     shapes: dict[str, list[str | int]] = {
         "each": ["batch", *free],
-        "each class": ["batch", *free, classes],
+        "each class": ["batch", *ends],
         "example": ["batch"],
-        "members": ["batch", members, *free, classes],
+        "tokens": ["batch", "tokens"],
+        "members": ["batch", members, *ends],
     }
     names = ensemble.id2label
-    class_names = [names[i] for i in range(classes)] if names and len(names) == classes else None
+    named = task not in ("question-answering", "embedding") and names and len(names) == classes
+    class_names = [names[i] for i in range(classes)] if names and named else None
     largest = Policy().finite().threshold
 
     def policy_record(policy: Policy, words: str) -> dict[str, Any]:
