@@ -19,10 +19,11 @@ from torch import Tensor
 
 from ..data.batches import split_batch
 from ..errors import DataError
-from ..fusion import HydraEnsemble, fit_policy
+from ..fusion import HydraEnsemble, fit_policy, fit_sets
 from ..fusion.inputs import is_raw, prepare
 from ..fusion.known_data import novelty_fit
 from ..prediction import Prediction
+from ..prediction_sets import Sets
 from ..uncertainty import Policy
 from ..uncertainty.policy import GIVEN
 from ..uncertainty.scores import per_text
@@ -91,6 +92,19 @@ class EightBits:
             alarm=policy.alarm,
             method=policy.method,
             delta=0.1 if policy.delta is None else policy.delta,
+            progress=False,
+        )
+
+    def fit_sets_(self, sets: Sets, held_out: Any) -> Sets:
+        """Refit sets to held-out data; groups have no names here, so all share one threshold."""
+        return fit_sets(
+            self,
+            held_out,
+            coverage=sets.coverage,
+            method=sets.method,
+            groups="class" if sets.by == "class" else None,
+            randomised=sets.randomised,
+            seed=sets.seed,
             progress=False,
         )
 
