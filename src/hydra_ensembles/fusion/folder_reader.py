@@ -329,8 +329,7 @@ def _check_answers(ensemble: HydraEnsemble, folder: Path) -> None:
             f"{CONFIG} does not describe the model that was saved. {ADVICE}"
         ) from error
     ensemble._warned_precisions.clear()
-    # the config of a span reader names two classes that it does not have
-    names = None if ensemble.task.ragged else ensemble.id2label
+    names = ensemble.id2label
     classes = answer.member_outputs.shape[-1]
     if "member_logits" not in answer or ensemble.task.ragged:  # no class, number or label names
         return
