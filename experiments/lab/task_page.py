@@ -70,9 +70,11 @@ def coverage_table(record: Mapping[str, Any]) -> list[str]:
                     f"{100 * share[0]:.1f} [{100 * share[1]:.1f}, {100 * share[2]:.1f}]",
                     f"90 ± {off:.1f}",
                     f"{size[0]:.2f} [{size[1]:.2f}, {size[2]:.2f}]",
+                    " / ".join(f"{x:.3f}" for x in values.get("ours and MAPIE's", ())) or "–",
                 ]
             )
-    return grid(["task, row, method", "coverage, %", "asked for", "size or width"], body)
+    heads = ["coverage, %", "asked for", "size or width", "ours / MAPIE's, 20 splits"]
+    return grid(["task, row, method", *heads], body)
 
 
 def page(record: Mapping[str, Any]) -> str:
