@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lab import sets, tasks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.data.model_runs import collect_logits
 from hydra_ensembles.uncertainty.temperatures import GAUSS, LAPLACE, LEAST, find_temperature
-from lab import sets, tasks
 
 RESULTS = Path(__file__).parent / "results" / "calibration_draws.json"
 SOURCES = ("sst2", "imagenet", "digits")

@@ -20,6 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lab import plainly
+from lab.page import grid
+from lab.records import PAGES, this_commit
+from lab.tasks import Task, open_task
 from torch import Tensor
 
 import hydra_ensembles as hydra
@@ -34,10 +38,6 @@ from hydra_ensembles.search.mask_pool import make_pool
 from hydra_ensembles.search.objectives import placements
 from hydra_ensembles.search.trunk_cache import Prefix
 from hydra_ensembles.uncertainty import find_temperature, score_logits
-from lab import plainly
-from lab.page import grid
-from lab.records import PAGES, this_commit
-from lab.tasks import Task, open_task
 
 MEMBERS, MAX_COST, SHARE = 3, 1.07, 0.8
 SHIFTS = {"images": ("shot_noise", "gaussian_blur", "fog"), "texts": ("typos", "drop_words")}

@@ -21,9 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from hydra_ensembles._records import write_whole
-from hydra_ensembles.evaluation.intervals import percentiles
 from lab import plainly
 from lab.answers import Store
 from lab.other_tasks import HeldTask
@@ -33,6 +30,9 @@ from lab.task_figures import TASKS, Said, figures_of, outlier_figures, resamples
 from lab.task_page import write_page
 from lab.task_rows import MAKERS, SEEDS, Rows
 from lab.tasks import open_task
+
+from hydra_ensembles._records import write_whole
+from hydra_ensembles.evaluation.intervals import percentiles
 
 AGAINST = ("single", "Deep Ensemble")
 TABLE = {

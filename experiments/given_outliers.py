@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lab import plainly, sets
+from lab.records import this_commit
+from lab.tasks import deit_tiny
 
 import hydra_ensembles as hydra
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.data.model_runs import collect_logits
 from hydra_ensembles.evaluation.metrics import negative_log_likelihood, ood_figures
 from hydra_ensembles.uncertainty import find_temperature, score_logits
-from lab import plainly, sets
-from lab.records import this_commit
-from lab.tasks import deit_tiny
 
 OUT = Path(__file__).parent / "results" / "given_outliers.json"
 

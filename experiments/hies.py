@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lab import plainly
+from lab.page import grid
+from lab.records import this_commit
+from lab.tasks import open_task
 from torch import Tensor
 
 from hydra_ensembles._records import write_whole
@@ -26,10 +30,6 @@ from hydra_ensembles.data.splits import sample
 from hydra_ensembles.evaluation.intervals import Interval
 from hydra_ensembles.research import prune_sweep
 from hydra_ensembles.research.pruning_sweep_results import PruneSweep, unpack
-from lab import plainly
-from lab.page import grid
-from lab.records import this_commit
-from lab.tasks import open_task
 
 OUT = Path(__file__).parents[1] / "docs" / "results"
 TASKS = {"cola": "CoLA", "sst2": "SST-2"}

@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lab import plainly
+from lab.records import this_commit
+from lab.sets import data_root, need
 from torch import Tensor
 
 import hydra_ensembles as hydra
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.criteria.weights import RandomOrder
-from lab import plainly
-from lab.records import this_commit
-from lab.sets import data_root, need
 
 ROOT = Path(__file__).parent.parent
 SMOLLM = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -9,10 +9,10 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
+from lab.page import grid
 from torch import Tensor
 
 from hydra_ensembles._records import write_whole
-from lab.page import grid
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

@@ -22,10 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from hydra_ensembles._records import write_whole
-from hydra_ensembles.evaluation.metrics import ood_figures
 from lab import plainly
 from lab.detectors import Set
 from lab.known import BRANCHED
@@ -33,6 +29,10 @@ from lab.near_cases import Draw, columns, tuned, untuned_texts
 from lab.near_features import keep_digits, keep_images, keep_texts
 from lab.near_page import page
 from lab.records import PAGES, this_commit
+from torch import Tensor
+
+from hydra_ensembles._records import write_whole
+from hydra_ensembles.evaluation.metrics import ood_figures
 
 SPLITS = 200
 OURS: dict[str, dict[str, bool]] = {

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lab import plainly
+from lab.known import BRANCHED, read_features
+from lab.known_table import Set, fit_novelty, joined, rows_of, summaries
 from torch import Tensor
 
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.uncertainty import Rates, choose_policy, mean_probability, msp
-from lab import plainly
-from lab.known import BRANCHED, read_features
-from lab.known_table import Set, fit_novelty, joined, rows_of, summaries
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "experiments" / "results" / "policy_coverage.json"

@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lab import plainly
+from lab.records import PAGES, this_commit
+from lab.sets import data_root
+from llama import load_gemma, load_smollm, texts, windows
 
 import hydra_ensembles as hydra
 from hydra_ensembles._records import write_whole
@@ -25,10 +29,6 @@ from hydra_ensembles.costs import choose_units
 from hydra_ensembles.criteria import score_units
 from hydra_ensembles.heads import prune_units_
 from hydra_ensembles.refit.unit_pruning import perplexity
-from lab import plainly
-from lab.records import PAGES, this_commit
-from lab.sets import data_root
-from llama import load_gemma, load_smollm, texts, windows
 
 RECORD = PAGES / "prune-llama.json"
 FITTED, JUDGED, SIZE = 32, 16, 256

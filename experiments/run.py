@@ -17,17 +17,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import lab.least_squares
 import lab.paper_form  # noqa: F401  (both register their methods)
-from hydra_ensembles.errors import DataError
+import yaml
 from lab import plainly
 from lab.answers import Store, evaluate_answers
 from lab.methods import answer, draws_of, prepare_masks
 from lab.page import write_page
 from lab.records import PAGES, Records
 from lab.tasks import open_task
+
+from hydra_ensembles.errors import DataError
 
 TABLES = Path(__file__).parent / "tables"
 

@@ -17,15 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lab import plainly
+from lab.page import grid
+from lab.records import PAGES, this_commit
+from lab.tasks import Task, open_task
+
 import hydra_ensembles as hydra
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.hosts.tiny_vit import TinyViT
 from hydra_ensembles.research import MemberStack
 from hydra_ensembles.training import DISTILL, finetune
-from lab import plainly
-from lab.page import grid
-from lab.records import PAGES, this_commit
-from lab.tasks import Task, open_task
 
 WAYS: dict[str, dict[str, Any]] = {
     "branch": {"learning_rate": 1e-3},

@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lab import plainly
+from lab.records import this_commit
+from lab.tasks import open_task
 from torch import Tensor
 
 import hydra_ensembles as hydra
@@ -27,9 +30,6 @@ from hydra_ensembles.data.model_runs import collect_logits
 from hydra_ensembles.data.splits import sample
 from hydra_ensembles.evaluation.metrics import ood_figures
 from hydra_ensembles.search.headmap import find_circuit
-from lab import plainly
-from lab.records import this_commit
-from lab.tasks import open_task
 
 OUT = Path(__file__).parents[1] / "docs" / "results" / "uncertainty-heads.json"
 PRUNED = 10

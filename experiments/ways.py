@@ -22,17 +22,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from hydra_ensembles import evaluate
-from hydra_ensembles._records import write_whole
-from hydra_ensembles._tensors import model_fingerprint
 from lab import plainly
 from lab.answers import Store, Stored, ask
 from lab.methods import distilled, draws_of
 from lab.records import PAGES
 from lab.tasks import open_task
 from run import read_table
+from torch import Tensor, nn
+
+from hydra_ensembles import evaluate
+from hydra_ensembles._records import write_whole
+from hydra_ensembles._tensors import model_fingerprint
 
 FIGURES = ("cls/Acc", "cls/NLL", "post/cls/NLL", "fail/AUROC", "sc/AURC", "div/MI")
 FIGURES += ("div/Disagreement", "shift/mean/cls/NLL", "member NLL")

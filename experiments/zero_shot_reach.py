@@ -18,14 +18,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-from hydra_ensembles._records import write_whole
 from lab import plainly, sets
 from lab.records import this_commit
 from lab.tasks import deit_tiny
 from lab.zeroshot import class_names, name_states
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hydra_ensembles._records import write_whole
 
 OUT = Path(__file__).parents[1] / "docs" / "results" / "zero-shot-reach.json"
 PARTS = ("calibration", "validation", "test")

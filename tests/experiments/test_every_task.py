@@ -66,9 +66,10 @@ def test_the_threshold_has_the_best_micro_f1() -> None:
 
 
 def test_stored_words_are_padded_to_texts() -> None:
-    from hydra_ensembles.uncertainty.set_fit import choose_sets
     from lab.task_coverage import answer_of, covered
     from lab.task_figures import TASKS, Said
+
+    from hydra_ensembles.uncertainty.set_fit import choose_sets
 
     answer, labels = answer_of(Said(TASKS["wnut17"], words()))
     assert labels.tolist() == [[1, 2, -100], [0, 0, 3], [1, -100, -100]]

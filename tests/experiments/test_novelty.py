@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from lab import known, known_page, known_table
+from lab.detectors import gaussian, single_taps
+from lab.differences import Resamples, resampled_figures, told_above
+from lab.known_table import FAMILIES, ROWS, write_table
 from safetensors.torch import load_file, save_file
 
 from hydra_ensembles import HeadMask, fuse
 from hydra_ensembles.evaluation.metrics import ood_figures
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
-from lab import known, known_page, known_table
-from lab.detectors import gaussian, single_taps
-from lab.differences import Resamples, resampled_figures, told_above
-from lab.known_table import FAMILIES, ROWS, write_table
 
 pytest.importorskip("pytorch_ood")
 ROOT = Path(__file__).parents[2]

@@ -7,14 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-from hydra_ensembles import compare, evaluate
-from hydra_ensembles.data.splits import sample
-from hydra_ensembles.hosts.tiny_vit import TinyViTConfig
 from lab import methods, tasks
 from lab.answers import Store, evaluate_answers
 from lab.records import Records
 from run import run
+
+from hydra_ensembles import compare, evaluate
+from hydra_ensembles.data.splits import sample
+from hydra_ensembles.hosts.tiny_vit import TinyViTConfig
 
 
 class Tiny(tasks.Digits):

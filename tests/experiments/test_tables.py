@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-
-from hydra_ensembles.research.rivals import baselines
-from hydra_ensembles.uncertainty import scores
 from lab.methods import MASKS, methods
 from lab.page import COLUMNS, write_page
 from lab.recipes import RECIPES, Drawn
@@ -18,6 +15,9 @@ from lab.records import PAGES, Records
 from lab.sets import ImageSet
 from lab.tasks import TASKS, Cifar10
 from run import TABLES, read_table
+
+from hydra_ensembles.research.rivals import baselines
+from hydra_ensembles.uncertainty import scores
 
 NAMES = sorted(file.stem for file in TABLES.glob("*.yaml"))
 MADE = [name for name in NAMES if (PAGES / f"{name}.md").exists()]

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-
-from hydra_ensembles.data.digits_data import digits
-from hydra_ensembles.training import distill
-from hydra_ensembles.uncertainty import score_logits
 from lab.folds import FOLDS, pooled
 from lab.tasks import open_task
 from lab.trials import Trial, mutual_information, trying
 from run import read_table
+
+from hydra_ensembles.data.digits_data import digits
+from hydra_ensembles.training import distill
+from hydra_ensembles.uncertainty import score_logits
 from tests import zoo
 
 
