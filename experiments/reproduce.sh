@@ -67,6 +67,8 @@ part novelty-page - - \
   "$python experiments/novelty.py page && $python docs/make_tables.py"
 part near data "cache near" \
   "$python experiments/near.py features && $python experiments/near.py table && $python experiments/near.py page"
+part every-task data "cache every-task" \
+  "$python experiments/every_task.py answers && $python experiments/every_task.py table && $python experiments/every_task.py coverage && $python experiments/every_task.py spans && $python experiments/every_task.py page"
 part policy-coverage - - "$python experiments/policy_coverage.py"
 # every table of run.py; their answers are kept by task in the cache
 for file in experiments/tables/*.yaml; do

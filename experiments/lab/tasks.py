@@ -514,7 +514,10 @@ def open_task(name: str, data: Path | None = None, hosts: Path | None = None) ->
     if name in CIFAR8:
         torch.set_num_threads(1)
         return Cifar8(data, hosts, name)
-    if name not in TASKS:
-        raise DataError(f"Unknown task {name!r}; expected zeroshot, {', '.join(TASKS)}.")
+    from .other_tasks import OTHER_TASKS
+
+    every = TASKS | OTHER_TASKS
+    if name not in every:
+        raise DataError(f"Unknown task {name!r}; expected zeroshot, {', '.join(every)}.")
     torch.set_num_threads(1)
-    return TASKS[name](data, hosts)
+    return every[name](data, hosts)

@@ -16,6 +16,7 @@ from .prediction import (
     DECIDED,
     FIELDS,
     MEMBERS,
+    SET,
     SURE,
     ClassPrediction,
     Prediction,
@@ -46,6 +47,7 @@ class MultiLabelPrediction(Prediction):
         "mutual_information": "what the members disagree about, summed over labels, in nats",
         "disagreement": "share of member pairs and labels that are decided differently",
         **DECIDED,
+        "set": f"names of the labels that may be true, the most probable first, {SET}",
     }
 
     probabilities: Any
@@ -101,6 +103,7 @@ class RegressionPrediction(Prediction):
         "spread": "standard deviation of the members' numbers, in the same form",
         **SURE,
         **DECIDED,
+        "set": f"[low, high] around the number; a list of them for several, {SET}",
     }
 
     values: Any
@@ -187,6 +190,7 @@ class SpanPrediction(Prediction):
         **SURE,
         **MEMBERS,
         **DECIDED,
+        "set": f"spans that may be right: answer, start, end, confidence, {SET}",
     }
     HIDDEN: ClassVar[frozenset[str]] = Prediction.HIDDEN | {"start", "end"}
     LISTS: ClassVar[tuple[str, ...]] = ("texts",)
@@ -243,12 +247,13 @@ class TokenPrediction(ClassPrediction):
         **{
             name: f"of each token: {meaning}"
             for name, meaning in FIELDS.items()
-            if name not in DECIDED
+            if name not in (*DECIDED, "set")
         },
         "novelty": DECIDED["novelty"],
         "novelty_score": DECIDED["novelty_score"],
         "decision": f"of each token: {DECIDED['decision']}",
         "why": f"of each token: {DECIDED['why']}",
+        "set": f"of each token: {FIELDS['set']}",
     }
     LISTS: ClassVar[tuple[str, ...]] = ("texts",)
 

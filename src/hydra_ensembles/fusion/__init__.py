@@ -7,6 +7,7 @@ from .fused_block import FusedBlock as FusedBlock
 from .host_folder import load as load
 from .host_folder import save as save
 from .policy_data import fit_policy as fit_policy
+from .set_data import fit_sets as fit_sets
 from .streams import PerStream as PerStream
 from .verification import Verification as Verification
 from .verification import verify as verify

@@ -19,6 +19,7 @@ from ..hosts import HostModel
 from ..hosts.architecture import check_sizes, library_versions, rebuild_host
 from ..hosts.example_inputs import examples
 from ..hosts.mlp_site import remove_neurons_
+from ..prediction_sets import Sets
 from ..tasks import as_task
 from ..uncertainty import Policy
 from ..uncertainty.novelty import Novelty, from_tensors
@@ -86,6 +87,8 @@ def load(
         ensemble.id2label = {int(number): name for number, name in config.labels.items()}
     if config.policy is not None:
         ensemble.policy = Policy.from_dict(config.policy)
+    if config.sets is not None:
+        ensemble.sets = Sets.from_dict(config.sets)
     ensemble._preparation = Preparation(folder, config.files, config.image_transform)
     _check_novelty(ensemble, folder)
     _check_answers(ensemble, folder)
@@ -326,10 +329,11 @@ def _check_answers(ensemble: HydraEnsemble, folder: Path) -> None:
             f"{CONFIG} does not describe the model that was saved. {ADVICE}"
         ) from error
     ensemble._warned_precisions.clear()
-    # the config of a span reader names two classes that it does not have
-    names = None if ensemble.task.ragged else ensemble.id2label
+    names = ensemble.id2label
     classes = answer.member_outputs.shape[-1]
-    if "member_logits" in answer and names is not None and len(names) != classes:
+    if "member_logits" not in answer or ensemble.task.ragged:  # no class, number or label names
+        return
+    if names is not None and len(names) != classes:
         raise FormatError(
             f"labels in {folder / CONFIG} has {len(names)} class names, but the model has "
             f"{classes} classes. {ADVICE}"

@@ -22,7 +22,8 @@ from ..heads.head_mask import HeadMask
 from ..heads.stream_plan import Plan
 from ..hosts.attention import FORMS, UNUSED
 from ..hosts.probes import Pooling
-from ..tasks import Task, as_task
+from ..prediction_sets import Sets
+from ..tasks import MultiClass, Task, as_task
 from ..uncertainty import Policy, scores
 from .linear_readout import LinearReadout, Readouts
 
@@ -202,6 +203,7 @@ class Config(Structure, frozen=True, kw_only=True):
     novelty: dict[str, Any] | None
     config_sha256: Sha256
     task: dict[str, Any] | None = None
+    sets: dict[str, Any] | None = None
 
 
 def read_config(folder: Path) -> Config:
@@ -301,6 +303,14 @@ def _value_problem(config: Config) -> str | None:
         return f"there are {len(temperatures)} member_temperatures for {members} members"
     if (config.novelty is None) != (NOVELTY not in config.files):
         return f"novelty and the file {NOVELTY} belong together, but one is missing"
+    if config.sets is not None:
+        if problem := _part_problem("sets", Sets.from_dict, config.sets):
+            return problem
+        task = MultiClass() if config.task is None else as_task(config.task)
+        if config.sets["method"] not in task.sets:
+            return f"the sets are made by {config.sets['method']!r}, which {task.title} has not"
+        if any(novelty for *_, novelty in config.sets["scale"]) and config.novelty is None:
+            return "the sets read novelty, but there are no statistics of known data"
     if policy is None:
         return None
     if problem := _part_problem("policy", Policy.from_dict, policy):
@@ -327,7 +337,9 @@ def plain_task(task: Task) -> dict[str, Any]:
 
 
 def _part_problem(
-    name: str, read: Callable[[dict[str, Any]], Policy | ImageTransform], value: dict[str, Any]
+    name: str,
+    read: Callable[[dict[str, Any]], Policy | Sets | ImageTransform],
+    value: dict[str, Any],
 ) -> str | None:
     """Check a part by its own reader, which must not fill in defaults: they may change."""
     try:

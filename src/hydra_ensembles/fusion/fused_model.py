@@ -22,6 +22,7 @@ from ..hosts.block_calls import Form, HostView
 from ..hosts.probes import Readout
 from ..hosts.transformers_families import introduce_to_pipelines
 from ..prediction import Prediction
+from ..prediction_sets import Sets
 from ..registry import check_name
 from ..tasks import Task, task_of
 from ..uncertainty import Novelty, Policy, checked_temperature, scale_logits
@@ -89,6 +90,7 @@ class FusedModel(HostInterface):
         self.switches: dict[str, Any] = {}
         self.score = self.task.default_score
         self.policy: Policy | None = None
+        self.sets: Sets | None = None
         self.novelty: Novelty | None = None
         self.temperature = None
         self.member_temperatures = None
@@ -218,6 +220,7 @@ class FusedModel(HostInterface):
     def task(self, task: str | Task) -> None:
         before, self._task = self._task, task_of(self.host, task)
         if type(before) is not type(self._task):
+            self.sets = None
             self.score, self.policy = self._task.default_score, None
             self._temperature = self._member_temperatures = None
 
@@ -328,19 +331,21 @@ class FusedModel(HostInterface):
         """Predict a batch: the task's answers, uncertainty, and what the members gave.
 
         Novelty is in the answer once `fit_novelty_` has been called, decisions once `fit_policy`
-        has. Always in eval mode; the modules' flags stay, so any number of threads may call it.
+        has, sets once `fit_sets` has. Always in eval mode; the modules' flags stay, so any number
+        of threads may call it.
 
         Args:
             batch: What the host takes; or images (PIL), paths of images or texts, one or a list of
-                them, which the ensemble's `transform` or `tokenizer` prepares.
+                them, which the ensemble's `transform` or `tokenizer` prepares. Two texts are
+                `{"text": ..., "text_pair": ...}`, questions `{"question": ..., "context": ...}`.
 
         Example:
             >>> answer = ensemble.predict(["a joy to watch", "no plot at all"])
             >>> answer.labels, answer.novelty > 0.95
             (['positive', 'negative'], tensor([False, False]))
         """
-        given = isinstance(batch, (Tensor, Mapping))  # the host's inputs already, or a question
-        if not given or (isinstance(batch, Mapping) and "question" in batch):
+        given = isinstance(batch, (Tensor, Mapping))  # the host's inputs already, or named texts
+        if not given or (isinstance(batch, Mapping) and not {"question", "text"}.isdisjoint(batch)):
             batch = prepare(self, batch)
         unchecked: list[Unchecked] = []
         device = next(self.parameters()).device
@@ -372,6 +377,7 @@ class FusedModel(HostInterface):
             )
             answer = replace(answer, novelty=novelty, novelty_score=score)
         answer = answer if self.policy is None else self.policy.apply(answer)
+        answer = answer if self.sets is None else replace(answer, sets=self.sets)
         check_finite(unchecked)  # last: what runs on a device is not waited for before
         return answer
 

@@ -60,6 +60,9 @@ def summarize(ensemble: HydraEnsemble) -> str:
     if ensemble.policy is not None:
         first, *rest = str(ensemble.policy).splitlines()
         lines += [f"  policy   {first}", *(f"         {line}" for line in rest)]
+    if ensemble.sets is not None:
+        first, *rest = str(ensemble.sets).splitlines()
+        lines += [f"  sets     {first}", *(f"         {line}" for line in rest)]
     if not isinstance(ensemble.task, MultiClass) or ensemble.task.by_token:
         lines.insert(1, f"  task     {ensemble.task.title}")
     if ensemble.mode != "fused":

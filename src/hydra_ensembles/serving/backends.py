@@ -8,15 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DataError, UnsupportedModelError
-from ..prediction import Prediction
+from ..errors import DataError
+from ..prediction import ClassPrediction, Prediction
+from ..prediction_sets import Sets
 from ..runtime import ExportedEnsemble
+from ..runtime.exported_ensemble import PREDICTIONS
 
 if TYPE_CHECKING:
     from ..uncertainty import Drift
 
-Row = str | Mapping[str, np.ndarray]
-"""One input: a text, or named arrays without a batch axis."""
+Row = str | Mapping[str, str] | Mapping[str, np.ndarray]
+"""One input: a text, named texts (a pair, or a question), or named arrays without a batch axis."""
+
+ASKS = {"text": ("text", "text_pair"), "question": ("question", "context")}
+"""Names of the texts of an input, by what a model is asked; a text may stand for itself."""
+
+
+def texts_of(row: Row) -> list[str]:
+    """Return the texts of an input; none when it is arrays."""
+    if isinstance(row, str):
+        return [row]
+    return [value for value in row.values() if isinstance(value, str)]
+
 
 ALARM = 0.05
 """False-alarm rate of a model without a policy."""
@@ -49,8 +62,10 @@ class Backend:
     Attributes:
         platform: What runs it, as `/v2/models/<m>` says.
         reads: `image` or `text`.
+        asks: What a model of texts is asked: `text` (one answer each), `tokens` or `question`.
+        kind: Class of the answers.
         tensors: The inputs that it takes already prepared.
-        classes: Number of classes.
+        classes: Number of classes, labels or numbers, or the width of the vectors.
         members: Number of members.
         class_names: By class number, or None.
         score: Name of the uncertainty.
@@ -58,10 +73,13 @@ class Backend:
         has_policy: Whether predictions have decisions.
         alarm: Novelty above 1 - alarm is an alarm.
         rule: When it abstains, in words.
+        sets: What makes the sets with a guarantee; None without.
     """
 
     platform: str
     reads: str
+    asks: str
+    kind: type[Prediction]
     tensors: tuple[TensorSpec, ...]
     classes: int
     members: int
@@ -71,6 +89,7 @@ class Backend:
     has_policy: bool
     alarm: float
     rule: str
+    sets: Sets | None = None
 
     def prepare(self, image: Any) -> Row:
         """Turn a PIL image into a row."""
@@ -106,18 +125,15 @@ class ExportedBackend(Backend):
         self, exported: ExportedEnsemble, *, class_names: Sequence[str] | None = None
     ) -> None:
         data = exported.contract.data
-        if exported.task not in ("image-classification", "text-classification"):
-            raise UnsupportedModelError(
-                f"The exported ensemble does {exported.task}; the service answers images and "
-                "texts, once each."
-            )
         if data["preprocessing"] is None:
             raise DataError(
                 "This folder was exported without preprocessing, so the service could read "
                 "neither images nor texts. Export it again with a transform or a tokenizer."
             )
         self.exported = exported
-        self.reads = exported.task.partition("-")[0]
+        self.reads = str(data["preprocessing"]["kind"])
+        self.asks = str(data["preprocessing"].get("reads", "text"))
+        self.kind = PREDICTIONS.get(exported.task, ClassPrediction)
         self.tensors = tuple(
             TensorSpec(
                 port["name"],
@@ -134,6 +150,7 @@ class ExportedBackend(Backend):
         self.has_policy = exported.has_policy
         self.alarm = float(policy["alarm"] or ALARM)
         self.rule = str(policy["words"])
+        self.sets = exported.sets
 
     def prepare(self, image: Any) -> Row:
         """Turn a PIL image into a row, by the exported preprocessing."""
@@ -141,9 +158,14 @@ class ExportedBackend(Backend):
 
     def predict(self, rows: Sequence[Row]) -> Prediction:
         """Predict rows of one kind."""
-        if isinstance(rows[0], str):
+        if texts_of(rows[0]):
             arrays = self.exported.prepare(list(rows))
         else:
-            tensors = [row for row in rows if not isinstance(row, str)]
-            arrays = {name: np.stack([row[name] for row in tensors]) for name in tensors[0]}
+            arrays = stacked(rows)
         return replace(self.exported.answer(arrays), class_names=self.class_names)
+
+
+def stacked(rows: Sequence[Row]) -> dict[str, np.ndarray]:
+    """Return the arrays of rows, stacked by name."""
+    arrays: list[Mapping[str, Any]] = [row for row in rows if not isinstance(row, str)]
+    return {name: np.stack([row[name] for row in arrays]) for name in arrays[0]}

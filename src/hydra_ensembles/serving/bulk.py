@@ -214,7 +214,7 @@ class PartWorker:
         columns = {**dict(zip(table.column_names, table.columns, strict=True)), "row": numbers}
         # the type of a column must not depend on the rows of a part
         types = dict.fromkeys(("label", "decision", "why", "error"), pyarrow.string())
-        types |= {"class": pyarrow.int64()}
+        types |= {"class": pyarrow.int64(), "set": pyarrow.list_(pyarrow.string())}
         types |= {"probabilities": pyarrow.list_(pyarrow.float32())}
         for name, values in answers.items():
             kind = types.get(name.removeprefix(self.answer.prefix), pyarrow.float32())

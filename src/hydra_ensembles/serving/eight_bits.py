@@ -20,10 +20,11 @@ from torch import Tensor
 
 from ..data.batches import split_batch
 from ..errors import DataError
-from ..fusion import HydraEnsemble, fit_policy
+from ..fusion import HydraEnsemble, fit_policy, fit_sets
 from ..fusion.inputs import is_raw, prepare
 from ..fusion.known_data import novelty_fit, proxies_of
 from ..prediction import Prediction
+from ..prediction_sets import Sets
 from ..uncertainty import NoveltyFit, Policy
 from ..uncertainty.policy import GIVEN
 from ..uncertainty.scores import per_text
@@ -102,6 +103,19 @@ class EightBits:
             for batch in data:
                 logits, summaries, _ = self.features(batch)
                 fit.add_ood_(name, summaries, logits)
+
+    def fit_sets_(self, sets: Sets, held_out: Any) -> Sets:
+        """Refit sets to held-out data; groups have no names here, so all share one threshold."""
+        return fit_sets(
+            self,
+            held_out,
+            coverage=sets.coverage,
+            method=sets.method,
+            groups="class" if sets.by == "class" else None,
+            randomised=sets.randomised,
+            seed=sets.seed,
+            progress=False,
+        )
 
     def features(self, batch: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the member logits, the token summaries and a student's logits of a batch."""

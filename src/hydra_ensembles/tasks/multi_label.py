@@ -85,6 +85,7 @@ class MultiLabel(Task):
     scores: ClassVar[Registry[Score]] = label_scores
     default_score: ClassVar[str] = "msp"
     has_temperatures: ClassVar[bool] = True
+    sets: ClassVar[tuple[str, ...]] = ("lac",)
 
     thresholds: tuple[float, ...] = ()
 

@@ -46,6 +46,7 @@ class Regression(Task):
     prediction: ClassVar[type[Prediction]] = RegressionPrediction
     scores: ClassVar[Registry[Score]] = number_scores
     default_score: ClassVar[str] = "spread"
+    sets: ClassVar[tuple[str, ...]] = ("normalised", "plain")
 
     tolerance: float | None = None
 

@@ -28,6 +28,7 @@ from .scores import predict_from_logits as predict_from_logits
 from .scores import scale_logits as scale_logits
 from .scores import score_logits as score_logits
 from .scores import scores as scores
+from .set_fit import choose_sets as choose_sets
 from .temperatures import CalibrationWarning as CalibrationWarning
 from .temperatures import TemperatureFit as TemperatureFit
 from .temperatures import find_temperature as find_temperature
