@@ -331,9 +331,10 @@ def _check_answers(ensemble: HydraEnsemble, folder: Path) -> None:
     ensemble._warned_precisions.clear()
     names = ensemble.id2label
     classes = answer.member_outputs.shape[-1]
-    if "member_logits" not in answer or ensemble.task.ragged:  # no class, number or label names
-        return
-    if names is not None and len(names) != classes:
+    named = "label" in answer.FIELDS and "MultipleChoice" not in type(ensemble.host).__name__
+    # ragged outputs have no axis of names
+    named = named and "member_logits" in answer and not ensemble.task.ragged
+    if named and names is not None and len(names) != classes:
         raise FormatError(
             f"labels in {folder / CONFIG} has {len(names)} class names, but the model has "
             f"{classes} classes. {ADVICE}"
