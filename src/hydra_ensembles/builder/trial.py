@@ -32,6 +32,7 @@ from ..data.model_runs import ModelRun, collect_logits
 from ..data.progress import progress_bar
 from ..data.splits import split
 from ..errors import DataError
+from ..evaluation.cross_fit import cross_fit
 from ..evaluation.evaluator import results_of
 from ..evaluation.figures import columns_of
 from ..evaluation.results import Results
@@ -44,7 +45,7 @@ from ..uncertainty.novelty import Novelty
 from ..uncertainty.novelty_fit import COLUMNS
 from ..uncertainty.policy_fit import check_reachable
 from .build_run import build
-from .calibration import apply_calibration_, cross_fit, run_ensemble
+from .calibration import apply_calibration_, run_ensemble
 from .data_parts import SHARES, in_memory
 
 LEARN = 2 / 3
@@ -165,13 +166,25 @@ def try_model(
     scaled = logits
     if labels is not None:
         fitted, scaled = cross_fit(
-            logits, labels, host_logits, held_out=held_out, fitted=learn, seed=seed
+            logits,
+            labels,
+            host_logits,
+            held_out=held_out,
+            fitted=learn,
+            calibrators=ensemble.task.calibrators,
+            seed=seed,
         )
         ensemble.record["calibration"] = {"score": "msp", **fitted}
         apply_calibration_(ensemble, ensemble.record["calibration"])
         calibration = fitted["figures"]
         warm = cross_fit(
-            host_logits, labels, host_logits, held_out=held_out, fitted=learn, seed=seed
+            host_logits,
+            labels,
+            host_logits,
+            held_out=held_out,
+            fitted=learn,
+            calibrators=ensemble.task.calibrators,
+            seed=seed,
         )[1]
         judged = {HOST: host_logits, WARM: warm, ENSEMBLE: scaled}
         results = tuple(
@@ -301,6 +314,7 @@ def _policy(
         logits[decide],
         temperature=ensemble.temperature,
         member_temperatures=ensemble.member_temperatures,
+        calibrator=ensemble.calibrator,
     )
     score = ensemble.novelty(summaries[decide], logits[decide])[1]
     errors = None if labels is None else answer.class_index != labels[decide]

@@ -37,6 +37,7 @@ class ModelRun(NamedTuple):
         novelty, novelty_score: As in `Prediction`, `[batch]`; None when novelty is not fitted.
         code: As in `Prediction`, `[batch]`; None without a policy.
         student_logits: As in `Prediction`, `[batch, class]`; None without a student.
+        sigma: As in `RegressionPrediction`; None where it is not fitted.
     """
 
     logits: Tensor
@@ -45,6 +46,7 @@ class ModelRun(NamedTuple):
     novelty_score: Tensor | None = None
     code: Tensor | None = None
     student_logits: Tensor | None = None
+    sigma: Tensor | None = None
 
     @property
     def answering_logits(self) -> Tensor:
@@ -221,7 +223,8 @@ def run_model(
         if not isinstance(output, Prediction):
             return ModelRun(logits, labels)
         # novelty and decisions are of texts; where the examples are tokens, they do not apply
-        columns = (output.novelty, output.novelty_score, output.code, output.student_outputs)
+        sigma = getattr(output, "sigma", None)
+        columns = (output.novelty, output.novelty_score, output.code, output.student_outputs, sigma)
         fitting = (None if c is None or len(c) != len(logits) else c.cpu() for c in columns)
         return ModelRun(logits, labels, *fitting)
 

@@ -291,6 +291,7 @@ class _OtherTask:
             self.own = NumberFigures(
                 columns["values"],
                 columns["targets"],
+                sigma=columns.get("sigma"),
                 members=columns["member_values"],
                 uncertainty=scores,
             )

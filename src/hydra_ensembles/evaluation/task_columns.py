@@ -36,7 +36,8 @@ def task_columns(run: ModelRun, task: Task, scores: Sequence[str]) -> dict[str, 
     errors = task.errors(answer, labels)
     if errors is not None:
         columns["correct"] = ~errors
-    return columns | _matrices(answer, labels)
+    sigma = {} if run.sigma is None else {"sigma": run.sigma.double()}
+    return columns | _matrices(answer, labels) | sigma
 
 
 def _matrices(answer: Prediction, labels: Tensor) -> dict[str, Tensor]:

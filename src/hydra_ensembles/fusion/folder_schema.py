@@ -23,7 +23,7 @@ from ..heads.stream_plan import Plan
 from ..hosts.attention import FORMS, UNUSED
 from ..hosts.probes import Pooling
 from ..tasks import Task, as_task
-from ..uncertainty import Policy, scores
+from ..uncertainty import Policy, as_calibrator, scores
 from .linear_readout import LinearReadout, Readouts
 
 FORMAT = "hydra-ensembles"
@@ -202,6 +202,7 @@ class Config(Structure, frozen=True, kw_only=True):
     novelty: dict[str, Any] | None
     config_sha256: Sha256
     task: dict[str, Any] | None = None
+    calibrator: dict[str, Any] | None = None
 
 
 def read_config(folder: Path) -> Config:
@@ -281,7 +282,7 @@ def _convert(content: Any, kind: type[T], where: str, field: str = "") -> T:
 
 def _value_problem(config: Config) -> str | None:
     """Check what single fields say, and those that belong together."""
-    if problem := _task_problem(config.task):
+    if problem := _task_problem(config.task) or _calibrator_problem(config.calibrator):
         return problem
     (scores if config.task is None else as_task(config.task).scores)[config.score]
     labels, policy, transform = config.labels, config.policy, config.image_transform
@@ -319,6 +320,16 @@ def _task_problem(described: dict[str, Any] | None) -> str | None:
     except (HydraError, TypeError, ValueError, KeyError) as error:
         return f"task is {described!r:.60}: {error}".rstrip(".")
     return None if whole else f"task is {described!r:.60}, expected all of its options"
+
+
+def _calibrator_problem(described: dict[str, Any] | None) -> str | None:
+    """Check a calibrator by its own reader."""
+    try:
+        found = as_calibrator(described)
+    except (HydraError, TypeError, ValueError, KeyError, AttributeError) as error:
+        return f"calibrator is {described!r:.60}: {error}".rstrip(".")
+    whole = found is None or found.to_dict() == described
+    return None if whole else f"calibrator is {described!r:.60}, expected its own fields"
 
 
 def plain_task(task: Task) -> dict[str, Any]:

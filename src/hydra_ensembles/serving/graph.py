@@ -85,7 +85,7 @@ class FeaturesGraph(nn.Module):
 def prediction_of(
     ensemble: HydraEnsemble, logits: Tensor, student_logits: Tensor | None
 ) -> Prediction:
-    """Turn raw logits into a prediction by the ensemble's score and temperatures."""
+    """Turn raw logits into a prediction by the ensemble's score and calibration."""
     return ensemble.task.answer(
         logits,
         student_logits=student_logits,
@@ -93,6 +93,7 @@ def prediction_of(
         temperature=ensemble.temperature,
         member_temperatures=ensemble.member_temperatures,
         logit_scale=getattr(ensemble.host, "logit_scale", None),
+        **ensemble.calibrated_by(),
     )
 
 
