@@ -198,10 +198,13 @@ def fit_answer(
     if kind == "none" or not task.calibrators:
         return Calibration(), record | {"note": f"{task.title}: not calibrated"}
     if isinstance(task, Regression):
-        return _fit_numbers(outputs, labels, kind, student=student, held_out=held_out, seed=seed)
-    found = find_temperature(outputs, labels)
-    record |= asdict(found)
-    base = Calibration(None, found.temperature)
+        found, record, _ = cross_fit_numbers(
+            outputs, labels, kind=kind, student=student, held_out=held_out, seed=seed
+        )
+        return found, record
+    fit = find_temperature(outputs, labels)
+    record |= asdict(fit)
+    base = Calibration(None, fit.temperature)
     if kind == "temperature":
         return base, record
     if kind != "auto":
@@ -223,34 +226,47 @@ def fit_answer(
     return base._replace(calibrator=fits[best](outputs, labels).calibrator), record
 
 
-def _fit_numbers(
+def cross_fit_numbers(
     members: Tensor,
     targets: Tensor,
-    kind: str,
     *,
-    student: Tensor | None,
-    held_out: Tensor | slice,
-    seed: int,
-) -> tuple[Calibration, dict[str, Any]]:
-    """Fit the variance of numbers: one for all inputs, or one that follows the members' spread."""
-    record: dict[str, Any] = {"examples": len(targets)}
-    if len(targets) < FEW:
-        few = f"{len(targets)} examples are too few to fit a variance (at least {FEW})."
-        return Calibration(), record | {"way": "none", "why": few}
+    kind: str = "auto",
+    student: Tensor | None = None,
+    held_out: Tensor | slice = EVERY,
+    fitted: Tensor | None = None,
+    seed: int = 0,
+) -> tuple[Calibration, dict[str, Any], Tensor | None]:
+    """Fit the variance of numbers: one for all inputs, or one that follows the members' spread.
+
+    Args:
+        members: The members' numbers, `[example, member, number]`.
+        targets: True numbers, `[example, number]`.
+        kind, student, held_out, seed: See `fit_answer`.
+        fitted: Which examples may be fitted on, `[example]`; all by default.
+
+    Returns:
+        The calibration, what a record says about it, and the standard deviations out of fold,
+        `[example, number]`; None where there are too few examples.
+    """
+    rows = torch.ones(len(targets), dtype=torch.bool) if fitted is None else fitted
+    record: dict[str, Any] = {"examples": len(targets[held_out]), "fitted_on": int(rows.sum())}
+    if int(rows.sum()) < FEW:
+        few = f"{int(rows.sum())} examples are too few to fit a variance (at least {FEW})."
+        return Calibration(), record | {"way": "none", "why": few}, None
     values = members.mean(1) if student is None else student
-    rows = torch.ones(len(targets), dtype=torch.bool)
     folds = folds_of(targets, rows, seed)
-    losses = {}
+    sigmas = {}
     for name, spread in {"residual": False, "variance": True}.items():
         sigma = torch.empty(values.shape, dtype=torch.float64)
-        for fold in folds:
+        for judged in (*folds, (~rows).nonzero().flatten()):
             others = rows.clone()
-            others[fold] = False
+            others[judged] = False
             fit = fit_variance(
                 members[others], targets[others], values=values[others], spread=spread
             )
-            sigma[fold] = fit(members[fold].double())
-        losses[name] = gaussian_nll(values, sigma, targets)[held_out]
+            sigma[judged] = fit(members[judged].double())
+        sigmas[name] = sigma
+    losses = {n: gaussian_nll(values, sigma, targets)[held_out] for n, sigma in sigmas.items()}
     best, why = choose(losses, VARIANCES, allowed=["variance"])
     best = "variance" if kind == "variance" else best
     record |= {
@@ -259,8 +275,10 @@ def _fit_numbers(
         "nll_by_way": {name: float(loss.mean()) for name, loss in losses.items()},
         "why": why,
     }
-    variance = fit_variance(members, targets, values=values, spread=best == "variance")
-    return Calibration(None, None, variance), record
+    variance = fit_variance(
+        members[rows], targets[rows], values=values[rows], spread=best == "variance"
+    )
+    return Calibration(calibrator=variance), record, sigmas[best]
 
 
 def choose(
