@@ -373,7 +373,12 @@ def _policy(
     score = ensemble.novelty(summaries[decide], measured.rows_at(task, decide))[1]
     errors = None if labels is None else task.errors(answer, labels[decide])
     asked = None if errors is None else risk
-    settings: dict[str, Any] = {"novelty_score": score, "alarm": alarm, "method": method}
+    settings: dict[str, Any] = {
+        "novelty_score": score,
+        "alarm": alarm,
+        "method": method,
+        "score": task.default_score,
+    }
     policy = choose_policy(answer.uncertainty, errors, risk=asked, **settings)
     try:
         check_reachable(policy, answer.uncertainty, errors, score)
