@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from hydra_ensembles.uncertainty.calibrator_fit import fit_scale_shift, fit_variance
 from torch import Tensor
 
 from hydra_ensembles.evaluation.metrics import (
@@ -31,6 +30,7 @@ from hydra_ensembles.evaluation.task_metrics import (
 )
 from hydra_ensembles.tasks import MultiLabel, Regression, Task, Tokens
 from hydra_ensembles.uncertainty import fit_temperature
+from hydra_ensembles.uncertainty.calibrator_fit import fit_scale_shift, fit_variance
 
 from .answers import Tensors
 from .other_tasks import TAGS

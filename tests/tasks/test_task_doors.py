@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 import hydra_ensembles as hydra
 from hydra_ensembles import HydraEnsemble, runtime
 from hydra_ensembles.cli.main import main
-from hydra_ensembles.data import load_data
+from hydra_ensembles.data import as_data, load_data
 from hydra_ensembles.data.batches import labels_of
 from hydra_ensembles.errors import DataError, UnsupportedModelError
 from hydra_ensembles.serving import openapi

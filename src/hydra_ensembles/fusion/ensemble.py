@@ -50,6 +50,7 @@ class HydraEnsemble(FusedModel):
         temperature: Divides the logits behind `probabilities`: the student's if there is one,
             otherwise all members' (None: not calibrated).
         member_temperatures: Divide each member's logits (None: not calibrated).
+        calibrator: Follows the temperatures: see `fit_calibrator`; None for nothing.
         student: One linear output that answers for the ensemble; None without.
         member_readout: Linear outputs, one per member; None where members are hosts.
         score: The uncertainty that `predict` reports.

@@ -21,7 +21,7 @@ from ..hosts.example_inputs import examples
 from ..hosts.mlp_site import remove_neurons_
 from ..prediction_sets import Sets
 from ..tasks import as_task
-from ..uncertainty import Policy
+from ..uncertainty import Policy, as_calibrator
 from ..uncertainty.novelty import Novelty, from_tensors
 from .assembly import Assembly
 from .call_options import tap_names
@@ -79,6 +79,7 @@ def load(
     )
     ensemble.temperature = config.temperature
     ensemble.member_temperatures = config.member_temperatures
+    ensemble.calibrator = as_calibrator(config.calibrator)
     if config.score in ensemble.task.scores:  # older folders of encoders name a score of classes
         ensemble.score = config.score
     ensemble.record = config.record

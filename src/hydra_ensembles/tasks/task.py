@@ -68,6 +68,8 @@ class Task(ABC):
         default_score: The score that is reported unless another one is chosen.
         classifies: Whether labels are numbers of classes, and outputs their logits.
         has_temperatures: Whether outputs are logits that temperatures divide.
+        calibrators: What else can calibrate outputs, by name, in words; `answer` takes `calibrator`
+            where there is any.
         by_token: Whether every token is an example of its own.
         ragged: Whether the last axis of outputs depends on the length of texts.
         reads_inputs: Whether `answer` takes the inputs of the batch.
@@ -83,6 +85,7 @@ class Task(ABC):
     default_score: ClassVar[str]
     classifies: ClassVar[bool] = False
     has_temperatures: ClassVar[bool] = False
+    calibrators: ClassVar[Mapping[str, str]] = {}
     by_token: ClassVar[bool] = False
     ragged: ClassVar[bool] = False
     reads_inputs: ClassVar[bool] = False

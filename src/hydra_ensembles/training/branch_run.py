@@ -182,7 +182,7 @@ class BranchRun(Run):
             teacher, keys = self.teacher.to(self.accelerator.device), keys_of(batch)
             if any(key not in self._targets for key in keys):
                 with torch.no_grad():
-                    said = teacher.ensemble._scaled(teacher.member_logits(batch).float())
+                    said = teacher.ensemble.calibrated(teacher.member_logits(batch).float())
                 self._targets.update(zip(keys, said.softmax(-1).mean(1).cpu(), strict=True))
             soft = torch.stack([self._targets[key] for key in keys]).to(logits.device)
             soft_losses = -(soft[:, None] * logits.log_softmax(-1)).sum(-1)
