@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,8 @@ class ModelRun(NamedTuple):
         novelty, novelty_score: As in `Prediction`, `[batch]`; None when novelty is not fitted.
         code: As in `Prediction`, `[batch]`; None without a policy.
         student_logits: As in `Prediction`, `[batch, class]`; None without a student.
+        sigma: As in `RegressionPrediction`; None where it is not fitted.
+        text: Where examples are tokens: the text of each in the batch, `[token]`.
     """
 
     logits: Tensor
@@ -45,6 +48,8 @@ class ModelRun(NamedTuple):
     novelty_score: Tensor | None = None
     code: Tensor | None = None
     student_logits: Tensor | None = None
+    sigma: Tensor | None = None
+    text: Tensor | None = None
 
     @property
     def answering_logits(self) -> Tensor:
@@ -217,13 +222,19 @@ def run_model(
         output = _answer(model, part, device)
         logits = member_outputs_of(output, task).detach().cpu()
         labels = None if ignore_labels else labels
+        text = None
+        if task.by_token and labels is not None:
+            place = torch.arange(len(logits)).reshape(-1, 1, 1, 1)
+            place = place.expand(-1, 1, logits.shape[-2], -1)
+            text = task.examples(place, labels, kwargs)[0].flatten()
         logits, labels = task.examples(logits, labels, kwargs)
         if not isinstance(output, Prediction):
-            return ModelRun(logits, labels)
+            return ModelRun(logits, labels, text=text)
         # novelty and decisions are of texts; where the examples are tokens, they do not apply
-        columns = (output.novelty, output.novelty_score, output.code, output.student_outputs)
+        sigma = getattr(output, "sigma", None)
+        columns = (output.novelty, output.novelty_score, output.code, output.student_outputs, sigma)
         fitting = (None if c is None or len(c) != len(logits) else c.cpu() for c in columns)
-        return ModelRun(logits, labels, *fitting)
+        return ModelRun(logits, labels, *fitting)._replace(text=text)
 
     def work(index: int, batch: Any) -> dict[str, Tensor]:
         where = f"batch {index} of the data set {name!r}"
@@ -241,6 +252,10 @@ def run_model(
                 f"The model failed on {where} ({describe(batch)}): {error}. Every data set must be "
                 "prepared as the model expects it."
             ) from error
+        for before, after in pairwise(range(len(parts))):  # texts of halves have other numbers
+            last, here = parts[before].text, parts[after].text
+            if last is not None and here is not None and len(last):
+                parts[after] = parts[after]._replace(text=here + last[-1] + 1)
         columns = dict(zip(ModelRun._fields, zip(*parts, strict=True), strict=True))
         missing = [key for key, values in columns.items() if any(v is None for v in values)]
         return {key: torch.cat(columns[key]) for key in columns if key not in missing}

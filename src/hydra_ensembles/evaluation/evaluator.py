@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.class_names import check_class_order
+from ..data.class_names import check_class_order, first_spellings, model_names
 from ..data.model_runs import collect_logits, run_model
 from ..errors import DataError
 from ..tasks import task_of
@@ -84,6 +84,7 @@ def evaluate(
     check_class_order(model, data, seed=seed)
     sets = {"id": data, **_named(ood, OOD), **_named(shifts, SHIFT)}
     degrees = _temperature(model, temperature, device=device, progress=progress)
+    tags = first_spellings(model_names(model) or []) if task.by_token else []
 
     examples: Examples = {}
     shape: tuple[int, int] | None = None
@@ -109,7 +110,7 @@ def evaluate(
             if NOVELTY not in names and run.novelty_score is not None:
                 names = [*names, NOVELTY]
             columns = columns_of(
-                run, scores=names, logit_scale=scale, temperature=divided_by, task=task
+                run, scores=names, logit_scale=scale, temperature=divided_by, task=task, names=tags
             )
             parts.append(columns)
             if degrees is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from .._records import SEAL, check_version, inside, read_sealed, sha256_of_file
 from ..errors import FormatError
+from ..prediction_sets import Sets
 
 FORMAT = "hydra-ensembles-export"
 FORMAT_VERSION = (2, 1)
@@ -100,6 +101,11 @@ class Contract:
         """Return when a program abstains: one with 8-bit weights has its own thresholds."""
         return dict(self.data["policies"][program])
 
+    def sets(self, program: str) -> Sets | None:
+        """Return what makes a program's sets; None without, and in older contracts."""
+        record = (self.data.get("sets") or {}).get(program)
+        return None if record is None else Sets.from_dict(record)
+
     def file(self, name: str) -> Path:
         """Return the path of a file after checking its size and SHA-256."""
         expected = self.data["files"].get(name)
@@ -170,6 +176,11 @@ def problem_of(data: Mapping[str, Any]) -> str | None:
         return "programs and policies must name the same programs, at least one"
     if unknown := set(data["programs"].values()) - set(data["files"]):
         return f"the program {sorted(unknown)[0]!r:.60} is not among its files"
+    try:
+        for record in (data.get("sets") or {}).values():
+            Sets.from_dict(record)
+    except (FormatError, AttributeError, TypeError) as error:
+        return f"its sets are not readable: {error}".rstrip(".")
     if data["class_names"] is not None and len(data["class_names"]) != data["classes"]:
         return f"{len(data['class_names'])} class names for {data['classes']} classes"
     preparation = data["preprocessing"]

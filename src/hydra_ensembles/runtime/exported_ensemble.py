@@ -60,6 +60,7 @@ class ExportedEnsemble:
     Attributes:
         contract: What goes in and what comes out.
         program: Which program runs: `onnx` or `int8`.
+        sets: What makes the sets with a guarantee; None without.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class ExportedEnsemble:
                 f"{sorted(made)}, which its contract does not say. Export the ensemble again."
             )
         self._prepare = _preparation(contract)
+        self.sets = contract.sets(self.program)
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -137,6 +139,7 @@ class ExportedEnsemble:
             score=self.contract.data["score"],
             code=code if self.has_policy else None,
             class_names=self.class_names,
+            sets=self.sets,
         )
 
     def prepare(self, items: Sequence[Any]) -> dict[str, np.ndarray]:

@@ -47,6 +47,7 @@ FIELD_TYPES: dict[str, Json] = {
     "novelty_score": or_null(NUMBER),
     "decision": {"enum": [*dict.fromkeys(DECISIONS), None]},
     "why": {"enum": list(WHY)},
+    "set": or_null({"type": "array"}),
 }
 """The JSON types of fields, where the task has no other."""
 
@@ -79,6 +80,8 @@ _BY_TEXT = ("entities", "novelty", "novelty_score")
 
 def json_type(kind: type[Prediction], name: str) -> Json:
     """Return the JSON type of a field of an answer; any type for a field that is not known."""
+    if name == "set":  # names, numbers or spans; null for a text as a whole too
+        return FIELD_TYPES[name]
     found = _OF_TASKS.get(kind, {}).get(name, FIELD_TYPES.get(name, {}))
     if kind is TokenPrediction and name not in _BY_TEXT:
         return {"anyOf": [list_of(found), {"type": "null"}]} if name in DECIDED else list_of(found)

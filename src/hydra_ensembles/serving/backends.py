@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..prediction import ClassPrediction, Prediction
+from ..prediction_sets import Sets
 from ..runtime import ExportedEnsemble
 from ..runtime.exported_ensemble import PREDICTIONS
 
@@ -72,6 +73,7 @@ class Backend:
         has_policy: Whether predictions have decisions.
         alarm: Novelty above 1 - alarm is an alarm.
         rule: When it abstains, in words.
+        sets: What makes the sets with a guarantee; None without.
     """
 
     platform: str
@@ -87,6 +89,7 @@ class Backend:
     has_policy: bool
     alarm: float
     rule: str
+    sets: Sets | None = None
 
     def prepare(self, image: Any) -> Row:
         """Turn a PIL image into a row."""
@@ -147,6 +150,7 @@ class ExportedBackend(Backend):
         self.has_policy = exported.has_policy
         self.alarm = float(policy["alarm"] or ALARM)
         self.rule = str(policy["words"])
+        self.sets = exported.sets
 
     def prepare(self, image: Any) -> Row:
         """Turn a PIL image into a row, by the exported preprocessing."""

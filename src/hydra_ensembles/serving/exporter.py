@@ -99,8 +99,9 @@ def export(
         int8: Also write `model.int8.onnx`, with 8-bit weights in the linear layers.
         known: With `int8`: in-distribution data, as `fit_novelty_` takes it, to refit novelty for
             the 8-bit program. Needed when the ensemble has novelty.
-        held_out: With `int8`: labelled data, as `fit_policy` takes it, to refit the policy for the
-            8-bit program. Needed when the ensemble has a fitted policy.
+        held_out: With `int8`: labelled data, as `fit_policy` takes it, to refit the policy and the
+            sets for the 8-bit program. Needed when the ensemble has a fitted policy; without it,
+            and for tasks other than one class per input, the 8-bit program has no sets.
         alarm: For an ensemble without a policy: abstain when an input is more novel than all but
             this share of the known data. None answers everything.
         tolerance: Largest difference to `ensemble.predict` in float32, relative to values above 1.
@@ -127,8 +128,11 @@ def export(
             "fit_novelty_() takes it (hydra-ensembles export --known DATA), to refit novelty; or "
             "set ensemble.novelty = None and ensemble.policy = None to export without it."
         )
-    if held_out is not None and ensemble.policy is None:
-        raise ValueError("held_out= fits a policy, but this ensemble has none: fit_policy() first.")
+    if held_out is not None and ensemble.policy is None and ensemble.sets is None:
+        raise ValueError(
+            "held_out= fits a policy and sets, but this ensemble has neither: fit_policy() or "
+            "fit_sets() first."
+        )
     if int8 and held_out is None and ensemble.policy and ensemble.policy.method != GIVEN:
         raise DataError(
             "The guarantee of the ensemble's policy does not hold for 8-bit weights. Give "
@@ -140,6 +144,7 @@ def export(
     ensemble = in_float32(ensemble)
     inputs = example_of(ensemble, example)
     policies = {"onnx": exported_policy(ensemble.policy, ensemble, alarm)}
+    sets = {} if ensemble.sets is None else {"onnx": ensemble.sets.to_dict()}
     ready = frozen(ensemble, inputs.batch(inputs.rows(3)))
     target = Path(folder)
     with holding(target), writing(target):
@@ -156,8 +161,12 @@ def export(
                 if known is not None or held_out is not None:
                     policy = small.fit_(known, policy, held_out)
                 policies["int8"] = exported_policy(policy, ready, alarm)
+                by_input = ensemble.task.classifies and not ensemble.task.by_token
+                if held_out is not None and ensemble.sets is not None and by_input:
+                    sets["int8"] = small.fit_sets_(ensemble.sets, held_out).to_dict()
                 small.write(AnsweringGraph(ready, inputs.names, policies["int8"][0]))
             contract = _contract(ensemble, inputs, graph.output_names, policies, staging)
+            contract["sets"] = sets or None
             _write_contract(contract, staging)
             differences = compare(ensemble, inputs, policies["onnx"][0], staging, tolerance)
             contract["agreement"] = {

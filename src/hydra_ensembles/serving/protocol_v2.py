@@ -45,6 +45,8 @@ class ProtocolV2:
             absent |= {"novelty", "novelty_score"}
         if not backend.has_policy:
             absent |= {"decision", "why"}
+        if backend.sets is None:
+            absent |= {"set"}
         specs = [
             TensorSpec(name, *tensor_type(backend.kind, name, backend.classes))
             for name in backend.kind.FIELDS
@@ -101,6 +103,7 @@ class ProtocolV2:
                     "uncertainty": backend.score,
                     "alarm": backend.alarm,
                     "rule": backend.rule,
+                    "sets": None if backend.sets is None else str(backend.sets),
                 },
             }
         )

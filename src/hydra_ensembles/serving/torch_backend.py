@@ -68,6 +68,7 @@ class TorchBackend(Backend):
         self.has_novelty, self.has_policy = ensemble.novelty is not None, policy is not None
         self.alarm = (policy.alarm if policy else None) or ALARM
         self.rule = "always answer" if policy is None else str(policy)
+        self.sets = ensemble.sets
         task = ensemble.task
         self.kind = task.prediction
         asked = "answer" in self.kind.FIELDS
