@@ -55,6 +55,8 @@ LEAST = 40
 FOLDS = 5
 HOST, WARM, ENSEMBLE = "your model", "your model + temperature", "Hydra"
 """Names of the results."""
+SPREAD = "your model + variance"
+"""The second one, of numbers."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,8 @@ def try_model(
         apply_calibration_(ensemble, ensemble.record["calibration"])
         calibration = fitted["figures"]
         warm = _calibrated(task, host_logits, labels, host_logits, **rows)[1]
-        judged = {HOST: Calibrated(host_logits), WARM: warm, ENSEMBLE: calibrated}
+        second = WARM if task.has_temperatures else SPREAD
+        judged = {HOST: Calibrated(host_logits), second: warm, ENSEMBLE: calibrated}
         results = tuple(
             _results(name, outputs, labels, held_out, task) for name, outputs in judged.items()
         )

@@ -301,7 +301,10 @@ def choose(
         if name in allowed and high < 0 and mean < gain:
             best, gain = name, mean
     chosen = titles[best][0].upper() + titles[best][1:]
-    return best, f"{chosen}: on {len(usual)} examples out of fold, {'; '.join(words)} ({title})."
+    return (
+        best,
+        f"{chosen}: on {len(usual)} examples out of fold, {'; '.join(words)} against {title}.",
+    )
 
 
 def supported(calibrators: Mapping[str, str], labels: Tensor, classes: int) -> list[str]:
