@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..prediction import Prediction
-from ..tasks import MultiClass, Task, task_of
+from ..tasks import IGNORED, MultiClass, Task, task_of
 from ..uncertainty import as_member_logits
 from .batches import check_inputs, describe, main_output, move, split_batch
 from .eval_mode import evaluating
@@ -37,6 +37,8 @@ class ModelRun(NamedTuple):
         novelty, novelty_score: As in `Prediction`, `[batch]`; None when novelty is not fitted.
         code: As in `Prediction`, `[batch]`; None without a policy.
         student_logits: As in `Prediction`, `[batch, class]`; None without a student.
+        covered: What share of what is true is in the set, `[batch]`; None without sets or labels.
+        set_size: Classes, labels or spans in the set, or the width of the interval, `[batch]`.
     """
 
     logits: Tensor
@@ -45,6 +47,8 @@ class ModelRun(NamedTuple):
     novelty_score: Tensor | None = None
     code: Tensor | None = None
     student_logits: Tensor | None = None
+    covered: Tensor | None = None
+    set_size: Tensor | None = None
 
     @property
     def answering_logits(self) -> Tensor:
@@ -217,13 +221,14 @@ def run_model(
         output = _answer(model, part, device)
         logits = member_outputs_of(output, task).detach().cpu()
         labels = None if ignore_labels else labels
+        given = labels
         logits, labels = task.examples(logits, labels, kwargs)
         if not isinstance(output, Prediction):
             return ModelRun(logits, labels)
         # novelty and decisions are of texts; where the examples are tokens, they do not apply
         columns = (output.novelty, output.novelty_score, output.code, output.student_outputs)
         fitting = (None if c is None or len(c) != len(logits) else c.cpu() for c in columns)
-        return ModelRun(logits, labels, *fitting)
+        return ModelRun(logits, labels, *fitting)._replace(**_set_columns(output, given, task))
 
     def work(index: int, batch: Any) -> dict[str, Tensor]:
         where = f"batch {index} of the data set {name!r}"
@@ -291,6 +296,18 @@ def run_model(
             f"The data set {name!r} is empty: it gave no examples. If it is a generator, it may "
             "have been used up before: pass a DataLoader or a list."
         )
+
+
+def _set_columns(answer: Prediction, labels: Tensor | None, task: Task) -> dict[str, Tensor]:
+    """Return what the sets of a batch cover and how large they are; nothing without sets."""
+    if answer.sets is None or labels is None:
+        return {}
+    checked = task.check_labels(labels, "the data")
+    covered, sizes = answer.sets.covered(answer, checked), answer.sets.sizes(answer)
+    if task.by_token:
+        answer = answer.to_numpy()
+        sizes = sizes[checked.numpy()[answer.real] != IGNORED]
+    return {"covered": torch.from_numpy(covered), "set_size": torch.from_numpy(sizes).double()}
 
 
 def collect_logits(

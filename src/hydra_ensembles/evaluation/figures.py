@@ -36,7 +36,7 @@ from .metrics import (
     once,
 )
 from .task_columns import task_columns
-from .task_metrics import LabelFigures, NumberFigures
+from .task_metrics import LabelFigures, NumberFigures, SetFigures
 
 Columns = dict[str, Tensor]
 """One set's columns by name, each `[example]`."""
@@ -48,6 +48,8 @@ OOD = "ood/"
 SHIFT = "shift/"
 POST = "post/"
 NOVELTY = "novelty"
+LEAST = 20
+"""Examples of a bin of novelty without which its coverage is not told."""
 ALARM = 0.05
 """Share of known data that raises an alarm: novelty above 0.95."""
 
@@ -111,6 +113,9 @@ def columns_of(
         columns["alarm"] = run.novelty > 1 - ALARM
     if run.code is not None:
         columns["decision"] = run.code
+    if run.covered is not None and run.set_size is not None:
+        columns |= {"covered": run.covered, "set_size": run.set_size}
+        columns |= {} if run.novelty is None else {"novelty": run.novelty}
     names = [name for name in scores if name != NOVELTY]
     if task is not None and not task.classifies:
         return columns | task_columns(run, task, names)
@@ -269,11 +274,13 @@ class _Labelled:
         self.bins = torch.nn.functional.one_hot(bin_of(confidence), BINS + 1) * gap[:, None]
         self.adaptive = AdaptiveError(confidence, correct)
         self.ranking = _Ranking(order, errors)
+        self.sets = _sets(columns)
 
     def figures(self, counts: Tensor, weighed: Weighed) -> dict[str, Tensor]:
         found = self.means.figures(counts)
         found["cal/ECE"] = (counts @ self.bins).abs().sum(1) / counts.shape[1]
         found["cal/aECE"] = self.adaptive.figure(counts)
+        found |= {} if self.sets is None else self.sets.figures(counts)
         return found | self.ranking.figures(counts, weighed)
 
 
@@ -299,10 +306,12 @@ class _OtherTask:
         alarms = _alarms(columns, "Alarms_5")
         self.means = _Means({**means, **alarms, **_decisions(columns)})
         self.ranking = _Ranking(order, ~columns["correct"]) if "correct" in columns else None
+        self.sets = _sets(columns)
 
     def figures(self, counts: Tensor, weighed: Weighed) -> dict[str, Tensor]:
         found = {} if self.own is None else self.own.figures(counts)
         found |= self.means.figures(counts)
+        found |= {} if self.sets is None else self.sets.figures(counts)
         return found if self.ranking is None else found | self.ranking.figures(counts, weighed)
 
 
@@ -351,6 +360,20 @@ class _Means:
         if self.answers:
             found["policy/WrongOfAnswered"] = found["policy/WrongOfAll"] / found["policy/Answered"]
         return found
+
+
+def _sets(columns: Columns) -> SetFigures | None:
+    """Return the figures of sets, without bins of novelty that draws may miss."""
+    if "covered" not in columns:
+        return None
+    labels, novelty = columns.get("label"), columns.get("novelty")
+    found = SetFigures(columns["covered"], columns["set_size"], labels=labels, novelty=novelty)
+    found.groups = {
+        name: group
+        for name, group in found.groups.items()
+        if name == "set/WorstClass" or int(group[0].sum()) >= LEAST
+    }
+    return found
 
 
 def _alarms(columns: Columns, name: str) -> Columns:

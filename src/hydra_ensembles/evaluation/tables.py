@@ -11,7 +11,7 @@ from ..registry import check_name
 from .figures import Measured, direction
 from .intervals import winners
 
-NOT_RATES = {"NLL", "Brier", "MI", "PairwiseKL"}
+NOT_RATES = {"NLL", "Brier", "MI", "PairwiseKL", "Size"}
 HEADLINES = (
     *("cls/Acc", "cls/NLL", "cls/Brier", "cal/ECE", "cal/aECE"),
     *("ood/mean/AUROC", "ood/mean/AUPR", "ood/mean/FPR95", "sc/AURC", "fail/AUROC"),
@@ -19,6 +19,8 @@ HEADLINES = (
     "novelty/Alarms_5",
     *("policy/Answered", "policy/WrongOfAll", "policy/WrongOfAnswered", "policy/New"),
     "ood/mean/policy/Answered",
+    *("set/Coverage", "set/Size", "set/WorstClass"),
+    *("set/Coverage_novelty_0-0.5", "set/Coverage_novelty_0.95-1"),
     *("shift/mean/cls/Acc", "shift/mean/cls/NLL", "shift/mean/cal/ECE", "div/Disagreement"),
 )
 
