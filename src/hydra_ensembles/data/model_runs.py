@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..prediction import Prediction
-from ..tasks import MultiClass, Task, task_of
+from ..tasks import IGNORED, MultiClass, Task, task_of
 from ..uncertainty import as_member_logits
 from .batches import check_inputs, describe, main_output, move, split_batch
 from .eval_mode import evaluating
@@ -40,6 +40,8 @@ class ModelRun(NamedTuple):
         student_logits: As in `Prediction`, `[batch, class]`; None without a student.
         sigma: As in `RegressionPrediction`; None where it is not fitted.
         text: Where examples are tokens: the text of each in the batch, `[token]`.
+        covered: What share of what is true is in the set, `[batch]`; None without sets or labels.
+        set_size: Classes, labels or spans in the set, or the width of the interval, `[batch]`.
     """
 
     logits: Tensor
@@ -50,6 +52,8 @@ class ModelRun(NamedTuple):
     student_logits: Tensor | None = None
     sigma: Tensor | None = None
     text: Tensor | None = None
+    covered: Tensor | None = None
+    set_size: Tensor | None = None
 
     @property
     def answering_logits(self) -> Tensor:
@@ -227,6 +231,7 @@ def run_model(
             place = torch.arange(len(logits)).reshape(-1, 1, 1, 1)
             place = place.expand(-1, 1, logits.shape[-2], -1)
             text = task.examples(place, labels, kwargs)[0].flatten()
+        given = labels
         logits, labels = task.examples(logits, labels, kwargs)
         if not isinstance(output, Prediction):
             return ModelRun(logits, labels, text=text)
@@ -234,7 +239,8 @@ def run_model(
         sigma = getattr(output, "sigma", None)
         columns = (output.novelty, output.novelty_score, output.code, output.student_outputs, sigma)
         fitting = (None if c is None or len(c) != len(logits) else c.cpu() for c in columns)
-        return ModelRun(logits, labels, *fitting)._replace(text=text)
+        more = _set_columns(output, given, task)
+        return ModelRun(logits, labels, *fitting)._replace(text=text, **more)
 
     def work(index: int, batch: Any) -> dict[str, Tensor]:
         where = f"batch {index} of the data set {name!r}"
@@ -306,6 +312,18 @@ def run_model(
             f"The data set {name!r} is empty: it gave no examples. If it is a generator, it may "
             "have been used up before: pass a DataLoader or a list."
         )
+
+
+def _set_columns(answer: Prediction, labels: Tensor | None, task: Task) -> dict[str, Tensor]:
+    """Return what the sets of a batch cover and how large they are; nothing without sets."""
+    if answer.sets is None or labels is None:
+        return {}
+    checked = task.check_labels(labels, "the data")
+    covered, sizes = answer.sets.covered(answer, checked), answer.sets.sizes(answer)
+    if task.by_token:
+        answer = answer.to_numpy()
+        sizes = sizes[checked.numpy()[answer.real] != IGNORED]
+    return {"covered": torch.from_numpy(covered), "set_size": torch.from_numpy(sizes).double()}
 
 
 def collect_logits(

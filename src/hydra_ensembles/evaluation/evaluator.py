@@ -117,7 +117,8 @@ def evaluate(
                 cooled = scale_logits(run.answering_logits.double(), temperature=degrees)
                 # MCM reads cosines: what divides the logits divides their scale
                 by = None if scale is None else scale / degrees
-                after = run._replace(code=None)  # it is about the logits
+                # the sets and decisions are about the logits
+                after = run._replace(code=None, covered=None, set_size=None)
                 if run.student_logits is None:
                     after = after._replace(logits=cooled)
                 else:

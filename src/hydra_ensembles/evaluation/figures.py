@@ -36,7 +36,7 @@ from .metrics import (
     once,
 )
 from .task_columns import entity_columns, task_columns
-from .task_metrics import EntityFigures, LabelFigures, NumberFigures
+from .task_metrics import EntityFigures, LabelFigures, NumberFigures, SetFigures
 
 Columns = dict[str, Tensor]
 """One set's columns by name, each `[example]`."""
@@ -50,6 +50,8 @@ POST = "post/"
 NOVELTY = "novelty"
 ENTITY = ("B-", "I-", "S-", "E-")
 """How names of classes start that are tags of entities."""
+LEAST = 20
+"""Examples of a bin of novelty without which its coverage is not told."""
 ALARM = 0.05
 """Share of known data that raises an alarm: novelty above 0.95."""
 
@@ -116,6 +118,9 @@ def columns_of(
         columns["alarm"] = run.novelty > 1 - ALARM
     if run.code is not None:
         columns["decision"] = run.code
+    if run.covered is not None and run.set_size is not None:
+        columns |= {"covered": run.covered, "set_size": run.set_size}
+        columns |= {} if run.novelty is None else {"novelty": run.novelty}
     listed = [name for name in scores if name != NOVELTY]
     if task is not None and not task.classifies:
         return columns | task_columns(run, task, listed)
@@ -286,12 +291,14 @@ class _Labelled:
             self.entities = EntityFigures(
                 columns["entities"], wrong=columns["entity_wrong"], uncertainty=unsure
             )
+        self.sets = _sets(columns)
 
     def figures(self, counts: Tensor, weighed: Weighed) -> dict[str, Tensor]:
         found = {} if self.entities is None else self.entities.figures(counts)
         found |= self.means.figures(counts)
         found["cal/ECE"] = (counts @ self.bins).abs().sum(1) / counts.shape[1]
         found["cal/aECE"] = self.adaptive.figure(counts)
+        found |= {} if self.sets is None else self.sets.figures(counts)
         return found | self.ranking.figures(counts, weighed)
 
 
@@ -320,10 +327,12 @@ class _OtherTask:
         alarms = _alarms(columns, "Alarms_5")
         self.means = _Means({**means, **alarms, **_decisions(columns)})
         self.ranking = _Ranking(order, ~columns["correct"]) if "correct" in columns else None
+        self.sets = _sets(columns)
 
     def figures(self, counts: Tensor, weighed: Weighed) -> dict[str, Tensor]:
         found = {} if self.own is None else self.own.figures(counts)
         found |= self.means.figures(counts)
+        found |= {} if self.sets is None else self.sets.figures(counts)
         return found if self.ranking is None else found | self.ranking.figures(counts, weighed)
 
 
@@ -372,6 +381,20 @@ class _Means:
         if self.answers:
             found["policy/WrongOfAnswered"] = found["policy/WrongOfAll"] / found["policy/Answered"]
         return found
+
+
+def _sets(columns: Columns) -> SetFigures | None:
+    """Return the figures of sets, without bins of novelty that draws may miss."""
+    if "covered" not in columns:
+        return None
+    labels, novelty = columns.get("label"), columns.get("novelty")
+    found = SetFigures(columns["covered"], columns["set_size"], labels=labels, novelty=novelty)
+    found.groups = {
+        name: group
+        for name, group in found.groups.items()
+        if name == "set/WorstClass" or int(group[0].sum()) >= LEAST
+    }
+    return found
 
 
 def _alarms(columns: Columns, name: str) -> Columns:

@@ -12,7 +12,7 @@ from .figures import Measured, direction
 from .intervals import winners
 
 NOT_RATES = {
-    *("NLL", "Brier", "MI", "PairwiseKL", "Loss", "Between"),
+    *("NLL", "Brier", "MI", "PairwiseKL", "Loss", "Between", "Size"),
     *("RMSE", "MAE", "CRPS", "CRPS_members", "IntervalScore", "Width"),
     *("Pearson", "Spearman", "ErrorRank"),
 }
@@ -27,6 +27,8 @@ HEADLINES = (
     "novelty/Alarms_5",
     *("policy/Answered", "policy/WrongOfAll", "policy/WrongOfAnswered", "policy/New"),
     "ood/mean/policy/Answered",
+    *("set/Coverage", "set/Size", "set/WorstClass"),
+    *("set/Coverage_novelty_0-0.5", "set/Coverage_novelty_0.95-1"),
     *("shift/mean/cls/Acc", "shift/mean/cls/NLL", "shift/mean/cal/ECE", "div/Disagreement"),
 )
 
