@@ -28,6 +28,7 @@ from ..fusion.inputs import remember_inputs
 from ..heads.head_mask import HeadMask
 from ..hosts import HostModel, host_model
 from ..hosts.example_inputs import pad_token
+from ..hosts.host_data import data_for
 from ..search.search_state import SearchState, TensorStore
 from ..tasks import Embedding, Task, refuse, task_of
 from .calibration import apply_calibration_, calibrate_
@@ -109,9 +110,13 @@ def build(
     if score != "auto":
         host.task.scores[score]  # an unknown name fails now
     check_labelled(host.task)
+    calibration = data_for(host, calibration, name="calibration")
+    if validation is not None:
+        validation = data_for(host, validation, name="validation")
     check_data(host.model, calibration)
     check_class_order(host.model, calibration, seed=seed)
     parts = Parts(
+        host,
         calibration,
         validation,
         ood,

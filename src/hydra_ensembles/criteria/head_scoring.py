@@ -21,6 +21,7 @@ from ..errors import DataError, UnsupportedModelError
 from ..heads.gates import gate
 from ..heads.head_mask import HeadScores
 from ..hosts import HostModel, host_model
+from ..hosts.host_data import data_for
 from .attention_watch import AttentionView, Watch, watch_attention
 from .criterion import (
     AttentionScore,
@@ -94,6 +95,7 @@ def score_heads(
     """
     several, asked = asked_criteria(criterion)
     host = host_model(model)
+    held_out = None if held_out is None else data_for(host, held_out, name="held-out")
     tables = {
         part: rows[0] for part, rows in score_tables(host, data, asked, loss, progress).items()
     }
@@ -122,6 +124,8 @@ def score_tables(
     Returns:
         By criterion, the table of heads; with `neurons`, that of neurons after it.
     """
+    if data is not None:
+        data = data_for(host, data, name="calibration", once=True)
     check_data(host.model, data)
     check_class_order(host.model, data)
     tables: dict[Criterion, list[HeadScores]] = {}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..answer_each import is_out_of_memory
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..prediction import Prediction
 from ..tasks import MultiClass, Task, task_of
@@ -72,7 +73,18 @@ def call_model(model: Callable[..., Any], batch: Any, *, device: Any = None) -> 
     """Call a model on a batch without its labels, on the model's device; return its raw output."""
     args, kwargs, _ = split_batch(batch)
     where = device_of(model) if device is None else device
-    return model(*move(args, where), **move(kwargs, where))
+    args, kwargs = move(args, where), move(kwargs, where)
+    try:
+        return model(*args, **kwargs)
+    except HydraError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise DataError(
+            f"{type(model).__name__} failed on its inputs ({describe(batch)}): {error}. The data "
+            "must be prepared as the model expects it."
+        ) from error
 
 
 def output_of(model: Callable[..., Any], batch: Any) -> Tensor:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..data.class_names import check_class_order
+from ..data.examples import is_one_set
 from ..data.model_runs import collect_logits, run_model
 from ..errors import DataError
+from ..hosts.host_data import data_for
 from ..tasks import task_of
 from ..uncertainty import fit_temperature, scale_logits
 from .disagreement_check import check_disagreement
@@ -81,8 +83,12 @@ def evaluate(
             task.scores[each]  # an unknown name fails before hours of work, not after
     scale = logit_scale_of(model) if "mcm" in names else None
     divided_by = divisor_of(model)
-    check_class_order(model, data, seed=seed)
-    sets = {"id": data, **_named(ood, OOD), **_named(shifts, SHIFT)}
+    given = {"id": data, **_named(ood, OOD), **_named(shifts, SHIFT)}
+    sets = {
+        key: data_for(model, batches, name=key, labels=not key.startswith(OOD), once=True)
+        for key, batches in given.items()
+    }
+    check_class_order(model, sets["id"], seed=seed)
     degrees = _temperature(model, temperature, device=device, progress=progress)
 
     examples: Examples = {}
@@ -211,7 +217,7 @@ def _named(data: Mapping[str, Any] | Iterable[Any] | None, kind: str) -> dict[st
     """Name every set `<kind><name>`, in a group `<kind><group>/<name>`; else like its kind."""
     if data is None:
         return {}
-    if not isinstance(data, Mapping):
+    if not isinstance(data, Mapping) or is_one_set(data):
         data = {kind.rstrip("/"): data}
     if "mean" in data:
         raise DataError(
@@ -221,7 +227,7 @@ def _named(data: Mapping[str, Any] | Iterable[Any] | None, kind: str) -> dict[st
     for key, batches in data.items():
         named |= (
             _named(batches, f"{kind}{key}/")
-            if isinstance(batches, Mapping)
+            if isinstance(batches, Mapping) and not is_one_set(batches)
             else {kind + str(key): batches}
         )
     return named
@@ -232,8 +238,9 @@ def _temperature(
 ) -> float | None:
     if given is None or isinstance(given, (int, float)):
         return None if given is None else float(given)
+    held_out = data_for(model, given, name="temperature", once=True)
     logits, labels = collect_logits(
-        model, given, name="temperature", need_labels=True, device=device, progress=progress
+        model, held_out, name="temperature", need_labels=True, device=device, progress=progress
     )
     assert labels is not None  # need_labels
     return fit_temperature(logits, labels)

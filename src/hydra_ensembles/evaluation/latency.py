@@ -21,6 +21,7 @@ from ..data.eval_mode import evaluating
 from ..data.model_runs import device_of
 from ..data.progress import progress_bar
 from ..errors import DataError
+from ..hosts.host_data import batch_for
 from ..hosts.operation_count import multiply_adds
 from .benchmark_result import BenchmarkResult, PeakMemory, Timing
 
@@ -76,6 +77,7 @@ def benchmark(
         raise DataError(
             f"batch_sizes={tuple(batch_sizes)} and rounds={rounds}: expected positive numbers."
         )
+    batch = batch_for(next(iter(models.values())), batch)
     if dtype is not None or device is not None:
         models = {
             name: copy.deepcopy(model).to(dtype=dtype, device=device)

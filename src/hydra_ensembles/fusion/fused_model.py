@@ -339,8 +339,7 @@ class FusedModel(HostInterface):
             >>> answer.labels, answer.novelty > 0.95
             (['positive', 'negative'], tensor([False, False]))
         """
-        given = isinstance(batch, (Tensor, Mapping))  # the host's inputs already, or a question
-        if not given or (isinstance(batch, Mapping) and "question" in batch):
+        if not self._is_prepared(batch):
             batch = prepare(self, batch)
         unchecked: list[Unchecked] = []
         device = next(self.parameters()).device
@@ -374,6 +373,14 @@ class FusedModel(HostInterface):
         answer = answer if self.policy is None else self.policy.apply(answer)
         check_finite(unchecked)  # last: what runs on a device is not waited for before
         return answer
+
+    def _is_prepared(self, batch: Any) -> bool:
+        """Return whether a batch is certainly what the host takes; quick, as it is asked often."""
+        if not isinstance(batch, Mapping):
+            return isinstance(batch, Tensor)
+        if "pixel_values" in batch and self.main_input_name != "pixel_values":
+            return False
+        return all(isinstance(value, Tensor) for value in batch.values())
 
     def precision(self) -> str:
         """Name the precision in which features are computed here and now."""

@@ -31,6 +31,7 @@ from ..data.proxies import make_proxies
 from ..data.proxies.base import spread
 from ..data.splits import input_hashes
 from ..errors import DataError, HydraError
+from ..hosts.host_data import data_for
 from ..uncertainty.evidence import Evidence
 from ..uncertainty.known_ranges import Scale
 from ..uncertainty.novelty import Novelty
@@ -96,6 +97,10 @@ def fit_novelty(
     progress: bool,
 ) -> Novelty:
     """Fit novelty to known data in one pass (see `HydraEnsemble.fit_novelty_`)."""
+    read = partial(data_for, ensemble)
+    known = read(known, name="known")
+    train = None if train is None else read(train, name="training")
+    ood = {name: read(data, name=name, labels=False) for name, data in (ood or {}).items()}
     fit: NoveltyFit | None = None
     for found in () if train is None else summaries_of(ensemble, train, "training", progress):
         fit = fit or novelty_fit(ensemble, _classes(found), choose=choose)
@@ -109,7 +114,7 @@ def fit_novelty(
         fit.add_columns_(found)
     if fit is None or not seen:
         raise DataError("The known data is empty: it gave no batch.")
-    for name, data in (ood or {}).items():
+    for name, data in ood.items():
         for found in summaries_of(ensemble, data, name, progress):
             fit.add_ood_(name, found["summaries"], found.get("logits"))
     fit.add_columns_(described(known))

@@ -16,6 +16,7 @@ from ..heads.gates import gate
 from ..heads.head_mask import HeadMask
 from ..hosts import Family, HostModel, host_model
 from ..hosts.block_calls import Inputs, states_of
+from ..hosts.host_data import batch_for
 from .known_data import run_of
 from .linear_readout import TappedHost
 
@@ -133,6 +134,7 @@ def verify(
     tolerance = tolerance_of(ensemble.dtype) if tolerance is None else tolerance
     ensemble = twin(ensemble).eval()  # a twin: the caller's mode does not change
     ensemble.mode = "fused"
+    batch = batch_for(ensemble, batch)
     run = run_of(ensemble, batch, summaries=False)
     fused = run.member_logits
     by_readout, student = _linear_logits(ensemble, batch)

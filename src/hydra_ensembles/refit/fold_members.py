@@ -12,12 +12,12 @@ from torch import nn
 from ..costs.budget import SLACK
 from ..costs.formula import cost
 from ..data.batches import without_labels
-from ..data.loaders import as_data, check_reiterable
 from ..data.progress import announce
 from ..errors import DataError, HydraError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.linear_readout import LinearReadout, Readouts
 from ..hosts import host_model
+from ..hosts.host_data import data_for
 from ..registry import check_name
 from ..training.weight_average import average_weights
 from .fold_budget import Price, within_budget
@@ -103,12 +103,13 @@ def fold(
     check_alike(hosts)
     first_host = host_model(hosts[0])
     parting = Parting.of(first_host)
-    data = as_data(data)
-    first = next(iter(check_reiterable(data)), None)
+    data = data_for(hosts[0], data, labels=False)
+    first = next(iter(data), None)
     if first is None:
         raise DataError("The data has no batches. Check the loader or the filter.")
     batch = without_labels(first)
-    held_out = None if held_out is None else as_data(held_out)
+    if held_out is not None:
+        held_out = data_for(hosts[0], held_out, name="held-out")
     names = trunks_of(first_host, hosts, trunk, choosing=held_out is not None)
     if readout == "states" and parting.pooling is not None:  # known before anything is fitted
         own = [parting.linear(host) for host in hosts]

@@ -17,7 +17,6 @@ from ..criteria import score_units
 from ..criteria.criterion import Criterion
 from ..data.batches import without_labels
 from ..data.eval_mode import evaluating
-from ..data.loaders import as_data, check_reiterable
 from ..data.model_runs import output_of
 from ..data.processes import holds, in_order
 from ..data.progress import announce
@@ -26,6 +25,7 @@ from ..evaluation import evaluate
 from ..fusion.ensemble import HydraEnsemble
 from ..heads import UnitMask, prune_units_
 from ..hosts import HostModel, host_model
+from ..hosts.host_data import data_for
 from ..search.search_state import SearchState
 from ..tasks.tokens import predicts_next_token
 from .readout_fit import ReadoutFit, refit_readout_
@@ -90,7 +90,7 @@ def prune(
     widths = find_width_settings(host) if uniform else None
     if widths is not None and widths.heads is None and host.why_not_prunable() is None:
         notes.append("All heads stay: the config cannot say that they are fewer.")
-    data = check_reiterable(as_data(data))
+    data = data_for(model, data, labels=criterion not in (None, "energy"))
     first = next(iter(data), None)
     if first is None:
         raise DataError("The data has no batches. Check the loader or the filter.")
@@ -131,8 +131,9 @@ def prune(
         "notes": notes,
     }
     if held_out is not None:
+        held_out = data_for(model, held_out, name="held-out")
         result.hydra_record["held_out"] = {
-            name: _figures(one, as_data(held_out), progress)
+            name: _figures(one, held_out, progress)
             for name, one in (("dense", model), ("pruned", pruned))
         }
     for note in notes:

@@ -128,7 +128,7 @@ def head_map(
     """
     check_name("edit", edit, EDITS)
     host = host_model(model)
-    sets = search_sets(id, ood=ood, shift=None, needs=("id",))
+    sets = search_sets(model, id, ood=ood, shift=None, needs=("id",))
     goals = [_error(), as_objective("id-loss"), as_objective("ece")]
     if len(sets) > 1:
         goals.append(as_objective("ood-auroc", score))

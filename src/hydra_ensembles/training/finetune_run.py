@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..data import processes
 from ..data.model_runs import check_data
+from ..hosts.host_data import data_for
 from .accelerator import accelerator
 from .loop import FinetunedMember, Run, StepInfo
 from .sample_order import Stream
@@ -97,6 +98,9 @@ def finetune(
             return parameters(name, parameter)
         return parameter.requires_grad if parameters is None else bool(re.search(parameters, name))
 
+    data = data_for(models[0], data, name="training")
+    if validation is not None:
+        validation = data_for(models[0], validation, name="validation")
     trained = []
     for index, (model, member_seed) in enumerate(zip(models, seeds, strict=True)):
         check_data(model, data)

@@ -26,6 +26,7 @@ from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fuse_members import fuse
 from ..heads.head_mask import HeadMask
 from ..hosts import HostModel, host_model
+from ..hosts.host_data import data_for
 from ..hosts.probes import modules_after_blocks
 from ..registry import Registry, imported
 from ..tasks import task_of
@@ -297,7 +298,7 @@ def make_teachers(
         raise ValueError(f"count={count}, rank={rank}: expected at least 1 of each.")
     job = Job(
         host=host_model(model),
-        data=data,
+        data=data_for(model, data, name="training"),
         seeds=[seed + place for place in range(count)],
         settings=(settings or default).updated(epochs, learning_rate),
         rank=rank,
