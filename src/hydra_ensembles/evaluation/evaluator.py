@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from ..data.class_names import check_class_order
 from ..data.examples import is_one_set
 from ..data.model_runs import collect_logits, run_model
-from ..errors import DataError
+from ..data.progress import expect, length_of
+from ..errors import DataError, check_number
+from ..hosts.host import check_model
 from ..hosts.host_data import data_for
 from ..tasks import task_of
 from ..uncertainty import fit_temperature, scale_logits
@@ -75,6 +78,9 @@ def evaluate(
             inputs that the model refuses, and classes that differ between sets; and for class
             names in an assumed order that is not the model's (`check_class_order`).
     """
+    if not callable(model) and not callable(getattr(model, "predict", None)):
+        check_model(model)
+    check_number("bootstrap", bootstrap, least=0, whole=True, optional=True)
     task = task_of(model)
     score = task.default_score if score is None else score
     names = [score] if isinstance(score, str) else list(score)
@@ -91,6 +97,9 @@ def evaluate(
     check_class_order(model, sets["id"], seed=seed)
     degrees = _temperature(model, temperature, device=device, progress=progress)
 
+    counts = [length_of(batches) for batches in sets.values()]
+    known = sum(n for n in counts if n is not None) if None not in counts else 0
+    start = time.perf_counter()
     examples: Examples = {}
     shape: tuple[int, int] | None = None
     for key, batches in sets.items():
@@ -106,6 +115,8 @@ def evaluate(
             progress=progress,
             classes=shape[1] if shape and not task.ragged else None,
         ):
+            if shape is None:
+                expect("evaluating", (time.perf_counter() - start) * known, enabled=progress)
             shape = shape or (run.logits.shape[1], run.logits.shape[2])
             if NOVELTY in names and run.novelty_score is None:
                 raise DataError(

@@ -345,9 +345,12 @@ class FusedModel(HostInterface):
         device = next(self.parameters()).device
         args, kwargs, _ = read_batch(batch, device, unchecked=unchecked)
         model = in_eval(self)
-        logits, _, summaries, student_logits = model.run(
-            args, kwargs, summaries=self.novelty is not None
-        )
+        try:
+            logits, _, summaries, student_logits = model.run(
+                args, kwargs, summaries=self.novelty is not None
+            )
+        except Exception as error:
+            raise batches.refused_inputs(self.host, batch, error) from error
         logits = logits.float()
         student_logits = None if student_logits is None else student_logits.float()
         more = {"inputs": kwargs} if self.task.reads_inputs else {}

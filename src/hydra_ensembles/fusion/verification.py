@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..data.eval_mode import evaluating, in_eval, twin
 from ..data.model_runs import call_model, output_of
-from ..errors import VerificationError
+from ..errors import UnsupportedModelError, VerificationError
 from ..heads.gates import gate
 from ..heads.head_mask import HeadMask
 from ..hosts import Family, HostModel, host_model
@@ -131,6 +131,11 @@ def verify(
         >>> print(hydra.verify(ensemble, batch))
         fused == one by one: largest difference 4.8e-07 (members 3.6e-07, 4.8e-07; tolerance 1e-05)
     """
+    if not hasattr(ensemble, "member_logits"):
+        raise UnsupportedModelError(
+            f"Expected a HydraEnsemble, as fuse() or build() make it; found a "
+            f"{type(ensemble).__name__}."
+        )
     tolerance = tolerance_of(ensemble.dtype) if tolerance is None else tolerance
     ensemble = twin(ensemble).eval()  # a twin: the caller's mode does not change
     ensemble.mode = "fused"

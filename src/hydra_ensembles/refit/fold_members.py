@@ -12,8 +12,9 @@ from torch import nn
 from ..costs.budget import SLACK
 from ..costs.formula import cost
 from ..data.batches import without_labels
-from ..data.progress import announce
-from ..errors import DataError, HydraError
+from ..data.model_runs import expect_batches
+from ..data.progress import announce, length_of
+from ..errors import DataError, HydraError, check_number
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.linear_readout import LinearReadout, Readouts
 from ..hosts import host_model
@@ -95,8 +96,7 @@ def fold(
     check_name("readout", readout, ("states", "logits"))
     if student not in (True, False, "auto"):
         raise HydraError(f'student={student!r}: expected True, False or "auto".')
-    if not max_cost > 0:
-        raise HydraError(f"max_cost={max_cost}: expected a positive number, such as 1.0.")
+    check_number("max_cost", max_cost, above=0)
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         models = [models]
     hosts = [plain_host(model) for model in models]
@@ -123,6 +123,8 @@ def fold(
             name: within_budget(base, data, price, max_cost, seed=seed, progress=progress)
             for name, base in bases.items()
         }
+    batches = (len(hosts) + 2 * len(bases)) * (length_of(data) or 0)
+    expect_batches(hosts[0], data, batches, "folding", enabled=progress)
     rows = read_rows(
         bases,
         hosts,

@@ -221,6 +221,8 @@ def find_circuit(
     if goal.name == "average":
         goals = average_of(score, kinds, classes=host.task.classifies)
     chosen = list(range(len(host))) if layers is None else sorted(layers)
+    if not set(chosen) <= set(range(len(host))):
+        raise MaskError(f"layers={chosen}: {host.name} has the layers 0 to {len(host) - 1}.")
     if max_cost is None:
         counts = keep_counts(0.5 if keep is None else keep, host.head_counts)
     elif keep is None:

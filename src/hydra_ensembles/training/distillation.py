@@ -23,9 +23,10 @@ from ..data.class_names import check_class_order
 from ..data.eval_mode import evaluating
 from ..data.loaders import check_reiterable, count
 from ..data.memory import in_plain_words
-from ..data.model_runs import check_data, collect_logits, member_logits
+from ..data.model_runs import check_data, collect_logits, expect_batches, member_logits
+from ..data.progress import length_of
 from ..data.splits import fingerprint, split
-from ..errors import DataError, HydraError, MaskError
+from ..errors import DataError, HydraError, MaskError, check_number
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fuse_members import fuse
 from ..heads.head_mask import HeadMask
@@ -36,6 +37,7 @@ from ..tasks import Embedding, Task
 from ..uncertainty import find_temperature
 from .accelerator import accelerator
 from .branch_run import BranchRun
+from .finetune_run import TRAINING_PASSES
 from .loop import StepInfo
 from .sample_order import Stream, generator, keys_of
 from .settings import DISTILL, Settings
@@ -149,8 +151,8 @@ def distill(
         >>> student = distill(model, [first, second, third], train, folder="runs/student")
         >>> student.predict(batch).mutual_information
     """
-    if members < 1:
-        raise ValueError(f"members={members}: expected 1 or more.")
+    check_number("members", members, least=1, whole=True)
+    check_number("max_cost", max_cost, above=0)
     settings = settings.updated(epochs, learning_rate)
     # epoch e sees view e mod views: teachers are not asked for views that no epoch sees
     settings = replace(settings, views=min(settings.views, settings.epochs))
@@ -184,6 +186,10 @@ def distill(
     batch = _first_batch(train)
     if settings.distill < 1 and host.task.classifies:
         check_labels(labels_of(batch), settings.distill)
+    views = settings.views if settings.augment else 1
+    passes = len(sources) * views + TRAINING_PASSES * settings.epochs
+    batches = passes * (2 if ood is not None else 1) * (length_of(train) or 0)
+    expect_batches(host.model, train, batches, "distilling", enabled=progress)
     if start == "folded":
         if masks is not None or branch_layer is not None or own_mlps:
             raise ValueError('start="folded" has no masks, no branch_layer and no own_mlps.')
