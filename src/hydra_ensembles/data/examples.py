@@ -46,6 +46,10 @@ class Examples:
     column: Callable[[str], list[Any]] | None = None
     class_names: Callable[[str], Sequence[str] | None] = lambda name: None
 
+    def whole(self, name: str) -> list[Any]:
+        """Return a whole column, by reading every row if need be."""
+        return self.column(name) if self.column else self.read(range(self.count))[name]
+
 
 def examples_of(source: Any, name: str = "data") -> Examples | None:
     """Return what a source holds, example by example; None for batches.
@@ -110,6 +114,23 @@ def is_question(item: Any) -> bool:
     return isinstance(item, Mapping) and isinstance(item.get("question"), str)
 
 
+def is_path(item: Any) -> bool:
+    """Return whether an input is a path, or a string that may be one."""
+    return isinstance(item, (str, os.PathLike))
+
+
+def is_prepared(batch: Mapping[str, Any]) -> bool:
+    """Return whether a mapping holds inputs that a host takes, of several examples."""
+    return any(name in batch for name in PREPARED) and _is_batch(batch)
+
+
+def rows_of(values: Any) -> Any:
+    """Return a column as a list of its rows; what is no column stays as it is."""
+    if hasattr(values, "ndim") and hasattr(values, "tolist") and values.ndim < 2:
+        return values.tolist()
+    return list(values) if isinstance(values, Sequence) or hasattr(values, "__array__") else values
+
+
 def is_example(item: Any) -> bool:
     """Return whether an item of a list is one example, and no batch."""
     if isinstance(item, Mapping):
@@ -125,7 +146,7 @@ def is_example(item: Any) -> bool:
 
 
 def _is_raw_item(item: Any) -> bool:
-    return isinstance(item, (str, os.PathLike)) or is_image(item) or is_question(item)
+    return is_path(item) or is_image(item) or is_question(item)
 
 
 def _is_array(value: Any) -> bool:

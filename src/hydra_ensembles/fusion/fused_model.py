@@ -30,7 +30,7 @@ from .body import Body
 from .call_options import SummaryCollector
 from .host_engine import HostedBlock, HostedBody
 from .host_interface import HostInterface, host_output
-from .inputs import READ_BY_ANSWERS, prepare
+from .inputs import READ_BY_ANSWERS, is_prepared, prepare
 from .linear_readout import LinearReadout, refuse_readouts
 from .member import member_model, unpruned_model
 
@@ -339,7 +339,7 @@ class FusedModel(HostInterface):
             >>> answer.labels, answer.novelty > 0.95
             (['positive', 'negative'], tensor([False, False]))
         """
-        if not self._is_prepared(batch):
+        if not is_prepared(self, batch):
             batch = prepare(self, batch)
         unchecked: list[Unchecked] = []
         device = next(self.parameters()).device
@@ -376,14 +376,6 @@ class FusedModel(HostInterface):
         answer = answer if self.policy is None else self.policy.apply(answer)
         check_finite(unchecked)  # last: what runs on a device is not waited for before
         return answer
-
-    def _is_prepared(self, batch: Any) -> bool:
-        """Return whether a batch is certainly what the host takes; quick, as it is asked often."""
-        if not isinstance(batch, Mapping):
-            return isinstance(batch, Tensor)
-        if "pixel_values" in batch and self.main_input_name != "pixel_values":
-            return False
-        return all(isinstance(value, Tensor) for value in batch.values())
 
     def precision(self) -> str:
         """Name the precision in which features are computed here and now."""

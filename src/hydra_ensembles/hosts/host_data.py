@@ -27,6 +27,9 @@ from ..data.examples import (
     examples_of,
     is_image,
     is_one_set,
+    is_path,
+    is_prepared,
+    rows_of,
     tensor_column,
 )
 from ..data.image_data import FILE_COLUMNS, IMAGE_COLUMNS, image_batch
@@ -156,7 +159,7 @@ class HostData:
             return batch
         if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Tensor):
             return batch if isinstance(batch[1], Tensor) else (batch[0], self._numbers(batch[1]))
-        if isinstance(batch, Mapping) and _is_prepared(batch):
+        if isinstance(batch, Mapping) and is_prepared(batch):
             return self._fitting(batch)
         examples = examples_of(batch, self.name)
         if examples is None and not isinstance(batch, (list, tuple)):
@@ -179,7 +182,7 @@ class HostData:
                     numbers, info = self._labels(examples, label)
                 return self._texts(examples, texts, numbers, info)
             image = next((n for n in (*IMAGE_COLUMNS, *FILE_COLUMNS, INPUT) if n in first), None)
-            if image is not None and (is_image(first[image]) or _is_path(first[image])):
+            if image is not None and (is_image(first[image]) or is_path(first[image])):
                 info = {**info, **self._check_images(examples, image)}
                 load = functools.partial(self._images, image)
             elif not hasattr(first.get(INPUT), "shape"):
@@ -247,7 +250,7 @@ class HostData:
                 "It has no tokenizer here: set model.tokenizer = "
                 "AutoTokenizer.from_pretrained(...), or pass data.text_data(texts, tokenizer).",
             )
-        columns = [_whole(examples, name) for name in names]
+        columns = [examples.whole(name) for name in names]
         for texts in columns:
             row = next((row for row, text in enumerate(texts) if not isinstance(text, str)), None)
             if row is not None:
@@ -273,10 +276,10 @@ class HostData:
                 "AutoImageProcessor.from_pretrained(...)), or pass batches of tensors.",
             )
         info = {"transform": self.transform}
-        if examples.column is None or not _is_path(examples.read([0])[name][0]):
+        if examples.column is None or not is_path(examples.read([0])[name][0]):
             return info
         files = examples.column(name)
-        missing = [file for file in files if not _is_path(file) or not Path(file).is_file()]
+        missing = [file for file in files if not is_path(file) or not Path(file).is_file()]
         if missing:
             raise self._error(
                 examples.what,
@@ -320,7 +323,7 @@ class HostData:
         """Return a prepared mapping with what the host takes, as tensors and by its own names."""
         parts = [value for name, value in batch.items() if name in (*PREPARED, *LABEL_KEYS)]
         if not all(isinstance(part, Tensor) for part in parts):
-            examples = examples_of({name: _rows(v) for name, v in batch.items()}, self.name)
+            examples = examples_of({name: rows_of(v) for name, v in batch.items()}, self.name)
             return batch if examples is None else self._whole_batch(examples)
         takes = self._parameters
         if takes is None:
@@ -341,7 +344,7 @@ class HostData:
 
     def _labels(self, examples: Examples, column: str) -> tuple[Tensor | None, dict[str, Any]]:
         """Return the labels of all rows as numbers, and what they tell of the classes."""
-        values = [v.item() if getattr(v, "ndim", 1) == 0 else v for v in _whole(examples, column)]
+        values = [v.item() if getattr(v, "ndim", 1) == 0 else v for v in examples.whole(column)]
         first = values[0]
         for row, value in enumerate(values):
             if value is None or (isinstance(value, float) and value != value):
@@ -362,7 +365,7 @@ class HostData:
         """Return the labels of one batch as numbers."""
         if isinstance(labels, Tensor):
             return labels
-        values = _rows(labels)
+        values = rows_of(labels)
         if not isinstance(values, list):
             raise self._error(f"the labels {labels!r:.60}", "Give one label per example.")
         if values and isinstance(values[0], str) and model_names(self.model) is None:
@@ -420,34 +423,6 @@ class HostData:
             f"{kinds[0]}: a list, (inputs, labels), pairs, a frame or data set with the columns "
             f"{kinds[1]} and label; or batches of tensors. {advice}".strip()
         )
-
-
-def _whole(examples: Examples, name: str) -> list[Any]:
-    if examples.column is not None:
-        return examples.column(name)
-    return examples.read(range(examples.count))[name]
-
-
-def _rows(values: Any) -> Any:
-    """Return a column as a list of its rows."""
-    if hasattr(values, "ndim") and hasattr(values, "tolist") and values.ndim < 2:
-        return values.tolist()
-    return list(values) if isinstance(values, Sequence) or hasattr(values, "__array__") else values
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, (str, os.PathLike))
-
-
-def _is_prepared(batch: Mapping[str, Any]) -> bool:
-    """Return whether a mapping holds inputs that a host takes, of several examples."""
-    for name, axes in PREPARED.items():
-        if name in batch:
-            value = batch[name]
-            if hasattr(value, "ndim"):
-                return bool(value.ndim > axes)
-            return bool(len(value)) and hasattr(value[0], "__len__")
-    return False
 
 
 def _is_one_batch(source: Any) -> bool:
