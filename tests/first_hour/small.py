@@ -14,26 +14,10 @@ from torch import nn
 
 from tests import zoo
 
-WORDS = [
-    *("a", "good", "bad", "film", "joy", "plot", "the", "very"),
-    *("dull", "fine", "story", "no", "not", "at", "all"),
-]
-    "a",
-    "good",
-    "bad",
-    "film",
-    "joy",
-    "plot",
-    "the",
-    "very",
-    "dull",
-    "fine",
-    "story",
-    "no",
-    "not",
-    "at",
-    "all",
-]
+WORDS = (
+    "a", "good", "bad", "film", "joy", "plot", "the", "very", "dull", "fine", "story", "no", "not",
+    "at", "all",
+)  # fmt: skip
 COUNT = 48
 
 
