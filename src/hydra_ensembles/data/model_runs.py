@@ -7,6 +7,7 @@ A *model* is anything that is called on a batch and returns a tensor, an object 
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,12 +19,12 @@ from ..errors import DataError, HydraError, UnsupportedModelError
 from ..prediction import Prediction
 from ..tasks import IGNORED, MultiClass, Task, task_of
 from ..uncertainty import as_member_logits
-from .batches import check_inputs, describe, main_output, move, split_batch
+from .batches import check_inputs, describe, main_output, move, refused_inputs, split_batch
 from .eval_mode import evaluating
 from .memory import Halving
 from .padding import joined_rows
 from .processes import in_order
-from .progress import length_of, progress_bar
+from .progress import expect, expects, length_of, progress_bar
 
 _CLASSES = MultiClass()
 NO_LABELS = "Give batches as (inputs, labels) or as mappings with 'labels'."
@@ -81,7 +82,37 @@ def call_model(model: Callable[..., Any], batch: Any, *, device: Any = None) -> 
     """Call a model on a batch without its labels, on the model's device; return its raw output."""
     args, kwargs, _ = split_batch(batch)
     where = device_of(model) if device is None else device
-    return model(*move(args, where), **move(kwargs, where))
+    args, kwargs = move(args, where), move(kwargs, where)
+    try:
+        return model(*args, **kwargs)
+    except Exception as error:
+        raise refused_inputs(model, batch, error) from error
+
+
+def expect_batches(
+    model: Any, data: Iterable[Any], batches: float, what: str, *, enabled: bool = True
+) -> None:
+    """Say how long work will take that costs as much as some batches through a model.
+
+    One batch is timed, if somebody wants to know (`expects`).
+
+    Args:
+        model, data: The model, and data whose first batch is timed.
+        batches: How many such batches the work costs; 0 where that is not known.
+        what: Name of the work.
+        enabled: Whether progress is reported at all.
+    """
+    if not expects(enabled) or not batches or isinstance(data, Iterator):
+        return
+    try:
+        with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            batch = next(iter(data))
+            start = time.perf_counter()
+            call_model(model, batch)
+            seconds = time.perf_counter() - start
+    except (HydraError, StopIteration):  # the work itself says what is wrong
+        return
+    expect(what, seconds * batches, enabled=enabled)
 
 
 def output_of(model: Callable[..., Any], batch: Any) -> Tensor:

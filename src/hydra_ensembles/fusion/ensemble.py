@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..errors import check_number
 from ..evaluation.results import Results
 from ..heads.stream_plan import Plan
 from ..hosts import HostModel, host_model
@@ -207,6 +208,7 @@ class HydraEnsemble(FusedModel):
         It shares the parameters of the trunk, the MLPs and the norms; its heads are copies. Members
         that are linear readouts of one trunk (`fold(readout="logits")`) are refused.
         """
+        check_number("index", index, whole=True)
         if not 0 <= index < self.members:
             raise IndexError(f"Member {index} of {self.members}: count from 0.")
         refuse_readouts(self.member_readout)

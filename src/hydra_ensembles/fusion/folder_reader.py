@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from .._records import inside, read_json, read_steady, sha256_of_file
-from ..errors import FormatError, HydraError, MissingDependencyError
+from ..errors import FormatError, HydraError, MissingDependencyError, check_place
 from ..hosts import HostModel
 from ..hosts.architecture import check_sizes, library_versions, rebuild_host
 from ..hosts.example_inputs import examples
@@ -167,6 +167,7 @@ def find_folder(
     name_or_folder: str | os.PathLike[str], revision: str | None, token: str | bool | None = None
 ) -> Path:
     """Return the folder of an ensemble, downloaded when it is a name on the hub."""
+    check_place("name_or_folder", name_or_folder)
     path = Path(name_or_folder)
     if path.is_dir():
         return path

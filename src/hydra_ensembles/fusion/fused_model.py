@@ -32,7 +32,7 @@ from .calibrated_model import CalibratedModel
 from .call_options import SummaryCollector
 from .host_engine import HostedBlock, HostedBody
 from .host_interface import host_output
-from .inputs import READ_BY_ANSWERS, prepare
+from .inputs import READ_BY_ANSWERS, is_prepared, prepare
 from .linear_readout import LinearReadout, refuse_readouts
 from .member import member_model, unpruned_model
 
@@ -297,16 +297,18 @@ class FusedModel(CalibratedModel):
             >>> answer.labels, answer.novelty > 0.95
             (['positive', 'negative'], tensor([False, False]))
         """
-        given = isinstance(batch, (Tensor, Mapping))  # the host's inputs already, or named texts
-        if not given or (isinstance(batch, Mapping) and not {"question", "text"}.isdisjoint(batch)):
+        if not is_prepared(self, batch):
             batch = prepare(self, batch)
         unchecked: list[Unchecked] = []
         device = next(self.parameters()).device
         args, kwargs, _ = read_batch(batch, device, unchecked=unchecked)
         model = in_eval(self)
-        logits, _, summaries, student_logits = model.run(
-            args, kwargs, summaries=self.novelty is not None
-        )
+        try:
+            logits, _, summaries, student_logits = model.run(
+                args, kwargs, summaries=self.novelty is not None
+            )
+        except Exception as error:
+            raise batches.refused_inputs(self.host, batch, error) from error
         logits = logits.float()
         student_logits = None if student_logits is None else student_logits.float()
         more = {"inputs": kwargs} if self.task.reads_inputs else {}

@@ -25,12 +25,14 @@ from ..data.input_facts import (
 )
 from ..data.loaders import check_reiterable
 from ..data.memory import Halving
+from ..data.model_runs import expect_batches
 from ..data.processes import in_order
 from ..data.progress import length_of, progress_bar
 from ..data.proxies import make_proxies
 from ..data.proxies.base import spread
 from ..data.splits import input_hashes
-from ..errors import DataError, HydraError
+from ..errors import DataError, HydraError, check_number
+from ..hosts.host_data import data_for
 from ..uncertainty.evidence import Evidence
 from ..uncertainty.known_ranges import Scale
 from ..uncertainty.novelty import Novelty
@@ -96,6 +98,13 @@ def fit_novelty(
     progress: bool,
 ) -> Novelty:
     """Fit novelty to known data in one pass (see `HydraEnsemble.fit_novelty_`)."""
+    read = partial(data_for, ensemble)
+    known = read(known, name="known")
+    train = None if train is None else read(train, name="training")
+    ood = {name: read(data, name=name, labels=False) for name, data in (ood or {}).items()}
+    counts = [length_of(data) for data in (known, train or (), *ood.values())]
+    batches = sum(n or 0 for n in counts)
+    expect_batches(ensemble, known, batches, "fitting novelty", enabled=progress)
     fit: NoveltyFit | None = None
     for found in () if train is None else summaries_of(ensemble, train, "training", progress):
         fit = fit or novelty_fit(ensemble, _classes(found), choose=choose)
@@ -239,6 +248,7 @@ def why_novel(
     ensemble: FusedModel, batch: Any, neighbours: int, raw: Sequence[Any] | None
 ) -> Evidence:
     """Return what speaks for the novelty of a batch (see `HydraEnsemble.why_novel`)."""
+    check_number("neighbours", neighbours, least=0, whole=True)
     if ensemble.novelty is None:
         raise HydraError("Novelty is not fitted: call ensemble.fit_novelty_(known) first.")
     if raw is None and is_raw(batch):

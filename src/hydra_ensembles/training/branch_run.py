@@ -17,6 +17,7 @@ from torch import Tensor
 from ..data import processes
 from ..data.progress import progress_bar
 from ..fusion.ensemble import HydraEnsemble
+from ..hosts.host_data import data_for, sets_for
 from ..tasks import task_of
 from .accelerator import accelerator, logits_and_labels
 from .loop import FinetunedMember, Run, StepInfo
@@ -97,6 +98,11 @@ def finetune_branch(
             f"distill and ood are for classes; this is {task.title}. Pass "
             "settings=replace(BRANCH, distill=0.0) without ood."
         )
+    data = data_for(ensemble, data, name="training")
+    if validation is not None:
+        validation = data_for(ensemble, validation, name="validation")
+    if ood is not None and not isinstance(ood, str):
+        ood = sets_for(ensemble, ood, name="outliers")
     model = CachedTrunk(fused, cache_bytes, trunk_states)
     teacher = None
     if settings.distill:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -21,20 +21,23 @@ from ..data import processes
 from ..data.batches import batch_length, labels_of, take
 from ..data.class_names import check_class_order
 from ..data.eval_mode import evaluating
-from ..data.loaders import as_data, check_reiterable, count
+from ..data.loaders import check_reiterable, count
 from ..data.memory import in_plain_words
-from ..data.model_runs import check_data, collect_logits, member_logits
+from ..data.model_runs import check_data, collect_logits, expect_batches, member_logits
+from ..data.progress import length_of
 from ..data.splits import fingerprint, split
-from ..errors import DataError, HydraError, MaskError
+from ..errors import DataError, HydraError, MaskError, check_number
 from ..evaluation.cross_fit import fit_answer
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fuse_members import fuse
 from ..heads.head_mask import HeadMask
 from ..hosts import HostModel, host_model
+from ..hosts.host_data import data_for, sets_for
 from ..registry import check_name
 from ..tasks import Embedding, Task
 from .accelerator import accelerator
 from .branch_run import BranchRun
+from .finetune_run import TRAINING_PASSES
 from .loop import StepInfo
 from .sample_order import Stream, generator, keys_of
 from .settings import DISTILL, Settings
@@ -148,8 +151,8 @@ def distill(
         >>> student = distill(model, [first, second, third], train, folder="runs/student")
         >>> student.predict(batch).mutual_information
     """
-    if members < 1:
-        raise ValueError(f"members={members}: expected 1 or more.")
+    check_number("members", members, least=1, whole=True)
+    check_number("max_cost", max_cost, above=0)
     settings = settings.updated(epochs, learning_rate)
     # epoch e sees view e mod views: teachers are not asked for views that no epoch sees
     settings = replace(settings, views=min(settings.views, settings.epochs))
@@ -159,18 +162,20 @@ def distill(
             "the defaults: replace(DISTILL, ...)."
         )
     host = host_model(model)
+    data = data_for(host, data)
+    if validation is not None:
+        validation = data_for(host, validation, name="validation")
+    if ood is not None and not isinstance(ood, str):
+        ood = sets_for(host, ood, name="outliers")
     check_data(host.model, data)
     check_class_order(host.model, data, seed=seed)
     place = None if folder is None else Path(folder)
     sources = read_teachers(teachers, host.model)
-    for name, given in {"data": data, "validation": validation, "ood": ood}.items():
-        if isinstance(given, Iterator):  # refused, by its own name
-            check_reiterable(given, name=name)
-    train, held_out = _parts(as_data(data), validation, seed, host.task)
+    train, held_out = _parts(data, validation, seed, host.task)
     if any(teacher.table is not None for teacher in sources):
         # a table covers the data itself: no other view, no outliers
         if validation is None and held_out is not None:
-            train, held_out = as_data(data), None
+            train, held_out = data, None
         ood = None if isinstance(ood, str) and ood == "auto" else ood
         if ood is not None:
             raise DataError("A table of probabilities does not answer ood data: pass ood=None.")
@@ -181,6 +186,10 @@ def distill(
     batch = _first_batch(train)
     if settings.distill < 1 and host.task.classifies:
         check_labels(labels_of(batch), settings.distill)
+    views = settings.views if settings.augment else 1
+    passes = len(sources) * views + TRAINING_PASSES * settings.epochs
+    batches = passes * (2 if ood is not None else 1) * (length_of(train) or 0)
+    expect_batches(host.model, train, batches, "distilling", enabled=progress)
     if start == "folded":
         if masks is not None or branch_layer is not None or own_mlps:
             raise ValueError('start="folded" has no masks, no branch_layer and no own_mlps.')
@@ -285,7 +294,7 @@ def _first_batch(data: Any) -> Any:
 def _parts(data: Any, validation: Any, seed: int, task: Task) -> tuple[Any, Any]:
     """Return training and validation data; by default a tenth of labelled data is held out."""
     if validation is not None:
-        return data, as_data(validation)
+        return data, validation
     first = next(iter(check_reiterable(data)), None)
     labels = None if first is None else labels_of(first)
     if labels is None or (task.classifies and labels.is_floating_point()):
