@@ -33,22 +33,31 @@ def cost_of(model: Any, batch: Any) -> float | None:
 def extreme_examples(
     loaded: Loaded, results: Results, known: Any, outliers: dict[str, Any], *, each: int = EACH
 ) -> list[Example]:
-    """Return the most and least certain and the newest test examples, and familiar outliers."""
+    """Return the newest, wrong, least and most certain test examples, and familiar outliers.
+
+    Every example is shown once, in the first group that it belongs to.
+    """
+    from ..report.sections import NEWEST_HEADING
+
     column = f"score:{results.scores[0]}"
-    order = results.examples["id"][column].argsort(stable=True).tolist()
-    found = describe(loaded, known, order[:each], "Surest", "test")
-    found += describe(loaded, known, order[::-1][:each], "Least sure", "test")
-    wrong = (~results.examples["id"]["correct"].bool()).nonzero().flatten()
-    scores = results.examples["id"][column]
-    sure = wrong[scores[wrong].argsort(stable=True)][:each].tolist()
-    found += describe(loaded, known, sure, "Wrong, and surest of it", "test")
+    found: list[Example] = []
+    taken: set[int] = set()
     if "score:novelty" in results.examples["id"]:
         newest = results.examples["id"]["score:novelty"].argsort(descending=True, stable=True)
-        rows = newest[:each].tolist()
-        title = "Newest: least like the known data"
+        rows = first_untaken(newest.tolist(), each, taken)
         pairs = zip(_alarms(results, "id", rows), _why_new(loaded, known, rows), strict=True)
         notes = ["\n".join([alarm, *why]) for alarm, why in pairs]
-        found += describe(loaded, known, rows, title, "test", notes=notes)
+        found += describe(loaded, known, rows, NEWEST_HEADING, "test", notes=notes)
+    scores = results.examples["id"][column]
+    wrong = (~results.examples["id"]["correct"].bool()).nonzero().flatten()
+    order = scores.argsort(stable=True)
+    for title, ranked in {
+        "Wrong, and surest of it": wrong[scores[wrong].argsort(stable=True)],
+        "Least sure": order.flip(0),
+        "Surest": order,
+    }.items():
+        rows = first_untaken(ranked.tolist(), each, taken)
+        found += describe(loaded, known, rows, title, "test")
     for name, data in outliers.items():
         familiar = results.examples[f"ood/{name}"][column].argsort(stable=True)
         rows = familiar[: each // 2].tolist()
@@ -56,6 +65,13 @@ def extreme_examples(
         title = f"Outliers ({name}) that it is surest of"
         found += describe(loaded, data, rows, title, name, labelled=False, notes=notes)
     return found
+
+
+def first_untaken(ranked: list[int], count: int, taken: set[int]) -> list[int]:
+    """Return the first rows that are not taken yet, and take them: an example is shown once."""
+    rows = [row for row in ranked if row not in taken][:count]
+    taken.update(rows)
+    return rows
 
 
 def _alarms(results: Results, name: str, rows: list[int]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 import sys
@@ -153,49 +152,41 @@ def _names(files: Any) -> list[str]:
 
 
 def _examples(loaded: Loaded, files: Any, trial: Trial, names: list[str]) -> list[Example]:
-    """Return the strangest, the least certain, and the confidently wrong."""
-    from ..report_data import describe
+    """Return the strangest, the confidently wrong and the least certain, each example once."""
+    import torch
+
+    from ...report.rounding import percent
+    from ..report_data import describe, first_untaken
 
     answer, each = trial.answer, EACH.get(_kind(files), 9)
     rank = answer.novelty
     assert rank is not None and answer.novelty_score is not None
-    strange = answer.novelty_score.argsort(descending=True, stable=True)[:each]
-    unsure = answer.uncertainty.argsort(descending=True, stable=True)[:each]
-    second = answer.probabilities[unsure].topk(2, dim=-1)
-    groups = {
-        "The strangest: least like the others": (
-            strange,
-            [
-                "\n".join(
-                    [
-                        # never rounded up to all
-                        f"newer than {math.floor(100 * float(rank[row]))} % of the others",
-                        f"nearest: {names[int(trial.neighbours[row])]}",
-                        *trial.facts[row],
-                    ]
-                )
-                for row in strange.tolist()
-            ],
-        ),
-        "The least sure": (
-            unsure,
-            [
-                f"or {loaded.class_name(int(classes[1]))} ({float(p[1]):.0%})"
-                for p, classes in zip(second.values, second.indices, strict=True)
-            ],
-        ),
-    }
+    taken: set[int] = set()
+    strange = answer.novelty_score.argsort(descending=True, stable=True)
+    ranked = {"The strangest: least like the others": strange}
     if trial.labels is not None:
         wrong = (answer.class_index != trial.labels).nonzero().flatten()
-        sure = wrong[answer.uncertainty[wrong].argsort(stable=True)][:each]
-        groups["Wrong, and surest of it (or labelled wrongly)"] = (sure, [""] * len(sure))
-    return [
-        example
-        for group, (rows, notes) in groups.items()
-        for example in describe(
-            loaded, files, rows.tolist(), group, "example", answer=answer[rows], notes=notes
-        )
-    ]
+        by_certainty = answer.uncertainty[wrong].argsort(stable=True)
+        ranked["Wrong, and surest of it (or labelled wrongly)"] = wrong[by_certainty]
+    ranked["The least sure"] = answer.uncertainty.argsort(descending=True, stable=True)
+
+    def note(group: str, row: int) -> str:
+        if group.startswith("The strangest"):
+            newer = f"newer than {percent(float(rank[row]))} of the others"
+            nearest = f"nearest: {names[int(trial.neighbours[row])]}"
+            return "\n".join([newer, nearest, *trial.facts[row]])
+        if group.startswith("The least"):
+            values, classes = answer.probabilities[row].topk(2)
+            return f"or {loaded.class_name(int(classes[1]))} ({percent(float(values[1]))})"
+        return ""
+
+    found = []
+    for group, order in ranked.items():
+        rows = first_untaken(order.tolist(), each, taken)
+        notes = [note(group, row) for row in rows]
+        part = answer[torch.tensor(rows, dtype=torch.long)]
+        found += describe(loaded, files, rows, group, "example", answer=part, notes=notes)
+    return found
 
 
 def _title(model: str) -> str:
