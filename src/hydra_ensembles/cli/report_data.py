@@ -35,30 +35,35 @@ def cost_of(model: Any, batch: Any) -> float | None:
 def extreme_examples(
     loaded: Loaded, results: Results, known: Any, outliers: dict[str, Any], *, each: int = EACH
 ) -> list[Example]:
-    """Return the most and least certain and the newest test examples, and familiar outliers."""
+    """Return the newest, wrong, least and most certain test examples, and familiar outliers.
+
+    Every example is shown once, in the first group that it belongs to.
+    """
+    from ..report.sections import NEWEST_HEADING
     from ..tasks import task_of
 
-    column = f"score:{results.scores[0]}"
     if task_of(loaded.model).by_token:  # the columns are of tokens
         return text_examples(loaded, known, each=each)
-    order = results.examples["id"][column].argsort(stable=True).tolist()
-    found = describe(loaded, known, order[:each], "Surest", "test")
-    found += describe(loaded, known, order[::-1][:each], "Least sure", "test")
-    scores = results.examples["id"][column]
-    if "correct" in results.examples["id"]:
-        wrong = (~results.examples["id"]["correct"].bool()).nonzero().flatten()
-        sure = wrong[scores[wrong].argsort(stable=True)][:each].tolist()
-        found += describe(loaded, known, sure, "Wrong, and surest of it", "test")
-    else:
-        far = furthest(results.examples["id"])[:each]
-        found += describe(loaded, known, far, "Furthest off", "test")
+    column = f"score:{results.scores[0]}"
+    found: list[Example] = []
+    taken: set[int] = set()
     if "score:novelty" in results.examples["id"]:
         newest = results.examples["id"]["score:novelty"].argsort(descending=True, stable=True)
-        rows = newest[:each].tolist()
-        title = "Newest: least like the known data"
+        rows = first_untaken(newest.tolist(), each, taken)
         pairs = zip(_alarms(results, "id", rows), _why_new(loaded, known, rows), strict=True)
         notes = ["\n".join([alarm, *why]) for alarm, why in pairs]
-        found += describe(loaded, known, rows, title, "test", notes=notes)
+        found += describe(loaded, known, rows, NEWEST_HEADING, "test", notes=notes)
+    scores = results.examples["id"][column]
+    order = scores.argsort(stable=True).tolist()
+    if "correct" in results.examples["id"]:
+        wrong = (~results.examples["id"]["correct"].bool()).nonzero().flatten()
+        sure = wrong[scores[wrong].argsort(stable=True)].tolist()
+        bad = {"Wrong, and surest of it": sure}
+    else:
+        bad = {"Furthest off": furthest(results.examples["id"])}
+    for title, ranked in {**bad, "Least sure": order[::-1], "Surest": order}.items():
+        rows = first_untaken(ranked, each, taken)
+        found += describe(loaded, known, rows, title, "test")
     for name, data in outliers.items():
         familiar = results.examples[f"ood/{name}"][column].argsort(stable=True)
         rows = familiar[: each // 2].tolist()
@@ -90,6 +95,13 @@ def text_examples(loaded: Loaded, data: Any, *, each: int) -> list[Example]:
     order = sorted(range(len(unsure)), key=unsure.__getitem__)
     found = describe(loaded, source, order[:each], "Surest", "test")
     return found + describe(loaded, source, order[::-1][:each], "Least sure", "test")
+
+
+def first_untaken(ranked: list[int], count: int, taken: set[int]) -> list[int]:
+    """Return the first rows that are not taken yet, and take them: an example is shown once."""
+    rows = [row for row in ranked if row not in taken][:count]
+    taken.update(rows)
+    return rows
 
 
 def _alarms(results: Results, name: str, rows: list[int]) -> list[str]:

@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 CLASS_BLOCKS = 3
 """The trunk's last blocks measure distances to classes, as the end of the last block does: early
 blocks know no classes."""
-
+MANY_CLASSES = 4096
+"""With more classes only the end of the last block measures distances to them: the means of 21,000
+classes at one tap are 32 MB at width 384, and every `predict` reads them all."""
 
 PROXIES, PROXY_BATCH = 200, 50
 """Known examples that proxies are made of, and how many at once."""
@@ -75,7 +77,8 @@ def novelty_fit(ensemble: FusedModel, classes: int, *, choose: bool = True) -> N
     """Return statistics of nothing yet, for the taps of an ensemble."""
     blocks = len(ensemble.body.trunk)
     taps = tap_names(blocks, readout=ensemble.readout.has_token)
-    late = min(CLASS_BLOCKS, blocks) * (len(taps) - 1) // blocks if blocks else 0
+    last = 0 if classes > MANY_CLASSES else min(CLASS_BLOCKS, blocks)
+    late = last * (len(taps) - 1) // blocks if blocks else 0
     return NoveltyFit(
         taps,
         classes=classes,

@@ -19,6 +19,7 @@ from ..heads.head_mask import HeadMask
 from . import figures as charts
 from .curves import ood_names
 from .examples import Example
+from .rounding import percent, three_digits
 from .svg import page_axes, to_svg
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 NEWEST = 12
 """Newest test examples that are listed."""
+NEWEST_HEADING = "Newest: least like the known data"
+"""Heading of the newest test examples."""
 FRONTIERS = ("ood/mean/AUROC", "cls/NLL", "cls/Acc", "cal/ECE")
 
 LABELS = {
@@ -290,8 +293,11 @@ def abstention(results: Sequence[Results]) -> Section | None:
     return Section("abstention", "Answer or abstain", content)
 
 
-def novelty(results: Sequence[Results]) -> Section | None:
-    """List the alarms per set and the newest examples of models that know their data."""
+def novelty(results: Sequence[Results], examples: Sequence[Example] = ()) -> Section | None:
+    """List the alarms per set and the newest examples of models that know their data.
+
+    Where the newest are shown with their image or text, their numbers are left out.
+    """
     able = [result for result in results if "alarm" in result.examples.get("id", {})]
     if not able:
         return None
@@ -305,11 +311,12 @@ def novelty(results: Sequence[Results]) -> Section | None:
         for name in sets
     ]
     scores = able[0].examples["id"]["score:novelty"]
-    newest = scores.argsort(descending=True, stable=True)[:NEWEST].tolist()
+    shown_below = any(example.group == NEWEST_HEADING for example in examples)
+    newest = scores.argsort(descending=True, stable=True)[: 0 if shown_below else NEWEST].tolist()
     content = {
         "names": [result.name for result in able],
         "rows": rows,
-        "newest": [{"number": row, "score": f"{float(scores[row]):.1f}"} for row in newest],
+        "newest": [{"number": row, "score": three_digits(float(scores[row]))} for row in newest],
     }
     return Section("novelty", "Like anything known?", content, long=True)
 
@@ -320,7 +327,7 @@ def _set(name: str) -> str:
 
 
 def _share(alarm: Any) -> str:
-    return "–" if alarm is None else f"{100 * float(alarm.double().mean()):.1f} %"
+    return percent(None if alarm is None else float(alarm.double().mean()))
 
 
 def legend(names: Sequence[str]) -> list[dict[str, Any]]:

@@ -61,6 +61,26 @@ class TensorSpec:
         return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
 
 
+def rule_in_words(*, sureness: bool, alarm: float | None, guarantees: Sequence[str] = ()) -> str:
+    """Say when a model answers, for those who do not know its scores.
+
+    Args:
+        sureness: Whether the model must be sure enough.
+        alarm: Share of known data that is called new; None where novelty is not asked.
+        guarantees: What is guaranteed, as ends of a sentence.
+    """
+    if not sureness and alarm is None:
+        return "It answers every input."
+    needs = ["it is sure enough"] * sureness
+    if alarm is not None:
+        needs.append(f"the input is not newer than {100 * (1 - alarm):.3g} % of what it knows")
+    rule = f"It answers when {' and '.join(needs)}."
+    if not guarantees:
+        return rule
+    kept = " and ".join(guarantees)
+    return f"{rule} Of inputs like those that it was fitted on, {kept}, on average."
+
+
 class Backend:
     """A loaded model.
 
@@ -79,8 +99,10 @@ class Backend:
         has_novelty: Whether predictions have novelty.
         has_policy: Whether predictions have decisions.
         alarm: Novelty above 1 - alarm is an alarm.
-        rule: When it abstains, in words.
+        rule: When it abstains, with its thresholds.
+        rule_in_words: The same for those who do not know the scores.
         sets: What makes the sets with a guarantee; None without.
+        example: A text to try; None where there is none.
     """
 
     platform: str
@@ -96,7 +118,9 @@ class Backend:
     has_policy: bool
     alarm: float
     rule: str
+    rule_in_words: str
     sets: Sets | None = None
+    example: str | None = None
 
     @property
     def gives(self) -> str:
@@ -173,6 +197,9 @@ class ExportedBackend(Backend):
         self.alarm = float(policy["alarm"] or ALARM)
         self.rule = str(policy["words"])
         self.sets = exported.sets
+        self.rule_in_words = rule_in_words(
+            sureness=policy["uncertainty_above"] is not None, alarm=policy["alarm"]
+        )
 
     def prepare(self, image: Any) -> Row:
         """Turn a PIL image into a row, by the exported preprocessing."""

@@ -117,6 +117,7 @@ def _schemas() -> Json:
         "alarm": SHARE,
         "score": TEXT_TYPE,
         "rule": TEXT_TYPE,
+        "example": {"type": ["string", "null"]},
         "maxText": WHOLE,
     }
     datatype = {"enum": [*TYPES, "BYTES"]}

@@ -72,7 +72,8 @@ class Service:
             "novelty": backend.has_novelty,
             "alarm": backend.alarm,
             "score": backend.score,
-            "rule": backend.rule.partition("\n")[0],
+            "rule": backend.rule_in_words,
+            "example": backend.example,
             "maxText": self.limits.text,
         }
 

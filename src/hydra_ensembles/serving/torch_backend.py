@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,8 @@ from ..fusion.ensemble import HydraEnsemble
 from ..fusion.inputs import image_key, prepare
 from ..prediction import Prediction
 from ..uncertainty import Drift, Policy
-from .backends import ALARM, Backend, Row, TensorSpec, stacked, texts_of
+from ..uncertainty.policy import GIVEN
+from .backends import ALARM, Backend, Row, TensorSpec, rule_in_words, stacked, texts_of
 
 
 class TorchBackend(Backend):
@@ -68,11 +70,15 @@ class TorchBackend(Backend):
         self.has_novelty, self.has_policy = ensemble.novelty is not None, policy is not None
         self.alarm = (policy.alarm if policy else None) or ALARM
         self.rule = "always answer" if policy is None else str(policy)
+        self.rule_in_words = _in_words(policy or Policy())
         self.sets = ensemble.sets
         task = ensemble.task
         self.kind = task.prediction
         asked = "answer" in self.kind.FIELDS
         self.asks = "question" if asked else "tokens" if task.by_token else "text"
+        if self.reads == "text" and ensemble.novelty is not None and not asked:
+            whole = (name for name in ensemble.novelty.names if name and not name.endswith("…"))
+            self.example = next(whole, None)
         if self.reads == "text":
             example: Row = {"question": "example", "context": "example"} if asked else "example"
             batch = self._batch([example])
@@ -120,3 +126,14 @@ class TorchBackend(Backend):
     def drift(self, window: int) -> Drift | None:
         """Return a test of the stream against the known data."""
         return Drift(self.ensemble, window=window) if self.has_novelty else None
+
+
+def _in_words(policy: Policy) -> str:
+    """Say what a policy does and guarantees."""
+    guarantees = []
+    if policy.risk is not None and policy.method == "conformal":
+        guarantees.append(f"at most {100 * policy.risk:.3g} % are answered and wrong")
+    if policy.alarm is not None and policy.method != GIVEN:
+        guarantees.append(f"at most {100 * policy.alarm:.3g} % are called new")
+    sureness = policy.threshold < math.inf
+    return rule_in_words(sureness=sureness, alarm=policy.alarm, guarantees=guarantees)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 import sys
@@ -176,57 +175,47 @@ def _names(files: Any) -> list[str]:
 
 
 def _examples(loaded: Loaded, files: Any, trial: Trial, names: list[str]) -> list[Example]:
-    """Return the strangest, the least certain, and the confidently wrong."""
+    """Return the strangest, the confidently wrong and the least certain, each example once."""
     import torch
 
-    from ..report_data import describe, furthest
+    from ...report.rounding import percent
+    from ..report_data import describe, first_untaken, furthest
 
     answer, each = trial.answer, EACH.get(_kind(files), 9)
     rank = answer.novelty
     assert rank is not None and answer.novelty_score is not None
-    strange = answer.novelty_score.argsort(descending=True, stable=True)[:each]
-    unsure = answer.uncertainty.argsort(descending=True, stable=True)[:each]
-    second = ["" for _ in unsure]
-    if trial.ensemble.task.classifies:
-        best = answer.probabilities[unsure].topk(2, dim=-1)
-        second = [
-            f"or {loaded.class_name(int(classes[1]))} ({float(p[1]):.0%})"
-            for p, classes in zip(best.values, best.indices, strict=True)
-        ]
-    groups = {
-        "The strangest: least like the others": (
-            strange,
-            [
-                "\n".join(
-                    [
-                        # never rounded up to all
-                        f"newer than {math.floor(100 * float(rank[row]))} % of the others",
-                        f"nearest: {names[int(trial.neighbours[row])]}",
-                        *trial.facts[row],
-                    ]
-                )
-                for row in strange.tolist()
-            ],
-        ),
-        "The least sure": (unsure, second),
-    }
+    task = trial.ensemble.task
+    taken: set[int] = set()
+    strange = answer.novelty_score.argsort(descending=True, stable=True)
+    ranked = {"The strangest: least like the others": strange.tolist()}
     if trial.labels is not None:
-        errors = trial.ensemble.task.errors(answer, trial.labels)
+        errors = task.errors(answer, trial.labels)
         if errors is None:
-            columns = {"values": answer.values, "targets": trial.labels}
-            far = torch.tensor(furthest(columns)[:each])
-            groups["Furthest off (or labelled wrongly)"] = (far, [""] * len(far))
+            far = furthest({"values": answer.values, "targets": trial.labels})
+            ranked["Furthest off (or labelled wrongly)"] = far
         else:
             wrong = errors.nonzero().flatten()
-            sure = wrong[answer.uncertainty[wrong].argsort(stable=True)][:each]
-            groups["Wrong, and surest of it (or labelled wrongly)"] = (sure, [""] * len(sure))
-    return [
-        example
-        for group, (rows, notes) in groups.items()
-        for example in describe(
-            loaded, files, rows.tolist(), group, "example", answer=answer[rows], notes=notes
-        )
-    ]
+            sure = wrong[answer.uncertainty[wrong].argsort(stable=True)].tolist()
+            ranked["Wrong, and surest of it (or labelled wrongly)"] = sure
+    ranked["The least sure"] = answer.uncertainty.argsort(descending=True, stable=True).tolist()
+
+    def note(group: str, row: int) -> str:
+        if group.startswith("The strangest"):
+            newer = f"newer than {percent(float(rank[row]))} of the others"
+            nearest = f"nearest: {names[int(trial.neighbours[row])]}"
+            return "\n".join([newer, nearest, *trial.facts[row]])
+        if group.startswith("The least") and task.classifies:
+            values, classes = answer.probabilities[row].topk(2)
+            return f"or {loaded.class_name(int(classes[1]))} ({percent(float(values[1]))})"
+        return ""
+
+    found = []
+    for group, order in ranked.items():
+        rows = first_untaken(order, each, taken)
+        notes = [note(group, row) for row in rows]
+        part = answer[torch.tensor(rows, dtype=torch.long)]
+        found += describe(loaded, files, rows, group, "example", answer=part, notes=notes)
+    return found
 
 
 def _title(model: str) -> str:
