@@ -124,7 +124,7 @@ def write_page(
     environment.filters |= {
         "percent": percent,
         "three_digits": three_digits,
-        "parts": lambda name: re.findall(r"[^/_-]*[/_-]+|[^/_-]+", name),
+        "parts": _parts,
     }
     page = environment.get_template("page.html").render(
         title=title,
@@ -137,3 +137,8 @@ def write_page(
     target = Path(path)
     write_whole(target, page)
     return target
+
+
+def _parts(name: str) -> list[str]:
+    """Split the name of a file where a line may break."""
+    return re.findall(r"[^/_-]*[/_-]+|[^/_-]+", name)

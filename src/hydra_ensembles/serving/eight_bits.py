@@ -144,7 +144,7 @@ class EightBits:
     def predict(self, batch: Any) -> Prediction:
         """Predict a batch by the ensemble's score and temperatures, and the novelty fitted here."""
         logits, summaries, student_logits = self.features(batch)
-        answer = prediction_of(self.ready, logits, student_logits)
+        answer = prediction_of(self.ready, logits, student_logits, batch)
         if self.novelty is None:
             return answer
         novelty, score = self.novelty(summaries, logits)

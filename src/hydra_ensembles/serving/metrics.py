@@ -120,7 +120,7 @@ def _values(answers: Prediction, name: str) -> list[float]:
     column = getattr(answers, name, None)
     if isinstance(answers, TokenPrediction) and column is not None and column.ndim == 2:
         column = column[answers.real]
-    return column.tolist() if hasattr(column, "ndim") else []
+    return [] if column is None or not hasattr(column, "ndim") else column.tolist()
 
 
 def uncertainty_buckets(score: str, classes: int) -> tuple[float, ...]:
