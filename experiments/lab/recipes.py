@@ -40,7 +40,7 @@ from hydra_ensembles.training.sample_order import Stream
 
 from .other_tasks import TAGS, host_class
 from .sets import ImageSet, cifar10, need
-from .tasks import TextTask, minilm_folder, open_task
+from .tasks import CIFAR8, TextTask, minilm_folder, open_task
 
 HEADS = ("classifier", "head", "qa_outputs")
 RECIPES = Path(__file__).parents[1] / "recipes.yaml"
@@ -92,6 +92,11 @@ def _chunks(rows: list[int], size: int) -> list[list[int]]:
 def read_recipe(name: str | None) -> dict[str, Any]:
     """Return the recipe of a task's hosts."""
     recipes: dict[str, Any] = yaml.safe_load(RECIPES.read_text(encoding="utf-8"))
+    recipes |= {
+        task: {**recipes["cifar8"], "without": list(pair)}
+        for task, pair in CIFAR8.items()
+        if "cifar8" in recipes
+    }
     if name not in recipes:
         raise DataError(f"There is no recipe {name!r}. There are: {', '.join(recipes)}.")
     recipe: dict[str, Any] = recipes[name]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .evaluation import evaluate as evaluate
     from .evaluation.latency import benchmark as benchmark
     from .fusion import HydraEnsemble as HydraEnsemble
+    from .fusion import fit_calibrator as fit_calibrator
     from .fusion import fit_policy as fit_policy
     from .fusion import fit_sets as fit_sets
     from .fusion import fuse as fuse
@@ -68,6 +69,7 @@ _NAMES = {
     "evaluate": "evaluation",
     "benchmark": "evaluation.latency",
     "HydraEnsemble": "fusion",
+    "fit_calibrator": "fusion",
     "fit_policy": "fusion",
     "fit_sets": "fusion",
     "fuse": "fusion",

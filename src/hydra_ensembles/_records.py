@@ -100,6 +100,8 @@ def holding(
             lock.parent.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
             raise FormatError(f"{lock.parent} is a file: give a folder to write to.") from None
+        except FileNotFoundError as error:  # of a system's own folder, such as /proc
+            raise DiskError(f"Cannot make the folder {lock.parent}: {error.strerror}.") from error
         system = FileLock(lock, timeout=wait, thread_local=False)
         try:
             system.acquire()

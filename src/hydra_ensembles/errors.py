@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 
 class HydraError(Exception):
     """Base of every error that this library raises on purpose."""
@@ -47,3 +49,49 @@ class UnknownNameError(HydraError, KeyError, ValueError):
 
 class MissingDependencyError(HydraError, ImportError):
     """An optional package is needed; the message names the extra that brings it."""
+
+
+class ArgumentError(HydraError, ValueError, TypeError):
+    """An argument has a value or a type that the function cannot use."""
+
+
+def check_number(
+    name: str,
+    value: object,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    whole: bool = False,
+    optional: bool = False,
+) -> None:
+    """Raise `ArgumentError` unless an argument is a number within its bounds.
+
+    Args:
+        name, value: The argument's name and value.
+        least, above, most: Bounds; `above` itself is refused.
+        whole: Only integers will do.
+        optional: None will do as well.
+    """
+    if value is None and optional:
+        return
+    good = hasattr(value, "__index__") or (not whole and hasattr(value, "__float__"))
+    if good and not isinstance(value, str | bool):
+        number = float(value)  # type: ignore[arg-type]
+        within = least is None or number >= least, above is None or number > above
+        if all(within) and (most is None or number <= most):
+            return
+    words = [f"{least:g} or more"] if least is not None else []
+    words += [f"above {above:g}"] if above is not None else []
+    words += [f"{most:g} at most"] if most is not None else []
+    kind = "a whole number" if whole else "a number"
+    raise ArgumentError(
+        f"{name}={value!r:.60}: expected {kind}{', ' * bool(words)}{', '.join(words)}"
+        f"{' or None' if optional else ''}."
+    )
+
+
+def check_place(name: str, value: object) -> None:
+    """Raise `ArgumentError` unless an argument is a path."""
+    if not isinstance(value, str | os.PathLike):
+        raise ArgumentError(f"{name}={value!r:.60}: expected the path of a folder.")

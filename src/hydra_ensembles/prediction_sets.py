@@ -24,7 +24,12 @@ import numpy as np
 
 from .errors import DataError, FormatError
 from .prediction import Prediction, as_numpy, named
-from .task_predictions import RegressionPrediction, SpanPrediction, TokenPrediction
+from .task_predictions import (
+    MultiLabelPrediction,
+    RegressionPrediction,
+    SpanPrediction,
+    TokenPrediction,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -33,6 +38,8 @@ RANDOMISED = ("aps", "raps")
 BY = ("all", "class", "group")
 MOST_SPANS = 20
 """Most spans in a set."""
+IGNORED = -100
+"""The label of a token that does not count."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +164,34 @@ class Sets:
                 "fit_novelty_(known) and fit_sets() again."
             )
         return np.asarray(sigma + by_novelty * as_numpy(answer.novelty_score)[:, None])
+
+    def covered(self, answer: Prediction, labels: Any) -> Array:
+        """Return what share of what is true is in each set, `[batch]`; 1 where nothing is.
+
+        For tokens whether the label is, `[token]`, of all real tokens with a label.
+
+        Args:
+            answer: The answers.
+            labels: As `Task.check_labels` returns them.
+        """
+        answer, labels = answer.to_numpy(), as_numpy(labels)
+        if isinstance(answer, SpanPrediction):
+            found = [{(span["start"], span["end"]) for span in spans} for spans in self.of(answer)]
+            pairs = zip(labels.tolist(), found, strict=True)
+            return np.asarray([float(tuple(pair) in spans) for pair, spans in pairs])
+        if isinstance(answer, RegressionPrediction):
+            low, high = np.moveaxis(self.intervals(answer), -1, 0)
+            numbers = labels.reshape(low.shape)
+            return np.asarray(((low <= numbers) & (numbers <= high)).mean(1))
+        mask = self.mask(answer)
+        if isinstance(answer, MultiLabelPrediction):
+            true = labels > 0.5
+            missed = (true & ~mask).sum(1)
+            return np.asarray(1 - missed / np.maximum(true.sum(1), 1))
+        if isinstance(answer, TokenPrediction):
+            counted = answer.real & (labels != IGNORED)
+            mask, labels = mask[counted], labels[counted]
+        return mask[np.arange(len(mask)), labels].astype(float)
 
     def sizes(self, answer: Prediction) -> Array:
         """Return how large the sets are, `[batch]`: classes, labels, spans, or the mean width.

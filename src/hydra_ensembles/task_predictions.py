@@ -94,6 +94,8 @@ class RegressionPrediction(Prediction):
     Attributes:
         values: Mean of the members' numbers, `[batch, number]`.
         spread: Standard deviation of the members' numbers, `[batch, number]`; 0 for one member.
+        sigma: Standard deviation of the true number around the answer, `[batch, number]`; None
+            before `fit_calibrator`.
         member_values: The members' numbers, `[batch, member, number]`.
         student_values: The numbers of the one output that answers for the ensemble; None without.
     """
@@ -101,6 +103,7 @@ class RegressionPrediction(Prediction):
     FIELDS: ClassVar[Mapping[str, str]] = {
         "value": "the predicted number; a list of numbers when the model gives several",
         "spread": "standard deviation of the members' numbers, in the same form",
+        "sigma": "standard deviation of the true number around the answer; null when not fitted",
         **SURE,
         **DECIDED,
         "set": f"[low, high] around the number; a list of them for several, {SET}",
@@ -110,6 +113,7 @@ class RegressionPrediction(Prediction):
     spread: Any
     member_values: Any
     student_values: Any = None
+    sigma: Any = None
 
     @property
     def member_outputs(self) -> Any:
@@ -124,7 +128,8 @@ class RegressionPrediction(Prediction):
     def rows(self, *, probabilities: bool = False) -> list[dict[str, Any]]:
         """Return one dictionary of plain values per input: the keys of `FIELDS`."""
         rows = super().rows()
-        for name in ("value", "spread") if self.values.shape[-1] == 1 else ():
+        names = ("value", "spread", *(("sigma",) if self.sigma is not None else ()))
+        for name in names if self.values.shape[-1] == 1 else ():
             for row in rows:
                 (row[name],) = row[name]
         return rows

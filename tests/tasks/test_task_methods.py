@@ -36,7 +36,7 @@ def data(name: str, count: int = 3, size: int = 12) -> list[Batch]:
         if name == "labels":
             given = {"labels": (outputs > 0).float()}
         elif name == "numbers":
-            given = {"labels": outputs}
+            given = {"labels": outputs + torch.tensor([-0.5, 1.0] * (size // 2))[:, None]}
         elif name == "tags":
             real = batch["attention_mask"].bool()
             given = {"labels": outputs.argmax(-1).masked_fill(~real, -100)}
@@ -65,8 +65,8 @@ def test_criteria_read_the_gradient_of_the_loss(name: str, criterion: str) -> No
                 outputs = view.read(model(**kwargs))
                 given = view.task.check_labels(labels_of(one), "the test")
                 loss = view.task.losses(outputs, given, kwargs["attention_mask"])
-            total += torch.autograd.grad(loss.sum(), gates)[-1][0].abs()
-        assert total.argsort().tolist() == scores[-1].argsort().tolist()
+            total += torch.autograd.grad(loss.sum(), gates)[-1][0]
+        torch.testing.assert_close(scores[-1].float(), (total / 4).abs(), atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -76,7 +76,7 @@ def test_members_are_built(name: str, method: Any) -> None:
         host(name), data(name), method=method, members=2, max_cost=2.0, progress=False
     )
     assert ensemble.task.name == HOSTS[name][0] and ensemble.members == 2
-    assert ensemble.novelty is not None and ensemble.score == ensemble.task.default_score
+    assert ensemble.novelty is not None and ensemble.score in ensemble.task.scores
     answer = ensemble.predict(inputs(name))
     assert answer.novelty.shape == (4,)
     assert ensemble.temperature is None or ensemble.task.classifies

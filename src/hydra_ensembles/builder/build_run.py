@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -21,15 +21,16 @@ from ..data.eval_mode import evaluating
 from ..data.memory import in_plain_words
 from ..data.model_runs import call_model, check_data
 from ..data.progress import announce
-from ..errors import DataError, UnsupportedModelError
+from ..errors import DataError, UnsupportedModelError, check_number
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fuse_members import fuse
 from ..fusion.inputs import remember_inputs
 from ..heads.head_mask import HeadMask
 from ..hosts import HostModel, host_model
 from ..hosts.example_inputs import pad_token
+from ..hosts.host_data import data_for
 from ..search.search_state import SearchState, TensorStore
-from ..tasks import Embedding, Task, refuse, task_of
+from ..tasks import Embedding, MultiClass, Task, refuse, task_of
 from .calibration import apply_calibration_, calibrate_
 from .data_parts import BuildJob, Outcome, Parts
 from .methods import Method, as_method
@@ -49,7 +50,7 @@ def build(
     members: int | None = None,
     max_cost: float | None = 1.07,
     score: str = "auto",
-    calibrate: bool = True,
+    calibrate: bool | Literal["temperature"] = True,
     novelty: bool | None = None,
     seed: int = 0,
     folder: str | os.PathLike[str] | None = None,
@@ -83,7 +84,9 @@ def build(
         score: The uncertainty that `predict` reports, or `"auto"`: the best on held-out outliers,
             without any the task's usual one (of classes `"msp"`).
         calibrate: Fit a temperature per member and one for the mean, if that lowers NLL out of
-            fold; else they are 1 and the record says so. Only classes have them.
+            fold; else they are 1 and the record says so. Where its gain is clear (paired interval),
+            a calibrator follows: vector scaling or isotonic regression of classes, Platt scaling of
+            labels; numbers get a variance (`fit_calibrator`). `"temperature"` fits only those.
         novelty: Fit novelty on the calibration data (`fit_novelty_`). By default where that is
             possible: otherwise a warning and the summary say why not. True raises instead.
         seed: Random seed of splits, proxies, pools and bags.
@@ -101,17 +104,31 @@ def build(
         >>> ensemble.predict(batch).uncertainty
     """
     way = as_method(method)
-    if members is not None and members < 1:
-        raise ValueError(f"members={members}: expected 1 or more.")
+    check_number("members", members, least=1, whole=True, optional=True)
+    check_number("max_cost", max_cost, above=0, optional=True)
+    check_number("seed", seed, whole=True)
+    if isinstance(model, HydraEnsemble):
+        raise UnsupportedModelError(
+            f"This is an ensemble of {model.members} members already. Give the host model that it "
+            "was built from, or ensemble.member(0)."
+        )
     refuse(model.model if isinstance(model, HostModel) else model)
     host = host_model(model)
     host.task = task_of(host.model, task)
     if score != "auto":
         host.task.scores[score]  # an unknown name fails now
     check_labelled(host.task)
+    calibration = data_for(host, calibration, name="calibration")
+    if validation is not None:
+        validation = data_for(host, validation, name="validation")
+    labels = getattr(calibration, "labels", None)  # known before an input is loaded
+    size = getattr(host.model, "num_labels", getattr(host.model, "num_classes", None))
+    if isinstance(size, int) and labels is not None and type(host.task) is MultiClass:
+        host.task.check_labels(labels, "the calibration data", size=size)
     check_data(host.model, calibration)
     check_class_order(host.model, calibration, seed=seed)
     parts = Parts(
+        host,
         calibration,
         validation,
         ood,
@@ -225,6 +242,10 @@ def replay(model: nn.Module | HostModel, record: Mapping[str, Any]) -> HydraEnse
     Example:
         >>> again = replay(model, ensemble.record)
     """
+    if not isinstance(record, Mapping):
+        raise DataError(
+            f"Expected the record of a build, ensemble.record; found a {type(record).__name__}."
+        )
     if "masks" not in record and "fits" in record:
         raise DataError(
             f"Members of the method {record['settings']['method']!r} have fitted weights, which a "

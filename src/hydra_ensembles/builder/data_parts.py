@@ -58,6 +58,7 @@ class Parts:
     """Calibration data in parts, with outliers for the parts that select and stop.
 
     Args:
+        model: The host that the data is for.
         calibration: Labelled in-distribution data; split into `select`, `stop` and `temperature`.
         validation: Labelled data for `stop` and `temperature`; all of `calibration` selects then.
         ood: Outliers as `build` takes them.
@@ -75,6 +76,7 @@ class Parts:
 
     def __init__(
         self,
+        model: Any,
         calibration: Any,
         validation: Any,
         ood: Any,
@@ -93,7 +95,7 @@ class Parts:
             unseen = in_memory(validation, pad_id=pad_id, progress=progress)
             held_out = split(unseen, {"stop": 0.5, "temperature": 0.5}, seed=seed)
             self.data = {"select": source, **held_out}
-        given = outlier_sets(None, None if ood == "auto" else ood)
+        given = outlier_sets(model, None, None if ood == "auto" else ood)
         self.sets: dict[str, dict[str, Any]] = {
             part: {"id": self.data[part]} for part in ("select", "stop")
         }
@@ -105,7 +107,7 @@ class Parts:
         self.given = self.outliers("stop")
         # each part has its own proxies, so that no example both selects and decides
         for part, sets in self.sets.items() if proxies else ():
-            sets.update(outlier_sets(self.data[part], "auto", seed=seed))
+            sets.update(outlier_sets(model, self.data[part], "auto", seed=seed))
 
     def outliers(self, part: str) -> dict[str, Any]:
         """Return a part's outliers by family, without the prefix `ood/`."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..criteria import Criterion, HeadImportanceEntropy, score_heads
 from ..data.progress import Progress
 from ..data.splits import sample, split
-from ..errors import UnsupportedModelError
+from ..errors import ArgumentError, UnsupportedModelError
 from ..heads.head_mask import HeadMask, HeadScores, Keep
 from ..registry import Registry
 from ..search.candidate_table import joined
@@ -75,7 +75,7 @@ def as_method(method: str | Method) -> Method:
     if isinstance(method, str):
         return METHODS[method]()
     if not hasattr(method, "find") or isinstance(method, type):
-        raise TypeError(
+        raise ArgumentError(
             f"method={method!r}: expected one of {', '.join(METHODS)} or a config object such as "
             "hydra_ensembles.methods.Select(masks=96)."
         )

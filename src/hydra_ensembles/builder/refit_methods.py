@@ -11,7 +11,9 @@ from ..data.batches import without_labels
 from ..errors import MaskError
 from ..fusion.ensemble import HydraEnsemble
 from ..refit.fold_members import fold
+from ..refit.member_fusion import fuse_by_states
 from ..refit.part_members import part_host
+from ..refit.readout_states import Parting
 from ..training.teachers import How, make_teachers
 from .data_parts import BuildJob, Outcome
 from .methods import METHODS
@@ -36,6 +38,12 @@ class Parts:
 
     def find(self, job: BuildJob) -> Outcome:
         """Fit the members on the selecting data."""
+        first = without_labels(job.parts.data["select"].batch(0))
+        if job.budget.limit < 1 and job.host.readout.has_token:  # known before anything is fitted
+            parting = Parting.of(job.host)
+            own = [parting.linear(job.host.model)] * job.members
+            hosts = [job.host.model] * job.members
+            counted(fuse_by_states(job.host.model, hosts, parting, own, first), job, first)
         found = part_host(
             job.host,
             job.parts.data["select"],
@@ -43,7 +51,6 @@ class Parts:
             seed=job.seed,
             progress=job.progress,
         )
-        first = without_labels(job.parts.data["select"].batch(0))
         return Outcome(
             {
                 "cost": counted(found.ensemble, job, first),

@@ -106,7 +106,7 @@ def _load_model(name: str, *, device: str | None, dtype: str, class_names: str |
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise Stop(f"Unknown --dtype {dtype!r}: expected float32, bfloat16, float16 or float64.", 2)
     names = read_names(class_names)
-    config = _config_of(Path(name).expanduser())
+    config = config_of(Path(name).expanduser())
     if config.get("format") == "hydra-ensembles":
         loaded = _ensemble(name)
     else:
@@ -234,7 +234,7 @@ def load_sets(loaded: Loaded, sources: Sequence[str] | None, **options: Any) -> 
     return sets
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path) -> dict[str, Any]:
     """Read the config of a model's folder; empty for all else."""
     path = folder / "config.json"
     if not path.is_file():

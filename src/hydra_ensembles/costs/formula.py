@@ -19,6 +19,7 @@ from ..heads.stream_plan import LayerPlan, Plan, make_plan
 from ..hosts import Block, HostModel, host_model
 from ..hosts.block_calls import HostView, Inputs, capture_calls, run_around
 from ..hosts.head_weights import is_linear
+from ..hosts.host_data import batch_for
 from ..hosts.operation_count import (
     BlockWeight,
     inputs_of,
@@ -42,6 +43,7 @@ def cost(model: Any, batch: Any) -> Cost:
         >>> cost(ensemble, batch).relative_to(cost(model, batch)).multiply_adds
         1.07
     """
+    batch = batch_for(model, batch)
     body = getattr(model, "body", None)
     if body is None:
         host = host_model(model)

@@ -14,13 +14,14 @@ from ..data.batches import check_inputs, split_batch
 from ..data.class_names import check_class_order
 from ..data.eval_mode import evaluating
 from ..data.memory import Halving
-from ..data.model_runs import call_model, check_data
+from ..data.model_runs import call_model, check_data, expect_batches
 from ..data.processes import in_order
 from ..data.progress import length_of, progress_bar
-from ..errors import DataError, UnsupportedModelError
+from ..errors import ArgumentError, DataError, UnsupportedModelError
 from ..heads.gates import gate
 from ..heads.head_mask import HeadScores
 from ..hosts import HostModel, host_model
+from ..hosts.host_data import data_for
 from .attention_watch import AttentionView, Watch, watch_attention
 from .criterion import (
     AttentionScore,
@@ -35,6 +36,9 @@ from .criterion import (
     sample_losses,
 )
 from .output_watch import watch_outputs
+
+GRADIENT_PASSES = 3
+"""What a pass with gradients costs, in passes without."""
 
 
 @overload
@@ -94,6 +98,7 @@ def score_heads(
     """
     several, asked = asked_criteria(criterion)
     host = host_model(model)
+    held_out = None if held_out is None else data_for(host, held_out, name="held-out")
     tables = {
         part: rows[0] for part, rows in score_tables(host, data, asked, loss, progress).items()
     }
@@ -122,6 +127,8 @@ def score_tables(
     Returns:
         By criterion, the table of heads; with `neurons`, that of neurons after it.
     """
+    if data is not None:
+        data = data_for(host, data, name="calibration", once=True)
     check_data(host.model, data)
     check_class_order(host.model, data)
     tables: dict[Criterion, list[HeadScores]] = {}
@@ -133,7 +140,7 @@ def score_tables(
         elif isinstance(part, (GateGradient, OutputScore, AttentionScore)):
             sums[part] = _Mean(host, neurons)
         else:
-            raise TypeError(
+            raise ArgumentError(
                 f"{type(part).__name__} is not a criterion: derive it from WeightScore, "
                 "GateGradient, OutputScore, AttentionScore or CombinedScore."
             )
@@ -203,6 +210,9 @@ def _read(
     neurons: bool,
 ) -> None:
     """Add up what the criteria need, in one pass."""
+    cost = GRADIENT_PASSES if any(isinstance(c, GateGradient) for c in sums) else 1
+    batches = cost * (length_of(data) or 0)
+    expect_batches(host.model, data, batches, "scoring units", enabled=progress)
     names = {str(place): criterion for place, criterion in enumerate(sums)}
     by_gate = [c for c in sums if isinstance(c, GateGradient)]
     by_output = [c for c in sums if isinstance(c, OutputScore)]

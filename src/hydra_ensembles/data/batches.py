@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..errors import DataError, UnsupportedModelError
+from ..answer_each import is_out_of_memory
+from ..errors import DataError, HydraError, UnsupportedModelError
 from ..tasks import tasks
+from ..tasks.task import LOGITS
 from .padding import IGNORED, even, even_columns
 
 Batch = Any
@@ -280,9 +282,9 @@ def main_output(output: Any, fields: Sequence[Sequence[str]] = ()) -> Tensor:
 
 
 FIELDS: tuple[tuple[str, ...], ...] = tuple(
-    dict.fromkeys(alternative for name in tasks for alternative in tasks[name].fields)
+    dict.fromkeys([*LOGITS, *(other for name in tasks for other in tasks[name].fields)])
 )
-"""What the tasks read, in turn."""
+"""What the tasks read, in turn; logits first, since classifiers may give embeddings beside them."""
 
 
 def put_output(output: Any, value: Tensor, fields: Sequence[Sequence[str]]) -> dict[str, Tensor]:
@@ -326,6 +328,19 @@ def _image_key(batch: Mapping[str, Any]) -> str | None:
 
 def _is_images(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 4 and value.is_floating_point()
+
+
+def refused_inputs(model: Any, batch: Batch, error: Exception) -> Exception:
+    """Return the error to raise where a model failed on its inputs; ours, or that of a full memory.
+
+    `Halving` looks for the latter, which stays as it is.
+    """
+    if isinstance(error, HydraError) or is_out_of_memory(error):
+        return error
+    return DataError(
+        f"{type(model).__name__} failed on its inputs ({describe(batch)}): {error}. The data must "
+        "be prepared as the model expects it."
+    )
 
 
 def describe(batch: Batch) -> str:

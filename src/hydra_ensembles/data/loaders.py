@@ -80,6 +80,12 @@ class Batches:
         """Labels of the examples, without loading them; None when unknown."""
         return None if self._all_labels is None else self._all_labels[self.indices]
 
+    def mapped(self: Kind, function: Callable[[Batch], Batch]) -> Kind:
+        """Return the same examples with a function over every batch."""
+        changed, load = copy.copy(self), self._load
+        changed._load = lambda rows: function(load(rows))
+        return changed
+
     def subset(self: Kind, rows: Iterable[int], *, batch_size: int | None = None) -> Kind:
         """Return the examples at these positions, in this order."""
         part = copy.copy(self)
@@ -127,6 +133,29 @@ class Mapped:
 
     def __len__(self) -> int:
         return len(self.data)  # type: ignore[arg-type]
+
+
+class EachBatch:
+    """Data with a function over every batch; its other attributes are the data's.
+
+    Args:
+        data: Any re-iterable of batches.
+        function: Makes a batch of a batch.
+    """
+
+    def __init__(self, data: Iterable[Any], function: Callable[[Any], Batch]) -> None:
+        self._data, self._function = data, function
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(self._function, self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._data, name)
 
 
 def as_data(source: Any, *, batch_size: int = 32) -> Data:

@@ -21,6 +21,8 @@ from .processes import seems_first
 logger = logging.getLogger("hydra_ensembles")
 FIRST, EVERY = 1.0, 10.0
 """Seconds until the first line, and between lines."""
+LONG = 10.0
+"""Seconds from which on work says beforehand how long it will take."""
 
 _quiet = False
 
@@ -50,6 +52,18 @@ def announce(text: str, *, enabled: bool = True) -> None:
         logger.info("%s", text)
     else:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def expects(enabled: bool = True) -> bool:
+    """Return whether somebody wants to know how long work will take: a person, or a log."""
+    watched = shows_bars() or (logger.hasHandlers() and logger.isEnabledFor(logging.INFO))
+    return enabled and watched and not _quiet and seems_first()
+
+
+def expect(what: str, seconds: float, *, enabled: bool = True) -> None:
+    """Say beforehand how long work will take, if that is over `LONG` seconds."""
+    if seconds >= LONG and expects(enabled):
+        announce(f"{what}: about {duration(seconds)}")
 
 
 def duration(seconds: float) -> str:

@@ -157,7 +157,7 @@ def _several_labels(
             labels[row] = torch.tensor(parts)  # one yes or no for each label
             continue
         for part in parts:
-            number = _number_of(part, find)
+            number = _number_of(part, find, known)
             if number is None or not 0 <= number < count:
                 shown = ", ".join(known[:20]) if known else f"0 to {count - 1}"
                 raise DataError(
@@ -169,13 +169,16 @@ def _several_labels(
     return labels, {"class_names": known}
 
 
-def _number_of(part: Any, find: Callable[[str], list[int]] | None) -> int | None:
+def _number_of(
+    part: Any, find: Callable[[str], list[int]] | None, known: Sequence[str] | None
+) -> int | None:
     """Return the number of one label: a whole number, or a name."""
     if isinstance(part, int):
         return int(part)
     if not isinstance(part, str):
         return None
-    places = [] if find is None else find(part)
+    # a name is also found by what stands before its comma, which may be another label's
+    places = [] if find is None or ("," in part and part not in (known or ())) else find(part)
     plain = part.removeprefix("LABEL_")
     if not places and plain.isdecimal():
         return int(plain)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..data.class_names import check_class_order
+from ..data.class_names import check_class_order, first_spellings, model_names
+from ..data.examples import is_one_set
 from ..data.model_runs import collect_logits, run_model
-from ..errors import DataError
+from ..data.progress import expect, length_of
+from ..errors import DataError, check_number
+from ..hosts.host import check_model
+from ..hosts.host_data import data_for
 from ..tasks import task_of
 from ..uncertainty import fit_temperature, scale_logits
 from .disagreement_check import check_disagreement
@@ -73,6 +78,9 @@ def evaluate(
             inputs that the model refuses, and classes that differ between sets; and for class
             names in an assumed order that is not the model's (`check_class_order`).
     """
+    if not callable(model) and not callable(getattr(model, "predict", None)):
+        check_model(model)
+    check_number("bootstrap", bootstrap, least=0, whole=True, optional=True)
     task = task_of(model)
     score = task.default_score if score is None else score
     names = [score] if isinstance(score, str) else list(score)
@@ -81,10 +89,18 @@ def evaluate(
             task.scores[each]  # an unknown name fails before hours of work, not after
     scale = logit_scale_of(model) if "mcm" in names else None
     divided_by = divisor_of(model)
-    check_class_order(model, data, seed=seed)
-    sets = {"id": data, **_named(ood, OOD), **_named(shifts, SHIFT)}
+    given = {"id": data, **_named(ood, OOD), **_named(shifts, SHIFT)}
+    sets = {
+        key: data_for(model, batches, name=key, labels=not key.startswith(OOD), once=True)
+        for key, batches in given.items()
+    }
+    check_class_order(model, sets["id"], seed=seed)
     degrees = _temperature(model, temperature, device=device, progress=progress)
+    tags = first_spellings(model_names(model) or []) if task.by_token else []
 
+    counts = [length_of(batches) for batches in sets.values()]
+    known = sum(n for n in counts if n is not None) if None not in counts else 0
+    start = time.perf_counter()
     examples: Examples = {}
     shape: tuple[int, int] | None = None
     for key, batches in sets.items():
@@ -100,6 +116,8 @@ def evaluate(
             progress=progress,
             classes=shape[1] if shape and not task.ragged else None,
         ):
+            if shape is None:
+                expect("evaluating", (time.perf_counter() - start) * known, enabled=progress)
             shape = shape or (run.logits.shape[1], run.logits.shape[2])
             if NOVELTY in names and run.novelty_score is None:
                 raise DataError(
@@ -109,14 +127,15 @@ def evaluate(
             if NOVELTY not in names and run.novelty_score is not None:
                 names = [*names, NOVELTY]
             columns = columns_of(
-                run, scores=names, logit_scale=scale, temperature=divided_by, task=task
+                run, scores=names, logit_scale=scale, temperature=divided_by, task=task, names=tags
             )
             parts.append(columns)
             if degrees is not None:
                 cooled = scale_logits(run.answering_logits.double(), temperature=degrees)
                 # MCM reads cosines: what divides the logits divides their scale
                 by = None if scale is None else scale / degrees
-                after = run._replace(code=None)  # it is about the logits
+                # the sets and decisions are about the logits
+                after = run._replace(code=None, covered=None, set_size=None)
                 if run.student_logits is None:
                     after = after._replace(logits=cooled)
                 else:
@@ -211,7 +230,7 @@ def _named(data: Mapping[str, Any] | Iterable[Any] | None, kind: str) -> dict[st
     """Name every set `<kind><name>`, in a group `<kind><group>/<name>`; else like its kind."""
     if data is None:
         return {}
-    if not isinstance(data, Mapping):
+    if not isinstance(data, Mapping) or is_one_set(data):
         data = {kind.rstrip("/"): data}
     if "mean" in data:
         raise DataError(
@@ -221,7 +240,7 @@ def _named(data: Mapping[str, Any] | Iterable[Any] | None, kind: str) -> dict[st
     for key, batches in data.items():
         named |= (
             _named(batches, f"{kind}{key}/")
-            if isinstance(batches, Mapping)
+            if isinstance(batches, Mapping) and not is_one_set(batches)
             else {kind + str(key): batches}
         )
     return named
@@ -232,8 +251,9 @@ def _temperature(
 ) -> float | None:
     if given is None or isinstance(given, (int, float)):
         return None if given is None else float(given)
+    held_out = data_for(model, given, name="temperature", once=True)
     logits, labels = collect_logits(
-        model, given, name="temperature", need_labels=True, device=device, progress=progress
+        model, held_out, name="temperature", need_labels=True, device=device, progress=progress
     )
     assert labels is not None  # need_labels
     return fit_temperature(logits, labels)

@@ -322,6 +322,10 @@ def compare(
 def _as_list(results: Measured | Sequence[Measured]) -> list[Measured]:
     # results are mappings, a list of them is not
     several = [results] if isinstance(results, Mapping) else results
+    if not isinstance(several, Sequence) or not all(isinstance(r, Mapping) for r in several):
+        raise DataError(
+            f"Expected results of evaluate(), or a list of them; found {results!r:.60}."
+        )
     found = list(cast("Sequence[Measured]", several))
     if not found:
         raise DataError("There are no results to compare: one side is an empty list.")

@@ -8,6 +8,7 @@ with a bootstrap interval over rounds.
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from ..data.batches import map_tensors, move, split_batch
 from ..data.eval_mode import evaluating
 from ..data.model_runs import device_of
-from ..data.progress import progress_bar
+from ..data.progress import expect, expects, progress_bar
 from ..errors import DataError
+from ..hosts.host_data import batch_for
 from ..hosts.operation_count import multiply_adds
 from .benchmark_result import BenchmarkResult, PeakMemory, Timing
 
@@ -70,12 +72,18 @@ def benchmark(
         smallest batch. Memory is the allocator's on a GPU; on a CPU it is measured at the
         operators (see `PeakMemory`), parameters included.
     """
-    if not models:
-        raise DataError("No models to benchmark: give a mapping of names to models.")
-    if not batch_sizes or min(batch_sizes) < 1 or rounds < 1:
+    if not isinstance(models, Mapping) or not models:
+        raise DataError(
+            'Expected models by name, such as {"single": model, "hydra": ensemble}; found '
+            f"{type(models).__name__ if models else 'none'}."
+        )
+    sizes = [batch_sizes] if isinstance(batch_sizes, int) else list(batch_sizes)
+    batch_sizes = sizes
+    if not sizes or min(sizes) < 1 or rounds < 1:
         raise DataError(
             f"batch_sizes={tuple(batch_sizes)} and rounds={rounds}: expected positive numbers."
         )
+    batch = batch_for(next(iter(models.values())), batch)
     if dtype is not None or device is not None:
         models = {
             name: copy.deepcopy(model).to(dtype=dtype, device=device)
@@ -95,6 +103,18 @@ def benchmark(
         counted = {
             n: multiply_adds(_call(m, batch, min(batch_sizes), dtype)) for n, m in models.items()
         }
+        if expects(progress):
+            smallest = min(batch_sizes)
+            once = [
+                _time(_call(m, batch, smallest, dtype), 1, lambda: None) for m in models.values()
+            ]
+            seconds_of = [
+                warmup * seconds + rounds * max(seconds, min_sample_seconds)
+                for size in batch_sizes
+                for seconds in (one * size / smallest for one in once)
+            ]
+            limit = math.inf if max_seconds is None else max_seconds * len(batch_sizes)
+            expect("timing", min(sum(seconds_of), limit))
         for size in batch_sizes:
             calls = {name: _call(model, batch, size, dtype) for name, model in models.items()}
             for call in calls.values():

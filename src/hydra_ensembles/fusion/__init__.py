@@ -1,6 +1,7 @@
 """Fusing members into one model."""
 
 from .assembly import Assembly as Assembly
+from .calibrator_data import fit_calibrator as fit_calibrator
 from .ensemble import HydraEnsemble as HydraEnsemble
 from .fuse_members import fuse as fuse
 from .fused_block import FusedBlock as FusedBlock

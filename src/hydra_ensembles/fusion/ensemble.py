@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..errors import check_number
 from ..evaluation.results import Results
 from ..heads.stream_plan import Plan
 from ..hosts import HostModel, host_model
@@ -50,6 +51,7 @@ class HydraEnsemble(FusedModel):
         temperature: Divides the logits behind `probabilities`: the student's if there is one,
             otherwise all members' (None: not calibrated).
         member_temperatures: Divide each member's logits (None: not calibrated).
+        calibrator: Follows the temperatures: see `fit_calibrator`; None for nothing.
         student: One linear output that answers for the ensemble; None without.
         member_readout: Linear outputs, one per member; None where members are hosts.
         score: The uncertainty that `predict` reports.
@@ -206,6 +208,7 @@ class HydraEnsemble(FusedModel):
         It shares the parameters of the trunk, the MLPs and the norms; its heads are copies. Members
         that are linear readouts of one trunk (`fold(readout="logits")`) are refused.
         """
+        check_number("index", index, whole=True)
         if not 0 <= index < self.members:
             raise IndexError(f"Member {index} of {self.members}: count from 0.")
         refuse_readouts(self.member_readout)

@@ -14,14 +14,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from .._records import inside, read_json, read_steady, sha256_of_file
-from ..errors import FormatError, HydraError, MissingDependencyError
+from ..errors import FormatError, HydraError, MissingDependencyError, check_place
 from ..hosts import HostModel
 from ..hosts.architecture import check_sizes, library_versions, rebuild_host
 from ..hosts.example_inputs import examples
 from ..hosts.mlp_site import remove_neurons_
 from ..prediction_sets import Sets
 from ..tasks import as_task
-from ..uncertainty import Policy
+from ..uncertainty import Policy, as_calibrator
 from ..uncertainty.novelty import Novelty, from_tensors
 from .assembly import Assembly
 from .call_options import tap_names
@@ -79,6 +79,7 @@ def load(
     )
     ensemble.temperature = config.temperature
     ensemble.member_temperatures = config.member_temperatures
+    ensemble.calibrator = as_calibrator(config.calibrator)
     if config.score in ensemble.task.scores:  # older folders of encoders name a score of classes
         ensemble.score = config.score
     ensemble.record = config.record
@@ -166,6 +167,7 @@ def find_folder(
     name_or_folder: str | os.PathLike[str], revision: str | None, token: str | bool | None = None
 ) -> Path:
     """Return the folder of an ensemble, downloaded when it is a name on the hub."""
+    check_place("name_or_folder", name_or_folder)
     path = Path(name_or_folder)
     if path.is_dir():
         return path
@@ -331,9 +333,10 @@ def _check_answers(ensemble: HydraEnsemble, folder: Path) -> None:
     ensemble._warned_precisions.clear()
     names = ensemble.id2label
     classes = answer.member_outputs.shape[-1]
-    if "member_logits" not in answer or ensemble.task.ragged:  # no class, number or label names
-        return
-    if names is not None and len(names) != classes:
+    named = "label" in answer.FIELDS and "MultipleChoice" not in type(ensemble.host).__name__
+    # ragged outputs have no axis of names
+    named = named and "member_logits" in answer and not ensemble.task.ragged
+    if named and names is not None and len(names) != classes:
         raise FormatError(
             f"labels in {folder / CONFIG} has {len(names)} class names, but the model has "
             f"{classes} classes. {ADVICE}"

@@ -24,7 +24,7 @@ from ..hosts.attention import FORMS, UNUSED
 from ..hosts.probes import Pooling
 from ..prediction_sets import Sets
 from ..tasks import MultiClass, Task, as_task
-from ..uncertainty import Policy, scores
+from ..uncertainty import Policy, as_calibrator, scores
 from .linear_readout import LinearReadout, Readouts
 
 FORMAT = "hydra-ensembles"
@@ -204,6 +204,7 @@ class Config(Structure, frozen=True, kw_only=True):
     config_sha256: Sha256
     task: dict[str, Any] | None = None
     sets: dict[str, Any] | None = None
+    calibrator: dict[str, Any] | None = None
 
 
 def read_config(folder: Path) -> Config:
@@ -283,7 +284,7 @@ def _convert(content: Any, kind: type[T], where: str, field: str = "") -> T:
 
 def _value_problem(config: Config) -> str | None:
     """Check what single fields say, and those that belong together."""
-    if problem := _task_problem(config.task):
+    if problem := _task_problem(config.task) or _calibrator_problem(config.calibrator):
         return problem
     (scores if config.task is None else as_task(config.task).scores)[config.score]
     labels, policy, transform = config.labels, config.policy, config.image_transform
@@ -329,6 +330,16 @@ def _task_problem(described: dict[str, Any] | None) -> str | None:
     except (HydraError, TypeError, ValueError, KeyError) as error:
         return f"task is {described!r:.60}: {error}".rstrip(".")
     return None if whole else f"task is {described!r:.60}, expected all of its options"
+
+
+def _calibrator_problem(described: dict[str, Any] | None) -> str | None:
+    """Check a calibrator by its own reader."""
+    try:
+        found = as_calibrator(described)
+    except (HydraError, TypeError, ValueError, KeyError, AttributeError) as error:
+        return f"calibrator is {described!r:.60}: {error}".rstrip(".")
+    whole = found is None or found.to_dict() == described
+    return None if whole else f"calibrator is {described!r:.60}, expected its own fields"
 
 
 def plain_task(task: Task) -> dict[str, Any]:

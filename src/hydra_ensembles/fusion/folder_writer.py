@@ -29,7 +29,7 @@ from .._records import (
     writing,
 )
 from ..data.transforms import ImageTransform, ProcessorTransform
-from ..errors import FormatError
+from ..errors import FormatError, check_place
 from ..hosts.architecture import library_versions
 from ..tasks import MultiClass
 from .folder_schema import (
@@ -74,6 +74,7 @@ def save(
         folder: Where to; it is created if it does not exist.
         name: The ensemble's name on its card.
     """
+    check_place("folder", folder)
     target = Path(folder)
     with holding(target, wait=WAIT), writing(target):
         finish_saving(target)  # of a killed process: this save may fail before it renames
@@ -233,4 +234,5 @@ def _content(ensemble: HydraEnsemble, aliases: dict[str, str]) -> dict[str, Any]
         "record": ensemble.record,
         **({} if ensemble.task == MultiClass() else {"task": plain_task(ensemble.task)}),
         **({} if ensemble.sets is None else {"sets": ensemble.sets.to_dict()}),
+        **({} if ensemble.calibrator is None else {"calibrator": ensemble.calibrator.to_dict()}),
     }

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from torch import nn
 
 from ..data.batches import batch_length, move, split_batch, take
 from ..data.model_runs import device_of
-from ..errors import DataError, HydraError, UnsupportedModelError, VerificationError
+from ..errors import DataError, HydraError, MaskError, UnsupportedModelError, VerificationError
 from ..heads.head_mask import HeadMask
 from ..hosts import Family, HostModel, host_model
 from ..hosts.block_calls import Inputs
 from ..hosts.example_inputs import examples
 from ..hosts.explanation import engine_of
+from ..hosts.host import check_model
+from ..registry import unknown_name
 from ..tasks import Task, refuse
 from .assembly import assemble
 from .ensemble import HydraEnsemble
@@ -84,15 +86,23 @@ def fuse(
         VerificationError: When the fused model and its members differ under the chosen engine.
     """
     if engine not in ("auto", "fused", "host"):
-        raise ValueError(f'Unknown engine {engine!r}: expected "auto", "fused" or "host".')
-    if isinstance(model_or_members, nn.Module):
-        models = [model_or_members]
-    else:
-        models = list(model_or_members)
+        raise unknown_name("engine", engine, ("auto", "fused", "host"))
+    several = isinstance(model_or_members, Iterable) and not isinstance(
+        model_or_members, (nn.Module, str)
+    )
+    models: list[Any] = list(model_or_members) if several else [model_or_members]  # type: ignore[arg-type]
     if not models:
         raise UnsupportedModelError("No members: give a model, or a list of fine-tuned models.")
     for model in models:
+        check_model(model)
         refuse(model)
+    if masks is not None and not (
+        isinstance(masks, Sequence) and all(isinstance(mask, (HeadMask, list)) for mask in masks)
+    ):
+        raise MaskError(
+            f"masks={masks!r:.60}: expected a list with one HeadMask per member, such as "
+            "[HeadMask.full(model), ...]."
+        )
     hosts = [host_model(model, family=family) for model in models]
     switches = {
         "share_trunk": share_trunk,

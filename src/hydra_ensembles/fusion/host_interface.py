@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..data.batches import put_output
 from ..data.model_runs import device_of
 from ..data.transforms import image_transform
-from ..errors import HydraError, UnsupportedModelError
+from ..errors import ArgumentError, HydraError, UnsupportedModelError
 from ..tasks.tokens import NEXT_TOKENS, is_language_model, predicts_next_token
 from .folder_writer import save
 from .inputs import Preparation
@@ -171,6 +171,8 @@ class HostInterface(nn.Module):
     @id2label.setter
     def id2label(self, names: Mapping[int, str] | Sequence[str] | None) -> None:
         if names is not None:
+            if not isinstance(names, (Mapping, Sequence)) or isinstance(names, str):
+                raise ArgumentError(f"id2label={names!r:.60}: expected a list of class names.")
             pairs = names.items() if isinstance(names, Mapping) else enumerate(names)
             named = {int(number): str(name) for number, name in pairs}
             if not named or set(named) != set(range(len(named))):

@@ -5,7 +5,6 @@ Both belong to the ensemble: set in Python or taken from the data that built it,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,16 @@ from torch import Tensor
 
 from .._records import sha256_of_file
 from ..data.class_names import real_names
+from ..data.examples import is_image
+from ..data.examples import is_raw as is_raw
 from ..data.image_data import image_batch
-from ..data.transforms import PROCESSOR_FILE, ImageTransform, ProcessorTransform, image_transform
+from ..data.transforms import PROCESSOR_FILE, ImageTransform, ProcessorTransform
 from ..errors import DataError, FormatError
+from ..hosts.host_data import READ_BY_ANSWERS as READ_BY_ANSWERS
+from ..hosts.host_data import batch_for
+from ..hosts.input_tools import find_tokenizer, find_transform
+from ..hosts.input_tools import prompted as prompted
+from ..hosts.input_tools import token_limit as token_limit
 from ..hosts.prompt_classifier import PromptClassifier, PromptTokenizer
 from ..registry import imported
 from ..runtime.images import open_image
@@ -56,18 +62,15 @@ class Preparation:
             processor = self._saved("AutoImageProcessor")
             self.transform = ProcessorTransform(processor, self._exif_orientation)
         if self.transform is None and self._folder is None:
-            try:
-                return image_transform(host)  # timm and open_clip models know their transform
-            except DataError:
-                return None
+            self.transform = find_transform(host)
         return self.transform
 
     def find_tokenizer(self, host: Any) -> Any:
         """Return the tokenizer that was set or saved, or the prompted host's; or None."""
         if self.tokenizer is None and "tokenizer_config.json" in self._files:
             self.tokenizer = self._saved("AutoTokenizer")
-        if self.tokenizer is None and isinstance(host, PromptClassifier):
-            return host.tokenizer
+        if self.tokenizer is None and (self._folder is None or isinstance(host, PromptClassifier)):
+            self.tokenizer = find_tokenizer(host)
         return self.tokenizer
 
     def _saved(self, kind: str) -> Any:
@@ -109,47 +112,29 @@ def remember_inputs(ensemble: HostInterface, data: Any) -> None:
         ensemble.id2label = dict(enumerate(map(str, names)))
 
 
-READ_BY_ANSWERS = ("offset_mapping", "sequence_ids", "word_ids", "texts")
-"""Inputs that the host does not take: by them answers name places in texts."""
-
-
-def is_raw(batch: Any) -> bool:
-    """Return whether a batch is an image, path, text, pair or question, or a list of them.
-
-    A pair is a mapping with the texts `text` and `text_pair`, a question one with `question` and
-    `context`.
-    """
-    if isinstance(batch, (list, tuple)) and batch:
-        return all(_is_one(item) for item in batch)
-    return _is_one(batch)
-
-
-def _is_one(item: Any) -> bool:
-    return isinstance(item, (str, os.PathLike)) or _is_picture(item) or _is_question(item)
-
-
-def _is_question(item: Any) -> bool:
-    return isinstance(item, Mapping) and isinstance(item.get("question", item.get("text")), str)
-
-
-def _is_picture(item: Any) -> bool:
-    return hasattr(item, "convert") and hasattr(item, "getbands")  # PIL's, without importing it
+def is_prepared(ensemble: HostInterface, batch: Any) -> bool:
+    """Return whether a batch is certainly what the host takes; quick, as it is asked often."""
+    if not isinstance(batch, Mapping):
+        return isinstance(batch, Tensor)
+    if "pixel_values" in batch and ensemble.main_input_name != "pixel_values":
+        return False
+    return all(isinstance(value, Tensor) for value in batch.values())
 
 
 def prepare(ensemble: HostInterface, batch: Any) -> Any:
     """Make a batch of images, paths or texts with the ensemble's transform or tokenizer.
 
-    Anything else is a batch already and is returned as it is.
+    Other forms, such as a frame, go the way of all data (`batch_for`); a batch stays as it is.
     """
     if not is_raw(batch):
-        return batch
+        return batch_for(ensemble, batch)
     items = list(batch) if isinstance(batch, (list, tuple)) else [batch]
     tokenize = prompted(ensemble.host, ensemble.tokenizer)
     if tokenize is not None:
         return prepare_texts(ensemble.host, tokenize, ensemble.config, task_of(ensemble), items)
     transform = ensemble.transform
     if transform is None:
-        what = "an image" if _is_picture(items[0]) else repr(items[0])[:60]
+        what = "an image" if is_image(items[0]) else repr(items[0])[:60]
         raise DataError(
             f"Cannot turn {what} into inputs: this ensemble was saved without a transform or "
             "tokenizer. Set ensemble.transform = hydra_ensembles.data.image_transform(processor), "
@@ -235,28 +220,3 @@ def _check_texts(host: Any, items: Sequence[Any]) -> None:
                 f"Found a {type(item).__name__} where a text was expected: "
                 f"{type(host).__name__} reads strings."
             )
-
-
-def prompted(host: Any, tokenizer: Any) -> Any:
-    """Return the tokenizer for a host's texts, wrapped in the host's prompt if it has one."""
-    if tokenizer is None or not isinstance(host, PromptClassifier):
-        return tokenizer
-    if host.tokenizer is None:  # loaded from a folder
-        host.tokenizer = tokenizer
-    return host.prompts
-
-
-def token_limit(config: Any, tokenizer: Any) -> int | None:
-    """Return the longest input of a host and its tokenizer in tokens, or None if unknown."""
-    if isinstance(tokenizer, PromptTokenizer):
-        return tokenizer.model_max_length
-    limits = []
-    most = getattr(tokenizer, "model_max_length", None)
-    if isinstance(most, int) and most < 10**6:  # a larger value means: unknown
-        limits.append(most)
-    places = getattr(config, "max_position_embeddings", None)
-    if isinstance(places, int):
-        # RoBERTa-like models count positions from the padding id on
-        kin = any(n in getattr(config, "model_type", "") for n in ("roberta", "camembert"))
-        limits.append(places - (int(getattr(config, "pad_token_id", 1) or 0) + 1 if kin else 0))
-    return min(limits, default=None)

@@ -25,12 +25,14 @@ from ..data.input_facts import (
 )
 from ..data.loaders import check_reiterable
 from ..data.memory import Halving
+from ..data.model_runs import expect_batches
 from ..data.processes import in_order
 from ..data.progress import length_of, progress_bar
 from ..data.proxies import make_proxies
 from ..data.proxies.base import spread
 from ..data.splits import input_hashes
-from ..errors import DataError, HydraError
+from ..errors import DataError, HydraError, check_number
+from ..hosts.host_data import data_for
 from ..uncertainty.evidence import Evidence
 from ..uncertainty.known_ranges import Scale
 from ..uncertainty.novelty import Novelty
@@ -69,7 +71,7 @@ def novelty_rows(ensemble: FusedModel, outputs: Tensor, batch: Any) -> Tensor | 
     return ensemble.task.novelty_rows(outputs, mask)
 
 
-def novelty_fit(ensemble: FusedModel, classes: int, *, choose: bool = False) -> NoveltyFit:
+def novelty_fit(ensemble: FusedModel, classes: int, *, choose: bool = True) -> NoveltyFit:
     """Return statistics of nothing yet, for the taps of an ensemble."""
     blocks = len(ensemble.body.trunk)
     taps = tap_names(blocks, readout=ensemble.readout.has_token)
@@ -96,6 +98,13 @@ def fit_novelty(
     progress: bool,
 ) -> Novelty:
     """Fit novelty to known data in one pass (see `HydraEnsemble.fit_novelty_`)."""
+    read = partial(data_for, ensemble)
+    known = read(known, name="known")
+    train = None if train is None else read(train, name="training")
+    ood = {name: read(data, name=name, labels=False) for name, data in (ood or {}).items()}
+    counts = [length_of(data) for data in (known, train or (), *ood.values())]
+    batches = sum(n or 0 for n in counts)
+    expect_batches(ensemble, known, batches, "fitting novelty", enabled=progress)
     fit: NoveltyFit | None = None
     for found in () if train is None else summaries_of(ensemble, train, "training", progress):
         fit = fit or novelty_fit(ensemble, _classes(found), choose=choose)
@@ -109,28 +118,42 @@ def fit_novelty(
         fit.add_columns_(found)
     if fit is None or not seen:
         raise DataError("The known data is empty: it gave no batch.")
-    for name, data in (ood or {}).items():
-        for found in summaries_of(ensemble, data, name, progress):
-            fit.add_ood_(name, found["summaries"], found.get("logits"))
+    add_outliers_(ensemble, fit, ood or {}, progress=progress)
     fit.add_columns_(described(known))
     given = [] if isinstance(names, bool) else [excerpt(name) for name in names]
 
     def add_proxies() -> None:
-        some = spread(check_reiterable(known), PROXIES, seed=0)
-        rows = torch.arange(batch_length(some)).split(PROXY_BATCH)
-        of_known = Normalisation.of(known, None, None)
-        proxies = make_proxies(
-            [take(some, part.tolist()) for part in rows],
-            mean=of_known.mean,
-            std=of_known.std,
-            tokenizer=getattr(known, "tokenizer", None),
-        )
-        for name, data in proxies.items():
-            for found in summaries_of(ensemble, data, f"{name} proxies", progress):
-                fit.add_ood_(f"{name} proxies", found["summaries"], found.get("logits"))
+        add_outliers_(ensemble, fit, proxies_of(known), progress=progress)
 
     novelty = finished(ensemble, fit, known, names=given, add_proxies=add_proxies)
     return novelty if given or names is True else novelty.without_names()
+
+
+def proxies_of(known: Iterable[Any]) -> dict[str, Iterable[Any]]:
+    """Make far outliers of some known examples; raise `DataError` where none can be made."""
+    some = spread(check_reiterable(known), PROXIES, seed=0)
+    rows = torch.arange(batch_length(some)).split(PROXY_BATCH)
+    of_known = Normalisation.of(known, None, None)
+    proxies = make_proxies(
+        [take(some, part.tolist()) for part in rows],
+        mean=of_known.mean,
+        std=of_known.std,
+        tokenizer=getattr(known, "tokenizer", None),
+    )
+    return {f"{name} proxies": data for name, data in proxies.items()}
+
+
+def add_outliers_(
+    ensemble: FusedModel,
+    fit: NoveltyFit,
+    families: Mapping[str, Iterable[Any]],
+    *,
+    progress: bool = False,
+) -> None:
+    """Run an ensemble over families of far outliers and add them to a fit, in place."""
+    for name, data in families.items():
+        for found in summaries_of(ensemble, data, name, progress):
+            fit.add_ood_(name, found["summaries"], found.get("logits"))
 
 
 def finished(
@@ -225,6 +248,7 @@ def why_novel(
     ensemble: FusedModel, batch: Any, neighbours: int, raw: Sequence[Any] | None
 ) -> Evidence:
     """Return what speaks for the novelty of a batch (see `HydraEnsemble.why_novel`)."""
+    check_number("neighbours", neighbours, least=0, whole=True)
     if ensemble.novelty is None:
         raise HydraError("Novelty is not fitted: call ensemble.fit_novelty_(known) first.")
     if raw is None and is_raw(batch):

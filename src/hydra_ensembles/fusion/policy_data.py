@@ -16,6 +16,7 @@ from ..data.eval_mode import evaluating
 from ..data.model_runs import member_logits
 from ..data.progress import progress_bar
 from ..errors import DataError, HydraError
+from ..hosts.host_data import data_for
 from ..prediction import Prediction
 from ..tasks import IGNORED, task_of
 from ..uncertainty import Policy, choose_policy
@@ -66,6 +67,7 @@ def fit_policy(
         >>> ensemble.predict(batch).decision
         ['answer', 'answer', 'new', 'unsure']
     """
+    labelled = data_for(ensemble, labelled, name="labelled", once=True)
     check_class_order(ensemble, labelled)
     novelty = getattr(ensemble, "novelty", None)
     if alarm is not None and novelty is None:

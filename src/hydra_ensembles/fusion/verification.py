@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from ..data.eval_mode import evaluating, in_eval, twin
 from ..data.model_runs import call_model, output_of
-from ..errors import VerificationError
+from ..errors import UnsupportedModelError, VerificationError
 from ..heads.gates import gate
 from ..heads.head_mask import HeadMask
 from ..hosts import Family, HostModel, host_model
 from ..hosts.block_calls import Inputs, states_of
+from ..hosts.host_data import batch_for
 from .known_data import run_of
 from .linear_readout import TappedHost
 
@@ -130,9 +131,15 @@ def verify(
         >>> print(hydra.verify(ensemble, batch))
         fused == one by one: largest difference 4.8e-07 (members 3.6e-07, 4.8e-07; tolerance 1e-05)
     """
+    if not hasattr(ensemble, "member_logits"):
+        raise UnsupportedModelError(
+            f"Expected a HydraEnsemble, as fuse() or build() make it; found a "
+            f"{type(ensemble).__name__}."
+        )
     tolerance = tolerance_of(ensemble.dtype) if tolerance is None else tolerance
     ensemble = twin(ensemble).eval()  # a twin: the caller's mode does not change
     ensemble.mode = "fused"
+    batch = batch_for(ensemble, batch)
     run = run_of(ensemble, batch, summaries=False)
     fused = run.member_logits
     by_readout, student = _linear_logits(ensemble, batch)

@@ -39,7 +39,13 @@ class HeadTable:
     def _row(self, layer: int, row: Any) -> Tensor:
         # a plain list would be read in float32, and loaded scores would not equal the saved ones
         listed = not isinstance(row, Tensor) and self._dtype.is_floating_point
-        values = torch.as_tensor(row, dtype=self._dtype if listed else None).detach().to("cpu")
+        try:
+            values = torch.as_tensor(row, dtype=self._dtype if listed else None).detach().to("cpu")
+        except (TypeError, ValueError, RuntimeError):
+            raise MaskError(
+                f"Layer {layer} of a {type(self).__name__} must be a list of numbers, one per "
+                f"head; found {row!r:.60}."
+            ) from None
         if values.dim() != 1:
             raise MaskError(
                 f"Layer {layer} of a {type(self).__name__} must be a list of heads but has shape "
@@ -114,6 +120,10 @@ def head_counts(like: Any) -> tuple[int, ...]:
         return host_model(like).head_counts
     if hasattr(like, "head_counts"):
         return tuple(like.head_counts)
+    if not isinstance(like, Sequence) or isinstance(like, str):
+        raise MaskError(
+            f"Expected a model, a mask or the number of heads by layer; found {like!r:.60}."
+        )
     return tuple(int(n) for n in like)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -330,7 +331,24 @@ def host_model(
     """
     if isinstance(model, HostModel):
         return model
+    check_model(model)
     return HostModel(model, family=family, facts=facts)
+
+
+def check_model(model: object) -> None:
+    """Raise unless something is a model, before anything is asked of it."""
+    if isinstance(model, nn.Module):
+        return
+    advice = "Are the arguments in their order: first the model, then the data?"
+    if isinstance(model, str | os.PathLike):
+        advice = (
+            "Load it first, for example with AutoModelForSequenceClassification.from_pretrained "
+            "of transformers, timm.create_model or hydra_ensembles.load."
+        )
+    raise UnsupportedModelError(
+        f"Expected a model (a torch.nn.Module); found a {type(model).__name__}, {model!r:.60}. "
+        f"{advice}"
+    )
 
 
 def describe_shape(shape: Sequence[int]) -> str:

@@ -196,7 +196,9 @@ class _Rows:
         texts = given.pop("texts", None)
         answer = self.model.predict(given)
         if texts is not None:
-            answer = replace(answer, texts=[texts] if isinstance(texts, str) else texts)
+            # of a batch that the pipeline joined, one list for each
+            flat = [text for own in texts for text in ([own] if isinstance(own, str) else own)]
+            answer = replace(answer, texts=flat)
         return {"rows": answer.rows(), **self._places(answer)}
 
     def _places(self, answer: Prediction) -> dict[str, Any]:

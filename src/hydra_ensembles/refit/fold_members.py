@@ -12,12 +12,13 @@ from torch import nn
 from ..costs.budget import SLACK
 from ..costs.formula import cost
 from ..data.batches import without_labels
-from ..data.loaders import as_data, check_reiterable
-from ..data.progress import announce
-from ..errors import DataError, HydraError, UnsupportedModelError
+from ..data.model_runs import expect_batches
+from ..data.progress import announce, length_of
+from ..errors import DataError, HydraError, UnsupportedModelError, check_number
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.linear_readout import LinearReadout, Readouts
 from ..hosts import host_model
+from ..hosts.host_data import data_for
 from ..registry import check_name
 from ..tasks import Embedding, task_of
 from ..training.weight_average import average_weights
@@ -97,8 +98,7 @@ def fold(
     check_name("readout", readout, ("states", "logits"))
     if student not in (True, False, "auto"):
         raise HydraError(f'student={student!r}: expected True, False or "auto".')
-    if not max_cost > 0:
-        raise HydraError(f"max_cost={max_cost}: expected a positive number, such as 1.0.")
+    check_number("max_cost", max_cost, above=0)
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         models = [models]
     hosts = [plain_host(model) for model in models]
@@ -106,12 +106,13 @@ def fold(
     student = _possible_student(hosts[0], readout, student)
     first_host = host_model(hosts[0])
     parting = Parting.of(first_host)
-    data = as_data(data)
-    first = next(iter(check_reiterable(data)), None)
+    data = data_for(hosts[0], data, labels=False)
+    first = next(iter(data), None)
     if first is None:
         raise DataError("The data has no batches. Check the loader or the filter.")
     batch = without_labels(first)
-    held_out = None if held_out is None else as_data(held_out)
+    if held_out is not None:
+        held_out = data_for(hosts[0], held_out, name="held-out")
     names = trunks_of(first_host, hosts, trunk, choosing=held_out is not None)
     if readout == "states" and parting.pooling is not None:  # known before anything is fitted
         own = [parting.linear(host) for host in hosts]
@@ -125,6 +126,8 @@ def fold(
             name: within_budget(base, data, price, max_cost, seed=seed, progress=progress)
             for name, base in bases.items()
         }
+    batches = (len(hosts) + 2 * len(bases)) * (length_of(data) or 0)
+    expect_batches(hosts[0], data, batches, "folding", enabled=progress)
     rows = read_rows(
         bases,
         hosts,

@@ -26,11 +26,11 @@ from torch import nn
 from .._records import sha256_of
 from .._tensors import model_fingerprint, read_tensors, write_tensors
 from ..data import processes
-from ..data.loaders import as_data, check_reiterable
 from ..data.processes import holds
 from ..data.progress import Progress, length_of
 from ..data.splits import fingerprint
 from ..errors import DataError
+from ..hosts.host_data import data_for
 from ..search.search_state import SearchState
 from .paired_states import PairedBatch, PairedStates
 from .sublayer import Sublayer, WatchedBlock
@@ -104,7 +104,7 @@ def refit_(
         >>> prune_units_(pruned, mask)
         >>> refit_(pruned, model, inputs)
     """
-    data = check_reiterable(as_data(data))
+    data = data_for(dense, data, labels=False)
     states = PairedStates(dense, pruned, data, seed)
     steps = 3 * len(states.dense) * (length_of(data) or 0)
     with Progress("refit", steps or None, enabled=progress) as bar:
@@ -165,7 +165,8 @@ def _fit(states: PairedStates, sublayer: Sublayer, bar: Progress) -> SublayerFit
             f"The data has {rows} tokens, too few to fit {unknowns} unknowns. Give at least "
             f"{LEAST}; twice as many as unknowns are best, and they need no labels."
         )
-    result = best_fit(fitted, judging, given)
+    # the same sums may be solved to other last digits elsewhere: one process does it for all
+    result = processes.on_first(partial(best_fit, fitted, judging, given))
     if result.ridge is not None:
         sublayer.put_(block, result.linear)
     return SublayerFit(

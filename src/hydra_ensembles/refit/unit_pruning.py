@@ -17,21 +17,23 @@ from ..criteria import score_units
 from ..criteria.criterion import Criterion
 from ..data.batches import without_labels
 from ..data.eval_mode import evaluating
-from ..data.loaders import as_data, check_reiterable
-from ..data.model_runs import output_of
+from ..data.model_runs import expect_batches, output_of
 from ..data.processes import holds, in_order
-from ..data.progress import announce
-from ..errors import DataError, MaskError, UnsupportedModelError
+from ..data.progress import announce, length_of
+from ..errors import ArgumentError, DataError, MaskError, UnsupportedModelError, check_number
 from ..evaluation import evaluate
 from ..fusion.ensemble import HydraEnsemble
 from ..heads import UnitMask, prune_units_
 from ..hosts import HostModel, host_model
+from ..hosts.host_data import data_for
 from ..search.search_state import SearchState
 from ..tasks.tokens import predicts_next_token
 from .readout_fit import ReadoutFit, refit_readout_
 from .refit_run import SublayerFit, refit_
 from .uniform_width import WidthSettings, find_width_settings, stock_model
 
+PASSES = 10
+"""What scoring and refitting cost about, in passes over the data."""
 SAME = 1e-3
 """Largest difference of the logits of a stock model from those of the cut one, relative."""
 
@@ -90,7 +92,7 @@ def prune(
     widths = find_width_settings(host) if uniform else None
     if widths is not None and widths.heads is None and host.why_not_prunable() is None:
         notes.append("All heads stay: the config cannot say that they are fewer.")
-    data = check_reiterable(as_data(data))
+    data = data_for(model, data, labels=criterion not in (None, "energy"))
     first = next(iter(data), None)
     if first is None:
         raise DataError("The data has no batches. Check the loader or the filter.")
@@ -103,6 +105,8 @@ def prune(
         )
         if not state.steps:
             state.add({"begun": True})
+    batches = PASSES * (length_of(data) or 0)
+    expect_batches(model, data, batches, "pruning", enabled=progress)
     scores = score_units(host, data, criterion=criterion or "energy", progress=progress)
     mask = choose_units(
         host,
@@ -131,8 +135,9 @@ def prune(
         "notes": notes,
     }
     if held_out is not None:
+        held_out = data_for(model, held_out, name="held-out")
         result.hydra_record["held_out"] = {
-            name: _figures(one, as_data(held_out), progress)
+            name: _figures(one, held_out, progress)
             for name, one in (("dense", model), ("pruned", pruned))
         }
     for note in notes:
@@ -142,13 +147,15 @@ def prune(
 
 def _checked(model: nn.Module, max_cost: float) -> tuple[HostModel, list[str]]:
     """Return the host and what a user should know of it; raise for what cannot be pruned."""
+    try:
+        check_number("max_cost", max_cost, above=0, most=1)
+    except ArgumentError as error:
+        raise MaskError(f"{error} It is a share of the model's cost, such as 0.5.") from None
     if isinstance(model, HydraEnsemble) or not isinstance(model, nn.Module):
         raise UnsupportedModelError(
             f"Cannot prune a {type(model).__name__}: give a plain host model. Of an ensemble, "
             "prune ensemble.member(0), or the hosts before they are folded."
         )
-    if not 0 < max_cost <= 1:
-        raise MaskError(f"max_cost={max_cost}: expected a share of the model's cost, such as 0.5.")
     host = host_model(model)
     heads, neurons = host.why_not_prunable(), host.why_no_neurons()
     if heads is not None and not any(host.neuron_counts):

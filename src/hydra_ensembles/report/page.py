@@ -17,7 +17,7 @@ from .._records import write_whole
 from ..errors import DataError
 from ..heads.head_mask import HeadMask
 from ..registry import imported
-from . import sections
+from . import sections, task_figures
 from .curves import answered_at
 from .examples import Example
 
@@ -81,14 +81,15 @@ def write_report(
         sections.figures(results, costs or {}),
         sections.novelty(curved),
         sections.detection(curved),
-        sections.calibration(curved, names),
-        sections.abstention(curved),
+        task_figures.numbers(curved, names),
+        sections.calibration(task_figures.labelled_by_class(curved), names),
+        sections.abstention(task_figures.judged(curved)),
         sections.shown_examples(examples),
         sections.cost(results, costs or {}),
         sections.built(summary, masks, branch),
         sections.reproduce(results, settings or {}, command),
     ]
-    thresholds = {result.name: answered_at(result) for result in curved}
+    thresholds = {result.name: answered_at(result) for result in task_figures.judged(curved)}
     return write_page(path, parts, title=title, lead=lead, thresholds=thresholds, made=made)
 
 

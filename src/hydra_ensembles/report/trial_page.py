@@ -16,7 +16,7 @@ import torch
 from ..evaluation.intervals import Comparison, compare
 from ..evaluation.tables import shown
 from ..uncertainty import Policy
-from . import sections
+from . import sections, task_figures
 from .examples import Example
 from .page import write_page
 from .sections import Section
@@ -33,17 +33,17 @@ WORDS = {
 }
 
 
-TILES = {
-    "cls/Acc": (" %", "accuracy"),
-    "cal/ECE": (" %", "calibration error (ECE)"),
-    "cls/NLL": ("", "negative log-likelihood"),
-}
-
-
 def told(trial: Trial) -> Comparison:
-    """Compare the ensemble with the host, both with a temperature, by paired intervals."""
+    """Compare the ensemble with the host, both calibrated, by paired intervals."""
     _, warm, ensemble = trial.results
     return compare(ensemble, warm, count=ensemble.settings["bootstrap"])
+
+
+def spoken(found: Comparison) -> list[str]:
+    """Return the figures that a verdict speaks of."""
+    if set(task_figures.headlines(found)) == set(task_figures.CLASSES):
+        return ["cls/NLL", "cls/Acc", "cal/ECE"]
+    return list(task_figures.headlines(found))
 
 
 def verdict(trial: Trial, kind: str = "files") -> str:
@@ -52,9 +52,12 @@ def verdict(trial: Trial, kind: str = "files") -> str:
         return (
             "Without labels nothing can be said about accuracy and calibration, only about novelty."
         )
-    names = {"cls/NLL": "NLL", "cls/Acc": "accuracy", "cal/ECE": "calibration"}
-    words = told(trial).in_words(names, f"{int(trial.held_out.sum())} {kind}")
-    return f"The ensemble against your model, each with a temperature: {words}."
+    found = told(trial)
+    names = {key: sections.SPOKEN[key] for key in spoken(found)} | {"cal/ECE": "calibration"}
+    words = found.in_words(names, f"{int(trial.held_out.sum())} {kind}")
+    numbers = "reg/RMSE" in found
+    fair = "each with a variance" if numbers else "each with a temperature"
+    return f"The ensemble against your model, {fair}: {words}."
 
 
 def at_a_glance(trial: Trial, kind: str = "files") -> Section:
@@ -71,7 +74,7 @@ def at_a_glance(trial: Trial, kind: str = "files") -> Section:
                 f"{shown(key, found[key].b)} → {shown(key, found[key].a)}{unit}",
                 f"{label}: {found[key].verdict}",
             )
-            for key, (unit, label) in TILES.items()
+            for key, (unit, label) in task_figures.headlines(found).items()
         ]
     if rates is not None:
         tiles.append((f"{100 * rates.answer:.0f} %", "answered"))
@@ -186,7 +189,8 @@ def write_trial(
         at_a_glance(trial, kind),
         sections.shown_examples(examples, f"Your own {kind}"),
         alarms(trial, names, kind),
-        sections.calibration(trial.results, models),
+        task_figures.numbers(trial.results, models),
+        sections.calibration(task_figures.labelled_by_class(trial.results), models),
         sections.figures(trial.results[::-1], dict(zip(models, prices, strict=True)))
         if trial.results
         else None,

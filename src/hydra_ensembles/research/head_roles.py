@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._records import read_record, to_record
+from ..data.model_runs import expect_batches
 from ..data.progress import Progress
 from ..heads.head_mask import HeadMask, HeadScores
 from ..hosts import HostModel, host_model
@@ -128,7 +129,7 @@ def head_map(
     """
     check_name("edit", edit, EDITS)
     host = host_model(model)
-    sets = search_sets(id, ood=ood, shift=None, needs=("id",))
+    sets = search_sets(model, id, ood=ood, shift=None, needs=("id",))
     goals = [_error(), as_objective("id-loss"), as_objective("ece")]
     if len(sets) > 1:
         goals.append(as_objective("ood-auroc", score))
@@ -140,6 +141,7 @@ def head_map(
     effects: dict[str, list[tuple[list[float], list[float]]]] = {name: [] for name in names}
     depth = len(host)
     work = sum((host.head_counts[i] + 1) * (depth - i) for i in chosen) * prefix.batches
+    expect_batches(host.model, sets["id"], work / depth, "head map", enabled=progress)
     with Progress(f"head map, {edit}", work, enabled=progress, unit="block runs") as bar:
         for layer in range(depth):
             heads = host.head_counts[layer]

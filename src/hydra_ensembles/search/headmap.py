@@ -27,6 +27,7 @@ from ..data.splits import fingerprint
 from ..errors import MaskError
 from ..heads.head_mask import HeadMask, HeadScores, Keep, keep_counts
 from ..hosts import HostModel, host_model
+from ..hosts.host_data import data_for
 from ..registry import check_name
 from ..uncertainty import Score
 from .layer_search import LayerSearch
@@ -209,14 +210,19 @@ def find_circuit(
     """
     check_name("condition", condition, CONDITIONS)
     host = host_model(model)
+    id = data_for(host, id, name="id")
     check_class_order(host.model, id)
     goal = as_objective(objective, score)
-    sets = search_sets(id, ood=ood, shift=shift, needs=goal.needs, average=goal.name == "average")
+    sets = search_sets(
+        host, id, ood=ood, shift=shift, needs=goal.needs, average=goal.name == "average"
+    )
     kinds = sorted({name.split("/")[0] for name in sets})
     goals = [goal]
     if goal.name == "average":
         goals = average_of(score, kinds, classes=host.task.classifies)
     chosen = list(range(len(host))) if layers is None else sorted(layers)
+    if not set(chosen) <= set(range(len(host))):
+        raise MaskError(f"layers={chosen}: {host.name} has the layers 0 to {len(host) - 1}.")
     if max_cost is None:
         counts = keep_counts(0.5 if keep is None else keep, host.head_counts)
     elif keep is None:

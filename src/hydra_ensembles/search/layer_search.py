@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.model_runs import expect_batches
 from ..data.progress import Progress
 from ..errors import DataError
 from ..heads.head_mask import HeadMask, HeadScores
@@ -47,6 +48,9 @@ class LayerSearch:
         remaining = [layer for layer in self.layers if layer >= prefix.layer]
         work = sum((self.host.head_counts[i] + self.baselines) * (depth - i) for i in remaining)
         work *= prefix.batches
+        expect_batches(
+            self.host.model, self.sets["id"], work / depth, "searching", enabled=progress
+        )
         with Progress("circuit", work, enabled=progress, unit="block runs") as bar:
             while True:
                 runs = self._pass(prefix, base, bar.update)

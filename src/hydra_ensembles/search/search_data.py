@@ -9,16 +9,18 @@ import torch
 
 from ..data.batches import images_of, with_images
 from ..data.corruptions import corrupt
-from ..data.loaders import Mapped, as_data, check_reiterable
+from ..data.loaders import Mapped, check_reiterable
 from ..data.proxies import ImageContext, make_proxies
 from ..data.proxies.base import spread
 from ..errors import DataError
+from ..hosts.host_data import data_for, sets_for
 
 
-def outlier_sets(id: Any, ood: Any, *, seed: int = 0) -> dict[str, Any]:
+def outlier_sets(model: Any, id: Any, ood: Any, *, seed: int = 0) -> dict[str, Any]:
     """Return outlier data by name.
 
     Args:
+        model: The host that the data is for.
         id: In-distribution data that proxies are made from.
         ood: Data, a dict of data by family, `"auto"` (proxies) or None.
         seed: Seed of the proxies.
@@ -30,24 +32,21 @@ def outlier_sets(id: Any, ood: Any, *, seed: int = 0) -> dict[str, Any]:
             raise DataError(f'ood={ood!r}: expected data, a dict of data by family, or "auto".')
         proxies = make_proxies(id, "auto", seed=seed)
         return {f"ood/proxy-{name}": data for name, data in proxies.items()}
-    # a mapping of tensors is a batch, not data by family
-    if isinstance(ood, Mapping) and not all(hasattr(one, "dtype") for one in ood.values()):
-        return {f"ood/{name}": as_data(data) for name, data in ood.items()}
-    return {"ood/given": as_data(ood)}
+    return {f"ood/{name}": data for name, data in sets_for(model, ood).items()}
 
 
 def search_sets(
-    id: Any, *, ood: Any, shift: Any, needs: Iterable[str], average: bool = False
+    model: Any, id: Any, *, ood: Any, shift: Any, needs: Iterable[str], average: bool = False
 ) -> dict[str, Any]:
     """Return all data of a search by name."""
-    known = as_data(id)
+    known = data_for(model, id, name="id")
     sets: dict[str, Any] = {"id": known}
     needs = set(needs)
     if ood is None and ("ood" in needs or average):
         ood = "auto"
-    sets.update(outlier_sets(known, ood))
+    sets.update(outlier_sets(model, known, ood))
     if shift is not None:
-        sets["shift"] = as_data(shift)
+        sets["shift"] = data_for(model, shift, name="shift")
     elif "shift" in needs:
         sets["shift"] = shifted(known)
     return sets

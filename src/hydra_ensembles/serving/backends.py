@@ -13,6 +13,13 @@ from ..prediction import ClassPrediction, Prediction
 from ..prediction_sets import Sets
 from ..runtime import ExportedEnsemble
 from ..runtime.exported_ensemble import PREDICTIONS
+from ..task_predictions import (
+    EmbeddingPrediction,
+    MultiLabelPrediction,
+    RegressionPrediction,
+    SpanPrediction,
+    TokenPrediction,
+)
 
 if TYPE_CHECKING:
     from ..uncertainty import Drift
@@ -90,6 +97,21 @@ class Backend:
     alarm: float
     rule: str
     sets: Sets | None = None
+
+    @property
+    def gives(self) -> str:
+        """What an answer is, in words: `4 classes`."""
+        if issubclass(self.kind, SpanPrediction):
+            return "answers to questions"
+        words = {
+            MultiLabelPrediction: "label",
+            RegressionPrediction: "number",
+            TokenPrediction: "tag",
+            EmbeddingPrediction: "embedding value",
+        }
+        word = words.get(self.kind, "class")
+        plural = {"class": "classes"}.get(word, f"{word}s")
+        return f"{self.classes} {word if self.classes == 1 else plural}"
 
     def prepare(self, image: Any) -> Row:
         """Turn a PIL image into a row."""

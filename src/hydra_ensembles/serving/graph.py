@@ -102,7 +102,7 @@ def task_name(ensemble: HydraEnsemble) -> str:
 def prediction_of(
     ensemble: HydraEnsemble, logits: Tensor, student_logits: Tensor | None, batch: Any
 ) -> Prediction:
-    """Turn raw logits into a prediction by the ensemble's score and temperatures."""
+    """Turn raw logits into a prediction by the ensemble's score and calibration."""
     more = {"inputs": split_batch(batch)[1]} if ensemble.task.reads_inputs else {}
     return ensemble.task.answer(
         logits,
@@ -112,6 +112,7 @@ def prediction_of(
         member_temperatures=ensemble.member_temperatures,
         logit_scale=getattr(ensemble.host, "logit_scale", None),
         **more,
+        **ensemble.calibrated_by(),
     )
 
 

@@ -111,6 +111,7 @@ def _schemas() -> Json:
         "asks": {"enum": ["text", "tokens", "question"]},
         "members": WHOLE,
         "classes": WHOLE,
+        "gives": TEXT_TYPE,
         "classNames": NAMES,
         "novelty": TRUTH,
         "alarm": SHARE,

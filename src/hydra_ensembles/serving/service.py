@@ -67,6 +67,7 @@ class Service:
             "asks": backend.asks,
             "members": backend.members,
             "classes": backend.classes,
+            "gives": backend.gives,
             "classNames": list(backend.class_names or []),
             "novelty": backend.has_novelty,
             "alarm": backend.alarm,

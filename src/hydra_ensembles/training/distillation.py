@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -21,20 +21,23 @@ from ..data import processes
 from ..data.batches import batch_length, labels_of, take
 from ..data.class_names import check_class_order
 from ..data.eval_mode import evaluating
-from ..data.loaders import as_data, check_reiterable, count
+from ..data.loaders import check_reiterable, count
 from ..data.memory import in_plain_words
-from ..data.model_runs import check_data, collect_logits, member_logits
+from ..data.model_runs import check_data, collect_logits, expect_batches, member_logits
+from ..data.progress import length_of
 from ..data.splits import fingerprint, split
-from ..errors import DataError, HydraError, MaskError
+from ..errors import DataError, HydraError, MaskError, check_number
+from ..evaluation.cross_fit import fit_answer
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fuse_members import fuse
 from ..heads.head_mask import HeadMask
 from ..hosts import HostModel, host_model
+from ..hosts.host_data import data_for, sets_for
 from ..registry import check_name
 from ..tasks import Embedding, Task
-from ..uncertainty import find_temperature
 from .accelerator import accelerator
 from .branch_run import BranchRun
+from .finetune_run import TRAINING_PASSES
 from .loop import StepInfo
 from .sample_order import Stream, generator, keys_of
 from .settings import DISTILL, Settings
@@ -132,7 +135,7 @@ def distill(
         settings: How to train; see `Settings`. Start from the defaults: `replace(DISTILL, ...)`.
         epochs, learning_rate: Override the fields of `settings`.
         seed: Determines the order, the views, dropout and what is held out.
-        calibrate: Fit a temperature on validation data.
+        calibrate: Fit a temperature on validation data, and more where its gain is clear.
         novelty: Fit novelty (`fit_novelty_`), on the validation data if it has a hundred examples,
             otherwise on the training data.
         folder: Where answers and checkpoints go.
@@ -148,8 +151,8 @@ def distill(
         >>> student = distill(model, [first, second, third], train, folder="runs/student")
         >>> student.predict(batch).mutual_information
     """
-    if members < 1:
-        raise ValueError(f"members={members}: expected 1 or more.")
+    check_number("members", members, least=1, whole=True)
+    check_number("max_cost", max_cost, above=0)
     settings = settings.updated(epochs, learning_rate)
     # epoch e sees view e mod views: teachers are not asked for views that no epoch sees
     settings = replace(settings, views=min(settings.views, settings.epochs))
@@ -159,18 +162,20 @@ def distill(
             "the defaults: replace(DISTILL, ...)."
         )
     host = host_model(model)
+    data = data_for(host, data)
+    if validation is not None:
+        validation = data_for(host, validation, name="validation")
+    if ood is not None and not isinstance(ood, str):
+        ood = sets_for(host, ood, name="outliers")
     check_data(host.model, data)
     check_class_order(host.model, data, seed=seed)
     place = None if folder is None else Path(folder)
     sources = read_teachers(teachers, host.model)
-    for name, given in {"data": data, "validation": validation, "ood": ood}.items():
-        if isinstance(given, Iterator):  # refused, by its own name
-            check_reiterable(given, name=name)
-    train, held_out = _parts(as_data(data), validation, seed, host.task)
+    train, held_out = _parts(data, validation, seed, host.task)
     if any(teacher.table is not None for teacher in sources):
         # a table covers the data itself: no other view, no outliers
         if validation is None and held_out is not None:
-            train, held_out = as_data(data), None
+            train, held_out = data, None
         ood = None if isinstance(ood, str) and ood == "auto" else ood
         if ood is not None:
             raise DataError("A table of probabilities does not answer ood data: pass ood=None.")
@@ -181,6 +186,10 @@ def distill(
     batch = _first_batch(train)
     if settings.distill < 1 and host.task.classifies:
         check_labels(labels_of(batch), settings.distill)
+    views = settings.views if settings.augment else 1
+    passes = len(sources) * views + TRAINING_PASSES * settings.epochs
+    batches = passes * (2 if ood is not None else 1) * (length_of(train) or 0)
+    expect_batches(host.model, train, batches, "distilling", enabled=progress)
     if start == "folded":
         if masks is not None or branch_layer is not None or own_mlps:
             raise ValueError('start="folded" has no masks, no branch_layer and no own_mlps.')
@@ -257,12 +266,11 @@ def distill(
         "training": result.to_dict(),
         **({"fold": folded} if folded else {}),
     }
-    if calibrate and held_out is not None and ensemble.task.classifies:
+    if calibrate and held_out is not None and ensemble.task.calibrators:
         logits, labels = collect_logits(ensemble, held_out, name="validation", need_labels=True)
         assert labels is not None
-        fitted = find_temperature(logits, labels)
-        ensemble.temperature = fitted.temperature
-        ensemble.record["calibration"] = {"examples": len(labels), **asdict(fitted)}
+        fitted, ensemble.record["calibration"] = fit_answer(ensemble.task, logits, labels)
+        ensemble.temperature, ensemble.calibrator = fitted.temperature, fitted.calibrator
     if novelty:
         enough = held_out is not None and count(held_out) >= KNOWN
         ensemble.fit_novelty_(held_out if enough else train, progress=progress)
@@ -286,7 +294,7 @@ def _first_batch(data: Any) -> Any:
 def _parts(data: Any, validation: Any, seed: int, task: Task) -> tuple[Any, Any]:
     """Return training and validation data; by default a tenth of labelled data is held out."""
     if validation is not None:
-        return data, as_data(validation)
+        return data, validation
     first = next(iter(check_reiterable(data)), None)
     labels = None if first is None else labels_of(first)
     if labels is None or (task.classifies and labels.is_floating_point()):
@@ -314,6 +322,13 @@ def _start(
     own_mlps: bool,
 ) -> HydraEnsemble:
     """Return the fused model that will be trained, its members untied."""
+    task = host.task
+    if task.by_token or task.ragged or isinstance(task, Embedding):
+        raise HydraError(
+            f"{host.name} is made for {task.title}, which has more than one answer per input. "
+            "Fine-tune it (finetune), fold fine-tuned hosts (fold), or distil a model of classes, "
+            "labels or numbers."
+        )
     if masks is not None and len(masks) != members:
         raise MaskError(f"{len(masks)} masks for {members} members: give one per member.")
     if masks is None:  # a single student keeps all heads and trains the blocks three would own
@@ -327,13 +342,6 @@ def _start(
             "members stay equal. Take fewer members, a lower branch_layer or a higher max_cost."
         )
     ensemble = fuse(host.model, masks, branch_layer=branch_layer)
-    task = ensemble.task
-    if task.by_token or task.ragged or isinstance(task, Embedding):
-        raise HydraError(
-            f"{host.name} is made for {task.title}, which has more than one answer per input. "
-            "Fine-tune it (finetune), fold fine-tuned hosts (fold), or distil a model of classes, "
-            "labels or numbers."
-        )
     return untied(ensemble, mlps=own_mlps and members > 1)
 
 
@@ -402,8 +410,11 @@ class DistillRun(BranchRun):
         if not self.model.knows(keys_of(shown)):
             shown["batch"] = examples.view_of(view, batch)
         logits = self.wrapped(shown).float()
+        return self._weighted(self._losses(name, target, logits, batch), shown).mean()
+
+    def _losses(self, name: str, target: Tensor, logits: Tensor, batch: Any) -> Tensor:
+        """Return each member's loss, `[batch, member]`; outliers have no labels."""
         labels = batch["labels"] if name == "data" else None
         if name == "data" and labels is None and self.settings.distill < 1:
             check_labels(labels, self.settings.distill)
-        losses = taught_losses(self.task, self.settings, target, logits, labels)
-        return self._weighted(losses, shown).mean()
+        return taught_losses(self.task, self.settings, target, logits, labels)

@@ -11,12 +11,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..data import processes
-from ..data.model_runs import check_data
+from ..data.model_runs import check_data, expect_batches
+from ..data.progress import length_of
+from ..hosts.host import check_model
+from ..hosts.host_data import data_for
 from .accelerator import accelerator
 from .loop import FinetunedMember, Run, StepInfo
 from .sample_order import Stream
 from .settings import FINETUNE, Settings
 
+TRAINING_PASSES = 3
+"""What a step of training costs, in passes without gradients."""
 ParameterChoice = str | Callable[[str, nn.Parameter], bool] | None
 
 
@@ -85,6 +90,8 @@ def finetune(
         models = [model_or_members] * len(seeds)
     else:
         models = list(model_or_members)
+        for model in models:
+            check_model(model)
         seeds = [seed + i for i in range(len(models))] if isinstance(seed, int) else list(seed)
     if len(seeds) != len(models) or not models:
         raise ValueError(
@@ -97,6 +104,11 @@ def finetune(
             return parameters(name, parameter)
         return parameter.requires_grad if parameters is None else bool(re.search(parameters, name))
 
+    data = data_for(models[0], data, name="training")
+    if validation is not None:
+        validation = data_for(models[0], validation, name="validation")
+    batches = TRAINING_PASSES * settings.epochs * len(models) * (length_of(data) or 0)
+    expect_batches(models[0], data, batches, "fine-tuning", enabled=progress)
     trained = []
     for index, (model, member_seed) in enumerate(zip(models, seeds, strict=True)):
         check_data(model, data)

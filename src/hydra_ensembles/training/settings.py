@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..errors import ArgumentError
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -69,8 +71,12 @@ class Settings:
     def __post_init__(self) -> None:
         for name, (holds, expected) in _EXPECTED.items():
             value = getattr(self, name)
-            if not holds(value):
-                raise ValueError(f"{name} is {value!r}; expected {expected}.")
+            try:
+                good = holds(value)
+            except TypeError:  # of another type
+                good = False
+            if not good:
+                raise ArgumentError(f"{name} is {value!r}; expected {expected}.")
 
     def updated(self, epochs: int | None, learning_rate: float | None) -> Settings:
         """Return a copy with a function's everyday arguments; None keeps the field."""

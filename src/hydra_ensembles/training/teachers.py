@@ -21,11 +21,12 @@ from ..costs.budget import fit_budget
 from ..data import processes
 from ..data.eval_mode import evaluating
 from ..data.model_runs import call_model, member_logits, member_logits_of
-from ..errors import DataError, FormatError
+from ..errors import DataError, FormatError, check_number
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fuse_members import fuse
 from ..heads.head_mask import HeadMask
 from ..hosts import HostModel, host_model
+from ..hosts.host_data import data_for
 from ..hosts.probes import modules_after_blocks
 from ..registry import Registry, imported
 from ..tasks import task_of
@@ -204,6 +205,8 @@ def _table(values: Tensor, name: str) -> np.ndarray:
 
 def _identity(model: nn.Module) -> str:
     known = [getattr(model, name, None) for name in ("temperature", "member_temperatures")]
+    calibrator = getattr(model, "calibrator", None)
+    known += [] if calibrator is None else [calibrator]
     return f"{model_fingerprint(model)} {known}"
 
 
@@ -293,11 +296,11 @@ def make_teachers(
         >>> student = distill(model, teachers, train)
     """
     make, default = ways[how]
-    if count < 1 or rank < 1:
-        raise ValueError(f"count={count}, rank={rank}: expected at least 1 of each.")
+    check_number("count", count, least=1, whole=True)
+    check_number("rank", rank, least=1, whole=True)
     job = Job(
         host=host_model(model),
-        data=data,
+        data=data_for(model, data, name="training"),
         seeds=[seed + place for place in range(count)],
         settings=(settings or default).updated(epochs, learning_rate),
         rank=rank,

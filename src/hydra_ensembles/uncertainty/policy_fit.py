@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DataError
+from ..errors import ArgumentError, DataError
 from ..prediction import NEW, UNSURE
 from ..registry import check_name
 from .policy import METHODS, Policy, Rates
@@ -79,8 +79,9 @@ def choose_policy(
     """
     check_name("method", method, METHODS)
     for name, value in {"risk": risk, "alarm": alarm, "delta": delta}.items():
-        if value is not None and not 0 < value < 1:
-            raise ValueError(f"{name}={value}: expected a number between 0 and 1, such as 0.05.")
+        number = isinstance(value, (int, float)) and 0 < value < 1
+        if value is not None and not number:
+            raise ArgumentError(f"{name}={value}: expected a number between 0 and 1, such as 0.05.")
     if risk is None and alarm is None:
         raise ValueError("risk=None and alarm=None leave nothing to decide: give one of them.")
     scores = _checked(uncertainty, errors, novelty_score, risk=risk, alarm=alarm)

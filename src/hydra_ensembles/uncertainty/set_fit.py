@@ -27,7 +27,15 @@ import numpy as np
 
 from ..errors import DataError
 from ..prediction import Prediction, as_numpy
-from ..prediction_sets import RANDOMISED, Array, Sets, adaptive_scores, least_examples, likely_spans
+from ..prediction_sets import (
+    IGNORED,
+    RANDOMISED,
+    Array,
+    Sets,
+    adaptive_scores,
+    least_examples,
+    likely_spans,
+)
 from ..task_predictions import (
     MultiLabelPrediction,
     RegressionPrediction,
@@ -41,7 +49,6 @@ SHARE = {"raps": 0.2, "normalised": 1 / 3}
 """Share of the held-out examples on which a method's options are chosen."""
 FLOOR = 0.05
 """The least sigma, in mean errors."""
-IGNORED = -100
 
 
 class TrueScores(NamedTuple):
