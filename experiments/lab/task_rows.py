@@ -82,7 +82,7 @@ MAKERS: dict[str, tuple[Callable[[HeldTask, int], nn.Module], int, bool]] = {
     "single": (single, 3, True),
     "MC dropout": (dropout, 1, False),
     "soup": (soup, 1, False),
-    "folded": (folded, 2, True),
+    "folded": (folded, 1, True),
     "heads": (built("select"), 1, False),
     "parts": (built("parts"), 1, False),
 }

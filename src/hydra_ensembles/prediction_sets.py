@@ -270,6 +270,8 @@ class Sets:
                 f"  {len(self.pooled)} of {all_of} {kind} have fewer than {self.least} examples "
                 "and share the threshold of all: no guarantee for each of them"
             )
+        if self.empty > 0.02 and self.method == "lac":
+            lines.append("  empty sets: right more often than asked; a higher coverage has fewer")
         lines.append("  no guarantee for inputs that are new")
         return "\n".join(lines)
 

@@ -98,6 +98,30 @@ def test_policy_is_fitted_and_saved(
     assert HydraEnsemble.from_pretrained(tmp_path / "new").policy.risk is None
 
 
+def test_sets_are_fitted_and_saved(
+    shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--held-out", shelf / "more", "--coverage", 0.8, "-o", tmp_path / "new")
+    assert run("sets", ensemble, *arguments) == 0
+    assert "lac at coverage 0.8 (40 examples)" in capsys.readouterr().out
+    saved = HydraEnsemble.from_pretrained(tmp_path / "new")
+    assert saved.sets is not None and saved.sets.examples == 40
+    given = ("--data", shelf / "more", "--method", "aps", "--randomised", "--json")
+    assert run("sets", tmp_path / "new", *given) == 0  # saved over itself
+    found = json.loads(capsys.readouterr().out)
+    assert found["method"] == "aps" and found["randomised"] and found["coverage"] == 0.9
+    pictures = sorted((shelf / "more").rglob("*.png"))[:3]
+    assert run("predict", tmp_path / "new", *pictures) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    loaded = HydraEnsemble.from_pretrained(tmp_path / "new")
+    assert [line["set"] for line in lines] == loaded.predict(list(map(str, pictures))).set
+    before = (tmp_path / "new" / "config.json").read_bytes()
+    assert run("sets", tmp_path / "new", "--held-out", shelf / "more", "--coverage", 0.99) == 3
+    said = capsys.readouterr().err
+    assert "at least 99 held-out examples" in said and "as it was" in said
+    assert (tmp_path / "new" / "config.json").read_bytes() == before
+
+
 def test_a_policy_out_of_reach_is_not_saved(
     shelf: Path, ensemble: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,8 @@ NO_DATA, NO_HOST = "HYDRA_DATA", "There is no host"
         ("ways.py sst2", NO_HOST),
         ("zero_shot_reach.py", NO_DATA),
         ("policy_coverage.py", "novelty.py features"),
+        ("set_coverage.py", "set_coverage.py answers"),
+        ("set_coverage.py answers sst2", NO_HOST),
         ("llama.py", NO_DATA),
         ("every_task.py answers", NO_DATA),
     ],

@@ -37,7 +37,6 @@ def command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Another folder; FOLDER by default.")
     ] = None,
-    seed: options.Seed = 0,
     reading: Reading = READING,
     config: options.Config = None,
     json: options.Json = False,
@@ -74,7 +73,7 @@ def command(
             method=method,
             groups="class" if by_class else None,
             randomised=randomised,
-            seed=seed,
+            seed=reading.seed,
             progress=not json,
         )
     except DataError as error:
