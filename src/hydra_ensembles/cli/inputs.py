@@ -75,7 +75,15 @@ class Reading:
         return load_sets(loaded, ood, **self._shared())
 
     def _shared(self) -> dict[str, Any]:
-        names = "limit seed split text_column pair_column batch_size skip_broken".split()
+        names = [
+            "limit",
+            "seed",
+            "split",
+            "text_column",
+            "pair_column",
+            "batch_size",
+            "skip_broken",
+        ]
         return {name: getattr(self, name) for name in names}
 
 
