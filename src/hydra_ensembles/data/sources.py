@@ -59,7 +59,7 @@ def load_data(
             page on tasks has the forms of labels.
         classes: number of the model's labels or numbers, for a task that has several.
     """
-    own = {"labels": bool(labels), "class_names": class_names, "classes": classes}
+    own: dict[str, Any] = {"labels": bool(labels), "class_names": class_names, "classes": classes}
     own |= {"text_column": text_column, "pair_column": pair_column, "label_column": label_column}
     own |= {"max_length": max_length, "batch_size": batch_size}
     path = Path(source).expanduser()

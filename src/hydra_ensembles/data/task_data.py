@@ -78,7 +78,7 @@ def task_table(
         batch_size: Texts per batch.
         stored: Returns the names of a column's numbers, where the data has them.
     """
-    options = {"max_length": max_length, "batch_size": batch_size}
+    options: dict[str, Any] = {"max_length": max_length, "batch_size": batch_size}
     if isinstance(task, Spans):
         return _questions(names, read, tokenizer, where, labels, label_column, **options)
     if task.by_token and text_column is None and any(name in names for name in TOKEN_COLUMNS):
@@ -87,7 +87,8 @@ def task_table(
         )
     if task.by_token and labels:
         raise _missing(where, "'tokens', a list of words,", names)
-    found, info = None, {}
+    found: Tensor | None = None
+    info: dict[str, Any] = {}
     if labels and not isinstance(task, Embedding):  # nothing is learnt from labels of vectors
         usual = (*LABEL_COLUMNS, "score") if isinstance(task, Regression) else LABEL_COLUMNS
         column = pick_column(label_column, names, usual, "label", where)
