@@ -75,15 +75,8 @@ class Reading:
         return load_sets(loaded, ood, **self._shared())
 
     def _shared(self) -> dict[str, Any]:
-        names = ("limit", "seed", "split", "text_column", "pair_column", "batch_size")
-        return {name: getattr(self, name) for name in (*names, "skip_broken")}
-            "seed",
-            "split",
-            "text_column",
-            "pair_column",
-            "batch_size",
-            "skip_broken",
-        ]
+        columns = ("text_column", "pair_column")
+        names = ("limit", "seed", "split", *columns, "batch_size", "skip_broken")
         return {name: getattr(self, name) for name in names}
 
 

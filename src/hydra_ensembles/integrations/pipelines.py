@@ -198,7 +198,7 @@ class _Rows:
         if texts is not None:
             # of a batch that the pipeline joined, one list for each
             flat = [text for own in texts for text in ([own] if isinstance(own, str) else own)]
-            answer = replace(answer, texts=flat)  # type: ignore[call-arg]
+            answer = replace(answer, **{"texts": flat})
         return {"rows": answer.rows(), **self._places(answer)}
 
     def _places(self, answer: Prediction) -> dict[str, Any]:

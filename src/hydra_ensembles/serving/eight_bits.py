@@ -76,7 +76,8 @@ class EightBits:
             labels = None if is_raw(batch) else split_batch(batch)[2]
             logits, summaries, _ = self.features(batch)
             fit = fit or novelty_fit(self.ready, logits.shape[-1])
-            fit.add_(summaries, logits, labels if labels is None or labels.ndim == 1 else None)
+            by_class = labels is not None and labels.ndim == 1 and self.ready.task.classifies
+            fit.add_(summaries, self._rows_of(logits), labels if by_class else None)
         if self.novelty is not None:
             if fit is None:
                 raise DataError("The known data is empty: it gave no batch.")
@@ -102,7 +103,7 @@ class EightBits:
         for name, data in proxies_of(known).items():
             for batch in data:
                 logits, summaries, _ = self.features(batch)
-                fit.add_ood_(name, summaries, logits)
+                fit.add_ood_(name, summaries, self._rows_of(logits))
 
     def fit_sets_(self, sets: Sets, held_out: Any) -> Sets:
         """Refit sets to held-out data; groups have no names here, so all share one threshold."""
@@ -141,13 +142,17 @@ class EightBits:
         )
         return torch.cat(logits), summaries, student[0] if student else None
 
+    def _rows_of(self, logits: Tensor) -> Tensor | None:
+        """Return the logits whose probability speaks for novelty, if the task has any."""
+        return logits if self.ready.task.classifies else None
+
     def predict(self, batch: Any) -> Prediction:
         """Predict a batch by the ensemble's score and temperatures, and the novelty fitted here."""
         logits, summaries, student_logits = self.features(batch)
-        answer = prediction_of(self.ready, logits, student_logits, batch)
+        answer = prediction_of(self.ready, logits, student_logits, {})
         if self.novelty is None:
             return answer
-        novelty, score = self.novelty(summaries, logits)
+        novelty, score = self.novelty(summaries, self._rows_of(logits))
         return replace(answer, novelty=novelty, novelty_score=score)
 
 

@@ -139,6 +139,10 @@ def export(
             "held_out=, labelled data as fit_policy() takes it (hydra-ensembles export --held-out "
             "DATA), to refit it; or set ensemble.policy = None to export without it."
         )
+    if int8 and task_name(ensemble) in ("question-answering", "embedding"):
+        raise UnsupportedModelError(
+            f"There is no 8-bit program for {ensemble.task.title}: export without int8 (--int8)."
+        )
     for package in ("onnx", "onnxscript", "onnxruntime"):
         imported(package, "The export to ONNX", "export")
     ensemble = in_float32(ensemble)

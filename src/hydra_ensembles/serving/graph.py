@@ -103,7 +103,9 @@ def prediction_of(
     ensemble: HydraEnsemble, logits: Tensor, student_logits: Tensor | None, batch: Any
 ) -> Prediction:
     """Turn raw logits into a prediction by the ensemble's score and calibration."""
-    more: dict[str, Any] = {"inputs": split_batch(batch)[1]} if ensemble.task.reads_inputs else {}
+    more: dict[str, Any] = {}
+    if ensemble.task.reads_inputs:
+        more = {"inputs": split_batch(batch)[1]}
     return ensemble.task.answer(
         logits,
         student_logits=student_logits,

@@ -117,10 +117,10 @@ class Metrics:
 
 def _values(answers: Prediction, name: str) -> list[float]:
     """Return a column's numbers: one per input, or per real token; none where the task has none."""
-    column = getattr(answers, name, None)
+    column: Any = getattr(answers, name, None)
     if isinstance(answers, TokenPrediction) and column is not None and column.ndim == 2:
         column = column[answers.real]
-    return [] if column is None or not hasattr(column, "ndim") else column.tolist()
+    return list(column.tolist()) if hasattr(column, "ndim") else []
 
 
 def uncertainty_buckets(score: str, classes: int) -> tuple[float, ...]:
