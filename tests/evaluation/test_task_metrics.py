@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hydra_ensembles import evaluate
 from hydra_ensembles.evaluation.metrics import once
 from hydra_ensembles.evaluation.task_metrics import (
     EntityFigures,
@@ -20,6 +23,7 @@ from hydra_ensembles.evaluation.task_metrics import (
     exact_match,
     interval_score,
 )
+from hydra_ensembles.tasks import as_task
 
 sklearn_metrics = pytest.importorskip("sklearn.metrics")
 
@@ -101,6 +105,7 @@ def numbers(count: int, seed: int, width: int = 2):
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_numbers_equal_their_references(width: int) -> None:
+    from scipy.integrate import quad
     from scipy.stats import norm, pearsonr, spearmanr
     from torchmetrics.functional.regression import continuous_ranked_probability_score
 
@@ -121,11 +126,16 @@ def test_numbers_equal_their_references(width: int) -> None:
     assert found["reg/Spearman"] == pytest.approx(np.mean([spearmanr(*p)[0] for p in pairs]))
     expected = spearmanr(uncertainty.numpy(), abs(v - t).mean(1))[0]
     assert found["reg/ErrorRank"] == pytest.approx(expected, abs=1e-9)
+    low, high = v - half, v + half
+    outside = np.maximum(low - t, 0) + np.maximum(t - high, 0)
+    expected = (high - low + 2 / 0.1 * outside).mean()
+    assert found["reg/IntervalScore"] == pytest.approx(expected, abs=1e-9)
     # CRPS by its definition, the integral of (F(x) - 1[x >= y])^2
-    grid = np.linspace(-15, 15, 60001)
-    one = norm.cdf(grid, v[0, 0], s[0, 0]) - (grid >= t[0, 0])
+    normal, y = norm(v[0, 0], s[0, 0]), t[0, 0]
+    below = quad(lambda x: normal.cdf(x) ** 2, -20, y, epsabs=1e-10, limit=200)[0]
+    above = quad(lambda x: normal.sf(x) ** 2, y, 20, epsabs=1e-10, limit=200)[0]
     single = NumberFigures(values[:1, :1], targets[:1, :1], sigma=sigma[:1, :1])
-    assert plain(single, 1)["reg/CRPS"] == pytest.approx(np.trapezoid(one**2, grid), abs=1e-3)
+    assert plain(single, 1)["reg/CRPS"] == pytest.approx(below + above, abs=1e-6)
     flat = members.transpose(1, 2).flatten(0, 1)
     expected = float(continuous_ranked_probability_score(flat, targets.flatten()))
     assert found["reg/CRPS_members"] == pytest.approx(expected, abs=1e-6)
@@ -167,6 +177,74 @@ def test_f1_is_that_of_seqeval() -> None:
     assert found["ent/Recall"] == pytest.approx(seqeval.recall_score(true, said))
     nothing = plain(EntityFigures(torch.tensor([[0, 0, 3]])), 1)
     assert nothing["ent/F1"] == 0
+
+
+def test_entities_of_evaluate_are_those_of_seqeval_and_their_errors_are_ranked() -> None:
+    seqeval = pytest.importorskip("seqeval.metrics")
+    names = ["O", "B-a", "I-a", "B-b", "I-b"]
+    generator = torch.Generator().manual_seed(4)
+    labels = torch.randint(0, 5, (40, 9), generator=generator)
+    logits = torch.randn(40, 9, 5, generator=generator) + 2.5 * torch.nn.functional.one_hot(labels)
+    labels[torch.rand(labels.shape, generator=generator) < 0.2] = -100
+    labels[7] = -100  # a text without any label
+
+    class Tagger(torch.nn.Module):
+        config = SimpleNamespace(id2label=dict(enumerate(names)))
+        task = as_task("token-classification")
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return logits[rows]
+
+    batches = [{"rows": rows, "labels": labels[rows]} for rows in torch.arange(40).split(8)]
+    found = evaluate(Tagger(), batches, bootstrap=20, progress=False)
+    true, said, unsure = [], [], []
+    for row in range(40):
+        kept = labels[row] != -100
+        true.append([names[i] for i in labels[row][kept]])
+        said.append([names[i] for i in logits[row].argmax(-1)[kept]])
+        unsure.append(1 - logits[row].double().softmax(-1).amax(-1)[kept])
+    assert found["ent/F1"] == pytest.approx(seqeval.f1_score(true, said), abs=1e-9)
+    assert found["ent/Recall"] == pytest.approx(seqeval.recall_score(true, said), abs=1e-9)
+    wrong, scores = [], []
+    for t, s, u in zip(true, said, unsure, strict=True):
+        for entity in entities_of(s):
+            wrong.append(entity not in entities_of(t))
+            scores.append(float(u[entity[1] : entity[2] + 1].max()))
+    expected = sklearn_metrics.roc_auc_score(wrong, scores)
+    assert found["ent/AUROC"] == pytest.approx(expected, abs=1e-9)
+    token = [p != q for t, s in zip(true, said, strict=True) for p, q in zip(t, s, strict=True)]
+    expected = sklearn_metrics.roc_auc_score(token, torch.cat(unsure).numpy())
+    assert found["fail/AUROC"] == pytest.approx(expected, abs=1e-9)
+    low, high = found.interval("ent/F1")
+    assert low < found["ent/F1"] < high
+
+
+def test_spans_of_evaluate_are_judged_by_their_tokens() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(50, 2, 12, generator=generator)
+    starts = torch.randint(0, 6, (50,), generator=generator)
+    ends = torch.where(starts == 0, 0, starts + torch.randint(0, 5, (50,), generator=generator))
+    logits[range(50), 0, starts] += 5
+    logits[range(50), 1, ends] += 5
+    task = as_task("question-answering")
+    answer = task.answer(logits[:, None])
+
+    class Reader(torch.nn.Module):
+        task = as_task("question-answering")
+
+        def forward(self, rows: torch.Tensor) -> SimpleNamespace:
+            return SimpleNamespace(start_logits=logits[rows, 0], end_logits=logits[rows, 1])
+
+    batch = {"rows": torch.arange(50), "start_positions": starts, "end_positions": ends}
+    found = evaluate(Reader(), [batch], bootstrap=0, progress=False)
+    exact, shared = [], []
+    for row in range(50):
+        said = set(range(int(answer.start[row]), int(answer.end[row]) + 1))
+        true = set(range(int(starts[row]), int(ends[row]) + 1))
+        exact.append(said == true)
+        shared.append(2 * len(said & true) / (len(said) + len(true)))
+    assert 0.1 < np.mean(exact) < 0.9 and found["qa/EM"] == pytest.approx(np.mean(exact))
+    assert found["qa/F1"] == pytest.approx(np.mean(shared), abs=1e-9)
 
 
 ANSWERS = ["The cat", "cat!", "a cat sat", "", "an  apple, the", "New-York's 1,000 a.", "the"]

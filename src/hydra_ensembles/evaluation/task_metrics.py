@@ -115,7 +115,9 @@ class NumberFigures:
         means = {"reg/MSE": error.square().mean(1), "reg/MAE": error.abs().mean(1)}
         if sigma is not None:
             wide = sigma.double()
-            half = wide * float(torch.special.ndtri(torch.tensor((1 + LEVEL) / 2).double()))
+            half = wide * float(
+                torch.special.ndtri(torch.tensor((1 + LEVEL) / 2, dtype=torch.float64))
+            )
             means |= {
                 "reg/NLL": (wide.log() + (error / wide) ** 2 / 2).mean(1)
                 + math.log(2 * math.pi) / 2,

@@ -53,6 +53,7 @@ LABELS = {
     "ent/Precision": "entity precision",
     "ent/Recall": "entity recall",
     "ent/AUROC": "entity error AUROC",
+    "cls/Loss": "loss",
     "qa/EM": "exact match",
     "qa/F1": "answer F1",
     "cal/ECE": "ECE",

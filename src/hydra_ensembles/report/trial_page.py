@@ -93,7 +93,9 @@ def at_a_glance(trial: Trial, kind: str = "files") -> Section:
         tiles.append({"value": percent(rates.new), "label": "called new"})
     held_out = int(trial.held_out.sum()) if trial.results else 0
     decide = int(trial.decide.sum())
+    fitted = "temperature" if trial.ensemble.task.has_temperatures else "variance"
     content = {"tiles": tiles, "held_out": held_out, "decide": decide, "kind": kind}
+    content["fitted"] = fitted
     return Section("glance", "At a glance", content)
 
 
