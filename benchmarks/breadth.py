@@ -71,14 +71,16 @@ def make(name: str) -> tuple[Any, list[Any], list[Any]]:
     """Return a tiny model, its batches and, for texts, which tokens are real."""
     if name.startswith("transformers/"):
         task, model_type, cls = breadth_transformers.cases()[name]
-        model = breadth_transformers.build(task, model_type, cls).eval()
+        variant = name.partition(", ")[2]
+        model = breadth_transformers.build(task, model_type, cls, variant).eval()
         texts = model.main_input_name == "input_ids"
         paddings = ("none", "right", "left") if texts else ("none",)
         batches: list[Any] = [
             breadth_transformers.inputs(model, task, padding, seed)
             for seed, padding in enumerate(paddings)
         ]
-        real = [b["attention_mask"].bool() if texts else None for b in batches]
+        by_token = texts and task != "choice"
+        real = [b["attention_mask"].bool() if by_token else None for b in batches]
         with torch.no_grad():
             for batch in batches:
                 model(**batch)

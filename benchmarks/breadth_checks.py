@@ -16,6 +16,7 @@ import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask, UnitMask
 from hydra_ensembles.costs.formula import CostModel
 from hydra_ensembles.heads import prune_units_
+from hydra_ensembles.tasks import Task, task_of
 
 TOLERANCE = 1e-4
 KEPT, BROKEN, WRONG, CRASHED, REFUSED = "kept", "broken", "wrong", "crashed", "refused"
@@ -90,8 +91,11 @@ def masks_of(shape: tuple[int, ...], group: int) -> tuple[HeadMask, list[HeadMas
 class Case:
     """One model under test and what became of each promise."""
 
-    def __init__(self, model: nn.Module, batches: list[Any], real: list[Tensor | None]) -> None:
-        self.model, self.batches, self.real = model, batches, real
+    def __init__(
+        self, model: nn.Module, batches: list[Any], real: list[Tensor | None], variant: bool
+    ) -> None:
+        self.model, self.batches, self.real, self.variant = model, batches, real, variant
+        self.task = task_of(model)
         self.steps: dict[str, str] = {}
         self.notes: dict[str, str] = {}
 
@@ -113,18 +117,29 @@ class Case:
         return False
 
     def run(self, model: nn.Module, index: int) -> Tensor:
-        """Return a plain model's logits on one of the batches."""
+        """Return what a plain model gives on one of the batches, as its task reads it."""
         from hydra_ensembles.hosts import main_output
 
         batch = self.batches[index]
         with torch.no_grad():
-            return main_output(model(**batch) if isinstance(batch, dict) else model(batch))
+            output = model(**batch) if isinstance(batch, dict) else model(batch)
+            return main_output(output, self.task.fields)
+
+    def at_real(self, outputs: Tensor, index: int) -> Tensor:
+        """Return outputs at real tokens, and all that belong to no token."""
+        real = self.real[index]
+        if real is None or outputs.dim() != 3:
+            return outputs
+        if self.task.name == "question-answering":
+            outputs = outputs.transpose(1, 2)
+        more = outputs.shape[1] - real.shape[1]
+        if more:  # a pooled output after the tokens, or tokens before or after them
+            real = torch.cat([real, real.new_ones(len(real), max(0, more))], 1)
+        return outputs[real] if real.shape == outputs.shape[:2] else outputs
 
     def compare(self, ours: Tensor, theirs: Tensor, index: int, what: str) -> None:
-        """Raise `Difference` when two logits differ at a real token."""
-        real = self.real[index]
-        if real is not None and theirs.dim() == 3:
-            ours, theirs = ours[real], theirs[real]
+        """Raise `Difference` when two outputs differ at a real token."""
+        ours, theirs = self.at_real(ours, index), self.at_real(theirs, index)
         if ours.shape != theirs.shape:
             raise Difference(f"{what}: shape {list(ours.shape)}, expected {list(theirs.shape)}")
         scale = max(1.0, float(theirs.abs().max()))
@@ -141,10 +156,10 @@ def examine(name: str, model: nn.Module, batches: list[Any], real: list[Any]) ->
     """Ask everything of one model; return plain data."""
     model = model.eval()
     scale_(model, zlib.crc32(name.encode()))
-    case = Case(model, batches, real)
+    case = Case(model, batches, real, variant=", " in name)
     plain = case.run(model, 0)
-    if not bool(plain[real[0]].isfinite().all() if plain.dim() == 3 else plain.isfinite().all()):
-        raise ValueError("the scaled model gives no finite logits")
+    if not bool(case.at_real(plain, 0).isfinite().all()):
+        raise ValueError("the scaled model gives no finite outputs")
     if not _attends(case, plain):
         raise ValueError("the host's own attention has no effect here (a kernel is missing?)")
     found: list[Any] = []
@@ -154,6 +169,7 @@ def examine(name: str, model: nn.Module, batches: list[Any], real: list[Any]) ->
         return result
     explanation = found[0]
     result |= {
+        "task": case.task.name,
         "supported": explanation.supported,
         "removable": explanation.removable,
         "fusable": explanation.fusable,
@@ -183,6 +199,22 @@ def _attends(case: Case, plain: Tensor) -> bool:
     return float((case.run(twin, 0) - plain).abs().max()) > 1e-6
 
 
+def labels_for(task: Task, plain: Tensor) -> dict[str, Tensor]:
+    """Return labels of a task for outputs, by the names that hosts give them; none for vectors."""
+    generator = torch.Generator().manual_seed(2)
+    if task.name == "embedding":
+        return {}
+    if task.name == "regression":
+        return {"labels": torch.randn(plain.shape, generator=generator)}
+    if task.name == "multi-label":
+        return {"labels": torch.randint(2, plain.shape, generator=generator).float()}
+    if task.name == "question-answering":
+        ends = torch.randint(plain.shape[-1] // 2, (2, len(plain)), generator=generator)
+        return {"start_positions": ends[0], "end_positions": ends[0] + ends[1]}
+    classes = min(5, plain.shape[-1])
+    return {"labels": torch.randint(classes, plain.shape[:-1], generator=generator)}
+
+
 def _ask(case: Case, explanation: Any, plain: Tensor) -> str | None:
     """Check what is promised; return the engine that members ran by."""
     from hydra_ensembles.hosts import host_model
@@ -194,10 +226,12 @@ def _ask(case: Case, explanation: Any, plain: Tensor) -> str | None:
     single = masks_of(explanation.head_counts, 1)[0]
 
     def score() -> None:
-        labels = torch.randint(5, plain.shape[:-1], generator=torch.Generator().manual_seed(2))
-        batch = case.batches[-1]
-        data = [{**batch, "labels": labels} if isinstance(batch, dict) else (batch, labels)]
-        scores = hydra.score_heads(model, data, criterion="his", progress=False)
+        batch, loss = case.batches[-1], None
+        given = labels_for(case.task, plain)
+        if not given:  # embeddings are not right or wrong
+            loss = lambda outputs, labels: outputs.float().flatten(1).square().mean(1)  # noqa: E731
+        data = [{**batch, **given} if isinstance(batch, dict) else (batch, given.get("labels"))]
+        scores = hydra.score_heads(model, data, criterion="his", loss=loss, progress=False)
         dead = [layer for layer, row in enumerate(scores) if not bool((row > 0).any())]
         if dead and len(dead) < len(scores.rows) and dead[0] == len(scores.rows) - 1:
             dead = []  # the last block of a decoder may only feed tokens that are not read
@@ -275,10 +309,12 @@ def _ask(case: Case, explanation: Any, plain: Tensor) -> str | None:
     case.step("gate", gates, promised=True)
     if not all(bool(row.all()) for row in whole):  # else all heads are one group
         case.step("prune", prune, promised=explanation.removable)
-    if any(explanation.neuron_counts):
+    twice = case.variant  # neurons and costs do not depend on what the outputs mean
+    if any(explanation.neuron_counts) and not twice:
         case.step("neurons", neurons, promised=True)
     if case.step("fuse", fuse, promised=explanation.fusable):
-        case.step("cost", count, promised=True)
+        if not twice:
+            case.step("cost", count, promised=True)
         case.step("save", save, promised=explanation.fusable)
     return ensembles[0].engine if ensembles else None
 

@@ -1,4 +1,4 @@
-"""Tiny models of every classifier class of transformers, and inputs that they take."""
+"""Tiny models of every class of transformers for our tasks, and inputs that they take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ TASKS = {
     "audio": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
     "video": "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES",
     "token": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "span": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "choice": "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
+    "base": "MODEL_MAPPING_NAMES",
 }
+"""What a class is made for, and the table of transformers that lists such classes."""
+VARIANTS = {
+    "multi-label": {"problem_type": "multi_label_classification"},
+    "regression": {"problem_type": "regression", "num_labels": 1},
+}
+"""Other tasks of classes for sequences, by what their configs say."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -197,14 +206,23 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 
 def cases() -> dict[str, tuple[str, str, str]]:
-    """Return `name -> (task, model type, class)` of every classifier class."""
+    """Return `name -> (task, model type, class)` of every class for our tasks.
+
+    The name of a class that is made for another task by its config ends in that task.
+    """
     from transformers.models.auto import modeling_auto
 
-    found = {}
+    found: dict[str, tuple[str, str, str]] = {}
     for task, table in TASKS.items():
+        # of the encoders and decoders, those that a class above is made from
+        fitted = {model_type for _, model_type, _ in found.values()} if task == "base" else None
         for model_type, names in getattr(modeling_auto, table).items():
+            if fitted is not None and model_type not in fitted:
+                continue
             for name in (names,) if isinstance(names, str) else names:
                 found.setdefault(f"transformers/{name}", (task, model_type, name))
+                for variant in VARIANTS if task == "sequence" else ():
+                    found.setdefault(f"transformers/{name}, {variant}", (task, model_type, name))
     return found
 
 
@@ -235,8 +253,8 @@ def shrink(kind: Any, special: dict[str, Any]) -> Any:
     return made
 
 
-def build(task: str, model_type: str, name: str) -> nn.Module:
-    """Build one tiny model."""
+def build(task: str, model_type: str, name: str, variant: str = "") -> nn.Module:
+    """Build one tiny model, of the task that `VARIANTS` calls `variant`."""
     import transformers
 
     tiny = config(model_type)
@@ -244,6 +262,10 @@ def build(task: str, model_type: str, name: str) -> nn.Module:
     if cls.config_class is not type(tiny) and cls.config_class is not None:
         tiny = shrink(cls.config_class, SPECIAL.get(model_type, {}))
         tiny.num_labels = LABELS
+    if task == "span":
+        tiny.num_labels = 2
+    for key, value in VARIANTS.get(variant, {}).items():
+        setattr(tiny, key, value)
     with torch.device("meta"):
         size = sum(p.numel() for p in cls(tiny).parameters())
     if size > 30_000_000:
@@ -262,9 +284,12 @@ def inputs(model: Any, task: str, padding: str, seed: int = 0) -> dict[str, Tens
     """
     generator = torch.Generator().manual_seed(seed)
     main = model.main_input_name
+    if main == "input_ids" and task == "choice":
+        both = [_text(model, task, padding, generator) for _ in range(2)]
+        return {key: torch.stack([one[key] for one in both], 1) for key in both[0]}
     if main == "input_ids":
         return _text(model, task, padding, generator)
-    if task == "audio":
+    if task == "audio" or main in ("input_features", "input_values"):
         return _audio(model, main, generator)
     size = _image_size(model)
     channels = 3

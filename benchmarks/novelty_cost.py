@@ -1,12 +1,12 @@
-"""What novelty and a policy cost: `predict` with them against `predict` without, interleaved.
+"""What novelty and a policy cost: the plain host and `predict` with and without them, interleaved.
 
     python benchmarks/novelty_cost.py --name now
     PYTHONPATH=OLD/src python benchmarks/novelty_cost.py --name before
 
-Both are the same ensemble (three members that part in the last two blocks), once with the
-statistics of known data and a policy and once without. Rounds alternate which goes first; times are
-the processor's, of one thread. Figures: the median of the paired ratios with its quartiles, and the
-ratio of the shortest times, which other programs on the machine disturb least. Adds to
+`predict` is that of three members that part in the last block (`--blocks` for more), once with
+the statistics of known data and a policy and once without. Rounds alternate which goes first; times
+are the processor's, of one thread. Figures: the median of the paired ratios with its quartiles, and
+the ratio of the shortest times, which other programs on the machine disturb least. Adds to
 `benchmarks/results/novelty-cost.json` under `--name`.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 
 import shapes
 import torch
+from torch import nn
 
 from hydra_ensembles import HydraEnsemble, Policy, fuse
 from hydra_ensembles._records import write_whole
@@ -83,45 +84,65 @@ def fitted(ensemble: HydraEnsemble, case: Case, batch: Any) -> Novelty:
     return replace(novelty, measures=replace(novelty.measures, classes=classes))
 
 
-def measure(ensemble: HydraEnsemble, batch: Any, novelty: Novelty, rounds: int) -> dict[str, float]:
-    """Return the median ratio of processor times and its quartiles."""
+def measure(
+    host: nn.Module, ensemble: HydraEnsemble, batch: Any, novelty: Novelty, rounds: int
+) -> dict[str, Any]:
+    """Return the ratios of processor times of `predict` with novelty and a policy."""
     policy = Policy(threshold=0.5, novelty_threshold=novelty.threshold(0.05), alarm=0.05)
-    ratios, times = [], {True: [0.0], False: [0.0]}
-    for number in range(rounds + 3):
-        for on in (True, False) if number % 2 else (False, True):
-            ensemble.novelty, ensemble.policy = (novelty, policy) if on else (None, None)
-            start = time.process_time()
+
+    def run(name: str) -> float:
+        on = name == "with"
+        ensemble.novelty, ensemble.policy = (novelty, policy) if on else (None, None)
+        start = time.process_time()
+        if name == "host":
+            with torch.no_grad():
+                host(**batch)
+        else:
             ensemble.predict(batch)
-            times[on].append(time.process_time() - start)
-        if number >= 3:  # the first rounds warm up
-            ratios.append(times[True][-1] / times[False][-1])
-    low, middle, high = torch.tensor(ratios).quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
-    shortest = {on: min(found[1:]) for on, found in times.items()}
-    return {
-        "ratio": round(middle, 3),
-        "low": round(low, 3),
-        "high": round(high, 3),
-        "of_shortest": round(shortest[True] / shortest[False], 3),
-        "rounds": rounds,
-    }
+        return time.process_time() - start
+
+    names = ("host", "without", "with")
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds + 3):
+        for name in names if number % 2 else names[::-1]:
+            spent = run(name)
+            if number >= 3:  # the first rounds warm up
+                times[name].append(spent)
+    found: dict[str, Any] = {"host_ms": round(1000 * min(times["host"]), 2), "rounds": rounds}
+    for name, over, under in (
+        ("with / host", "with", "host"),
+        ("without / host", "without", "host"),
+        ("with / without", "with", "without"),
+    ):
+        ratios = torch.tensor(times[over]) / torch.tensor(times[under])
+        low, middle, high = ratios.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
+        shortest = min(times[over]) / min(times[under])
+        found[name] = {
+            "ratio": round(middle, 3),
+            "low": round(low, 3),
+            "high": round(high, 3),
+            "of_shortest": round(shortest, 3),
+        }
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--name", default="now", help="of the library that is measured")
     parser.add_argument("--case", choices=tuple(CASES), help="measure one case only")
+    parser.add_argument("--blocks", type=int, default=1, help="in which members part")
     parser.add_argument("--rounds", type=int, default=60)
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in (args.case,) if args.case else tuple(CASES):
         case = CASES[name]
         host = shapes.host(case.shape, classes=case.classes)
-        ensemble = fuse(host, shapes.masks(host, blocks=2, keep=1 / 3)).eval()
+        ensemble = fuse(host, shapes.masks(host, blocks=args.blocks, keep=1 / 3)).eval()
         batch = shapes.batch(case.shape, size=case.size, tokens=case.tokens)
         with torch.no_grad():
             novelty = fitted(ensemble, case, batch)
         rounds = args.rounds if case.shape == "minilm" else max(8, args.rounds // (2 + case.size))
-        found: dict[str, Any] = measure(ensemble, batch, novelty, rounds)
+        found = measure(host, ensemble, batch, novelty, rounds)
         numbers = sum(tensor.numel() for tensor in novelty.tensors().values())
         found |= {"taps": len(novelty.taps), "megabytes": round(4 * numbers / 2**20, 1)}
         print(f"{name}: {found}", flush=True)

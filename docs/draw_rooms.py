@@ -23,6 +23,7 @@ ROOMS = {
     "_tables": "tables for notebooks and pages",
     "prediction": "the one answer",
     "task_predictions": "the answers of other tasks",
+    "prediction_sets": "sets with a guarantee",
     "answer_each": "one bad input never costs others",
     "runtime": "exported, without torch",
     "uncertainty": "scores, calibration, policies",
@@ -55,6 +56,7 @@ LEAVES = (
     "_tables",
     "prediction",
     "task_predictions",
+    "prediction_sets",
     "answer_each",
 )
 WIDTH, HEIGHT, GAP, STEP = 208, 46, 22, 92

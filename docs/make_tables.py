@@ -69,7 +69,7 @@ RECORDS = {
     **{f"{page}.csv": page for page in ("text", "paper-sst2", "paper-cola", "cifar10", "imagenet")},
     **{f"{page}.csv": page for page in ("digits", "members", "ways", "pruning")},
     **{f"least-squares-{task}.csv": "least-squares" for task in FOLD_TASKS},
-    **{f"{page}.json": page for page in ("teachers", "hies", "llama", "near")},
+    **{f"{page}.json": page for page in ("teachers", "hies", "llama", "near", "every-task")},
     "choosing-digits.json": "choosing",
     **{f"novelty-{task}.json": "novelty" for task in (*TASKS, "cifar8")},
     "uncertainty-heads.json": "claims",

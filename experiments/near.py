@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ OURS: dict[str, dict[str, bool]] = {
     "default, no labels": {"choose": True, "labels": False},
     "default, training data": {"choose": True, "train": True},
 }
+"""Our rows; the first draw has all of them, the others the first two."""
 
 
 def auroc(score: Callable[[Set], Tensor], draw: Draw) -> dict[str, float]:
@@ -54,8 +55,10 @@ def auroc(score: Callable[[Set], Tensor], draw: Draw) -> dict[str, float]:
     return found
 
 
-def figures(draw: Draw) -> dict[str, Any]:
-    """Return the figures of all rows on one draw."""
+def figures(
+    draw: Draw, ours: Sequence[str], earlier: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the figures of all rows on one draw; those of rivals may be there from earlier."""
     right = draw.test["members"].softmax(-1).mean(1).argmax(-1) == draw.test["labels"]
     record: dict[str, Any] = {
         "accuracy": round(100 * float(right.double().mean()), 2),
@@ -64,7 +67,7 @@ def figures(draw: Draw) -> dict[str, Any]:
         "rows": {},
     }
     for row, options in OURS.items():
-        if options.get("train") and draw.trained is None:
+        if row not in ours or (options.get("train") and draw.trained is None):
             continue
         novelty = draw.novelty(**options)
         found: dict[str, Any] = auroc(lambda d, n=novelty: n(d["taps"], d["members"])[1], draw)
@@ -74,6 +77,9 @@ def figures(draw: Draw) -> dict[str, Any]:
             "says": novelty.choice,
             "alarms": round(100 * float((rank > 0.95).double().mean()), 2),
         }
+    if earlier is not None:
+        record["rows"] |= {row: v for row, v in earlier["rows"].items() if row not in OURS}
+        return record
     for row, score in draw.rivals().items():
         found = auroc(score, draw)
         if not any(value != value for value in found.values()):
@@ -81,8 +87,8 @@ def figures(draw: Draw) -> dict[str, Any]:
     return record
 
 
-def write_table(cache: Path, path: Path, only: str) -> None:
-    """Compute the draws that are missing in the record."""
+def write_table(cache: Path, path: Path, only: str, draws_of: int, again: bool) -> None:
+    """Compute the draws that are missing in the record, or our rows of those that are there."""
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     record |= {"command": "python experiments/near.py table", "commit": this_commit()}
     for column, draws in columns(cache).items():
@@ -90,13 +96,14 @@ def write_table(cache: Path, path: Path, only: str) -> None:
             continue
         found = record.setdefault("columns", {}).setdefault(column, {})
         for seed, draw in enumerate(draws):
-            if str(seed) in found:
+            if (str(seed) in found) != again or seed >= draws_of:
                 continue
             try:
-                found[str(seed)] = figures(draw())
+                ours = [*OURS][: 2 if seed else None]
+                found[str(seed)] = figures(draw(), ours, found.get(str(seed)))
             except (KeyError, FileNotFoundError):
-                print(f"{column}: no features", flush=True)
-                break
+                print(f"{column}, {seed}: no features", flush=True)
+                continue
             rows = found[str(seed)]["rows"]
             print(f"{column}, {seed}: {rows['usual']} {rows['default']}", flush=True)
             write_whole(path, json.dumps(record) + "\n")
@@ -136,11 +143,13 @@ def alarm_draws(cache: Path) -> dict[str, Callable[[int], Draw]]:
     return found
 
 
-def write_alarms(cache: Path, path: Path) -> None:
+def write_alarms(cache: Path, path: Path, only: str) -> None:
     """Count false alarms at 5 % where the record lacks them."""
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     alarms = record.setdefault("alarms", {})
     for name, draw_of in alarm_draws(cache).items():
+        if not name.startswith(only):
+            continue
         found = alarms.setdefault(name, {})
         for seed in range(SPLITS):
             if str(seed) in found:
@@ -170,7 +179,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=os.environ.get("HYDRA_DATA"))
     parser.add_argument("--hosts", type=Path, default=os.environ.get("HYDRA_HOSTS"))
     parser.add_argument("--cache", type=Path, default=os.environ.get("HYDRA_CACHE", "work/answers"))
-    parser.add_argument("--only", help="with table: columns whose names begin so")
+    parser.add_argument("--only", help="with table and alarms: columns whose names begin so")
+    parser.add_argument("--draws", type=int, default=10, help="with table: at most so many each")
+    parser.add_argument("--again", action="store_true", help="with table: our rows once more")
     args = parser.parse_args()
     cache, path = Path(args.cache), PAGES / "near.json"
     torch.set_num_threads(1)
@@ -181,9 +192,9 @@ def main() -> None:
         keep_texts(Path(args.data), cache)
         keep_images(Path(args.data), cache)
     elif args.step == "table":
-        write_table(cache, path, args.only or "")
+        write_table(cache, path, args.only or "", args.draws, args.again)
     elif args.step == "alarms":
-        write_alarms(cache, path)
+        write_alarms(cache, path, args.only or "")
     else:
         write_whole(PAGES / "near.md", page(json.loads(path.read_text())))
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from lab import plainly
 from lab.known import BRANCHED, read_features
-from lab.known_table import Set, fit_novelty, joined, rows_of, summaries
+from lab.known_table import Set, fit_novelty, joined, proxies_in, rows_of, summaries
 from torch import Tensor
 
 from hydra_ensembles._records import write_whole
@@ -84,7 +84,7 @@ def measure(task: str, cache: Path) -> dict[str, Any]:
     for draw in range(DRAWS):
         generator = torch.Generator().manual_seed(draw)
         order = torch.randperm(count, generator=generator)
-        novelty = fit_novelty(rows_of(pool, order[:known]), blocks)
+        novelty = fit_novelty(rows_of(pool, order[:known]), blocks, proxies_in(sets))
         rest = Scored(rows_of(pool, order[known:]), novelty, blocks)
         strange = {name: Scored(sets[name], novelty, blocks) for name in others}
         for _ in range(SPLITS):

@@ -37,6 +37,12 @@ for task in sst2 cola clinc150 cifar10; do
       "$python experiments/run.py finetune $task --seeds $seed"
   done
 done
+for task in sst2 cola cifar10; do # second trios of the tables on least squares
+  for seed in 3 4 5; do
+    part "host-$task-$seed" data "hosts $task/seed$seed" \
+      "$python experiments/run.py finetune $task --seeds $seed"
+  done
+done
 part host-cifar8-0 data "hosts cifar8/seed0" "$python experiments/run.py finetune cifar8 --seeds 0"
 features() {
   local folder="novelty/$1"
@@ -61,6 +67,8 @@ part novelty-page - - \
   "$python experiments/novelty.py page && $python docs/make_tables.py"
 part near data "cache near" \
   "$python experiments/near.py features && $python experiments/near.py table && $python experiments/near.py page"
+part every-task data "cache every-task" \
+  "$python experiments/every_task.py answers && $python experiments/every_task.py table && $python experiments/every_task.py coverage && $python experiments/every_task.py spans && $python experiments/every_task.py page"
 part policy-coverage - - "$python experiments/policy_coverage.py"
 # every table of run.py; their answers are kept by task in the cache
 for file in experiments/tables/*.yaml; do
@@ -72,6 +80,8 @@ for file in experiments/tables/*.yaml; do
 done
 part choosing - - "$python experiments/choosing.py digits --hosts $HYDRA_HOSTS"
 part teachers - - "$python experiments/teachers.py --hosts $HYDRA_HOSTS --cache $HYDRA_CACHE"
+part fold-gap data - \
+  "$python experiments/fold_gap.py cifar10 --examples 1200 && $python experiments/fold_gap.py cifar10 --examples 1200 --steps"
 part hies data "cache hies" "$python experiments/hies.py"
 part uncertainty-heads data - "$python experiments/uncertainty_heads.py"
 part zero-shot-reach data - "$python experiments/zero_shot_reach.py"

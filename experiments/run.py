@@ -45,15 +45,20 @@ def read_table(name: str) -> dict[str, Any]:
     shared = {key: base[key] for key in ("scores", "against")}
     only = set(table.get("rows", ())) or {row["name"] for row in base["shared_rows"]}
     rows = [_with_trios(row, table) for row in base["shared_rows"] if row["name"] in only]
-    return {**shared, **table, "rows": rows + table.get("own_rows", [])}
+    own = [_with_trios(row, table) for row in table.get("own_rows", [])]
+    return {**shared, **table, "rows": rows + own}
 
 
 def _with_trios(row: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with one draw per trio of hosts (three for a row of single hosts)."""
-    draws = {"single": 3, "trio": 1, "fold": 1, "probe": 1}.get(row["method"])
-    if draws is None or "hosts" in row:  # of more hosts there is one group
+    """Return a row with one draw per trio of hosts (three for a row of single hosts).
+
+    `trios` is how many there are, `first_trio` the number of the first one.
+    """
+    each = {"single": 3, "trio": 1, "fold": 1, "probe": 1}.get(row["method"])
+    if each is None or "hosts" in row:  # of more hosts there is one group
         return row
-    return {**row, "draws": draws * table.get("trios", 1)}
+    first = table.get("first_trio", 0)
+    return {**row, "draws": list(range(each * first, each * (first + table.get("trios", 1))))}
 
 
 def run(table: dict[str, Any], args: argparse.Namespace) -> None:

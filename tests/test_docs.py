@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 import json
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -207,7 +209,9 @@ def test_the_example_of_a_task_runs_as_written(monkeypatch: pytest.MonkeyPatch) 
     example = re.search(r"```python\n(.*?)```", section, re.S)
     assert example is not None and len(example[1].splitlines()) <= 35
     monkeypatch.setattr(tasks, "_entries", dict(tasks._entries))  # it registers one
-    exec(example[1], {"__name__": "example"})
+    module = types.ModuleType("example")  # dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "example", module)
+    exec(example[1], module.__dict__)
     ensemble = hydra.fuse(zoo._bert(num_labels=1).eval(), EARLY, task="counts")
     batch, counts = zoo.batch("bert"), torch.tensor([0.0, 1.0, 2.0, 5.0])
     rates = ensemble.member_logits(batch).exp()

@@ -78,6 +78,10 @@ class House:
         ensemble.policy = hydra.Policy(
             threshold=(low + high) / 2, novelty_threshold=sum(scores) / 2, alarm=0.05
         )
+        scores = (1 - answer.probabilities).flatten().sort().values
+        between = int(scores.diff().argmax())  # rounding decides nothing here either
+        limit = float(scores[between : between + 2].mean())
+        ensemble.sets = hydra.Sets("lac", 0.9, ((limit,),), ((50,),), 50)
         ensemble.save_pretrained(folder / "saved")
 
     def predict(self) -> list[Row]:
@@ -116,6 +120,7 @@ class House:
         rows = [{name: columns[name][i] for name in FIELDS} for i in range(len(data))]
         for row in rows:
             row["why"] = row["why"] or None  # BYTES have no null
+            row["set"] = json.loads(row["set"])
         return rows
 
     def map_function(self) -> list[Row]:
@@ -177,6 +182,7 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_the_inputs_are_decided_differently(house: House) -> None:
     rows = house.predict()
     assert list(rows[0]) == list(FIELDS)
+    assert {len(row["set"]) for row in rows} != {0}
     assert len({row["decision"] for row in rows}) > 1 and len({row["why"] for row in rows}) > 1
 
 
@@ -203,7 +209,7 @@ def test_what_is_not_fitted_is_null(tmp_path: Path) -> None:
     for row in (posted, {name: column[0] for name, column in columns.items()}):
         assert set(FIELDS) <= set(row)
         absent = {name for name in FIELDS if row[name] is None}
-        assert absent == {"novelty", "novelty_score", "decision", "why"}
+        assert absent == {"novelty", "novelty_score", "decision", "why", "set"}
 
 
 def test_the_page_has_the_table_of_fields() -> None:

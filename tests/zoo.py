@@ -388,6 +388,19 @@ def sharp(name: str, backend: str | None = None) -> nn.Module:
     return seeded(partial(build, **options), sharpen=sharpen)
 
 
+def with_classes(name: str, backend: str | None = None) -> nn.Module:
+    """Build a small host by name; the directions that a tower projects to are its classes."""
+    from hydra_ensembles.tasks import Embedding, MultiClass
+
+    class Directions(MultiClass):
+        fields = Embedding.fields
+
+    model = sharp(name, backend)
+    if name in ("clip_text", "open_clip_visual", "open_clip_text"):
+        model.task = Directions()
+    return model
+
+
 def texts(
     lengths: tuple[int, ...] = (7, 4, 5, 2, 6, 3), *, side: str = "right", labels: int = 3
 ) -> dict[str, Tensor]:

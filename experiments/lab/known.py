@@ -30,11 +30,12 @@ from hydra_ensembles.hosts import host_model, main_output
 from .answers import Store
 from .known_sets import MAKERS
 from .methods import distilled
-from .tasks import open_task
+from .tasks import CIFAR8, open_task
 
-BRANCHED = {"imagenet": 2, "cifar10": 2, "cifar8": 2, "sst2": 1, "clinc150": 1, "digits": 2}
+BRANCHED = {"imagenet": 2, "cifar10": 2, "sst2": 1, "clinc150": 1, "digits": 2}
+BRANCHED |= dict.fromkeys(CIFAR8, 2)
 """Blocks, from the last, in which the three members differ."""
-SEEDS = {task: (0,) if task in ("imagenet", "cifar8") else (0, 1, 2) for task in BRANCHED}
+SEEDS = {task: (0,) if task in ("imagenet", *CIFAR8) else (0, 1, 2) for task in BRANCHED}
 """Hosts of a task; three are a Deep Ensemble."""
 STUDENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "digits": ("digits", {}),

@@ -2,7 +2,7 @@
 
 `known-*` and `test` are known data that no host was trained on; `mild-*` are changes that cost no
 accuracy, `shift-*` corruptions by severity. `train` is what the hosts were trained on, for rivals
-that ask for its statistics.
+that ask for its statistics. `proxy-*` are far outliers made of known data.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hydra_ensembles.data.corruptions import corrupt, corrupt_texts
+from hydra_ensembles.data.proxies import proxies as PROXIES
+from hydra_ensembles.fusion.known_data import proxies_of
 
 from . import sets
 from .recipes import part_of, read_recipe
 from .sets import ImageSet, TextSet
-from .tasks import Cifar10, Digits, Task, TextTask
+from .tasks import CIFAR8, Cifar8, Cifar10, Digits, Task, TextTask
 
 Makers = dict[str, Callable[[], Iterable[Any]]]
 SEVERITIES = (1, 3, 5)
-LEFT_OUT = (3, 9)  # cats and trucks, as in recipes.yaml
 IMAGE_SHIFTS = (
     *("gaussian_noise", "defocus_blur", "motion_blur", "fog", "contrast"),
     *("elastic_transform", "pixelate", "jpeg_compression"),
@@ -180,14 +182,14 @@ def cifar10(task: Task) -> Makers:
 
 def cifar8(task: Task) -> Makers:
     """Known images are of eight classes; outliers are the two that the host never saw."""
-    assert isinstance(task, Cifar10)
-    whole = sets.cifar10(task.data)
+    assert isinstance(task, Cifar8)
+    whole, pair = sets.cifar10(task.data), task.left_out
     test = whole.subset(range(2000))
     made: dict[str, Callable[[], ImageSet]] = {
-        "known-0": lambda: whole.subset(range(2000, 3500)).without(LEFT_OUT),
+        "known-0": lambda: whole.subset(range(2000, 3500)).without(pair),
         "train": lambda: trained_on(task),
-        "test": lambda: test.subset(range(1000)).without(LEFT_OUT),
-        "left-out": lambda: test.without([c for c in range(10) if c not in LEFT_OUT]),
+        "test": lambda: test.subset(range(1000)).without(pair),
+        "left-out": lambda: test.without([c for c in range(10) if c not in pair]),
         "textures-validation": lambda: as_set(floats(sets.textures(task.data, "validation"), 32)),
     }
     return batched(made, task.size)
@@ -277,11 +279,26 @@ def digits(task: Task) -> Makers:
     return {name: lambda data=data: data for name, data in found.items()}
 
 
+def with_proxies(maker: Callable[[Task], Makers]) -> Callable[[Task], Makers]:
+    """Add far outliers that are made of known data, as `fit_novelty_` makes them."""
+
+    def makers(task: Task) -> Makers:
+        found = maker(task)
+        made = cache(lambda: proxies_of(found["known-0"]()))
+        modality = "text" if isinstance(task, TextTask) else "image"
+        kinds = [name for name in PROXIES if PROXIES[name].modality == modality]
+        return found | {
+            f"proxy-{kind}": lambda kind=kind: made()[f"{kind} proxies"] for kind in kinds
+        }
+
+    return makers
+
+
 MAKERS: dict[str, Callable[[Task], Makers]] = {
-    "imagenet": imagenet,
-    "cifar10": cifar10,
-    "cifar8": cifar8,
-    "sst2": sst2,
-    "clinc150": clinc150,
-    "digits": digits,
+    "imagenet": with_proxies(imagenet),
+    "cifar10": with_proxies(cifar10),
+    **dict.fromkeys(CIFAR8, with_proxies(cifar8)),
+    "sst2": with_proxies(sst2),
+    "clinc150": with_proxies(clinc150),
+    "digits": with_proxies(digits),
 }

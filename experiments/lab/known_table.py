@@ -6,7 +6,7 @@ A record holds what its run computed and nothing else: a row without figures is 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from .records import this_commit
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
+Far = Mapping[str, tuple[Tensor, Tensor]]  # taps and logits by kind
 DRAWS = 5
 SIZES = (50, 200, 1000, 3000, 5000)
 # `seen family`: other classes of a kind of outliers that choices were made on
@@ -102,27 +103,56 @@ def summaries(data: Set, blocks: int) -> Tensor:
     return torch.cat([pairs.flatten(1, 2), data["end"][:, None]], 1)
 
 
-def fit_statistics(taps: Tensor, logits: Tensor, labels: Tensor | None) -> Novelty:
+def fit_statistics(
+    taps: Tensor, logits: Tensor, labels: Tensor | None, proxies: Far | None = None
+) -> Novelty:
     """Fit the library's statistics to taps `[example, tap, width]` and logits of members."""
     blocks = taps.shape[1] // 2
     names, late = tap_names(blocks, readout=True), 2 * min(CLASS_BLOCKS, blocks) + 1
     fit = NoveltyFit(names, classes=logits.shape[-1], class_taps=late, uses_last_block=True)
     fit.add_(taps, logits, labels)
-    return fit.finish()
+
+    def add_proxies() -> None:
+        if not proxies:
+            raise DataError("There are no features of proxies.")
+        for name, found in proxies.items():
+            fit.add_ood_(name, *found)
+
+    return fit.finish(add_proxies=add_proxies)
 
 
-def fit_novelty(known: Set, blocks: int, *, labels: bool = True) -> Novelty:
+def proxies_in(sets: Mapping[str, Set]) -> dict[str, Set]:
+    """Return the proxies among the sets of a task."""
+    return {name: found for name, found in sets.items() if name.startswith("proxy-")}
+
+
+def fit_novelty(
+    known: Set, blocks: int, proxies: Mapping[str, Set], *, labels: bool = True
+) -> Novelty:
     """Fit the library's statistics to the stored features of three members above a trunk."""
     classes = known["labels"] if labels else None
-    return fit_statistics(summaries(known, blocks), known["members"], classes)
+    far = {name: (summaries(found, blocks), found["members"]) for name, found in proxies.items()}
+    return fit_statistics(summaries(known, blocks), known["members"], classes, far)
 
 
 def novelty_of(
-    known: Set, taps: Callable[[Set], Tensor], logits: Callable[[Set], Tensor], *, labels: bool
+    known: Set,
+    taps: Callable[[Set], Tensor],
+    logits: Callable[[Set], Tensor],
+    proxies: Mapping[str, Set],
+    *,
+    labels: bool = True,
 ) -> Score:
     """Fit novelty to the taps and logits of known data; return its score."""
-    fitted = fit_statistics(taps(known), logits(known), known["labels"] if labels else None)
+    far = {name: (taps(found), logits(found)) for name, found in proxies.items()}
+    classes = known["labels"] if labels else None
+    fitted = fit_statistics(taps(known), logits(known), classes, far)
     return lambda data: fitted(taps(data), logits(data))[1]
+
+
+def alone(data: Set) -> Tensor:
+    """Return the logits of the single model as those of one member."""
+    return data["logits"][:, None]
 
 
 def alarm_rate(novelty: Novelty, data: Set, blocks: int) -> float:
@@ -141,6 +171,7 @@ class Figures:
         self.blocks = self.sets["test"]["readout"].shape[1] - BRANCHED[task]
         parts = [self.sets[name] for name in sorted(self.sets) if name.startswith("known-")]
         self.pool, self.test = joined(parts), self.sets["test"]
+        self.proxies = proxies_in(self.sets)
         self.redrawn = task == "clinc150"
         if self.redrawn:
             # its test part is drier than its validation part: only a joint draw is exchangeable
@@ -151,7 +182,8 @@ class Figures:
     def _read(self, cache: Path) -> dict[str, Set]:
         """Read the sets of host 0, and of all three hosts and of their student where they are."""
         found = read_features(cache, self.task)
-        needed = [n for n in found if n.startswith("known-") or n in ("test", *self.outliers)]
+        used = ("test", *self.outliers)
+        needed = [n for n in found if n.startswith(("known-", "proxy-")) or n in used]
 
         def whole(seeds: Sequence[int | None]) -> list[dict[str, Set]]:
             try:
@@ -186,7 +218,8 @@ class Figures:
         """Return the statistics of a draw, fitted once."""
         key = (count, seed, labels)
         if key not in self._fitted:
-            self._fitted[key] = fit_novelty(self.draw(count, seed)[0], self.blocks, labels=labels)
+            known = self.draw(count, seed)[0]
+            self._fitted[key] = fit_novelty(known, self.blocks, self.proxies, labels=labels)
         return self._fitted[key]
 
     def sizes(self) -> list[int]:
@@ -203,24 +236,23 @@ class Figures:
             fitted = self.novelty(count, seed, labels=labels)
             return lambda data: fitted(summaries(data, self.blocks), data["members"])[1]
 
-        def alone(data: Set) -> Tensor:
-            return data["logits"][:, None]
-
         found = {
             "novelty": hydra(True),
             "novelty, no labels": hydra(False),
-            "single + novelty": novelty_of(known, single_taps, alone, labels=True),
-            "single + novelty, no labels": novelty_of(known, single_taps, alone, labels=False),
+            "single + novelty": novelty_of(known, single_taps, alone, self.proxies),
+            "single + novelty, no labels": novelty_of(
+                known, single_taps, alone, self.proxies, labels=False
+            ),
             **rivals(known),
             **({} if self.trained is None else self.trained(known)),
         }
         if "student taps" in known:
             found["single student + novelty"] = novelty_of(
-                known, lambda d: d["student taps"], lambda d: d["student logits"], labels=True
+                known, lambda d: d["student taps"], lambda d: d["student logits"], self.proxies
             )
         if "ensemble taps" in known:
             found["Deep Ensemble + novelty"] = novelty_of(
-                known, lambda d: d["ensemble taps"], lambda d: d["ensemble logits"], labels=True
+                known, lambda d: d["ensemble taps"], lambda d: d["ensemble logits"], self.proxies
             )
             for name in ENSEMBLE_SCORES:
                 found[f"Deep Ensemble, {name}"] = logit_score(name, "ensemble logits")
@@ -303,7 +335,7 @@ class Figures:
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(every["labels"]), generator=generator)
         known, new = rows_of(every, order[:count]), rows_of(every, order[count:])
-        return alarm_rate(fit_novelty(known, self.blocks), new, self.blocks)
+        return alarm_rate(fit_novelty(known, self.blocks, self.proxies), new, self.blocks)
 
     def caught(self, count: int, seed: int) -> dict[str, float]:
         """Return the share of outliers that raise an alarm at 5 %."""
@@ -322,7 +354,7 @@ class Figures:
         known = {name: value.clone() for name, value in known.items()}
         for name in ("readout", "mean", "end", "members"):
             known[name][:number] = family[name][:number]
-        novelty = fit_novelty(known, self.blocks, labels=False)
+        novelty = fit_novelty(known, self.blocks, self.proxies, labels=False)
         rows = {"": lambda d: novelty(summaries(d, self.blocks), d["members"])[1]}
         return self.of_scores(self.scored(rows, test)[""])
 
@@ -338,12 +370,10 @@ class Figures:
         known, test, outliers = (
             rows_of(data, part) for part in (rows[:half], rows[half:], new.nonzero().flatten())
         )
-        novelty = fit_novelty(known, self.blocks)
+        novelty = fit_novelty(known, self.blocks, self.proxies)
         every: dict[str, Score] = {
             "novelty": lambda part: novelty(summaries(part, self.blocks), part["members"])[1],
-            "single + novelty": novelty_of(
-                known, single_taps, lambda part: part["logits"][:, None], labels=True
-            ),
+            "single + novelty": novelty_of(known, single_taps, alone, self.proxies),
             **rivals(known),
         }
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,75 +67,72 @@ def _kept(task: str, records: Records) -> str:
     return f"- {task}: of the Deep Ensemble's gain ({gain}) are kept by {', '.join(kept)}."
 
 
+LINES = {
+    "pruned and refitted": (
+        "#2980b9",
+        ["pruned to 0.33", "pruned to 0.5", "pruned to 0.75", "single"],
+    ),
+    "pruned only": (
+        "#aaaaaa",
+        [
+            "pruned to 0.33, no refit",
+            "pruned to 0.5, no refit",
+            "pruned to 0.75, no refit",
+            "single",
+        ],
+    ),
+    "folded (student)": (
+        "#c0392b",
+        [
+            "folded at 0.33, student",
+            "folded at 0.5, student",
+            "folded at 0.75, student",
+            "folded, student",
+        ],
+    ),
+    "Deep Ensemble": ("#2c3e50", ["Deep Ensemble"]),
+}
+MEASURED = {
+    "pruned to 0.5": "pruned 0.5",
+    "pruned to 0.75": "pruned 0.75",
+    "folded, student": "folded",
+}
+"""Rows whose time was measured on a model of the size of the tables' MiniLM, and its entries."""
+LATENCY = Path(__file__).parents[2] / "benchmarks" / "results" / "latency-minilm-least-squares.json"
+
+
+def measured_costs() -> dict[str, float]:
+    """Return the measured cost of some rows: time for one text against the plain host."""
+    rows = json.loads(LATENCY.read_text(encoding="utf-8"))["rows"]
+    ratios = {row["name"]: row["ratio"]["value"] for row in rows if row["batch_size"] == 1}
+    return {row: ratios[entry] for row, entry in MEASURED.items()}
+
+
 def least_squares_picture(table: Mapping[str, Any], folder: Path) -> Path | None:
-    """Draw accuracy and NLL at one temperature over counted cost, a column per task."""
+    """Draw accuracy and NLL at one temperature over cost, a column per task."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    every = {t: Records.read(source, folder) for source, t in table["view"]["tables"].items()}
-    every = {title: records for title, records in every.items() if records.rows}
+    sources = [name for name in table["view"]["tables"] if not name.endswith("-again")]
+    every = {name: Records.read(name, folder) for name in sources}
+    every = {name: records for name, records in every.items() if records.rows}
     if not every:
         return None
-    lines = {
-        "pruned and refitted": (
-            "#2980b9",
-            ["pruned to 0.33", "pruned to 0.5", "pruned to 0.75", "single"],
-        ),
-        "pruned only": (
-            "#aaaaaa",
-            [
-                "pruned to 0.33, no refit",
-                "pruned to 0.5, no refit",
-                "pruned to 0.75, no refit",
-                "single",
-            ],
-        ),
-        "folded (student)": (
-            "#c0392b",
-            [
-                "folded at 0.33, student",
-                "folded at 0.5, student",
-                "folded at 0.75, student",
-                "folded, student",
-            ],
-        ),
-        "Deep Ensemble": ("#2c3e50", ["Deep Ensemble"]),
-    }
     figure, axes = plt.subplots(
         2, len(every), figsize=(3.2 * len(every) + 0.6, 5.4), squeeze=False, sharex=True
     )
-    for column, (title, records) in enumerate(every.items()):
-        for row, (key, label) in enumerate(
-            (("cls/Acc", "accuracy, %"), (NLL, "NLL at one temperature"))
-        ):
-            axis = axes[row][column]
-            for name, (colour, rows) in lines.items():
-                points = [
-                    (records.mean(one, "cost"), value * (100 if row == 0 else 1))
-                    for one in rows
-                    if (value := records.mean(one, key)) is not None
-                ]
-                if points:
-                    axis.plot(
-                        *zip(*points, strict=True), "o-", color=colour, markersize=4, label=name
-                    )
-            axis.grid(alpha=0.25)
-            dense = records.mean(DENSE, key)
-            if dense is not None:  # what is far off would hide the rest
-                dense *= 100 if row == 0 else 1
-                axis.set_ylim(
-                    *((dense - 12, dense + 3) if row == 0 else (0.8 * dense, 1.8 * dense))
-                )
-            if row == 0:
-                axis.set_title(title, fontsize=10)
-            else:
-                axis.set_xlabel("counted cost")
+    figures = {"cls/Acc": ("accuracy, %", 100), NLL: ("NLL at one temperature", 1)}
+    for column, (source, records) in enumerate(every.items()):
+        title = table["view"]["tables"][source]
+        texts = any(text in source for text in ("clinc150", "sst2", "cola"))
+        for axis, (key, (label, scale)) in zip(axes[:, column], figures.items(), strict=True):
+            _draw(axis, records, key, scale, measured_costs() if texts else {})
             if column == 0:
                 axis.set_ylabel(label)
-            for side in ("top", "right"):
-                axis.spines[side].set_visible(False)
+        axes[0][column].set_title(title, fontsize=10)
+        axes[1][column].set_xlabel("cost against one host")
     axes[0][0].legend(fontsize=7, frameon=False)
     figure.tight_layout()
     path = folder / f"{table['name']}.png"
@@ -143,3 +141,26 @@ def least_squares_picture(table: Mapping[str, Any], folder: Path) -> Path | None
     plt.close(figure)
     beside.replace(path)
     return path
+
+
+def _draw(
+    axis: Any, records: Records, key: str, scale: float, measured: Mapping[str, float]
+) -> None:
+    """Draw one figure of a task: a line per way, hollow where the cost is a measured one."""
+    shown_values = []
+    for name, (colour, rows) in LINES.items():
+        values = {row: records.mean(row, key) for row in rows}
+        points = {row: scale * value for row, value in values.items() if value is not None}
+        if not points:
+            continue
+        costs = [records.mean(row, "cost") for row in points]
+        axis.plot(costs, list(points.values()), "o-", color=colour, markersize=4, label=name)
+        if name != "pruned only":  # what is far off would hide the rest
+            shown_values += points.values()
+        for row in points.keys() & measured.keys():
+            axis.plot(measured[row], points[row], "o", color=colour, markersize=7, fillstyle="none")
+    low, high = min(shown_values), max(shown_values)
+    axis.set_ylim(low - 0.12 * (high - low), high + 0.12 * (high - low))
+    axis.grid(alpha=0.25)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)

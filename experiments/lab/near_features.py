@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hydra_ensembles.data.batches import batch_length, split_batch, take
 from hydra_ensembles.data.proxies import make_proxies
+from hydra_ensembles.fusion.known_data import proxies_of
 from hydra_ensembles.hosts.tiny_vit import TinyViT
 from hydra_ensembles.training import finetune
 
@@ -26,10 +27,8 @@ from . import sets
 from .known import BRANCHED, extract
 from .known_sets import as_set, floats, letters
 from .sets import ImageSet, TextSet, need
-from .tasks import Digits, minilm_folder
+from .tasks import PAIRS, Digits, minilm_folder
 
-PAIRS = ((3, 9), (0, 1), (2, 4), (5, 7), (6, 8), (0, 9), (1, 8), (2, 6), (3, 5), (4, 7))
-"""Classes left out: each of the ten twice."""
 DIGIT_PAIRS = PAIRS[:5]
 PROXIES = 200
 NEAR, FAR = ("oos_train", "oos_val", "oos_test"), ("trec", "ag-news", "multi30k", "sst2")
@@ -171,7 +170,9 @@ def keep_digits(cache: Path, hosts: Path | None) -> None:
     torch.set_num_threads(1)
     task = Digits(None, hosts)
     for pair in DIGIT_PAIRS:
-        names = ("known-0", "test", "left-out", *task.outliers, *task.ood["unseen"])
+        known = without(task.held_out, pair)
+        proxies = {f"proxy-{name.split()[0]}": d for name, d in proxies_of(known).items()}
+        names = ("known-0", "test", "left-out", *proxies, *task.outliers, *task.ood["unseen"])
         missing = list(_missing(cache / "near" / f"digits-{pair[0]}{pair[1]}", names))
         if not missing:
             continue
@@ -184,9 +185,10 @@ def keep_digits(cache: Path, hosts: Path | None) -> None:
             progress=False,
         )[0].model.eval()
         data = {
-            "known-0": without(task.held_out, pair),
+            "known-0": known,
             "test": without(task.test, pair),
             "left-out": without([*task.held_out, *task.test], pair, only=True),
+            **proxies,
             **task.outliers,
             **task.ood["unseen"],
         }

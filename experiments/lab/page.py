@@ -133,7 +133,10 @@ def write_page(table: Mapping[str, Any], folder: Path = PAGES) -> Path:
         from .least_squares_page import least_squares_picture, least_squares_tables
 
         body, picture = least_squares_tables(table, folder), least_squares_picture(table, folder)
-        caption = "Accuracy (up is better) and NLL (down is better) over counted cost."
+        caption = (
+            "Accuracy (up is better) and NLL (down is better) over counted cost; "
+            "rings: over the measured time of one text."
+        )
     else:
         body, picture = main_table(table, folder), draw_picture(table, folder)
         caption = "Paired differences to the single model; bars: 95 % over test examples."

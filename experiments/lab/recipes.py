@@ -32,14 +32,17 @@ from hydra_ensembles.data.batches import split_batch
 from hydra_ensembles.data.model_runs import call_model
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.hosts import main_output
+from hydra_ensembles.tasks import task_of
 from hydra_ensembles.training import Settings
 from hydra_ensembles.training.accelerator import accelerator
 from hydra_ensembles.training.loop import Run
 from hydra_ensembles.training.sample_order import Stream
 
+from .other_tasks import TAGS, host_class
 from .sets import ImageSet, cifar10, need
-from .tasks import TextTask, minilm_folder, open_task
+from .tasks import CIFAR8, TextTask, minilm_folder, open_task
 
+HEADS = ("classifier", "head", "qa_outputs")
 RECIPES = Path(__file__).parents[1] / "recipes.yaml"
 
 
@@ -68,12 +71,10 @@ class Drawn:
             for rows in _chunks(order, self.batch_size):
                 yield self._images(rows, flips[rows])
             return
-        tokens = self.task.tokenizer(self.examples.texts, truncation=True, max_length=64)[
-            "input_ids"
-        ]
+        tokens = self.examples.tokens(self.task.tokenizer)
         batches: list[list[int]] = []
         for chunk in _chunks(order, 25 * self.batch_size):  # sorted within: similar, not equal
-            chunk.sort(key=lambda row: len(tokens[row]))
+            chunk.sort(key=tokens.__getitem__)
             batches += _chunks(chunk, self.batch_size)
         for place in torch.randperm(len(batches), generator=draw).tolist():
             yield next(iter(self.examples.subset(batches[place]).batches(self.task.tokenizer)))
@@ -91,6 +92,11 @@ def _chunks(rows: list[int], size: int) -> list[list[int]]:
 def read_recipe(name: str | None) -> dict[str, Any]:
     """Return the recipe of a task's hosts."""
     recipes: dict[str, Any] = yaml.safe_load(RECIPES.read_text(encoding="utf-8"))
+    recipes |= {
+        task: {**recipes["cifar8"], "without": list(pair)}
+        for task, pair in CIFAR8.items()
+        if "cifar8" in recipes
+    }
     if name not in recipes:
         raise DataError(f"There is no recipe {name!r}. There are: {', '.join(recipes)}.")
     recipe: dict[str, Any] = recipes[name]
@@ -111,10 +117,14 @@ def new_host(recipe: dict[str, Any], data: Path, seed: int) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if recipe["base"] == "minilm":
-            from transformers import BertForSequenceClassification
-
-            return BertForSequenceClassification.from_pretrained(
-                minilm_folder(), num_labels=recipe["classes"]
+            kind, options = recipe.get("task", "multi-class"), {}
+            if kind in ("multi-label", "regression"):
+                problem = "regression" if kind == "regression" else "multi_label_classification"
+                options = {"problem_type": problem}
+            elif kind == "token-classification":
+                options = {"id2label": dict(enumerate(TAGS))}
+            return host_class(kind).from_pretrained(
+                minilm_folder(), num_labels=recipe["classes"], **options
             )
         import timm
 
@@ -155,7 +165,7 @@ class HostRun(Run):
     head_share = 1.0
 
     def _rate_of(self, name: str) -> float:
-        return self.head_share if name.split(".")[0] in ("classifier", "head") else 1.0
+        return self.head_share if name.split(".")[0] in HEADS else 1.0
 
 
 def train_host(
@@ -193,7 +203,17 @@ def train_host(
 
 @torch.no_grad()
 def host_figures(model: nn.Module, data: Any, classes: int) -> dict[str, float]:
-    """Return accuracy and NLL in percent and nats; of two classes Matthews' correlation too."""
+    """Return accuracy and NLL in percent and nats; of two classes Matthews' correlation too.
+
+    Of a task other than one class per example it is the task's loss.
+    """
+    task = task_of(model)
+    if task.name != "multi-class":
+        losses = [
+            task.losses(main_output(call_model(model, b), task.fields), split_batch(b)[2])
+            for b in data
+        ]
+        return {"loss": float(torch.cat(losses).mean())}
     logits, labels = zip(
         *((main_output(call_model(model, b)), split_batch(b)[2]) for b in data), strict=True
     )

@@ -23,7 +23,7 @@ import json
 import os
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from hydra_ensembles.data import Batches, ImageTransform, text_data
 from hydra_ensembles.data.image_data import image_batch
-from hydra_ensembles.data.text_files import TextBatches, read_table
+from hydra_ensembles.data.text_files import read_table
 from hydra_ensembles.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from hydra_ensembles.errors import DataError
 
@@ -104,22 +104,25 @@ class ImageSet:
 
 @dataclass(frozen=True)
 class TextSet:
-    """Strings, with labels if they have any."""
+    """Strings, or pairs of strings, with labels if they have any."""
 
     texts: list[str]
-    labels: list[int] | None = None
+    labels: list[Any] | None = None
+    pairs: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def __add__(self, other: TextSet) -> TextSet:
         labels = None if self.labels is None else [*self.labels, *(other.labels or [])]
-        return TextSet([*self.texts, *other.texts], labels)
+        pairs = None if self.pairs is None else [*self.pairs, *(other.pairs or [])]
+        return replace(self, texts=[*self.texts, *other.texts], labels=labels, pairs=pairs)
 
     def subset(self, rows: Sequence[int]) -> TextSet:
         """Return some of the texts."""
-        labels = None if self.labels is None else [self.labels[row] for row in rows]
-        return TextSet([self.texts[row] for row in rows], labels)
+        columns = {"texts": self.texts, "labels": self.labels, "pairs": self.pairs}
+        found = {name: [c[row] for row in rows] for name, c in columns.items() if c is not None}
+        return replace(self, **found)
 
     def sample(self, count: int, *, seed: int = 0) -> TextSet:
         """Return `count` texts drawn at random, in their order."""
@@ -128,16 +131,30 @@ class TextSet:
 
     def by_length(self) -> TextSet:
         """Return the texts from the shortest to the longest: batches then need little padding."""
-        return self.subset(sorted(range(len(self)), key=lambda row: len(self.texts[row])))
+        size = [len(text) for text in self.texts]
+        if self.pairs is not None:
+            size = [length + len(other) for length, other in zip(size, self.pairs, strict=True)]
+        return self.subset(sorted(range(len(self)), key=size.__getitem__))
 
     def unlabelled(self) -> TextSet:
         """Return the texts without labels, as outliers need them."""
-        return TextSet(self.texts)
+        return replace(self, labels=None)
 
-    def batches(self, tokenizer: Any, *, batch_size: int = 50, max_length: int = 64) -> TextBatches:
+    def tokens(self, tokenizer: Any) -> list[int]:
+        """Count the tokens of each text."""
+        columns = [self.texts] if self.pairs is None else [self.texts, self.pairs]
+        found = tokenizer(*columns, truncation=True, max_length=64)["input_ids"]
+        return [len(tokens) for tokens in found]
+
+    def batches(self, tokenizer: Any, *, batch_size: int = 50, max_length: int = 64) -> Batches:
         """Make data for a host."""
         return text_data(
-            self.texts, tokenizer, labels=self.labels, max_length=max_length, batch_size=batch_size
+            self.texts,
+            tokenizer,
+            pairs=self.pairs,
+            labels=self.labels,
+            max_length=max_length,
+            batch_size=batch_size,
         )
 
 

@@ -333,10 +333,20 @@ class Cifar10(Task):
         return {kind: corrupted(some, kind, severity=3, **NORMALISED) for kind in kinds}
 
 
+PAIRS = ((3, 9), (0, 1), (2, 4), (5, 7), (6, 8), (0, 9), (1, 8), (2, 6), (3, 5), (4, 7))
+"""Pairs of classes to leave out: each of the ten twice."""
+CIFAR8 = {"cifar8": PAIRS[0]} | {f"cifar8-{a}{b}": (a, b) for a, b in PAIRS[1:]}
+"""Tasks of CIFAR-10 whose hosts never saw two classes; the first never saw a cat or a truck."""
+
+
 class Cifar8(Cifar10):
     """CIFAR-10 whose hosts never saw two of its classes: the nearest outliers there are."""
 
     name = "cifar8"
+
+    def __init__(self, data: Path | None, hosts: Path | None, name: str = "cifar8") -> None:
+        super().__init__(data, hosts)
+        self.name, self.left_out = name, CIFAR8[name]
 
 
 def deit_tiny(data: Path) -> nn.Module:
@@ -501,7 +511,13 @@ def open_task(name: str, data: Path | None = None, hosts: Path | None = None) ->
 
         torch.set_num_threads(1)
         return DigitsFold(int(name.removeprefix("digits-fold")), hosts)
-    if name not in TASKS:
-        raise DataError(f"Unknown task {name!r}; expected zeroshot, {', '.join(TASKS)}.")
+    if name in CIFAR8:
+        torch.set_num_threads(1)
+        return Cifar8(data, hosts, name)
+    from .other_tasks import OTHER_TASKS
+
+    every = TASKS | OTHER_TASKS
+    if name not in every:
+        raise DataError(f"Unknown task {name!r}; expected zeroshot, {', '.join(every)}.")
     torch.set_num_threads(1)
-    return TASKS[name](data, hosts)
+    return every[name](data, hosts)

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from .evaluation import evaluate as evaluate
     from .evaluation.latency import benchmark as benchmark
     from .fusion import HydraEnsemble as HydraEnsemble
+    from .fusion import fit_calibrator as fit_calibrator
     from .fusion import fit_policy as fit_policy
+    from .fusion import fit_sets as fit_sets
     from .fusion import fuse as fuse
     from .fusion import load as load
     from .fusion import save as save
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from .hosts import register_family as register_family
     from .integrations.pipelines import pipeline as pipeline
     from .prediction import Prediction as Prediction
+    from .prediction_sets import Sets as Sets
     from .refit import fold as fold
     from .refit import prune as prune
     from .report.page import write_report as write_report
@@ -66,7 +69,9 @@ _NAMES = {
     "evaluate": "evaluation",
     "benchmark": "evaluation.latency",
     "HydraEnsemble": "fusion",
+    "fit_calibrator": "fusion",
     "fit_policy": "fusion",
+    "fit_sets": "fusion",
     "fuse": "fusion",
     "load": "fusion",
     "save": "fusion",
@@ -83,6 +88,7 @@ _NAMES = {
     "register_family": "hosts",
     "pipeline": "integrations.pipelines",
     "Prediction": "prediction",
+    "Sets": "prediction_sets",
     "fold": "refit",
     "prune": "refit",
     "write_report": "report.page",

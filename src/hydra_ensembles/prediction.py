@@ -33,6 +33,7 @@ DECIDED = {
     "decision": '"answer", "unsure" or "new"; null without a policy',
     "why": "why the input is not answered; null when it is, and without a policy",
 }
+SET = "with a guarantee unless the decision is new; null before fit_sets"
 FIELDS = {
     "label": "name of the predicted class; its number as text when the classes have no names",
     "class": "number of the predicted class",
@@ -40,6 +41,7 @@ FIELDS = {
     **SURE,
     **MEMBERS,
     **DECIDED,
+    "set": f"names of the classes that may be right, the most probable first, {SET}",
 }
 """The fields of a row of a classifier, in order, and what they mean."""
 
@@ -61,6 +63,8 @@ class Prediction:
         code: The decision as a number, int64 `[batch]`: 0 answer, 1 unsure, 2 new, 3 unsure and
             new; None without a policy.
         class_names: Names of the classes, labels or numbers, in their order; or None.
+        sets: The rule behind `set` (`Sets`); None before `fit_sets`.
+        group: The group of each input as a number of `sets.groups`, `[batch]` (see `in_groups`).
     """
 
     FIELDS: ClassVar[Mapping[str, str]] = {**SURE, **DECIDED}
@@ -76,6 +80,8 @@ class Prediction:
     novelty_score: Any = None
     code: Any = None
     class_names: Sequence[str] | None = None
+    sets: Any = None
+    group: Any = None
 
     def __getattr__(self, name: str) -> Any:
         """Say what an answer of this task has instead of an attribute of another task's."""
@@ -112,6 +118,29 @@ class Prediction:
     def abstain(self) -> Any:
         """True where the policy does not answer, `[batch]`; None without a policy."""
         return None if self.code is None else self.code != ANSWER
+
+    @property
+    def set(self) -> list[Any] | None:
+        """What may be right, for each input as rows hold it; None before `fit_sets`.
+
+        The guarantee is for data like the held-out examples: not where the decision is new.
+        """
+        return None if self.sets is None else self.sets.of(self)
+
+    def in_groups(self, names: Sequence[Any]) -> Prediction:
+        """Return the answer with each input's group, for sets by group.
+
+        Without groups, and for one that had no held-out example, the largest sets are given.
+        """
+        codes = [] if self.sets is None else self.sets.codes(names)
+        if len(codes) != len(self):
+            raise ValueError(
+                f"{len(names)} groups for {len(self)} inputs"
+                + ("; there are no sets: call fit_sets() first." if self.sets is None else ".")
+            )
+        like = self.uncertainty
+        column = like.new_tensor(codes).long() if hasattr(like, "new_tensor") else np.array(codes)
+        return replace(self, group=column)
 
     @property
     def finite(self) -> Any:
@@ -197,11 +226,16 @@ class Prediction:
         rows = self[:most].rows()
         names = [n for n in self.FIELDS if n not in self.HIDDEN and rows[0][n] is not None]
         texts = [
-            [f"{v:.4g}" if isinstance(v, float) else str(v) for v in (row[n] for n in names)]
+            [
+                f"{v:.4g}" if isinstance(v, float) else _short(v) if n == "set" else str(v)
+                for n, v in ((n, row[n]) for n in names)
+            ]
             for row in rows
         ]
         headings = [f"uncertainty ({self.score})" if n == "uncertainty" else n for n in names]
         note = f"... and {len(self) - most} more" if len(self) > most else ""
+        if self.sets is not None and "new" in (self.decision or ()):
+            note = "; ".join(filter(None, [note, "sets of new inputs have no guarantee"]))
         return [heading.replace("_", " ") for heading in headings], texts, note
 
     def _repr_html_(self) -> str:
@@ -338,6 +372,12 @@ def named(numbers: list[Any], names: Sequence[str] | None) -> list[Any]:
 def _each(function: Callable[[int], Any], numbers: list[Any]) -> list[Any]:
     """Apply a function to every number of nested lists."""
     return [_each(function, n) if isinstance(n, list) else function(n) for n in numbers]
+
+
+def _short(value: list[Any]) -> str:
+    """Return a set in few letters, for a table: its first entries."""
+    shown = [f"{one:.4g}" if isinstance(one, float) else str(one) for one in value[:4]]
+    return f"[{', '.join([*shown, *['...'] * (len(value) > 4)])}]"
 
 
 def _plain(column: Any) -> list[Any] | None:

@@ -16,6 +16,7 @@ from .prediction import (
     DECIDED,
     FIELDS,
     MEMBERS,
+    SET,
     SURE,
     ClassPrediction,
     Prediction,
@@ -46,6 +47,7 @@ class MultiLabelPrediction(Prediction):
         "mutual_information": "what the members disagree about, summed over labels, in nats",
         "disagreement": "share of member pairs and labels that are decided differently",
         **DECIDED,
+        "set": f"names of the labels that may be true, the most probable first, {SET}",
     }
 
     probabilities: Any
@@ -92,6 +94,8 @@ class RegressionPrediction(Prediction):
     Attributes:
         values: Mean of the members' numbers, `[batch, number]`.
         spread: Standard deviation of the members' numbers, `[batch, number]`; 0 for one member.
+        sigma: Standard deviation of the true number around the answer, `[batch, number]`; None
+            before `fit_calibrator`.
         member_values: The members' numbers, `[batch, member, number]`.
         student_values: The numbers of the one output that answers for the ensemble; None without.
     """
@@ -99,14 +103,17 @@ class RegressionPrediction(Prediction):
     FIELDS: ClassVar[Mapping[str, str]] = {
         "value": "the predicted number; a list of numbers when the model gives several",
         "spread": "standard deviation of the members' numbers, in the same form",
+        "sigma": "standard deviation of the true number around the answer; null when not fitted",
         **SURE,
         **DECIDED,
+        "set": f"[low, high] around the number; a list of them for several, {SET}",
     }
 
     values: Any
     spread: Any
     member_values: Any
     student_values: Any = None
+    sigma: Any = None
 
     @property
     def member_outputs(self) -> Any:
@@ -121,7 +128,8 @@ class RegressionPrediction(Prediction):
     def rows(self, *, probabilities: bool = False) -> list[dict[str, Any]]:
         """Return one dictionary of plain values per input: the keys of `FIELDS`."""
         rows = super().rows()
-        for name in ("value", "spread") if self.values.shape[-1] == 1 else ():
+        names = ("value", "spread", *(("sigma",) if self.sigma is not None else ()))
+        for name in names if self.values.shape[-1] == 1 else ():
             for row in rows:
                 (row[name],) = row[name]
         return rows
@@ -187,6 +195,7 @@ class SpanPrediction(Prediction):
         **SURE,
         **MEMBERS,
         **DECIDED,
+        "set": f"spans that may be right: answer, start, end, confidence, {SET}",
     }
     HIDDEN: ClassVar[frozenset[str]] = Prediction.HIDDEN | {"start", "end"}
     LISTS: ClassVar[tuple[str, ...]] = ("texts",)
@@ -243,12 +252,13 @@ class TokenPrediction(ClassPrediction):
         **{
             name: f"of each token: {meaning}"
             for name, meaning in FIELDS.items()
-            if name not in DECIDED
+            if name not in (*DECIDED, "set")
         },
         "novelty": DECIDED["novelty"],
         "novelty_score": DECIDED["novelty_score"],
         "decision": f"of each token: {DECIDED['decision']}",
         "why": f"of each token: {DECIDED['why']}",
+        "set": f"of each token: {FIELDS['set']}",
     }
     LISTS: ClassVar[tuple[str, ...]] = ("texts",)
 

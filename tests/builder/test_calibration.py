@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hydra_ensembles import build
-from hydra_ensembles.builder.calibration import _folds, cross_fit
+from hydra_ensembles.evaluation.cross_fit import cross_fit, folds_of
 from hydra_ensembles.uncertainty import log_mean_probability, mean_probability, scale_logits
 
 from .. import zoo
@@ -110,7 +110,7 @@ def test_figures_are_of_the_examples_that_did_not_select():
 
 def test_folds_hold_every_example_once():
     labels = torch.arange(23) % 3
-    folds = _folds(labels, torch.ones_like(labels, dtype=torch.bool), seed=0)
+    folds = folds_of(labels, torch.ones_like(labels, dtype=torch.bool), seed=0)
     assert sorted(torch.cat(folds).tolist()) == list(range(23))
     assert max(map(len, folds)) - min(map(len, folds)) <= 1
 

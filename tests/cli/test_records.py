@@ -19,7 +19,14 @@ import hydra_ensembles as hydra
 from hydra_ensembles import Policy
 from hydra_ensembles.cli.commands.predict import answer_records, line_of
 from hydra_ensembles.cli.models import load_model
-from hydra_ensembles.data.records import MOST_BYTES, Record, batches, read_records, records_of_lines
+from hydra_ensembles.data.records import (
+    MOST_BYTES,
+    Form,
+    Record,
+    batches,
+    read_records,
+    records_of_lines,
+)
 from hydra_ensembles.prediction import FIELDS
 from tests import zoo
 from tests.fusion.test_fusion import EARLY
@@ -41,7 +48,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answered(loaded: Any, lines: bytes, **options: Any) -> list[dict[str, Any]]:
     text = loaded.tokenizer is not None
-    records = records_of_lines(io.BytesIO(lines), text=text)
+    records = records_of_lines(io.BytesIO(lines), Form.of(None, text=text))
     rows = [row for part in batches(records, 4) for row in answer_records(loaded, part, **options)]
     return [json.loads(line_of(row)) for row in rows]
 
@@ -132,7 +139,7 @@ def test_an_answer_that_is_no_number_is_an_error(texts: Path) -> None:
 
 
 def answers_to_files(loaded: Any, *files: Path) -> list[dict[str, Any]]:
-    records = read_records(map(str, files), text=loaded.tokenizer is not None, column=None)
+    records = read_records(map(str, files), Form.of(None, text=loaded.tokenizer is not None))
     rows = [row for part in batches(records, 4) for row in answer_records(loaded, part)]
     return [json.loads(line_of(row)) for row in rows]
 
@@ -143,7 +150,7 @@ def test_files_of_texts_row_by_row(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text('{"just a brace\n')
     (tmp_path / "d.csv").write_text("other\n1\n")
     files = [str(tmp_path / n) for n in ("a.jsonl", "none.csv", "b.csv", "c.txt", "d.csv")]
-    found = list(read_records(files, text=True, column=None))
+    found = list(read_records(files, Form.of(None, text=True)))
     shown = [record.value or record.error or "" for record in found]
     assert shown[0] == "good" and "a number" in shown[1]
     assert "not UTF-8" in shown[2] and "none.csv" in shown[3]

@@ -39,7 +39,7 @@ NAMES = ["random", "magnitude", "taylor", "his", "entropy", "hies", "fisher"]
 
 @pytest.mark.parametrize("name", list(SHARP))
 def test_every_criterion_works_on_every_family(name):
-    model, batch = sharp(name), labelled(name)
+    model, batch = zoo.with_classes(name), labelled(name)
     assert set(NAMES) <= set(criteria)
     tables = score_heads(model, [batch], criterion=list(NAMES))
     assert list(tables) == NAMES

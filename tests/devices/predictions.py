@@ -151,9 +151,12 @@ def counts(name: str) -> dict[str, Any]:
 
 
 def columns(answer: hydra.Prediction) -> list[Tensor]:
-    """Return what two runs of an answer can be compared by."""
+    """Return what two runs of an answer can be compared by; novelty counts little.
+
+    Novelty is made of ranks, and a rank jumps where two distances are nearly equal.
+    """
     found = [answer.probabilities, answer.uncertainty, answer.mutual_information]
-    return found + [answer.novelty] * (answer.novelty is not None)
+    return found if answer.novelty is None else [*found, 1e-4 * answer.novelty]
 
 
 def known_counts() -> dict[str, Any]:

@@ -30,6 +30,7 @@ NO_DATA, NO_HOST = "HYDRA_DATA", "There is no host"
         ("zero_shot_reach.py", NO_DATA),
         ("policy_coverage.py", "novelty.py features"),
         ("llama.py", NO_DATA),
+        ("every_task.py answers", NO_DATA),
     ],
 )
 def test_a_command_says_what_is_missing(

@@ -30,7 +30,7 @@ class Unread:
     ("kind", "options", "task"),
     [
         ("BertForPreTraining", {}, "pretraining"),
-        ("BertForTokenClassification", {}, "score_heads"),
+        ("BertModel", {}, "no labels"),
     ],
 )
 def test_another_task_is_named_before_any_data_is_read(kind, options, task) -> None:

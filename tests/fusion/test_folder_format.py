@@ -127,6 +127,7 @@ LOADS = {
     **{key: {} for key in ("copies", "switches", "aliases", "libraries", "files", "record")},
     **dict.fromkeys(("temperature", "member_temperatures", "labels", "policy", "novelty")),
     "image_transform": None,
+    "task": None,
     "merged": [],
     "readouts": None,
 }
@@ -148,6 +149,7 @@ SAYS = {
     ("member_temperatures", "[]"): "there are 0 member_temperatures for 4 members",
     ("labels", "{}"): "labels is {{}}, expected the classes from 0",
     ("policy", "{}"): "policy",
+    ("task", "{}"): "task is {{}}: expected a task with its name",
     ("novelty", "{}"): "novelty and the file novelty.safetensors belong together",
     ("image_transform", "{}"): "image_transform is {{'exif_orientation': False}}, expected all",
     ("plan", "{}"): "plan is {{}}: object missing required field `trunk`",

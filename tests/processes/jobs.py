@@ -169,6 +169,29 @@ def builds(folder: Path) -> dict[str, Any]:
     return found
 
 
+def refits(folder: Path) -> dict[str, Any]:
+    """What `prune` keeps and how it fits it, its file by file store, and the readouts of `fold`."""
+    pruned: Any = hydra.prune(
+        host(), listed(), max_cost=0.6, folder=folder / "prune", progress=False
+    )
+    record = pruned.hydra_record
+    hosts = [host(), _rolled(1), _rolled(2)]
+    folded = hydra.fold(
+        hosts, listed(), readout="logits", student=True, max_cost=1.5, progress=False
+    )
+    return {
+        "units": [record["heads"], record["neurons"]],
+        "fits": [
+            [fit[name] for name in ("layer", "rows", "error", "given_error")]
+            for fit in record["layers"]
+        ],
+        "ridges": [fit["ridge"] for fit in record["layers"]],
+        "logits": torch.cat([pruned(x) for x, _ in listed()]).tolist(),
+        "files": sorted(path.name for path in (folder / "prune").glob("block*")),
+        "folded": torch.cat([folded.predict(x).member_logits for x, _ in listed()]).tolist(),
+    }
+
+
 def trains(folder: Path) -> dict[str, Any]:
     """Weights to the bit where batches are cut alike, and up to rounding where they are not."""
     found: dict[str, Any] = {}
@@ -273,7 +296,8 @@ def _shelf(root: Path) -> None:
         Image.fromarray(((image[0] / 8 + 0.5).clamp(0, 1) * 255).byte().numpy()).save(path)
 
 
-JOBS = {job.__name__: job for job in (evaluates, scores, refuses, builds, trains, commands)}
+every = (evaluates, scores, refuses, builds, refits, trains, commands)
+JOBS = {job.__name__: job for job in every}
 
 
 def main(folder: str, names: list[str]) -> None:

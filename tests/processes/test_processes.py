@@ -83,6 +83,20 @@ def test_training_is_the_same_to_the_bit_where_batches_are_cut_alike(
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
+def test_layers_refitted_together_are_those_of_one_process_up_to_rounding(
+    several: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    alone = json.loads(json.dumps(jobs.refits(tmp_path)))
+    first = several["refits"][0]
+    assert all(said == first for said in several["refits"])
+    for name in ("units", "ridges", "files"):
+        assert first[name] == alone[name]
+    assert len(first["files"]) == len(first["fits"]) > 3
+    for name in ("fits", "logits"):  # sums of several processes are added in another order
+        torch.testing.assert_close(_flat(first[name]), _flat(alone[name]), rtol=1e-5, atol=1e-5)
+    assert first["folded"] == alone["folded"]
+
+
 def _flat(value: Any) -> torch.Tensor:
     rows = [list(row.values()) if isinstance(row, dict) else row for row in value]
     return torch.tensor(rows, dtype=torch.float64)

@@ -226,7 +226,7 @@ def test_nan_is_refused() -> None:
     broken = copy.deepcopy(trio("vit")[0])
     with torch.no_grad():
         next(iter(broken.parameters())).fill_(torch.nan)
-    with pytest.raises(DataError, match="states hold NaN"):
+    with pytest.raises(DataError, match="Host 0 has NaN or infinity in"):
         hydra.fold([broken, broken], data("vit"), trunk=0, progress=False)
 
 
@@ -253,6 +253,21 @@ def test_hosts_that_differ_are_refused() -> None:
             hydra.fold(alone, batches, progress=False)
     with pytest.raises(UnsupportedModelError, match="HydraEnsemble"):
         hydra.fold([first, folded("bert")], batches, progress=False)
+
+
+def test_hosts_whose_last_mlp_is_not_understood_are_refused() -> None:
+    from timm.models import VisionTransformer
+
+    torch.manual_seed(0)
+    shape = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
+    for path, part, words in [
+        ("blocks.1.ls2", nn.LayerNorm(32), "something other than a scale follows the MLP"),
+        ("blocks.1.mlp.drop2", nn.Tanh(), "does not end with a linear layer"),
+    ]:
+        host = VisionTransformer(**shape, num_classes=5)  # type: ignore[arg-type]
+        host.set_submodule(path, part)
+        with pytest.raises(UnsupportedModelError, match=words):
+            hydra.fold([host.eval(), copy.deepcopy(host).eval()], data("timm"), progress=False)
 
 
 def test_hosts_that_take_the_maximum_over_tokens_fold_by_states() -> None:

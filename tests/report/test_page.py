@@ -18,12 +18,14 @@ import torch
 from PIL import Image
 
 from hydra_ensembles import Results
+from hydra_ensembles.cli.report_data import first_untaken
 from hydra_ensembles.errors import DataError, FormatError
 from hydra_ensembles.evaluation import compare
 from hydra_ensembles.evaluation.intervals import winners
 from hydra_ensembles.report.curves import answered_at
 from hydra_ensembles.report.examples import Example, image_address
 from hydra_ensembles.report.page import write_report
+from hydra_ensembles.report.rounding import percent
 
 from .made import MASKS, results_of, some_examples, three_results
 
@@ -128,7 +130,7 @@ def test_colours_contrast_with_both_papers() -> None:
     schemes = re.findall(r":root \{([^}]*)\}", style)[:2]
     for scheme in schemes:
         colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", scheme))
-        for name, least in {"ink": 7, "soft": 4.5, "link": 4.5}.items():
+        for name, least in {"ink": 7, "soft": 4.5, "link": 4.5, "bad": 4.5, "good": 4.5}.items():
             assert contrast(colours[name], colours["paper"]) >= least
             assert contrast(colours[name], colours["card"]) >= 4.5
         for series in range(8):
@@ -156,7 +158,7 @@ def test_alarms_per_set_and_the_newest_examples(tmp_path: Path) -> None:
         columns["score:novelty"] = torch.arange(count) / 10 + 1000 * number
         columns["alarm"] = torch.arange(count) % 4 == 0
     text = write_report(tmp_path / "with.html", results).read_text(encoding="utf-8")
-    assert "Like anything known?" in text and "<td>25.0 %</td>" in text
+    assert "Like anything known?" in text and "<td>25.0\u00a0%</td>" in text
     assert '<th scope="row">near</th>' in text and "ood/near" not in text.split("<script")[0]
     newest = text.split("newest test examples")[1].split("(hydra):")[1].strip()
     assert newest.startswith("239 (23.9), 238 (23.8)")
@@ -167,6 +169,25 @@ def test_a_confidence_is_never_rounded_up_to_certainty(tmp_path: Path) -> None:
     shown = Example("surest", "3", 0.99996, 0.00004, label="5", source="test 1")
     text = write_report(tmp_path / "sure.html", three_results(), examples=[shown]).read_text()
     assert "says 3 (99.9\u00a0%)" in text and "label 5 <span" in text
+
+
+def test_shares_are_rounded_in_one_way() -> None:
+    shares = (None, 0.0, 0.0002, 0.0494, 0.99996, 1.0)
+    assert [percent(share).replace("\u00a0", " ") for share in shares] == [
+        *("–", "0.0 %", "0.1 %", "4.9 %", "99.9 %", "100.0 %")
+    ]
+
+
+def test_names_of_files_may_be_broken_behind_their_separators(tmp_path: Path) -> None:
+    shown = Example("surest", "3", 0.9, 0.1, source="n01/ILSVRC2012_val_01.jpg")
+    text = write_report(tmp_path / "x.html", three_results(), examples=[shown]).read_text()
+    assert "n01/<wbr>ILSVRC2012_<wbr>val_<wbr>01.jpg" in text
+
+
+def test_an_example_is_shown_once() -> None:
+    taken: set[int] = set()
+    assert first_untaken([4, 2, 7], 2, taken) == [4, 2]
+    assert first_untaken([2, 4, 7, 1], 2, taken) == [7, 1]
 
 
 def test_rows_say_what_they_mean(page: Path) -> None:

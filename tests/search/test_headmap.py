@@ -23,7 +23,7 @@ from hydra_ensembles.search.objectives import as_objective, effect, objectives, 
 from hydra_ensembles.search.search_data import shifted
 from hydra_ensembles.search.trunk_cache import Outputs, Prefix
 
-from ..zoo import SHARP, images, labelled, sharp, texts
+from ..zoo import SHARP, images, labelled, texts, with_classes
 from .naive import Sets, naive_headmap
 
 FAMILIES = ("bert", "vit", "timm")
@@ -44,7 +44,7 @@ def outliers(name):
 
 
 def a_host(name):
-    model, batch = sharp(name), labelled(name)
+    model, batch = with_classes(name), labelled(name)
     return model, batches(batch)
 
 

@@ -11,8 +11,8 @@ import pytest
 from httpx import Response
 from starlette.testclient import TestClient
 
-from hydra_ensembles.prediction import FIELDS
 from hydra_ensembles.serving import openapi
+from hydra_ensembles.serving.answer_types import KINDS
 from hydra_ensembles.serving.limits import Refusal
 from tests.serving.conftest import picture, png
 from tests.serving.running_server import serving
@@ -59,8 +59,12 @@ def test_it_names_every_route_and_every_field(texts: TestClient) -> None:
         for method in methods.keys() & {"get", "post", "put", "delete"}
     }
     assert named == served
-    answer = DOCUMENT["components"]["schemas"]["Answer"]
-    assert answer["required"] == list(FIELDS) == list(openapi.FIELD_TYPES)
+    schemas = DOCUMENT["components"]["schemas"]
+    for kind in KINDS:
+        assert schemas[kind.__name__]["required"] == list(kind.FIELDS)
+        assert {"$ref": f"#/components/schemas/{kind.__name__}"} in schemas["Answer"]["anyOf"]
+        known = schemas[kind.__name__]["properties"]
+        assert all(len(known[name]) > 1 for name in kind.FIELDS), "a field without a type"
     assert texts.get("/openapi.json").json() == json.loads(json.dumps(DOCUMENT))
 
 
@@ -105,9 +109,9 @@ def test_every_example_is_answered_as_described(
             if response.status_code == 200:
                 sent += 1
                 assert ("probabilities" in answers["answers"][0]) == bool(query)
-                count = len(value[name]) if name.endswith("s") else 1
+                count = len(value[name.split()[-1]]) if name.endswith("s") else 1
                 assert len(answers["answers"]) == count
-    assert sent == (4 if reads == "text" else 2)
+    assert sent == (6 if reads == "text" else 2)
 
 
 @pytest.mark.parametrize("reads", ["text", "image"])
@@ -157,7 +161,7 @@ def test_the_page_has_everything_and_loads_nothing(texts: TestClient) -> None:
     assert response.headers["content-security-policy"] == openapi.PAGE_POLICY
     for path in DOCUMENT["paths"]:
         assert f"{path}</h2>" in page, path
-    for name in FIELDS:
+    for name in {name for kind in KINDS for name in kind.FIELDS}:
         assert f"<code>{name}</code>" in page
     assert openapi.GREY in page and openapi.TEXT in page
     assert 'href="docs"' in texts.get("/").text

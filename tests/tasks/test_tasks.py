@@ -183,11 +183,11 @@ def test_novelty_and_a_policy_for_every_task(name: str) -> None:
     answer = ensemble.predict(inputs(name))
     assert answer.novelty.shape == (4,) and answer.code.shape == answer.uncertainty.shape
     assert policy.score == ensemble.task.default_score
-    if name == "number":
+    if isinstance(ensemble.task, Regression):
         with pytest.raises(DataError, match="tolerance"):
             hydra.fit_policy(ensemble, [{**inputs(name), **labels(name)}], progress=False)
         ensemble.task = Regression(tolerance=100.0)
-    if name in LABELLED:
+    if name in LABELLED and name != "next words":  # nobody guesses those of a random model
         held_out = [{**inputs(name, size=60, seed=6), **labels(name, size=60)}]
         policy = hydra.fit_policy(ensemble, held_out, risk=0.995, progress=False)
         assert policy.measured is not None and policy.alarm == 0.05

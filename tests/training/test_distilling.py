@@ -19,6 +19,7 @@ import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask
 from hydra_ensembles.data import as_data
 from hydra_ensembles.errors import DataError, FormatError, MaskError
+from hydra_ensembles.tasks import MultiClass
 from hydra_ensembles.training import DISTILL, Settings, distill, finetune
 from hydra_ensembles.training.distillation import DistillRun
 from hydra_ensembles.training.teacher_answers import assign
@@ -117,6 +118,7 @@ def main(model: nn.Module, batch: Any) -> torch.Tensor:
 @pytest.mark.parametrize("part", ["data", "outliers"])
 def test_a_share_of_the_loss_is_that_of_the_mean(part):
     run = object.__new__(DistillRun)
+    run.task = MultiClass()
     run.settings = Settings(distill=0.7, joint=0.25, teacher_temperature=2.0)
     source = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(6, 3, 5, generator=source)

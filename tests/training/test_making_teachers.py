@@ -90,7 +90,7 @@ def test_bad_wishes_are_told():
 def test_lora_updates_every_kind_of_projection():
     """Linear layers, GPT-2's transposed ones and a whole nn.MultiheadAttention."""
     for name, part in {"gpt2": "c_attn.weight", "open_clip_visual": "in_proj_weight"}.items():
-        host = zoo.sharp(name)
+        host = zoo.with_classes(name)
         batch = zoo.images() if name == "open_clip_visual" else zoo.texts()
         start = copy.deepcopy(host.state_dict())
         (teacher,) = make_teachers(

@@ -13,12 +13,12 @@ from ..data.batches import without_labels
 from ..data.model_runs import collect_logits
 from ..data.progress import announce
 from ..errors import DataError, MaskError, UnsupportedModelError
+from ..evaluation.cross_fit import cross_fitted_nll
 from ..evaluation.intervals import student
 from ..fusion.fuse_members import fuse
 from ..heads.head_mask import HeadMask
 from ..search.detection import compare_detection
 from ..tasks import Task
-from .calibration import cross_fitted_nll
 from .data_parts import BuildJob, Outcome
 from .methods import METHODS, Select
 from .refit_methods import Parts

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -50,7 +50,7 @@ def build(
     members: int | None = None,
     max_cost: float | None = 1.07,
     score: str = "auto",
-    calibrate: bool = True,
+    calibrate: bool | Literal["temperature"] = True,
     novelty: bool | None = None,
     seed: int = 0,
     folder: str | os.PathLike[str] | None = None,
@@ -84,7 +84,9 @@ def build(
         score: The uncertainty that `predict` reports, or `"auto"`: the best on held-out outliers,
             without any the task's usual one (of classes `"msp"`).
         calibrate: Fit a temperature per member and one for the mean, if that lowers NLL out of
-            fold; else they are 1 and the record says so. Only classes have them.
+            fold; else they are 1 and the record says so. Where its gain is clear (paired interval),
+            a calibrator follows: vector scaling or isotonic regression of classes, Platt scaling of
+            labels; numbers get a variance (`fit_calibrator`). `"temperature"` fits only those.
         novelty: Fit novelty on the calibration data (`fit_novelty_`). By default where that is
             possible: otherwise a warning and the summary say why not. True raises instead.
         seed: Random seed of splits, proxies, pools and bags.

@@ -1,17 +1,12 @@
 """What `build` fits on a finished ensemble: temperatures, the score and novelty, in one pass.
 
 It also checks whether the members' disagreement can serve as an alarm (`check_alarm`).
-
-Temperatures are cross-fitted: every example is judged under temperatures that were fitted without
-it (five folds). Three ways compete out of fold, on held-out examples: no temperature, one for the
-mean, and one per member with one for the mean. Among those that raise neither NLL nor ECE, the one
-with the lowest NLL is fitted on all examples. The record and its note show the deciding figures.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,177 +24,25 @@ from ..data.processes import in_order
 from ..data.progress import progress_bar
 from ..data.proxies import make_proxies
 from ..errors import DataError
+from ..evaluation.cross_fit import Calibration, calibration_of, cross_fit, fit_answer
 from ..evaluation.evaluator import evaluate
-from ..evaluation.metrics import expected_calibration_error, negative_log_likelihood, ood_figures
+from ..evaluation.metrics import ood_figures
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.known_data import (
+    add_outliers_,
     columns_of,
     features_of,
     finished,
     novelty_fit,
     novelty_rows,
+    proxies_of,
     scale_of,
 )
-from ..tasks import Task
-from ..uncertainty import find_temperature, mean_probability, scale_logits, score_logits
+from ..tasks import Regression, Task
+from ..uncertainty import score_logits
 from ..uncertainty.novelty_fit import NoveltyFit
 from .data_parts import Parts
 
-FOLDS = 5
-Temperatures = tuple[list[float], float]
-"""One temperature per member, and one for the mean."""
-
-
-def cross_fit(
-    member_logits: Tensor,
-    labels: Tensor,
-    host_logits: Tensor,
-    *,
-    held_out: Tensor | None = None,
-    fitted: Tensor | None = None,
-    seed: int = 0,
-) -> tuple[dict[str, Any], Tensor]:
-    """Fit temperatures; return them as plain data, and all logits scaled out of fold.
-
-    Args:
-        member_logits: Raw logits of the ensemble, `[example, member, class]`.
-        labels: `[example]`.
-        host_logits: Logits of the plain host on the same examples, `[example, 1, class]`.
-        held_out: Which examples took no part in choosing members, `[example]`; all by default. They
-            decide, and the figures are theirs.
-        fitted: Which examples temperatures may be fitted on, `[example]`; all by default.
-        seed: Seed of the folds.
-
-    Returns:
-        `temperature`, `member_temperatures` (1 where nothing is gained) and `figures`: NLL and ECE
-        (in %) of host and ensemble before and after, out of fold, the way that was chosen, and a
-        note where temperatures were refused. And the ensemble's logits out of fold.
-    """
-    everything = torch.ones_like(labels, dtype=torch.bool)
-    held_out = everything if held_out is None else held_out
-    fitted = everything if fitted is None else fitted
-    folds = _folds(labels, fitted, seed)
-    members = member_logits.shape[1]
-    judged = {"none": member_logits}
-    unsupported = find_temperature(member_logits[fitted], labels[fitted]).note
-    if not unsupported:
-        judged["mean"] = _out_of_fold(member_logits, labels, folds, fit_mean)
-        if members > 1:  # for one member both are the same
-            way = "members and mean"
-            judged[way] = _out_of_fold(member_logits, labels, folds, fit_members_and_mean)
-    figures = {
-        name: _before_after(member_logits, logits, labels, held_out)
-        for name, logits in judged.items()
-    }
-    loss = {name: both["NLL"][1] for name, both in figures.items()}
-    able = [name for name in judged if all(old >= new for old, new in figures[name].values())]
-    best = min(able, key=lambda name: round(loss[name], 7))  # ties: the simplest
-    each, mean = [1.0] * members, 1.0
-    if best != "none":
-        each, mean = _WAYS[best](member_logits[fitted], labels[fitted])
-    scaled = _out_of_fold(host_logits, labels, folds, fit_mean)
-    host = _before_after(host_logits, scaled, labels, held_out)
-    if any(new > old for old, new in host.values()):
-        host = _before_after(host_logits, host_logits, labels, held_out)
-    report: dict[str, Any] = {
-        "way": best,
-        "fitted_on": int(fitted.sum()),
-        "examples": int(held_out.sum()),
-        "folds": len(folds),
-        "nll_by_way": loss,
-        "ensemble": figures[best],
-        "host": host,
-    }
-    if best == "none":
-        report["note"] = unsupported or _refused(figures)
-    return {"temperature": mean, "member_temperatures": each, "figures": report}, judged[best]
-
-
-def cross_fitted_nll(member_logits: Tensor, labels: Tensor, *, seed: int = 0) -> Tensor:
-    """Return every example's NLL under one temperature that was fitted without it, `[example]`."""
-    folds = _folds(labels, torch.ones_like(labels, dtype=torch.bool), seed)
-    scaled = _out_of_fold(member_logits, labels, folds, fit_mean)
-    return negative_log_likelihood(scaled, labels).double()
-
-
-def fit_mean(member_logits: Tensor, labels: Tensor) -> Temperatures:
-    """Fit one temperature for all members."""
-    mean = find_temperature(member_logits, labels).temperature
-    return [1.0] * member_logits.shape[1], mean
-
-
-def fit_members_and_mean(member_logits: Tensor, labels: Tensor) -> Temperatures:
-    """Fit one temperature per member, then one for the mean of the scaled members."""
-    each = [find_temperature(member, labels).temperature for member in member_logits.unbind(1)]
-    scaled = scale_logits(member_logits, member_temperatures=each)
-    return each, find_temperature(scaled, labels).temperature
-
-
-_WAYS: dict[str, Callable[[Tensor, Tensor], Temperatures]] = {
-    "mean": fit_mean,
-    "members and mean": fit_members_and_mean,
-}
-
-
-def _folds(labels: Tensor, fitted: Tensor, seed: int) -> list[Tensor]:
-    """Return the fitted rows of each fold, stratified by label and seeded."""
-    generator = torch.Generator().manual_seed(seed)
-    shuffled = torch.randperm(len(labels), generator=generator)
-    shuffled = shuffled[fitted[shuffled]]
-    order = shuffled[labels[shuffled].argsort(stable=True)]
-    count = min(FOLDS, len(order))
-    return [order[fold::count].sort().values for fold in range(count)]
-
-
-def _out_of_fold(
-    logits: Tensor,
-    labels: Tensor,
-    folds: list[Tensor],
-    fit: Callable[[Tensor, Tensor], Temperatures],
-) -> Tensor:
-    """Return every example's logits under temperatures that were fitted without it."""
-    scaled = logits.clone()
-    if len(folds) < 2:
-        return scaled
-    fitted = torch.zeros(len(labels), dtype=torch.bool)
-    fitted[torch.cat(folds)] = True
-    never = (~fitted).nonzero().flatten()
-    for rows in [*folds, never] if len(never) else folds:
-        others = fitted.clone()
-        others[rows] = False
-        each, mean = fit(logits[others], labels[others])
-        scaled[rows] = scale_logits(logits[rows], temperature=mean, member_temperatures=each)
-    return scaled
-
-
-def _before_after(
-    before: Tensor, after: Tensor, labels: Tensor, rows: Tensor
-) -> dict[str, list[float]]:
-    """Return NLL and ECE in %, each before and after."""
-    found: dict[str, list[float]] = {"NLL": [], "ECE": []}
-    for logits in (before[rows], after[rows]):
-        confidence, label = mean_probability(logits).max(-1)
-        correct = label == labels[rows]
-        found["NLL"].append(float(negative_log_likelihood(logits, labels[rows]).double().mean()))
-        found["ECE"].append(100 * float(expected_calibration_error(confidence, correct)))
-    return found
-
-
-def _refused(figures: dict[str, dict[str, list[float]]]) -> str:
-    """Say why temperatures stay at 1."""
-
-    def text(name: str, place: int) -> str:
-        nll, ece = figures[name]["NLL"][place], figures[name]["ECE"][place]
-        return f"NLL {nll:.4f}, ECE {ece:.1f} %"
-
-    tried = "; ".join(f"{text(name, 1)} ({name})" for name in figures if name != "none")
-    return (
-        f"The temperatures stay at 1 ({text('none', 0)} on held-out examples): none that was tried "
-        f"lowers the NLL without raising the ECE: {tried}."
-    )
-
-
-# What is fitted on a finished ensemble: temperatures, the score that it reports, and novelty.
 AUTO_SCORES = ("msp", "entropy", "max-logit", "energy", "mutual-information")
 
 
@@ -209,7 +52,7 @@ def calibrate_(
     parts: Parts,
     *,
     score: str,
-    temperatures: bool,
+    temperatures: bool | str,
     novelty: bool | None,
     seed: int,
     progress: bool,
@@ -223,14 +66,14 @@ def calibrate_(
         host: The plain host, whose figures are reported beside those of the ensemble.
         parts: The data.
         score: The uncertainty to report; `"auto"` chooses it by outliers.
-        temperatures: Whether to fit temperatures.
+        temperatures: Whether to fit a calibration; `"temperature"` fits only temperatures.
         novelty: Whether to fit novelty; None turns an error into a warning.
         seed: Seed of the folds.
         progress: Show a bar on a terminal.
     """
     task = ensemble.task
     outliers = parts.outliers("stop") if score == "auto" else {}
-    fitting = parts.fitting() if temperatures and task.classifies else []
+    fitting = parts.fitting() if temperatures and task.calibrators else []
     fit: NoveltyFit | None = None
     logits: dict[str, Tensor] = {}
     labels: dict[str, Tensor] = {}
@@ -256,27 +99,36 @@ def calibrate_(
         "member_temperatures": None,
     }
     if fitting:
-        plain = [
-            collect_logits(host, parts.data[part], name=f"host, {part}", progress=progress)[0]
-            for part in fitting
-        ]
-        held_out = [torch.full_like(labels[p], p != "select", dtype=torch.bool) for p in fitting]
-        fitted, _ = cross_fit(
-            torch.cat([logits[part] for part in fitting]),
-            torch.cat([labels[part] for part in fitting]),
-            torch.cat(plain).float(),
-            held_out=torch.cat(held_out),
-            seed=seed,
+        columns = torch.cat([logits[part] for part in fitting])
+        targets = torch.cat([labels[part] for part in fitting])
+        held_out = torch.cat(
+            [torch.full((len(labels[p]),), p != "select", dtype=torch.bool) for p in fitting]
         )
-        found.update(fitted)
+        if isinstance(task, Regression):
+            chosen, figures = fit_answer(task, columns, targets, held_out=held_out, seed=seed)
+            found.update(chosen.to_dict(), figures=figures)
+        else:
+            plain = [
+                collect_logits(host, parts.data[part], name=f"host, {part}", progress=progress)[0]
+                for part in fitting
+            ]
+            fitted, _ = cross_fit(
+                columns,
+                targets,
+                torch.cat(plain).float(),
+                held_out=held_out,
+                calibrators={} if temperatures == "temperature" else task.calibrators,
+                seed=seed,
+            )
+            found.update(fitted)
     if outliers:
         unknown = [collect_logits(ensemble, data)[0] for data in outliers.values()]
         found.update(_best_score(task, logits["stop"], unknown, found))
-        if fitting and parts.given:
+        if fitting and parts.given and task.classifies:
             found["traded"] = _traded(logits["stop"], unknown, found)
     ensemble.record["calibration"] = found
     if fit is not None:
-        _finish_novelty_(ensemble, fit, parts.data["temperature"], required=novelty is True)
+        _finish_novelty_(ensemble, fit, parts, required=novelty is True)
     apply_calibration_(ensemble, found)
     ensemble.record["disagreement"] = check_alarm(ensemble, parts, seed=seed)
 
@@ -311,20 +163,20 @@ def check_alarm(ensemble: HydraEnsemble, parts: Parts, *, seed: int) -> dict[str
 
 
 def apply_calibration_(ensemble: HydraEnsemble, calibration: Mapping[str, Any]) -> None:
-    """Set score and temperatures, in place."""
+    """Set score, temperatures and calibrator, in place."""
     ensemble.score = calibration["score"]
-    ensemble.temperature = calibration["temperature"]
-    ensemble.member_temperatures = calibration["member_temperatures"]
+    found = calibration_of(calibration)
+    ensemble.temperature = found.temperature
+    ensemble.member_temperatures = found.member_temperatures
+    ensemble.calibrator = found.calibrator
 
 
 def _traded(known: Tensor, outliers: list[Tensor], found: Mapping[str, Any]) -> dict[str, Any]:
     """Return AUROC by MSP in percent before and after temperatures, mean over families."""
-    scaled = [{}, {key: found[key] for key in ("temperature", "member_temperatures")}]
     auroc = []
-    for options in scaled:
+    for calibrated in (Calibration(), calibration_of(found)):
         inside, *outside = (
-            score_logits(scale_logits(part.float(), **options), "msp")
-            for part in (known, *outliers)
+            score_logits(calibrated(part.float()), "msp") for part in (known, *outliers)
         )
         values = [ood_figures(inside, other)["AUROC"] for other in outside]
         auroc.append(100 * float(sum(values) / len(values)))
@@ -342,12 +194,8 @@ def _best_score(
 ) -> dict[str, Any]:
     """Choose the score with the best mean AUROC over families of outliers."""
     members = known.shape[1]
-    divide = torch.ones(members)
-    if found["member_temperatures"] is not None:
-        divide = torch.tensor(found["member_temperatures"]) * found["temperature"]
-    known, *others = (
-        logits / divide.reshape(-1, *[1] * (logits.ndim - 2)) for logits in (known, *outliers)
-    )
+    calibrated = calibration_of(found) if task.has_temperatures else Calibration()
+    known, *others = (calibrated(logits) for logits in (known, *outliers))
     names = [n for n in AUTO_SCORES if members > 1 or n != "mutual-information"]
     names = [name for name in names if name in task.scores] or [task.default_score]
     auroc = {}
@@ -360,11 +208,20 @@ def _best_score(
 
 
 def _finish_novelty_(
-    ensemble: HydraEnsemble, fit: NoveltyFit, data: Batches, *, required: bool
+    ensemble: HydraEnsemble, fit: NoveltyFit, parts: Parts, *, required: bool
 ) -> None:
-    """Set an ensemble's novelty; where that is impossible, `required` raises, else it warns."""
+    """Set an ensemble's novelty; where that is impossible, `required` raises, else it warns.
+
+    A choice of terms may lose neither proxies nor the outliers that were given.
+    """
+    known = parts.data["temperature"]
+
+    def add_far() -> None:
+        add_outliers_(ensemble, fit, parts.given)
+        add_outliers_(ensemble, fit, proxies_of(known))
+
     try:
-        ensemble.novelty = finished(ensemble, fit, data)
+        ensemble.novelty = finished(ensemble, fit, known, add_proxies=add_far)
     except DataError as error:
         if required:
             raise

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,20 +31,22 @@ from ..data.loaders import Batches
 from ..data.model_runs import ModelRun, collect_logits
 from ..data.progress import progress_bar
 from ..data.splits import split
-from ..errors import DataError
+from ..errors import DataError, UnsupportedModelError
+from ..evaluation.cross_fit import cross_fit, cross_fit_numbers
 from ..evaluation.evaluator import results_of
 from ..evaluation.figures import columns_of
 from ..evaluation.results import Results
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.known_data import finished, novelty_fit
+from ..fusion.known_data import finished, novelty_fit, proxies_of, summaries_of
 from ..hosts.example_inputs import pad_token
 from ..prediction import Prediction
-from ..uncertainty import Policy, choose_policy, predict_from_logits
+from ..tasks import MultiLabel, Regression, Task, task_of
+from ..uncertainty import Policy, choose_policy
 from ..uncertainty.novelty import Novelty
 from ..uncertainty.novelty_fit import COLUMNS
 from ..uncertainty.policy_fit import check_reachable
 from .build_run import build
-from .calibration import apply_calibration_, cross_fit, run_ensemble
+from .calibration import apply_calibration_, run_ensemble
 from .data_parts import SHARES, in_memory
 
 LEARN = 2 / 3
@@ -53,6 +55,8 @@ LEAST = 40
 FOLDS = 5
 HOST, WARM, ENSEMBLE = "your model", "your model + temperature", "Hydra"
 """Names of the results."""
+SPREAD = "your model + variance"
+"""The second one, of numbers."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def try_model(
     """Build an ensemble of a model and measure, held out, what it gains on some data.
 
     Args:
-        model: A host model with a classifier; it is not changed.
+        model: A host model that gives classes, labels or numbers; it is not changed.
         data: Data like that to come, which the model was not trained on; some hundred examples,
             with or without labels.
         members, max_cost: See `build`.
@@ -120,6 +124,8 @@ def try_model(
         >>> trial = try_model(model, data)
         >>> trial.ensemble.save_pretrained("vit-hydra")
     """
+    task = task_of(model)
+    check_task(task, type(model).__name__)
     source = in_memory(data, pad_id=pad_token(model), progress=progress)
     if source.count < LEAST:
         raise DataError(
@@ -128,8 +134,13 @@ def try_model(
         )
     check_class_order(model, source, seed=seed)
     labels = source.labels
+    if labels is not None:
+        labels = task.check_labels(labels, "your data")
     host_logits = collect_logits(model, source, name="your model, as it is", progress=progress)[0]
-    targets = host_logits.float().mean(1).argmax(-1) if labels is None else labels
+    targets = labels
+    if targets is None:
+        mean = task.mean(host_logits.float())
+        targets = mean.argmax(-1) if task.classifies else task.target(mean)
     labelled = with_labels(source, targets)
     halves = split(labelled, {"learn": LEARN, "decide": 1 - LEARN}, seed=seed)
     learn, decide = (_mask(halves[name], source.count) for name in ("learn", "decide"))
@@ -140,7 +151,7 @@ def try_model(
         method="select" if labels is None else "auto",  # the host's own answers favour the host
         members=members,
         max_cost=max_cost,
-        score="msp",
+        score=task.default_score,
         calibrate=False,
         novelty=False,
         seed=seed,
@@ -162,20 +173,18 @@ def try_model(
     held_out = ~_mask(chosen, source.count)
     calibration: dict[str, Any] = {}
     results: tuple[Results, ...] = ()
-    scaled = logits
+    calibrated = Calibrated(logits)
     if labels is not None:
-        fitted, scaled = cross_fit(
-            logits, labels, host_logits, held_out=held_out, fitted=learn, seed=seed
-        )
-        ensemble.record["calibration"] = {"score": "msp", **fitted}
+        rows: dict[str, Any] = {"held_out": held_out, "fitted": learn, "seed": seed}
+        fitted, calibrated = _calibrated(task, logits, labels, host_logits, **rows)
+        ensemble.record["calibration"] = {"score": task.default_score, **fitted}
         apply_calibration_(ensemble, ensemble.record["calibration"])
         calibration = fitted["figures"]
-        warm = cross_fit(
-            host_logits, labels, host_logits, held_out=held_out, fitted=learn, seed=seed
-        )[1]
-        judged = {HOST: host_logits, WARM: warm, ENSEMBLE: scaled}
+        warm = _calibrated(task, host_logits, labels, host_logits, **rows)[1]
+        second = WARM if task.has_temperatures else SPREAD
+        judged = {HOST: Calibrated(host_logits), second: warm, ENSEMBLE: calibrated}
         results = tuple(
-            _results(name, columns[held_out], labels[held_out]) for name, columns in judged.items()
+            _results(name, outputs, labels, held_out, task) for name, outputs in judged.items()
         )
     else:
         ensemble.record["labels"] = "none: members keep the host's own answers"
@@ -184,7 +193,7 @@ def try_model(
     policy, note = _policy(ensemble, measured, decide, risk=risk, alarm=alarm, method=method)
     ensemble.policy = policy
     rank, score, neighbours, facts = _out_of_fold(ensemble, measured, seed, progress=progress)
-    answer = replace(predict_from_logits(scaled), novelty=rank, novelty_score=score)
+    answer = replace(calibrated.answer(task), novelty=rank, novelty_score=score)
     batch = next(iter(source))
     return Trial(
         ensemble=ensemble,
@@ -224,6 +233,58 @@ def _mask(part: Batches, count: int) -> Tensor:
     return rows
 
 
+def check_task(task: Task, name: str) -> None:
+    """Raise for a task that cannot be tried yet: one answer per input is judged."""
+    if isinstance(task, (MultiLabel, Regression)) or (task.classifies and not task.by_token):
+        return
+    raise UnsupportedModelError(
+        f"{name} is made for {task.title}, which a try cannot judge yet: it asks for one answer "
+        "per input (a class, labels or numbers). In Python, hydra.fuse, fit_novelty_ and "
+        "hydra.evaluate take this model."
+    )
+
+
+class Calibrated(NamedTuple):
+    """Outputs of members `[example, member, ...]`, calibrated; and sigmas of numbers."""
+
+    members: Tensor
+    sigma: Tensor | None = None
+
+    def answer(self, task: Task) -> Prediction:
+        """Return the task's answers."""
+        answer = task.answer(self.members, score=task.default_score)
+        more: dict[str, Any] = {} if self.sigma is None else {"sigma": self.sigma.float()}
+        return replace(answer, **more)
+
+
+def _calibrated(
+    task: Task,
+    outputs: Tensor,
+    labels: Tensor,
+    host: Tensor,
+    *,
+    held_out: Tensor,
+    fitted: Tensor,
+    seed: int,
+) -> tuple[dict[str, Any], Calibrated]:
+    """Calibrate outputs by the task; return it as a record has it, and the outputs out of fold."""
+    if isinstance(task, Regression):
+        found, record, sigma = cross_fit_numbers(
+            outputs, labels, held_out=held_out, fitted=fitted, seed=seed
+        )
+        return {**found.to_dict(), "figures": record}, Calibrated(outputs, sigma)
+    record, judged = cross_fit(
+        outputs,
+        labels,
+        host,
+        held_out=held_out,
+        fitted=fitted,
+        calibrators=task.calibrators,
+        seed=seed,
+    )
+    return record, Calibrated(judged)
+
+
 @dataclass(frozen=True)
 class Measured:
     """What the ensemble computed on all examples, from which novelty is fitted.
@@ -234,6 +295,7 @@ class Measured:
         summaries: Token summaries, `[example, tap, width]`.
         labels: `[example]`, or None.
         columns: What else is known of the examples (`NoveltyFit.add_columns_`).
+        far: What novelty reads of proxies by kind, once a choice of terms has asked for them.
     """
 
     source: Batches
@@ -241,6 +303,7 @@ class Measured:
     summaries: Tensor
     labels: Tensor | None
     columns: dict[str, Any]
+    far: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
 
     def columns_at(self, rows: Tensor) -> dict[str, Any]:
         """Return the columns at some rows, which are numbers."""
@@ -249,13 +312,28 @@ class Measured:
             for name, column in self.columns.items()
         }
 
+    def rows_at(self, task: Task, rows: Tensor) -> Tensor | None:
+        """Return the logits at some rows if novelty reads any (`Task.novelty_rows`)."""
+        return task.novelty_rows(self.logits[rows], None)
+
     def fit(self, ensemble: HydraEnsemble, mask: Tensor) -> Novelty:
         """Fit novelty on some examples, bool `[example]`."""
-        fit = novelty_fit(ensemble, self.logits.shape[-1])
-        labels = None if self.labels is None else self.labels[mask]
-        fit.add_(self.summaries[mask], self.logits[mask], labels)
+        task = ensemble.task
+        rows = self.rows_at(task, mask)
+        fit = novelty_fit(ensemble, 0 if rows is None else rows.shape[-1])
+        labels = None if self.labels is None or not task.classifies else self.labels[mask]
+        fit.add_(self.summaries[mask], rows, labels)
         fit.add_columns_(self.columns_at(mask.nonzero().flatten()))
-        return finished(ensemble, fit, self.source)
+
+        def add_proxies() -> None:
+            if not self.far:  # all fits share them: they only forbid terms
+                made = proxies_of(self.source).items()
+                self.far.update({n: list(summaries_of(ensemble, d, n, False)) for n, d in made})
+            for name, batches in self.far.items():
+                for found in batches:
+                    fit.add_ood_(name, found["summaries"], found.get("logits"))
+
+        return finished(ensemble, fit, self.source, add_proxies=add_proxies)
 
 
 def _out_of_fold(
@@ -276,7 +354,8 @@ def _out_of_fold(
         others = torch.ones(count, dtype=torch.bool)
         others[rows] = False
         novelty = measured.fit(ensemble, others)
-        evidence = novelty.explain(measured.summaries[rows], measured.logits[rows], 1)
+        logits = measured.rows_at(ensemble.task, rows)
+        evidence = novelty.explain(measured.summaries[rows], logits, 1)
         rank[rows], score[rows] = evidence.novelty.float(), evidence.score.float()
         nearest[rows] = others.nonzero().flatten()[evidence.neighbours[:, 0]]
         outside = novelty.ranges.outside(measured.columns_at(rows), len(rows))
@@ -297,15 +376,23 @@ def _policy(
     """Fit the policy on the unseen part; without a bound on errors where that part is too small."""
     assert ensemble.novelty is not None
     logits, summaries, labels = measured.logits, measured.summaries, measured.labels
-    answer = predict_from_logits(
+    task = ensemble.task
+    answer = task.answer(
         logits[decide],
+        score=task.default_score,
         temperature=ensemble.temperature,
         member_temperatures=ensemble.member_temperatures,
+        **ensemble.calibrated_by(),
     )
-    score = ensemble.novelty(summaries[decide], logits[decide])[1]
-    errors = None if labels is None else answer.class_index != labels[decide]
+    score = ensemble.novelty(summaries[decide], measured.rows_at(task, decide))[1]
+    errors = None if labels is None else task.errors(answer, labels[decide])
     asked = None if errors is None else risk
-    settings: dict[str, Any] = {"novelty_score": score, "alarm": alarm, "method": method}
+    settings: dict[str, Any] = {
+        "novelty_score": score,
+        "alarm": alarm,
+        "method": method,
+        "score": task.default_score,
+    }
     policy = choose_policy(answer.uncertainty, errors, risk=asked, **settings)
     try:
         check_reachable(policy, answer.uncertainty, errors, score)
@@ -315,14 +402,16 @@ def _policy(
     return policy, ""
 
 
-def _results(name: str, logits: Tensor, labels: Tensor) -> Results:
-    """Return the figures of some logits, with intervals."""
-    examples = {"id": columns_of(ModelRun(logits, labels), scores=["msp"])}
+def _results(name: str, outputs: Calibrated, labels: Tensor, rows: Tensor, task: Task) -> Results:
+    """Return the figures of some outputs on some rows, with intervals."""
+    sigma = None if outputs.sigma is None else outputs.sigma[rows]
+    run = ModelRun(outputs.members[rows], labels[rows], sigma=sigma)
+    examples = {"id": columns_of(run, scores=[task.default_score], task=task)}
     settings = {
-        "scores": ["msp"],
-        "members": logits.shape[1],
-        "classes": logits.shape[2],
-        "examples": {"id": len(labels)},
+        "scores": [task.default_score],
+        "members": run.logits.shape[1],
+        "classes": run.logits.shape[2],
+        "examples": {"id": len(run.logits)},
         "temperature": None,
         "bootstrap": None,
         "seed": 0,

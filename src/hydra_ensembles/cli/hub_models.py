@@ -189,6 +189,7 @@ def load_transformers(name: str, names: list[str] | None) -> tuple[Any, bool, tu
 AUTO_CLASSES = {
     "token-classification": "AutoModelForTokenClassification",
     "question-answering": "AutoModelForQuestionAnswering",
+    "embedding": "AutoModel",
 }
 """Which class of transformers loads a task; classes, labels and numbers by what they read."""
 
@@ -233,7 +234,5 @@ def _classifier(
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise UnsupportedModelError(
-            f"Cannot load {name} as a classifier: {reason[:400]}"
-        ) from error
+        raise UnsupportedModelError(f"Cannot load {name}: {reason[:400]}") from error
     return model, text, tuple(sorted(info["missing_keys"]))

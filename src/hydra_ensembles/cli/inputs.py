@@ -22,6 +22,7 @@ class Reading:
     limit: options.Limit = None
     split: options.Split = None
     text_column: options.TextColumn = None
+    pair_column: options.PairColumn = None
     label_column: options.LabelColumn = None
     labels: options.Labels = None
     class_names: options.ClassNames = None
@@ -74,7 +75,8 @@ class Reading:
         return load_sets(loaded, ood, **self._shared())
 
     def _shared(self) -> dict[str, Any]:
-        names = ("limit", "seed", "split", "text_column", "batch_size", "skip_broken")
+        names = ("limit", "seed", "split", "text_column", "pair_column", "batch_size")
+        names = (*names, "skip_broken")
         return {name: getattr(self, name) for name in names}
 
 

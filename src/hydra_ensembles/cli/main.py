@@ -30,6 +30,7 @@ COMMANDS = {
     "bench": "Time models against each other, as ratios.",
     "sweep": "Prune by each criterion to each ratio; measure the quality.",
     "policy": "Fit when a saved ensemble answers and when it abstains; save it with it.",
+    "sets": "Fit sets of what may be right, with a guaranteed coverage, for a saved ensemble.",
     "predict": "Predict files or standard input to JSON lines; abstain at a risk.",
     "export": "Write an ONNX program that runs without torch.",
     "serve": "Answer over HTTP: Open Inference Protocol, /predict, /metrics, a page.",

@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, FormatError
+from ..tasks import task_of
 from .class_names import check_labels, check_order, read_names
 from .errors import Stop
 from .hub_models import hub_access, is_timm_name, load_timm, load_timm_folder, load_transformers
 from .options import DATA_HELP
 from .output import waiting
 
-FILES = (".csv", ".json", ".jsonl", ".ndjson", ".tab", ".tsv", ".txt")
+FILES = (
+    *(".csv", ".json", ".jsonl", ".ndjson", ".tab", ".tsv", ".txt"),
+    *(".conll", ".bio", ".iob", ".iob2"),
+)
 
 
 @dataclass
@@ -102,7 +106,7 @@ def _load_model(name: str, *, device: str | None, dtype: str, class_names: str |
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise Stop(f"Unknown --dtype {dtype!r}: expected float32, bfloat16, float16 or float64.", 2)
     names = read_names(class_names)
-    config = _config_of(Path(name).expanduser())
+    config = config_of(Path(name).expanduser())
     if config.get("format") == "hydra-ensembles":
         loaded = _ensemble(name)
     else:
@@ -146,13 +150,13 @@ def load_set(loaded: Loaded, source: str, *, outliers: bool = False, **options: 
     from ..data.sources import is_saved_dataset
 
     limit, seed = options.pop("limit", None), options.pop("seed", 0)
-    labels = options.pop("labels", None)
+    labels, task = options.pop("labels", None), task_of(loaded.model)
     names, folder = loaded.spellings or loaded.class_names, Path(source).expanduser()
     if outliers and options.get("text_column") and folder.is_file():
         from ..data.text_files import read_table
 
         if options["text_column"] not in read_table(folder):  # it may be the labelled data's
-            options["text_column"] = None
+            options["text_column"] = options["pair_column"] = None
     if not is_saved_dataset(folder):
         _check_kind(loaded, folder)
     try:
@@ -164,6 +168,8 @@ def load_set(loaded: Loaded, source: str, *, outliers: bool = False, **options: 
                 labels=False if outliers else labels or True,
                 class_names=None if outliers else names,
                 key=loaded.key,
+                task=task,
+                classes=class_count(loaded.model),
                 **options,
             )
     except DataError as error:
@@ -171,7 +177,8 @@ def load_set(loaded: Loaded, source: str, *, outliers: bool = False, **options: 
             raise
         raise DataError(f"There is no file or folder {source} here. {error}") from error
     classes = class_count(loaded.model)
-    check_labels(getattr(data, "labels", None), classes, source=source, model=loaded.name)
+    if task.classifies and not task.by_token:  # others are checked where they are read
+        check_labels(getattr(data, "labels", None), classes, source=source, model=loaded.name)
     check_order(loaded, data)
     return data if limit is None else sample(data, limit, seed=seed)
 
@@ -227,7 +234,7 @@ def load_sets(loaded: Loaded, sources: Sequence[str] | None, **options: Any) -> 
     return sets
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path) -> dict[str, Any]:
     """Read the config of a model's folder; empty for all else."""
     path = folder / "config.json"
     if not path.is_file():

@@ -24,6 +24,9 @@ Ood = Annotated[
 ]
 Split = Annotated[str | None, typer.Option(help="Split of a Hugging Face dataset.")]
 TextColumn = Annotated[str | None, typer.Option(help="Column of the texts.")]
+PairColumn = Annotated[
+    str | None, typer.Option(help="Column of the second texts; usual pairs are found by name.")
+]
 LabelColumn = Annotated[str | None, typer.Option(help="Column of the labels.")]
 Labels = Annotated[
     Path | None, typer.Option(help="Table with a label for each file of a flat image folder.")

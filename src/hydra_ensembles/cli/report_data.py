@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .models import Loaded
 
 EACH = 6
+MOST_TEXTS = 200
+"""Texts among which examples of tokens are looked for."""
 
 
 def cost_of(model: Any, batch: Any) -> float | None:
@@ -33,22 +35,35 @@ def cost_of(model: Any, batch: Any) -> float | None:
 def extreme_examples(
     loaded: Loaded, results: Results, known: Any, outliers: dict[str, Any], *, each: int = EACH
 ) -> list[Example]:
-    """Return the most and least certain and the newest test examples, and familiar outliers."""
+    """Return the newest, wrong, least and most certain test examples, and familiar outliers.
+
+    Every example is shown once, in the first group that it belongs to.
+    """
+    from ..report.sections import NEWEST_HEADING
+    from ..tasks import task_of
+
+    if task_of(loaded.model).by_token:  # the columns are of tokens
+        return text_examples(loaded, known, each=each)
     column = f"score:{results.scores[0]}"
-    order = results.examples["id"][column].argsort(stable=True).tolist()
-    found = describe(loaded, known, order[:each], "Surest", "test")
-    found += describe(loaded, known, order[::-1][:each], "Least sure", "test")
-    wrong = (~results.examples["id"]["correct"].bool()).nonzero().flatten()
-    scores = results.examples["id"][column]
-    sure = wrong[scores[wrong].argsort(stable=True)][:each].tolist()
-    found += describe(loaded, known, sure, "Wrong, and surest of it", "test")
+    found: list[Example] = []
+    taken: set[int] = set()
     if "score:novelty" in results.examples["id"]:
         newest = results.examples["id"]["score:novelty"].argsort(descending=True, stable=True)
-        rows = newest[:each].tolist()
-        title = "Newest: least like the known data"
+        rows = first_untaken(newest.tolist(), each, taken)
         pairs = zip(_alarms(results, "id", rows), _why_new(loaded, known, rows), strict=True)
         notes = ["\n".join([alarm, *why]) for alarm, why in pairs]
-        found += describe(loaded, known, rows, title, "test", notes=notes)
+        found += describe(loaded, known, rows, NEWEST_HEADING, "test", notes=notes)
+    scores = results.examples["id"][column]
+    order = scores.argsort(stable=True).tolist()
+    if "correct" in results.examples["id"]:
+        wrong = (~results.examples["id"]["correct"].bool()).nonzero().flatten()
+        sure = wrong[scores[wrong].argsort(stable=True)].tolist()
+        bad = {"Wrong, and surest of it": sure}
+    else:
+        bad = {"Furthest off": furthest(results.examples["id"])}
+    for title, ranked in {**bad, "Least sure": order[::-1], "Surest": order}.items():
+        rows = first_untaken(ranked, each, taken)
+        found += describe(loaded, known, rows, title, "test")
     for name, data in outliers.items():
         familiar = results.examples[f"ood/{name}"][column].argsort(stable=True)
         rows = familiar[: each // 2].tolist()
@@ -56,6 +71,37 @@ def extreme_examples(
         title = f"Outliers ({name}) that it is surest of"
         found += describe(loaded, data, rows, title, name, labelled=False, notes=notes)
     return found
+
+
+def furthest(columns: Any) -> list[int]:
+    """Return the examples of numbers whose answers are furthest off, in order."""
+    off = (columns["values"] - columns["targets"]).abs().mean(1)
+    order: list[int] = off.argsort(descending=True, stable=True).tolist()
+    return order
+
+
+def text_examples(loaded: Loaded, data: Any, *, each: int) -> list[Example]:
+    """Return the least sure and the surest of the first texts of a model that answers by token."""
+    from ..data.loaders import indexable
+    from ..fusion.policy_data import answer_of
+
+    source = indexable(data)
+    part = source.subset(range(min(source.count, MOST_TEXTS)))
+    unsure = [
+        float(row.uncertainty[row.real].max())
+        for batch in part
+        for row in answer_of(loaded.model, batch)
+    ]
+    order = sorted(range(len(unsure)), key=unsure.__getitem__)
+    found = describe(loaded, source, order[:each], "Surest", "test")
+    return found + describe(loaded, source, order[::-1][:each], "Least sure", "test")
+
+
+def first_untaken(ranked: list[int], count: int, taken: set[int]) -> list[int]:
+    """Return the first rows that are not taken yet, and take them: an example is shown once."""
+    rows = [row for row in ranked if row not in taken][:count]
+    taken.update(rows)
+    return rows
 
 
 def _alarms(results: Results, name: str, rows: list[int]) -> list[str]:
@@ -109,14 +155,20 @@ def describe(
     from ..data.eval_mode import evaluating
     from ..data.loaders import indexable
     from ..data.model_runs import answering_logits
+    from ..fusion.policy_data import answer_of
     from ..report.examples import Example, image_address
+    from ..tasks import task_of
     from ..uncertainty import predict_from_logits
+    from .example_answers import answer_in_words
 
     if not rows:
         return []
     source = indexable(data)
     part = source.subset(rows, batch_size=len(rows))
     batch = next(iter(part))
+    task = task_of(loaded.model)
+    if answer is None and (task.by_token or not task.classifies):
+        answer = answer_of(loaded.model, batch)
     if answer is None:
         with evaluating(loaded.model):
             answer = predict_from_logits(answering_logits(loaded.model, batch).float().cpu())
@@ -132,13 +184,13 @@ def describe(
             where = f"{file.parent.name}/{file.name}" if notes else file.name
         elif texts is not None and notes:
             where = f"row {source.indices[row] + 1}"  # of the file, whatever was sampled of it
+        label = None if labels is None else labels[place]
+        ids = batch["input_ids"][place] if texts is not None else None
+        said = answer_in_words(loaded, answer[place], label, ids)
         found.append(
             Example(
                 group=group,
-                predicted=loaded.class_name(int(answer.class_index[place])),
-                confidence=float(answer.confidence[place]),
-                uncertainty=float(answer.uncertainty[place]),
-                label="" if labels is None else loaded.class_name(int(labels[place])),
+                **said,
                 source=where,
                 image="" if images is None else image_address(images[place], mean=mean, std=std),
                 text="" if texts is None else texts[place],

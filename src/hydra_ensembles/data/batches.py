@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from ..answer_each import is_out_of_memory
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..tasks import tasks
+from ..tasks.task import LOGITS
 from .padding import IGNORED, even, even_columns
 
 Batch = Any
@@ -281,9 +282,9 @@ def main_output(output: Any, fields: Sequence[Sequence[str]] = ()) -> Tensor:
 
 
 FIELDS: tuple[tuple[str, ...], ...] = tuple(
-    dict.fromkeys(alternative for name in tasks for alternative in tasks[name].fields)
+    dict.fromkeys([*LOGITS, *(other for name in tasks for other in tasks[name].fields)])
 )
-"""What the tasks read, in turn."""
+"""What the tasks read, in turn; logits first, since classifiers may give embeddings beside them."""
 
 
 def put_output(output: Any, value: Tensor, fields: Sequence[Sequence[str]]) -> dict[str, Tensor]:

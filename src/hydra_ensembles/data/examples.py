@@ -92,9 +92,10 @@ def is_one_set(source: Mapping[Any, Any]) -> bool:
 
 
 def is_raw(batch: Any) -> bool:
-    """Return whether a batch is an image, path, text or question, or a list of them.
+    """Return whether a batch is an image, path, text, pair or question, or a list of them.
 
-    A question is a mapping with the texts `question` and `context`.
+    A pair is a mapping with the texts `text` and `text_pair`, a question one with `question` and
+    `context`.
     """
     if isinstance(batch, (list, tuple)) and batch:
         return all(_is_raw_item(item) for item in batch)
@@ -112,6 +113,11 @@ def is_image(item: Any) -> bool:
 def is_question(item: Any) -> bool:
     """Return whether an input is a question: a mapping with the texts `question` and `context`."""
     return isinstance(item, Mapping) and isinstance(item.get("question"), str)
+
+
+def is_pair(item: Any) -> bool:
+    """Return whether an input is two texts: a mapping with nothing but `text` and `text_pair`."""
+    return isinstance(item, Mapping) and set(item) == {"text", "text_pair"}
 
 
 def is_path(item: Any) -> bool:
@@ -146,7 +152,7 @@ def is_example(item: Any) -> bool:
 
 
 def _is_raw_item(item: Any) -> bool:
-    return is_path(item) or is_image(item) or is_question(item)
+    return is_path(item) or is_image(item) or is_question(item) or is_pair(item)
 
 
 def _is_array(value: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..prediction import Prediction
-from ..tasks import MultiClass, Task, task_of
+from ..tasks import IGNORED, MultiClass, Task, task_of
 from ..uncertainty import as_member_logits
 from .batches import check_inputs, describe, main_output, move, refused_inputs, split_batch
 from .eval_mode import evaluating
@@ -38,6 +39,10 @@ class ModelRun(NamedTuple):
         novelty, novelty_score: As in `Prediction`, `[batch]`; None when novelty is not fitted.
         code: As in `Prediction`, `[batch]`; None without a policy.
         student_logits: As in `Prediction`, `[batch, class]`; None without a student.
+        sigma: As in `RegressionPrediction`; None where it is not fitted.
+        text: Where examples are tokens: the text of each in the batch, `[token]`.
+        covered: What share of what is true is in the set, `[batch]`; None without sets or labels.
+        set_size: Classes, labels or spans in the set, or the width of the interval, `[batch]`.
     """
 
     logits: Tensor
@@ -46,6 +51,10 @@ class ModelRun(NamedTuple):
     novelty_score: Tensor | None = None
     code: Tensor | None = None
     student_logits: Tensor | None = None
+    sigma: Tensor | None = None
+    text: Tensor | None = None
+    covered: Tensor | None = None
+    set_size: Tensor | None = None
 
     @property
     def answering_logits(self) -> Tensor:
@@ -248,13 +257,21 @@ def run_model(
         output = _answer(model, part, device)
         logits = member_outputs_of(output, task).detach().cpu()
         labels = None if ignore_labels else labels
+        text = None
+        if task.by_token and labels is not None:
+            place = torch.arange(len(logits)).reshape(-1, 1, 1, 1)
+            place = place.expand(-1, 1, logits.shape[-2], -1)
+            text = task.examples(place, labels, kwargs)[0].flatten()
+        given = labels
         logits, labels = task.examples(logits, labels, kwargs)
         if not isinstance(output, Prediction):
-            return ModelRun(logits, labels)
+            return ModelRun(logits, labels, text=text)
         # novelty and decisions are of texts; where the examples are tokens, they do not apply
-        columns = (output.novelty, output.novelty_score, output.code, output.student_outputs)
+        sigma = getattr(output, "sigma", None)
+        columns = (output.novelty, output.novelty_score, output.code, output.student_outputs, sigma)
         fitting = (None if c is None or len(c) != len(logits) else c.cpu() for c in columns)
-        return ModelRun(logits, labels, *fitting)
+        more = _set_columns(output, given, task)
+        return ModelRun(logits, labels, *fitting)._replace(text=text, **more)
 
     def work(index: int, batch: Any) -> dict[str, Tensor]:
         where = f"batch {index} of the data set {name!r}"
@@ -272,6 +289,10 @@ def run_model(
                 f"The model failed on {where} ({describe(batch)}): {error}. Every data set must be "
                 "prepared as the model expects it."
             ) from error
+        for before, after in pairwise(range(len(parts))):  # texts of halves have other numbers
+            last, here = parts[before].text, parts[after].text
+            if last is not None and here is not None and len(last):
+                parts[after] = parts[after]._replace(text=here + last[-1] + 1)
         columns = dict(zip(ModelRun._fields, zip(*parts, strict=True), strict=True))
         missing = [key for key, values in columns.items() if any(v is None for v in values)]
         return {key: torch.cat(columns[key]) for key in columns if key not in missing}
@@ -322,6 +343,18 @@ def run_model(
             f"The data set {name!r} is empty: it gave no examples. If it is a generator, it may "
             "have been used up before: pass a DataLoader or a list."
         )
+
+
+def _set_columns(answer: Prediction, labels: Tensor | None, task: Task) -> dict[str, Tensor]:
+    """Return what the sets of a batch cover and how large they are; nothing without sets."""
+    if answer.sets is None or labels is None:
+        return {}
+    checked = task.check_labels(labels, "the data")
+    covered, sizes = answer.sets.covered(answer, checked), answer.sets.sizes(answer)
+    if task.by_token:
+        answer = answer.to_numpy()
+        sizes = sizes[checked.numpy()[answer.real] != IGNORED]
+    return {"covered": torch.from_numpy(covered), "set_size": torch.from_numpy(sizes).double()}
 
 
 def collect_logits(

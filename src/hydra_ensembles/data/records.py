@@ -7,22 +7,70 @@ import json
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import DataError
 from ..prediction import FIELDS
+from ..tasks import Task
 from . import processes
 from .image_data import SUFFIXES
-from .text_files import TEXT_COLUMNS, read_rows
+from .task_data import CONLL, TOKEN_COLUMNS, read_conll
+from .text_files import PAIR_COLUMNS, TEXT_COLUMNS, read_rows
 
 MOST_BYTES = 2**20
 """Longer lines are refused: no host reads a text of a million letters."""
 
-ANSWERED = frozenset((*FIELDS, "probabilities", "evidence", "error", "skipped", "line"))
-"""Keys of an answer; an input's own values under these names do not pass into it."""
+ANSWERED = ("probabilities", "evidence", "error", "skipped", "line")
+"""Keys of an answer beside its fields; an input's own values under them do not pass into it."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an input is, and where it stands in tables and JSON objects.
+
+    Attributes:
+        text: Whether the model reads texts, not images.
+        columns: Names of one text or of two that are read together, the first that are there.
+        named: Names under which two texts are handed on; None for one text.
+        fields: Fields of the answers.
+    """
+
+    text: bool
+    columns: tuple[tuple[str, ...], ...] = ()
+    named: tuple[str, str] = ("text", "text_pair")
+    fields: Collection[str] = tuple(FIELDS)
+
+    @classmethod
+    def of(
+        cls, task: Task | None, *, text: bool, column: str | None = None, pair: str | None = None
+    ) -> Form:
+        """Return how a model of a task is asked.
+
+        Args:
+            task: What the model does; by default it has one class per input.
+            text: Whether it reads texts.
+            column, pair: Names of the texts in tables and JSON objects; by default the usual ones.
+        """
+        fields = tuple(FIELDS if task is None else task.prediction.FIELDS)
+        if not text:
+            return cls(False, (("file",),), fields=fields)
+        if "answer" in fields:
+            return cls(True, (("question", "context"),), ("question", "context"), fields)
+        if column is not None:
+            return cls(True, ((column,) if pair is None else (column, pair),), fields=fields)
+        single = tuple((name,) for name in TEXT_COLUMNS)
+        if task is not None and task.by_token:
+            return cls(True, (*single, *((name,) for name in TOKEN_COLUMNS)), fields=fields)
+        return cls(True, (*PAIR_COLUMNS, *single), fields=fields)
+
+    @property
+    def usual(self) -> tuple[str, ...]:
+        """The names to say when none is there, and the ones under which a line is a text."""
+        single = next((names for names in self.columns if len(names) == 1), self.columns[0])
+        return single
 
 
 @dataclass
@@ -30,33 +78,32 @@ class Record:
     """One input.
 
     Attributes:
-        value: A text, or the path of an image; None when there is none.
+        value: A text, two texts by name, or the path of an image; None when there is none.
         echo: What comes back in the answer: the file, the line, the input's own fields.
         error: What is wrong with it, or None.
         skipped: Why it needs no answer, or None.
     """
 
-    value: str | None = None
+    value: str | dict[str, str] | None = None
     echo: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     skipped: str | None = None
 
 
-def read_records(files: Iterable[str], *, text: bool, column: str | None) -> Iterator[Record]:
+def read_records(files: Iterable[str], form: Form) -> Iterator[Record]:
     """Yield the records of files, folders and standard input (`-`), in order.
 
     Args:
         files: As the command line has them.
-        text: Whether the model reads texts, not images.
-        column: The name of the texts in tables and JSON objects; by default the usual ones.
+        form: What an input is.
     """
     for file in files:
         if file == "-":
             lines = getattr(sys.stdin, "buffer", None)  # a program may have put a text there
             lines = io.BytesIO(sys.stdin.read().encode()) if lines is None else lines
-            yield from records_of_lines(lines, text=text, column=column)
-        elif text:
-            yield from _of_text_file(Path(file), column)
+            yield from records_of_lines(lines, form)
+        elif form.text:
+            yield from _of_text_file(Path(file), form)
         else:
             yield from _of_images(file)
 
@@ -77,30 +124,33 @@ def _of_images(file: str) -> Iterator[Record]:
             yield Record(echo=echo, skipped=f"not an image by its ending {name.suffix!r}")
 
 
-def _of_text_file(path: Path, column: str | None) -> Iterator[Record]:
+def _of_text_file(path: Path, form: Form) -> Iterator[Record]:
     """Yield the texts of a file; one that cannot be read is one record with an error."""
-    place, keys, suffix = {"file": str(path)}, _keys(True, column), path.suffix.lower()
+    place, suffix = {"file": str(path)}, path.suffix.lower()
     try:
         if suffix in (".jsonl", ".ndjson", ".txt"):
             with path.open("rb") as lines:
                 objects = suffix != ".txt"
-                yield from records_of_lines(
-                    lines, text=True, column=column, objects=objects, place=place
-                )
+                yield from records_of_lines(lines, form, objects=objects, place=place)
+            return
+        if suffix in CONLL:
+            for number, words in enumerate(read_conll(path)["tokens"], start=1):
+                yield _record({"tokens": words}, form, {**place, "sentence": number})
             return
         for number, row in read_rows(path):
-            if isinstance(row, dict) and suffix != ".json" and not set(keys) & set(row):
-                raise DataError(f"{path} has no text column; name one of {', '.join(row)}.")
-            yield _record(row, keys, {**place, "line": number})
+            known = isinstance(row, dict) and any(set(names) <= set(row) for names in form.columns)
+            if isinstance(row, dict) and suffix != ".json" and not known:
+                wanted = " and ".join(form.columns[0]) if len(form.columns) == 1 else "text"
+                raise DataError(f"{path} has no {wanted} column; name one of {', '.join(row)}.")
+            yield _record(row, form, {**place, "line": number})
     except (OSError, DataError) as error:
         yield Record(echo=place, error=str(error))
 
 
 def records_of_lines(
     lines: BinaryIO,
+    form: Form,
     *,
-    text: bool,
-    column: str | None = None,
     objects: bool | None = None,
     place: Mapping[str, Any] | None = None,
 ) -> Iterator[Record]:
@@ -108,12 +158,11 @@ def records_of_lines(
 
     Args:
         lines: Bytes; each line is decoded separately.
-        text: Whether the model reads texts, not images.
-        column: The key of the texts in JSON objects.
+        form: What an input is; the text of a line that is no object.
         objects: Whether every line is a JSON object; by default those that start with a brace.
         place: What every answer says of where its line comes from.
     """
-    keys = _keys(text, column)
+    name = form.usual[0]
     number = 0
     while line := lines.readline(MOST_BYTES + 1):
         number += 1
@@ -129,24 +178,19 @@ def records_of_lines(
             yield Record(error=f"not UTF-8 ({error})", echo=here)
             continue
         content = content.removeprefix("\ufeff") if number == 1 else content
-        given: Any = {keys[0]: content}
+        given: Any = {name: content}
         if not content.strip():
             given = None
         elif objects or (objects is None and content.lstrip().startswith("{")):
             try:
                 given = json.loads(content, parse_constant=_no_number)
             except (ValueError, RecursionError) as error:
-                given = DataError(f"expected a JSON object with {keys[0]!r} ({error})")
+                given = DataError(f"expected a JSON object with {name!r} ({error})")
             else:
                 if not isinstance(given, dict):
-                    problem = f"expected a JSON object with {keys[0]!r}, found {_kind(given)}"
+                    problem = f"expected a JSON object with {name!r}, found {_kind(given)}"
                     given = DataError(problem)
-        yield _record(given, keys, here)
-
-
-def _keys(text: bool, column: str | None) -> Sequence[str]:
-    """Return the names under which an input is looked for."""
-    return ("file",) if not text else TEXT_COLUMNS if column is None else (column,)
+        yield _record(given, form, here)
 
 
 def _no_number(name: str) -> Any:
@@ -154,24 +198,31 @@ def _no_number(name: str) -> Any:
 
 
 def _record(
-    given: dict[str, Any] | DataError | None, keys: Sequence[str], place: Mapping[str, Any]
+    given: dict[str, Any] | DataError | None, form: Form, place: Mapping[str, Any]
 ) -> Record:
     """Check one input (an error: a row that cannot be read; None: a blank line)."""
     if given is None:
         return Record(echo=dict(place), skipped="a blank line")
     if isinstance(given, DataError):
         return Record(echo=dict(place), error=str(given))
-    own = {name: value for name, value in given.items() if name not in ANSWERED}
-    echo = {**place, **own}
-    key = next((name for name in keys if name in given), None)
-    if key is None:
-        return Record(echo=echo, error=f"expected a JSON object with {keys[0]!r}")
-    value = given[key]
-    if not isinstance(value, str):
-        return Record(echo=echo, error=f"{key!r} is {_kind(value)}, expected a string")
-    if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
-        return Record(echo=echo, error=f"{key!r} is not valid Unicode")
-    return Record(value, echo)
+    taken = {*form.fields, *ANSWERED}
+    echo = {**place, **{name: value for name, value in given.items() if name not in taken}}
+    names = next((names for names in form.columns if set(names) <= set(given)), None)
+    if names is None:
+        wanted = " and ".join(map(repr, form.usual))
+        return Record(echo=echo, error=f"expected a JSON object with {wanted}")
+    texts = []
+    for name in names:
+        value = given[name]
+        if name in TOKEN_COLUMNS and isinstance(value, list):
+            value = " ".join(map(str, value))
+        if not isinstance(value, str):
+            return Record(echo=echo, error=f"{name!r} is {_kind(value)}, expected a string")
+        if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
+            return Record(echo=echo, error=f"{name!r} is not valid Unicode")
+        texts.append(value)
+    single = len(texts) == 1
+    return Record(texts[0] if single else dict(zip(form.named, texts, strict=True)), echo)
 
 
 def _kind(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import Tensor
 from ..errors import DataError
 from ..registry import imported
 from ..runtime.images import open_image
+from ..tasks import Task
 from .class_names import Names, encode_labels, pick_column
 from .image_data import IMAGE_COLUMNS, image_batches, image_folder
 from .loaders import Batches
+from .task_data import has_own_labels, task_file, task_table
 from .text_files import LABEL_COLUMNS, SUFFIXES, read_texts, text_file
 
 
@@ -33,6 +36,8 @@ def load_data(
     batch_size: int = 32,
     key: str | None = "pixel_values",
     skip_broken: bool = False,
+    task: Task | None = None,
+    classes: int | None = None,
 ) -> Batches:
     """Load data; what `source` is decides how it is read.
 
@@ -50,7 +55,13 @@ def load_data(
         text_column, pair_column, label_column: by default found under their usual names.
         class_names: see `image_folder`; by default those of a dataset, in its order.
         labels, max_length, batch_size, key, skip_broken: see `image_folder` and `text_file`.
+        task: what the labels of texts are (`ensemble.task`); by default one class per text. The
+            page on tasks has the forms of labels.
+        classes: number of the model's labels or numbers, for a task that has several.
     """
+    own = {"labels": bool(labels), "class_names": class_names, "classes": classes}
+    own |= {"text_column": text_column, "pair_column": pair_column, "label_column": label_column}
+    own |= {"max_length": max_length, "batch_size": batch_size}
     path = Path(source).expanduser()
     saved = is_saved_dataset(path)
     if path.is_dir() and not saved:
@@ -65,6 +76,8 @@ def load_data(
             skip_broken=skip_broken,
         )
     is_table = path.is_file() or path.suffix.lower() in SUFFIXES
+    if is_table and tokenizer is not None and task is not None and has_own_labels(task):
+        return task_file(path, tokenizer, task, **own)
     if is_table and tokenizer is not None:
         return text_file(
             path,
@@ -87,6 +100,16 @@ def load_data(
         )
     dataset = _open(path if saved else name, split, config or None)
     where, columns = f"The dataset {source}", dataset.column_names
+    if tokenizer is not None and task is not None and has_own_labels(task):
+        return task_table(
+            columns,
+            lambda column: list(dataset[column]),
+            tokenizer,
+            task,
+            where=where,
+            stored=partial(_stored_names, dataset),
+            **own,
+        )
     numbers: Tensor | None = None
     info: dict[str, Any] = {"class_names": None}
     if labels:
@@ -119,6 +142,15 @@ def load_data(
             raise DataError(f"{where}: the image of row {row} is broken: {error}") from error
 
     return image_batches(image, len(dataset), numbers, info, transform, batch_size, key)
+
+
+def _stored_names(dataset: Any, column: str) -> list[str] | None:
+    """Return the names of a column's numbers, also where a row holds a list of them."""
+    feature = dataset.features.get(column)
+    names = getattr(feature, "names", None) or getattr(
+        getattr(feature, "feature", None), "names", None
+    )
+    return None if names is None else list(names)
 
 
 def is_saved_dataset(folder: Path) -> bool:

@@ -23,6 +23,14 @@ from .loaders import Batches
 
 SUFFIXES = frozenset({".csv", ".tsv", ".tab", ".jsonl", ".ndjson", ".json", ".txt"})
 TEXT_COLUMNS = ("text", "sentence", "content", "review", "question", "document")
+PAIR_COLUMNS = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("text", "text_pair"),
+)
+"""Columns of two texts that are read together, as GLUE and others name them."""
 LABEL_COLUMNS = ("label", "labels", "class", "target", "category")
 NOT_UTF8 = "It is not UTF-8 text. Convert it, for example with iconv."
 
@@ -49,15 +57,14 @@ def text_file(
     Args:
         file: `.csv`, `.tsv`, `.jsonl`, `.json` or `.txt` (one text per line, no labels).
         tokenizer: the host's, as `AutoTokenizer.from_pretrained` returns it.
-        text_column, pair_column, label_column: by default text and label are found under their
-            usual names and there is no second text.
+        text_column, pair_column, label_column: by default found under their usual names; there is
+            a second text only under two names of `PAIR_COLUMNS`.
         labels: False leaves them out, as for outliers.
         class_names: see `image_folder`.
         max_length: most tokens per text; by default the tokenizer's limit.
         batch_size: texts per batch.
     """
     table = read_table(file)
-    text_column = pick_column(text_column, table, TEXT_COLUMNS, "text", str(file))
     numbers: Tensor | None = None
     info: dict[str, Any] = {}
     plain = Path(file).suffix.lower() == ".txt" and label_column is None
@@ -121,6 +128,10 @@ def read_texts(
     batch_size: int,
 ) -> TextBatches:
     """Make data from the text columns of a table: their names, and what reads a column by name."""
+
+    if text_column is None and pair_column is None:
+        both = next((pair for pair in PAIR_COLUMNS if set(pair) <= set(names)), (None, None))
+        text_column, pair_column = both
 
     def strings(column: str) -> list[str]:
         values = list(read(column))

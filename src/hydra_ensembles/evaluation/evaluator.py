@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.class_names import check_class_order
+from ..data.class_names import check_class_order, first_spellings, model_names
 from ..data.examples import is_one_set
 from ..data.model_runs import collect_logits, run_model
 from ..data.progress import expect, length_of
@@ -96,6 +96,7 @@ def evaluate(
     }
     check_class_order(model, sets["id"], seed=seed)
     degrees = _temperature(model, temperature, device=device, progress=progress)
+    tags = first_spellings(model_names(model) or []) if task.by_token else []
 
     counts = [length_of(batches) for batches in sets.values()]
     known = sum(n for n in counts if n is not None) if None not in counts else 0
@@ -126,14 +127,15 @@ def evaluate(
             if NOVELTY not in names and run.novelty_score is not None:
                 names = [*names, NOVELTY]
             columns = columns_of(
-                run, scores=names, logit_scale=scale, temperature=divided_by, task=task
+                run, scores=names, logit_scale=scale, temperature=divided_by, task=task, names=tags
             )
             parts.append(columns)
             if degrees is not None:
                 cooled = scale_logits(run.answering_logits.double(), temperature=degrees)
                 # MCM reads cosines: what divides the logits divides their scale
                 by = None if scale is None else scale / degrees
-                after = run._replace(code=None)  # it is about the logits
+                # the sets and decisions are about the logits
+                after = run._replace(code=None, covered=None, set_size=None)
                 if run.student_logits is None:
                     after = after._replace(logits=cooled)
                 else:

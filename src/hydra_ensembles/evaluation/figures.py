@@ -35,8 +35,8 @@ from .metrics import (
     negative_log_likelihood,
     once,
 )
-from .task_columns import task_columns
-from .task_metrics import LabelFigures, NumberFigures
+from .task_columns import entity_columns, task_columns
+from .task_metrics import EntityFigures, LabelFigures, NumberFigures, SetFigures
 
 Columns = dict[str, Tensor]
 """One set's columns by name, each `[example]`."""
@@ -48,6 +48,10 @@ OOD = "ood/"
 SHIFT = "shift/"
 POST = "post/"
 NOVELTY = "novelty"
+ENTITY = ("B-", "I-", "S-", "E-")
+"""How names of classes start that are tags of entities."""
+LEAST = 20
+"""Examples of a bin of novelty without which its coverage is not told."""
 ALARM = 0.05
 """Share of known data that raises an alarm: novelty above 0.95."""
 
@@ -55,6 +59,7 @@ ALARM = 0.05
 HIGHER_IS_BETTER = {
     *("Acc", "AUROC", "AUPR", "Cov_5Risk", "Caught_5"),
     *("LabelAcc", "mAP", "F1_micro", "F1_macro", "Pearson", "Spearman", "ErrorRank"),
+    *("F1", "Precision", "Recall", "EM"),
 }
 LOWER_IS_BETTER = {
     *("RMSE", "MAE", "CRPS", "CRPS_members", "IntervalScore", "Loss"),
@@ -99,22 +104,33 @@ def columns_of(
     logit_scale: Tensor | None = None,
     temperature: Tensor | float = 1.0,
     task: Task | None = None,
+    names: Sequence[str] = (),
 ) -> Columns:
     """Reduce a batch's results to the columns that figures are made of.
 
-    In float64: a confident model's scores differ by less than float32 can tell.
+    In float64: a confident model's scores differ by less than float32 can tell. `names` are those
+    of the classes; tags such as `B-LOC` are also read as entities.
     """
-    columns = {}
+    columns: Columns = {}
     if run.novelty_score is not None:
         columns[f"score:{NOVELTY}"] = run.novelty_score.double()
     if run.novelty is not None:
         columns["alarm"] = run.novelty > 1 - ALARM
     if run.code is not None:
         columns["decision"] = run.code
-    names = [name for name in scores if name != NOVELTY]
+    if run.covered is not None and run.set_size is not None:
+        columns |= {"covered": run.covered, "set_size": run.set_size}
+        columns |= {} if run.novelty is None else {"novelty": run.novelty}
+    listed = [name for name in scores if name != NOVELTY]
     if task is not None and not task.classifies:
-        return columns | task_columns(run, task, names)
-    return columns | _class_columns(run, names, logit_scale, temperature)
+        return columns | task_columns(run, task, listed)
+    columns |= _class_columns(run, listed, logit_scale, temperature)
+    tagged = any(name.startswith(ENTITY) for name in names)
+    if tagged and run.text is not None and run.labels is not None:
+        predicted = mean_probability(run.answering_logits).argmax(-1)
+        unsure = columns[f"score:{listed[0]}"] if listed else columns["nll"]
+        columns |= entity_columns(predicted, run.labels, run.text, unsure, names)
+    return columns
 
 
 def _class_columns(
@@ -269,11 +285,20 @@ class _Labelled:
         self.bins = torch.nn.functional.one_hot(bin_of(confidence), BINS + 1) * gap[:, None]
         self.adaptive = AdaptiveError(confidence, correct)
         self.ranking = _Ranking(order, errors)
+        self.entities: EntityFigures | None = None
+        if "entities" in columns:
+            unsure = columns["entity_uncertainty"]
+            self.entities = EntityFigures(
+                columns["entities"], wrong=columns["entity_wrong"], uncertainty=unsure
+            )
+        self.sets = _sets(columns)
 
     def figures(self, counts: Tensor, weighed: Weighed) -> dict[str, Tensor]:
-        found = self.means.figures(counts)
+        found = {} if self.entities is None else self.entities.figures(counts)
+        found |= self.means.figures(counts)
         found["cal/ECE"] = (counts @ self.bins).abs().sum(1) / counts.shape[1]
         found["cal/aECE"] = self.adaptive.figure(counts)
+        found |= {} if self.sets is None else self.sets.figures(counts)
         return found | self.ranking.figures(counts, weighed)
 
 
@@ -291,18 +316,23 @@ class _OtherTask:
             self.own = NumberFigures(
                 columns["values"],
                 columns["targets"],
+                sigma=columns.get("sigma"),
                 members=columns["member_values"],
                 uncertainty=scores,
             )
         else:
             means |= {"cls/Loss": columns["loss"], "cls/Acc": columns["correct"]}
+            if "exact" in columns:
+                means |= {"qa/EM": columns["exact"], "qa/F1": columns["overlap"]}
         alarms = _alarms(columns, "Alarms_5")
         self.means = _Means({**means, **alarms, **_decisions(columns)})
         self.ranking = _Ranking(order, ~columns["correct"]) if "correct" in columns else None
+        self.sets = _sets(columns)
 
     def figures(self, counts: Tensor, weighed: Weighed) -> dict[str, Tensor]:
         found = {} if self.own is None else self.own.figures(counts)
         found |= self.means.figures(counts)
+        found |= {} if self.sets is None else self.sets.figures(counts)
         return found if self.ranking is None else found | self.ranking.figures(counts, weighed)
 
 
@@ -351,6 +381,20 @@ class _Means:
         if self.answers:
             found["policy/WrongOfAnswered"] = found["policy/WrongOfAll"] / found["policy/Answered"]
         return found
+
+
+def _sets(columns: Columns) -> SetFigures | None:
+    """Return the figures of sets, without bins of novelty that draws may miss."""
+    if "covered" not in columns:
+        return None
+    labels, novelty = columns.get("label"), columns.get("novelty")
+    found = SetFigures(columns["covered"], columns["set_size"], labels=labels, novelty=novelty)
+    found.groups = {
+        name: group
+        for name, group in found.groups.items()
+        if name == "set/WorstClass" or int(group[0].sum()) >= LEAST
+    }
+    return found
 
 
 def _alarms(columns: Columns, name: str) -> Columns:

@@ -11,14 +11,24 @@ from ..registry import check_name
 from .figures import Measured, direction
 from .intervals import winners
 
-NOT_RATES = {"NLL", "Brier", "MI", "PairwiseKL"}
+NOT_RATES = {
+    *("NLL", "Brier", "MI", "PairwiseKL", "Loss", "Between", "Size"),
+    *("RMSE", "MAE", "CRPS", "CRPS_members", "IntervalScore", "Width"),
+    *("Pearson", "Spearman", "ErrorRank"),
+}
 HEADLINES = (
     *("cls/Acc", "cls/NLL", "cls/Brier", "cal/ECE", "cal/aECE"),
+    *("cls/LabelAcc", "cls/mAP", "cls/F1_micro", "cls/F1_macro"),
+    *("reg/RMSE", "reg/MAE", "reg/Pearson", "reg/Spearman", "reg/NLL", "reg/CRPS"),
+    *("reg/IntervalScore", "reg/Coverage", "reg/Width", "reg/ErrorRank"),
+    *("ent/F1", "ent/Precision", "ent/Recall", "ent/AUROC", "qa/EM", "qa/F1"),
     *("ood/mean/AUROC", "ood/mean/AUPR", "ood/mean/FPR95", "sc/AURC", "fail/AUROC"),
     *("ood/mean/novelty/AUROC", "ood/mean/novelty/FPR95", "ood/mean/novelty/Caught_5"),
     "novelty/Alarms_5",
     *("policy/Answered", "policy/WrongOfAll", "policy/WrongOfAnswered", "policy/New"),
     "ood/mean/policy/Answered",
+    *("set/Coverage", "set/Size", "set/WorstClass"),
+    *("set/Coverage_novelty_0-0.5", "set/Coverage_novelty_0.95-1"),
     *("shift/mean/cls/Acc", "shift/mean/cls/NLL", "shift/mean/cal/ECE", "div/Disagreement"),
 )
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..task_predictions import entities_of as entities_of
 from .metrics import BINS, Order, Separation, bin_of
 
 LEVEL = 0.9
@@ -159,20 +160,43 @@ class EntityFigures:
     """Entities of texts: precision, recall and F1 over all of them, as conlleval counts.
 
     Args:
-        counts_by_text: Right, predicted and true entities of each text, `[text, 3]`.
+        counts_by_text: Right, predicted and true entities of each text, `[text, 3]`; where examples
+            are tokens, each text's at its first token and 0 elsewhere.
+        wrong: 1 where a wrong entity is predicted, 0 where a right one, else -1, `[text]`; or None.
+        uncertainty: How unsure the predicted entities are, `[text]`; or None.
     """
 
-    def __init__(self, counts_by_text: Tensor) -> None:
+    def __init__(
+        self,
+        counts_by_text: Tensor,
+        *,
+        wrong: Tensor | None = None,
+        uncertainty: Tensor | None = None,
+    ) -> None:
         self.counts = counts_by_text.double()
+        self.errors: tuple[Order, Order] | None = None
+        if wrong is not None and uncertainty is not None:
+            right, false = ((wrong == kind).nonzero().flatten() for kind in (0, 1))
+            if len(right) and len(false):
+                scores = uncertainty.double()
+                self.errors = Order(scores[right], right), Order(scores[false], false)
+                self.apart = Separation(*self.errors)
 
     def figures(self, counts: Tensor) -> dict[str, Tensor]:
-        """Return the figures, each `[draw]`; 0 where nothing is predicted, as seqeval has it."""
+        """Return the figures, each `[draw]`; 0 where nothing is predicted, as seqeval has it.
+
+        `ent/AUROC` says how well uncertainty ranks wrong predicted entities above right ones.
+        """
         right, said, true = (counts @ self.counts).unbind(1)
-        return {
+        found = {
             "ent/F1": 2 * right / (said + true).clamp_min(1),
             "ent/Precision": right / said.clamp_min(1),
             "ent/Recall": right / true.clamp_min(1),
         }
+        if self.errors is not None:
+            kinds = (order.weigh(counts) for order in self.errors)
+            found["ent/AUROC"] = self.apart.figures(*kinds)["AUROC"]
+        return found
 
 
 class SetFigures:
@@ -272,26 +296,6 @@ def _ranks(order: Order, counts: Tensor) -> Tensor:
     ranks = torch.empty_like(counts)
     ranks[:, order.rows] = middles[:, places]
     return ranks
-
-
-def entities_of(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """Return type, first and last token of the entities in tags such as `B-LOC`, `I-LOC`, `O`.
-
-    As conlleval and seqeval read them: an entity also starts with an `I-` after another type or
-    none.
-    """
-    found: set[tuple[str, int, int]] = set()
-    start, kind, before = 0, "", "O"
-    for place, tag in enumerate([*tags, "O"]):
-        prefix, _, own = tag.partition("-")
-        own = own or "_"
-        starts = prefix in "BS" or before in "OES" or own != kind
-        if before != "O" and (prefix == "O" or starts):
-            found.add((kind, start, place - 1))
-        if prefix != "O" and starts:
-            start = place
-        before, kind = prefix, own
-    return found
 
 
 def entity_counts(predicted: Sequence[str], true: Sequence[str]) -> tuple[int, int, int]:

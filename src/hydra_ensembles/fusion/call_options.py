@@ -47,13 +47,13 @@ class SummaryCollector:
         self._mask, self._readout, self._positions = mask, readout, positions
         self._streams = streams
         self._weights: Tensor | None = None
-        self._rows: dict[int, list[Tensor]] = {}
+        self._rows: dict[int, Tensor] = {}
         self._ends: list[Tensor] = []
 
     def take(self, block: int, hidden: Tensor) -> None:
         """Summarise the hidden states `[batch, tokens, width]` after a block of the trunk."""
         if block not in self._rows:  # streams that run one by one share the trunk
-            self._rows[block] = list(self._summarised(_as_tokens(hidden)).unbind(1))
+            self._rows[block] = self._summarised(_as_tokens(hidden))
 
     def _summarised(self, hidden: Tensor) -> Tensor:
         """Return the summaries `[batch, summary, width]`, in float32 whatever the host runs in."""
@@ -84,7 +84,7 @@ class SummaryCollector:
     def enter(self, hidden: Tensor) -> None:
         """Summarise what enters a body without a trunk: the embeddings."""
         if 0 not in self._rows:
-            self._rows[0] = [self._summarised(_as_tokens(hidden))[:, -1]]
+            self._rows[0] = self._summarised(_as_tokens(hidden))[:, -1:]
 
     def leave(self, hidden: Tensor) -> None:
         """Summarise what leaves the last block: the members' streams, folded into the batch.
@@ -100,9 +100,8 @@ class SummaryCollector:
 
     def summaries(self) -> Tensor:
         """Return the token summaries, `[batch, tap, width]`, block by block."""
-        end = torch.stack(self._ends).mean(0)
-        rows = [row for block in sorted(self._rows) for row in self._rows[block]]
-        return torch.stack([*rows, end], 1)
+        end = self._ends[0] if len(self._ends) == 1 else torch.stack(self._ends).mean(0)
+        return torch.cat([*(self._rows[block] for block in sorted(self._rows)), end[:, None]], 1)
 
 
 def tap_names(blocks: int, *, readout: bool) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,10 +51,12 @@ class HydraEnsemble(FusedModel):
         temperature: Divides the logits behind `probabilities`: the student's if there is one,
             otherwise all members' (None: not calibrated).
         member_temperatures: Divide each member's logits (None: not calibrated).
+        calibrator: Follows the temperatures: see `fit_calibrator`; None for nothing.
         student: One linear output that answers for the ensemble; None without.
         member_readout: Linear outputs, one per member; None where members are hosts.
         score: The uncertainty that `predict` reports.
         policy: When to answer, and what is guaranteed (see `fit_policy`); None before it is fitted.
+        sets: What may be right, with a guarantee (see `fit_sets`); None before they are fitted.
         transform, tokenizer: How `predict` turns images, paths and texts into inputs.
         novelty: Statistics of known data; None before `fit_novelty_`.
         record: How it was made (plain data, saved along).
@@ -159,7 +162,9 @@ class HydraEnsemble(FusedModel):
             self, known, train=train, ood=ood, choose=choose, names=names, progress=progress
         )
         if self.policy is not None and self.policy.reads_novelty:
-            self._drop_policy("what is known")
+            super()._drop_policy("what is known")
+        if self.sets is not None and self.sets.reads_novelty:
+            self._drop_sets("what is known")
         return self
 
     @torch.no_grad()
@@ -174,6 +179,20 @@ class HydraEnsemble(FusedModel):
             raw: The texts, images or paths that prepared inputs were made of, for their facts.
         """
         return why_novel(self, batch, neighbours, raw)
+
+    def _drop_policy(self, what: str) -> None:
+        super()._drop_policy(what)
+        self._drop_sets(what)
+
+    def _drop_sets(self, what: str) -> None:
+        """Drop the sets: their thresholds belong to the old answers or novelty."""
+        if getattr(self, "sets", None) is not None:
+            self.sets = None
+            warnings.warn(
+                f"Sets were fitted before {what} changed: they are dropped. Fit them again with "
+                "fit_sets().",
+                stacklevel=4,
+            )
 
     def forget_names_(self) -> HydraEnsemble:
         """Drop the names of known examples (excerpts of texts, file names), in place."""

@@ -19,8 +19,9 @@ from ..hosts import HostModel
 from ..hosts.architecture import check_sizes, library_versions, rebuild_host
 from ..hosts.example_inputs import examples
 from ..hosts.mlp_site import remove_neurons_
+from ..prediction_sets import Sets
 from ..tasks import as_task
-from ..uncertainty import Policy
+from ..uncertainty import Policy, as_calibrator
 from ..uncertainty.novelty import Novelty, from_tensors
 from .assembly import Assembly
 from .call_options import tap_names
@@ -78,6 +79,7 @@ def load(
     )
     ensemble.temperature = config.temperature
     ensemble.member_temperatures = config.member_temperatures
+    ensemble.calibrator = as_calibrator(config.calibrator)
     if config.score in ensemble.task.scores:  # older folders of encoders name a score of classes
         ensemble.score = config.score
     ensemble.record = config.record
@@ -86,6 +88,8 @@ def load(
         ensemble.id2label = {int(number): name for number, name in config.labels.items()}
     if config.policy is not None:
         ensemble.policy = Policy.from_dict(config.policy)
+    if config.sets is not None:
+        ensemble.sets = Sets.from_dict(config.sets)
     ensemble._preparation = Preparation(folder, config.files, config.image_transform)
     _check_novelty(ensemble, folder)
     _check_answers(ensemble, folder)
@@ -329,7 +333,10 @@ def _check_answers(ensemble: HydraEnsemble, folder: Path) -> None:
     ensemble._warned_precisions.clear()
     names = ensemble.id2label
     classes = answer.member_outputs.shape[-1]
-    if "member_logits" in answer and names is not None and len(names) != classes:
+    named = "label" in answer.FIELDS and "MultipleChoice" not in type(ensemble.host).__name__
+    # ragged outputs have no axis of names
+    named = named and "member_logits" in answer and not ensemble.task.ragged
+    if named and names is not None and len(names) != classes:
         raise FormatError(
             f"labels in {folder / CONFIG} has {len(names)} class names, but the model has "
             f"{classes} classes. {ADVICE}"

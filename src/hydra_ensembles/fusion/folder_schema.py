@@ -22,8 +22,9 @@ from ..heads.head_mask import HeadMask
 from ..heads.stream_plan import Plan
 from ..hosts.attention import FORMS, UNUSED
 from ..hosts.probes import Pooling
-from ..tasks import Task, as_task
-from ..uncertainty import Policy, scores
+from ..prediction_sets import Sets
+from ..tasks import MultiClass, Task, as_task
+from ..uncertainty import Policy, as_calibrator, scores
 from .linear_readout import LinearReadout, Readouts
 
 FORMAT = "hydra-ensembles"
@@ -202,6 +203,8 @@ class Config(Structure, frozen=True, kw_only=True):
     novelty: dict[str, Any] | None
     config_sha256: Sha256
     task: dict[str, Any] | None = None
+    sets: dict[str, Any] | None = None
+    calibrator: dict[str, Any] | None = None
 
 
 def read_config(folder: Path) -> Config:
@@ -281,7 +284,7 @@ def _convert(content: Any, kind: type[T], where: str, field: str = "") -> T:
 
 def _value_problem(config: Config) -> str | None:
     """Check what single fields say, and those that belong together."""
-    if problem := _task_problem(config.task):
+    if problem := _task_problem(config.task) or _calibrator_problem(config.calibrator):
         return problem
     (scores if config.task is None else as_task(config.task).scores)[config.score]
     labels, policy, transform = config.labels, config.policy, config.image_transform
@@ -301,6 +304,14 @@ def _value_problem(config: Config) -> str | None:
         return f"there are {len(temperatures)} member_temperatures for {members} members"
     if (config.novelty is None) != (NOVELTY not in config.files):
         return f"novelty and the file {NOVELTY} belong together, but one is missing"
+    if config.sets is not None:
+        if problem := _part_problem("sets", Sets.from_dict, config.sets):
+            return problem
+        task = MultiClass() if config.task is None else as_task(config.task)
+        if config.sets["method"] not in task.sets:
+            return f"the sets are made by {config.sets['method']!r}, which {task.title} has not"
+        if any(novelty for *_, novelty in config.sets["scale"]) and config.novelty is None:
+            return "the sets read novelty, but there are no statistics of known data"
     if policy is None:
         return None
     if problem := _part_problem("policy", Policy.from_dict, policy):
@@ -321,13 +332,25 @@ def _task_problem(described: dict[str, Any] | None) -> str | None:
     return None if whole else f"task is {described!r:.60}, expected all of its options"
 
 
+def _calibrator_problem(described: dict[str, Any] | None) -> str | None:
+    """Check a calibrator by its own reader."""
+    try:
+        found = as_calibrator(described)
+    except (HydraError, TypeError, ValueError, KeyError, AttributeError) as error:
+        return f"calibrator is {described!r:.60}: {error}".rstrip(".")
+    whole = found is None or found.to_dict() == described
+    return None if whole else f"calibrator is {described!r:.60}, expected its own fields"
+
+
 def plain_task(task: Task) -> dict[str, Any]:
     """Return a task as JSON holds it."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in task.to_dict().items()}
 
 
 def _part_problem(
-    name: str, read: Callable[[dict[str, Any]], Policy | ImageTransform], value: dict[str, Any]
+    name: str,
+    read: Callable[[dict[str, Any]], Policy | Sets | ImageTransform],
+    value: dict[str, Any],
 ) -> str | None:
     """Check a part by its own reader, which must not fill in defaults: they may change."""
     try:

@@ -233,4 +233,6 @@ def _content(ensemble: HydraEnsemble, aliases: dict[str, str]) -> dict[str, Any]
         "novelty": None if ensemble.novelty is None else ensemble.novelty.facts(),
         "record": ensemble.record,
         **({} if ensemble.task == MultiClass() else {"task": plain_task(ensemble.task)}),
+        **({} if ensemble.sets is None else {"sets": ensemble.sets.to_dict()}),
+        **({} if ensemble.calibrator is None else {"calibrator": ensemble.calibrator.to_dict()}),
     }

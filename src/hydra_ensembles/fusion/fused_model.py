@@ -22,14 +22,16 @@ from ..hosts.block_calls import Form, HostView
 from ..hosts.probes import Readout
 from ..hosts.transformers_families import introduce_to_pipelines
 from ..prediction import Prediction
+from ..prediction_sets import Sets
 from ..registry import check_name
 from ..tasks import Task, task_of
-from ..uncertainty import Novelty, Policy, checked_temperature, scale_logits
+from ..uncertainty import Novelty, Policy
 from .assembly import Assembly
 from .body import Body
+from .calibrated_model import CalibratedModel
 from .call_options import SummaryCollector
 from .host_engine import HostedBlock, HostedBody
-from .host_interface import HostInterface, host_output
+from .host_interface import host_output
 from .inputs import READ_BY_ANSWERS, is_prepared, prepare
 from .linear_readout import LinearReadout, refuse_readouts
 from .member import member_model, unpruned_model
@@ -59,7 +61,7 @@ class Run(NamedTuple):
     student_logits: Tensor | None = None
 
 
-class FusedModel(HostInterface):
+class FusedModel(CalibratedModel):
     """Runs the members of an assembly and predicts; `HydraEnsemble` adds fitting and saving.
 
     Attributes:
@@ -89,9 +91,11 @@ class FusedModel(HostInterface):
         self.switches: dict[str, Any] = {}
         self.score = self.task.default_score
         self.policy: Policy | None = None
+        self.sets: Sets | None = None
         self.novelty: Novelty | None = None
         self.temperature = None
         self.member_temperatures = None
+        self.calibrator = None
         self._warned_precisions: set[str] = set()
         self._assembly = assembly
         self._view = host
@@ -163,53 +167,6 @@ class FusedModel(HostInterface):
         return None if readouts is None else readouts.student
 
     @property
-    def temperature(self) -> float | None:
-        """Divides the logits behind `probabilities`: the student's, without one all members'.
-
-        None when not calibrated.
-        """
-        return self._temperature
-
-    @temperature.setter
-    def temperature(self, value: float | None) -> None:
-        checked = None if value is None else self._checked(value)
-        if checked != getattr(self, "_temperature", None):
-            self._drop_policy("the temperatures")
-        self._temperature = checked
-
-    @property
-    def member_temperatures(self) -> list[float] | None:
-        """Divide each member's logits; None when not calibrated."""
-        return self._member_temperatures
-
-    @member_temperatures.setter
-    def member_temperatures(self, values: Sequence[float] | None) -> None:
-        checked = None if values is None else [self._checked(value) for value in values]
-        if checked is not None and len(checked) != self.members:
-            raise ValueError(
-                f"{len(checked)} member temperatures for {self.members} members: give one each."
-            )
-        if checked != getattr(self, "_member_temperatures", None):
-            self._drop_policy("the temperatures")
-        self._member_temperatures = checked
-
-    def _checked(self, temperature: float) -> float:
-        """Return a temperature that the task's outputs can be divided by."""
-        if not self.task.has_temperatures:
-            raise HydraError(f"{self.task.title.capitalize()} has no temperatures: leave it None.")
-        return checked_temperature(temperature)
-
-    def _drop_policy(self, what: str) -> None:
-        """Drop the policy: its thresholds belong to the old uncertainty or novelty."""
-        if getattr(self, "policy", None) is not None:
-            self.policy = None
-            warnings.warn(
-                f"A policy was fitted before {what} changed: it is dropped. Fit it again with "
-                "fit_policy().",
-                stacklevel=3,
-            )
-
-    @property
     def task(self) -> Task:
         """What the outputs mean; another one that reads the same outputs may be set."""
         return self._task
@@ -218,8 +175,9 @@ class FusedModel(HostInterface):
     def task(self, task: str | Task) -> None:
         before, self._task = self._task, task_of(self.host, task)
         if type(before) is not type(self._task):
+            self.sets = None
             self.score, self.policy = self._task.default_score, None
-            self._temperature = self._member_temperatures = None
+            self._temperature = self._member_temperatures = self._calibrator = None
 
     @property
     def is_classifier(self) -> bool:
@@ -314,11 +272,9 @@ class FusedModel(HostInterface):
             labels, kwargs = batches.labels_of(kwargs), batches.without_labels(kwargs)
         run = self.run(args, kwargs)
         if run.student_logits is None:
-            outputs = self._scaled(run.member_logits)
+            outputs = self.calibrated(run.member_logits)
         else:
-            outputs = run.student_logits[:, None]
-            if self.temperature is not None:
-                outputs = scale_logits(outputs, temperature=self.temperature)
+            outputs = self.calibrated(run.student_logits[:, None], members=False)
         mean = self.task.mean(outputs)
         loss = None if labels is None else self.task.loss(mean, labels)
         return host_output(run.output, mean, self.task.fields, loss, kwargs.get("return_dict"))
@@ -328,11 +284,13 @@ class FusedModel(HostInterface):
         """Predict a batch: the task's answers, uncertainty, and what the members gave.
 
         Novelty is in the answer once `fit_novelty_` has been called, decisions once `fit_policy`
-        has. Always in eval mode; the modules' flags stay, so any number of threads may call it.
+        has, sets once `fit_sets` has. Always in eval mode; the modules' flags stay, so any number
+        of threads may call it.
 
         Args:
             batch: What the host takes; or images (PIL), paths of images or texts, one or a list of
-                them, which the ensemble's `transform` or `tokenizer` prepares.
+                them, which the ensemble's `transform` or `tokenizer` prepares. Two texts are
+                `{"text": ..., "text_pair": ...}`, questions `{"question": ..., "context": ...}`.
 
         Example:
             >>> answer = ensemble.predict(["a joy to watch", "no plot at all"])
@@ -354,6 +312,7 @@ class FusedModel(HostInterface):
         logits = logits.float()
         student_logits = None if student_logits is None else student_logits.float()
         more = {"inputs": kwargs} if self.task.reads_inputs else {}
+        more |= self.calibrated_by()
         answer = self.task.answer(
             logits,
             student_logits=student_logits,
@@ -365,7 +324,7 @@ class FusedModel(HostInterface):
             **more,
         )
         if summaries is not None:
-            raw = self.temperature is None and self.member_temperatures is None
+            raw = not (self.temperature or self.member_temperatures or self.calibrator)
             raw = raw and logits.ndim == 3 and student_logits is None and self.is_classifier
             novelty, score = self._statistics()(
                 summaries,
@@ -374,6 +333,7 @@ class FusedModel(HostInterface):
             )
             answer = replace(answer, novelty=novelty, novelty_score=score)
         answer = answer if self.policy is None else self.policy.apply(answer)
+        answer = answer if self.sets is None else replace(answer, sets=self.sets)
         check_finite(unchecked)  # last: what runs on a device is not waited for before
         return answer
 
@@ -408,17 +368,6 @@ class FusedModel(HostInterface):
                 stacklevel=4,
             )
         return self.novelty
-
-    def _scaled(self, member_logits: Tensor) -> Tensor:
-        """Divide the members' logits by what applies to them."""
-        temperature = self.temperature if self.student is None else None
-        if temperature is None and self.member_temperatures is None:
-            return member_logits
-        return scale_logits(
-            member_logits,
-            temperature=temperature,
-            member_temperatures=self.member_temperatures,
-        )
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         names = [n for n in inspect.signature(self.host.forward).parameters if n != "self"]

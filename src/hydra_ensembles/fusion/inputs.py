@@ -5,7 +5,7 @@ Both belong to the ensemble: set in Python or taken from the data that built it,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._records import sha256_of_file
 from ..data.class_names import real_names
-from ..data.examples import is_image, is_question
+from ..data.examples import is_image
 from ..data.examples import is_raw as is_raw
 from ..data.image_data import image_batch
 from ..data.transforms import PROCESSOR_FILE, ImageTransform, ProcessorTransform
@@ -24,10 +24,10 @@ from ..hosts.host_data import batch_for
 from ..hosts.input_tools import find_tokenizer, find_transform
 from ..hosts.input_tools import prompted as prompted
 from ..hosts.input_tools import token_limit as token_limit
-from ..hosts.prompt_classifier import PromptClassifier
+from ..hosts.prompt_classifier import PromptClassifier, PromptTokenizer
 from ..registry import imported
 from ..runtime.images import open_image
-from ..tasks import task_of
+from ..tasks import Task, task_of
 
 if TYPE_CHECKING:
     from .host_interface import HostInterface
@@ -131,18 +131,7 @@ def prepare(ensemble: HostInterface, batch: Any) -> Any:
     items = list(batch) if isinstance(batch, (list, tuple)) else [batch]
     tokenize = prompted(ensemble.host, ensemble.tokenizer)
     if tokenize is not None:
-        limit = token_limit(ensemble.config, tokenize)
-        options = {"padding": True, "max_length": limit, "return_tensors": "pt"}
-        task = task_of(ensemble)
-        if "answer" in task.prediction.FIELDS:
-            questions, contexts = _questions(ensemble, items)
-            options["truncation"] = "only_second"
-            return _with_places(tokenize, contexts, (questions, contexts), options)
-        _check_texts(ensemble, items)
-        options["truncation"] = True
-        if task.by_token:
-            return _with_places(tokenize, items, (items,), options)
-        return dict(tokenize(items, **options))
+        return prepare_texts(ensemble.host, tokenize, ensemble.config, task_of(ensemble), items)
     transform = ensemble.transform
     if transform is None:
         what = "an image" if is_image(items[0]) else repr(items[0])[:60]
@@ -153,6 +142,40 @@ def prepare(ensemble: HostInterface, batch: Any) -> Any:
         )
     images = torch.stack([transform(open_image(item)) for item in items])
     return image_batch(images, None, image_key(ensemble))
+
+
+def prepare_texts(
+    host: Any, tokenize: Any, config: Any, task: Task, items: Sequence[Any]
+) -> dict[str, Any]:
+    """Tokenize texts, pairs or questions for a host as its task reads them.
+
+    Args:
+        host: The model.
+        tokenize: Its tokenizer, or what `prompted` returned.
+        config: The host's config, which may limit the tokens.
+        task: The host's task.
+        items: Texts, pairs or questions; all of one kind.
+    """
+    options: dict[str, Any] = {
+        "padding": True,
+        "max_length": token_limit(config, tokenize),
+        "return_tensors": "pt",
+        "truncation": True,
+    }
+    if "answer" in task.prediction.FIELDS:
+        questions, contexts = _columns(host, items, ("question", "context"))
+        options["truncation"] = "only_second"
+        return _with_places(tokenize, contexts, (questions, contexts), options)
+    if any(isinstance(item, Mapping) for item in items):
+        if task.by_token or isinstance(tokenize, PromptTokenizer):
+            raise DataError(f"{type(host).__name__} reads one text per input, not two.")
+        texts, pairs = _columns(host, items, ("text", "text_pair"))
+        return dict(tokenize(texts, pairs, **options))
+    texts = list(items)
+    _check_texts(host, texts)
+    if task.by_token:
+        return _with_places(tokenize, texts, (texts,), options)
+    return dict(tokenize(texts, **options))
 
 
 def _with_places(
@@ -170,15 +193,18 @@ def _with_places(
     return {**found, **places, "texts": texts}
 
 
-def _questions(ensemble: HostInterface, items: list[Any]) -> tuple[list[str], list[str]]:
-    """Return the questions and the texts that answer them."""
+def _columns(host: Any, items: Sequence[Any], names: tuple[str, str]) -> tuple[list[str], ...]:
+    """Return two columns of texts."""
+    first, second = names
+    what = "a question" if first == "question" else "two texts"
     for item in items:
-        if not is_question(item) or not isinstance(item.get("context"), str):
+        given = [item.get(name) for name in names] if isinstance(item, Mapping) else [None]
+        if not all(isinstance(value, str) for value in given):
             raise DataError(
-                f"Found a {type(item).__name__} where a question was expected: "
-                f"{type(ensemble.host).__name__} reads {{'question': ..., 'context': ...}}."
+                f"Found a {type(item).__name__} where {what} was expected: {type(host).__name__} "
+                f"reads {{'{first}': ..., '{second}': ...}}, both of them strings."
             )
-    return [item["question"] for item in items], [item["context"] for item in items]
+    return tuple([item[name] for item in items] for name in names)
 
 
 def image_key(ensemble: HostInterface) -> str | None:
@@ -187,10 +213,10 @@ def image_key(ensemble: HostInterface) -> str | None:
     return name if name == "pixel_values" else None
 
 
-def _check_texts(ensemble: HostInterface, items: list[Any]) -> None:
+def _check_texts(host: Any, items: Sequence[Any]) -> None:
     for item in items:
         if not isinstance(item, str):
             raise DataError(
                 f"Found a {type(item).__name__} where a text was expected: "
-                f"{type(ensemble.host).__name__} reads strings."
+                f"{type(host).__name__} reads strings."
             )

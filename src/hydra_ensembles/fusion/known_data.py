@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 CLASS_BLOCKS = 3
 """The trunk's last blocks measure distances to classes, as the end of the last block does: early
 blocks know no classes."""
-
+MANY_CLASSES = 4096
+"""With more classes only the end of the last block measures distances to them: the means of 21,000
+classes at one tap are 32 MB at width 384, and every `predict` reads them all."""
 
 PROXIES, PROXY_BATCH = 200, 50
 """Known examples that proxies are made of, and how many at once."""
@@ -71,11 +73,12 @@ def novelty_rows(ensemble: FusedModel, outputs: Tensor, batch: Any) -> Tensor | 
     return ensemble.task.novelty_rows(outputs, mask)
 
 
-def novelty_fit(ensemble: FusedModel, classes: int, *, choose: bool = False) -> NoveltyFit:
+def novelty_fit(ensemble: FusedModel, classes: int, *, choose: bool = True) -> NoveltyFit:
     """Return statistics of nothing yet, for the taps of an ensemble."""
     blocks = len(ensemble.body.trunk)
     taps = tap_names(blocks, readout=ensemble.readout.has_token)
-    late = min(CLASS_BLOCKS, blocks) * (len(taps) - 1) // blocks if blocks else 0
+    last = 0 if classes > MANY_CLASSES else min(CLASS_BLOCKS, blocks)
+    late = last * (len(taps) - 1) // blocks if blocks else 0
     return NoveltyFit(
         taps,
         classes=classes,
@@ -118,28 +121,42 @@ def fit_novelty(
         fit.add_columns_(found)
     if fit is None or not seen:
         raise DataError("The known data is empty: it gave no batch.")
-    for name, data in ood.items():
-        for found in summaries_of(ensemble, data, name, progress):
-            fit.add_ood_(name, found["summaries"], found.get("logits"))
+    add_outliers_(ensemble, fit, ood or {}, progress=progress)
     fit.add_columns_(described(known))
     given = [] if isinstance(names, bool) else [excerpt(name) for name in names]
 
     def add_proxies() -> None:
-        some = spread(check_reiterable(known), PROXIES, seed=0)
-        rows = torch.arange(batch_length(some)).split(PROXY_BATCH)
-        of_known = Normalisation.of(known, None, None)
-        proxies = make_proxies(
-            [take(some, part.tolist()) for part in rows],
-            mean=of_known.mean,
-            std=of_known.std,
-            tokenizer=getattr(known, "tokenizer", None),
-        )
-        for name, data in proxies.items():
-            for found in summaries_of(ensemble, data, f"{name} proxies", progress):
-                fit.add_ood_(f"{name} proxies", found["summaries"], found.get("logits"))
+        add_outliers_(ensemble, fit, proxies_of(known), progress=progress)
 
     novelty = finished(ensemble, fit, known, names=given, add_proxies=add_proxies)
     return novelty if given or names is True else novelty.without_names()
+
+
+def proxies_of(known: Iterable[Any]) -> dict[str, Iterable[Any]]:
+    """Make far outliers of some known examples; raise `DataError` where none can be made."""
+    some = spread(check_reiterable(known), PROXIES, seed=0)
+    rows = torch.arange(batch_length(some)).split(PROXY_BATCH)
+    of_known = Normalisation.of(known, None, None)
+    proxies = make_proxies(
+        [take(some, part.tolist()) for part in rows],
+        mean=of_known.mean,
+        std=of_known.std,
+        tokenizer=getattr(known, "tokenizer", None),
+    )
+    return {f"{name} proxies": data for name, data in proxies.items()}
+
+
+def add_outliers_(
+    ensemble: FusedModel,
+    fit: NoveltyFit,
+    families: Mapping[str, Iterable[Any]],
+    *,
+    progress: bool = False,
+) -> None:
+    """Run an ensemble over families of far outliers and add them to a fit, in place."""
+    for name, data in families.items():
+        for found in summaries_of(ensemble, data, name, progress):
+            fit.add_ood_(name, found["summaries"], found.get("logits"))
 
 
 def finished(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..prediction import Prediction
 from ..tasks import IGNORED, task_of
 from ..uncertainty import Policy, choose_policy
 from ..uncertainty.policy_fit import check_reachable
+from .inputs import READ_BY_ANSWERS
 from .known_data import known_inputs
 
 SHARED = 0.05
@@ -167,5 +168,7 @@ def answer_of(model: Any, batch: Any) -> Prediction:
     with evaluating(model):
         task = task_of(model)
         more: dict[str, Any] = {"inputs": split_batch(batch)[1]} if task.reads_inputs else {}
+        if isinstance(batch, Mapping):
+            batch = {name: value for name, value in batch.items() if name not in READ_BY_ANSWERS}
         outputs = member_logits(model, batch).float()
         return task.answer(outputs, score=task.default_score, **more).cpu()

@@ -15,9 +15,8 @@ import torch
 from ..answer_each import InputError, answer_each
 from ..data.image_data import IMAGE_COLUMNS
 from ..data.loaders import as_data
-from ..data.text_files import TEXT_COLUMNS
+from ..data.text_files import PAIR_COLUMNS, TEXT_COLUMNS
 from ..errors import DataError, UnsupportedModelError
-from ..prediction import FIELDS
 from ..runtime.images import open_image
 from .inputs import is_raw
 
@@ -55,20 +54,36 @@ class RowAnswers:
 
     def __call__(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         """Return the columns of answers: the fields of a row, and `error`, each with the prefix."""
-        values = list(rows[self.input_column(list(rows))])
+        columns = [list(rows[name]) for name in self.input_columns(list(rows))]
+        single = len(columns) == 1
+        names = ("question", "context") if self._asked else ("text", "text_pair")
+        values: list[Any] = columns[0]
+        if not single:
+            values = [dict(zip(names, pair, strict=True)) for pair in zip(*columns, strict=True)]
         answers: list[dict[str, Any] | InputError] = []
         for start in range(0, len(values), self.batch_size):
             part = values[start : start + self.batch_size]
             answers += answer_each(self._predict, part, prepare=self._input)
-        columns: dict[str, list[Any]] = {}
-        for name in [*FIELDS, *(["probabilities"] if self.probabilities else [])]:
-            found = [None if isinstance(row, InputError) else row[name] for row in answers]
-            columns[self.prefix + name] = found
+        found: dict[str, list[Any]] = {}
+        kind = self.ensemble.task.prediction
+        for name in [*kind.FIELDS, *(["probabilities"] if self.probabilities else [])]:
+            given = [None if isinstance(row, InputError) else row[name] for row in answers]
+            found[self.prefix + name] = given
         errors = [row.reason if isinstance(row, InputError) else None for row in answers]
-        return {**columns, f"{self.prefix}error": errors}
+        return {**found, f"{self.prefix}error": errors}
 
-    def input_column(self, names: Sequence[str]) -> str:
-        """Return the name of the column to read."""
+    @property
+    def _asked(self) -> bool:
+        return "answer" in self.ensemble.task.prediction.FIELDS
+
+    def input_columns(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the names of the columns to read: one, or two that are read together."""
+        if self.column is None and self.ensemble.tokenizer is not None:
+            by_token = self.ensemble.task.by_token
+            pairs = (("question", "context"),) if self._asked else () if by_token else PAIR_COLUMNS
+            both = next((pair for pair in pairs if set(pair) <= set(names)), None)
+            if both is not None:
+                return both
         if self.column is not None:
             known: Sequence[str] = (self.column,)
         elif self.ensemble.tokenizer is not None:
@@ -77,7 +92,7 @@ class RowAnswers:
             known = (*IMAGE_COLUMNS, *FILE_COLUMNS)
         for name in known:
             if name in names:
-                return name
+                return (name,)
         raise DataError(
             f"No column {' or '.join(known)} among {', '.join(map(str, names))}: name the column "
             "of the texts or images."
@@ -88,8 +103,9 @@ class RowAnswers:
             if isinstance(value, Mapping):  # as the `datasets` library stores images
                 value = value.get("bytes") or value.get("path")
             return open_image(value)
-        if not isinstance(value, str):
-            raise DataError(f"found {type(value).__name__} where a text was expected")
+        for text in value.values() if isinstance(value, Mapping) else (value,):
+            if not isinstance(text, str):
+                raise DataError(f"found {type(text).__name__} where a text was expected")
         return value
 
     def _predict(self, inputs: list[Any]) -> list[dict[str, Any]]:

@@ -60,6 +60,9 @@ def summarize(ensemble: HydraEnsemble) -> str:
     if ensemble.policy is not None:
         first, *rest = str(ensemble.policy).splitlines()
         lines += [f"  policy   {first}", *(f"         {line}" for line in rest)]
+    if ensemble.sets is not None:
+        first, *rest = str(ensemble.sets).splitlines()
+        lines += [f"  sets     {first}", *(f"         {line}" for line in rest)]
     if not isinstance(ensemble.task, MultiClass) or ensemble.task.by_token:
         lines.insert(1, f"  task     {ensemble.task.title}")
     if ensemble.mode != "fused":
@@ -168,13 +171,14 @@ def _calibration(ensemble: HydraEnsemble) -> list[str]:
     if not report:
         return []
     lines = []
+    if "ensemble" not in report:  # numbers: nothing to compare with
+        return [f"  held out {report['why']}"]
     for who in ("ensemble", "host"):
         nll, ece = report[who]["NLL"], report[who]["ECE"]
         text = f"{who} NLL {nll[0]:.3f} -> {nll[1]:.3f}, ECE {ece[0]:.1f} -> {ece[1]:.1f} %"
         lines.append(text)
     lines[-1] += f" ({report['examples']} held-out examples, out of fold)"
-    if "note" in report:
-        lines.append(report["note"])
+    lines += [report[key] for key in ("note", "why") if key in report]
     return [f"  {'held out' if i == 0 else '':<8} {line}" for i, line in enumerate(lines)]
 
 
@@ -185,6 +189,8 @@ def _score(ensemble: HydraEnsemble) -> str:
     if ensemble.member_temperatures is not None:
         temperatures = ", ".join(f"{t:.2f}" for t in ensemble.member_temperatures)
         parts.append(f"members' temperatures {temperatures}")
+    if ensemble.calibrator is not None:
+        parts.append(ensemble.task.calibrators[ensemble.calibrator.name])
     if len(parts) == 1:
         parts.append("not calibrated")
     return ", ".join(parts)

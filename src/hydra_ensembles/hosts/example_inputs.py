@@ -38,7 +38,13 @@ def examples(model: nn.Module) -> list[Inputs]:
     config = text_config(model)
     vocabulary = getattr(config, "vocab_size", None)
     if isinstance(vocabulary, int) and vocabulary > 16:
-        return _texts(config, device)
+        texts = _texts(config, device)
+        if "MultipleChoice" in type(model).__name__:  # [batch, choice, token]
+            chosen = [
+                {n: v[:, None].repeat(1, 2, 1) for n, v in given.items()} for _, given in texts
+            ]
+            return [((), given) for given in chosen]
+        return texts
     return []
 
 
@@ -142,8 +148,9 @@ def example_batch(model: nn.Module, *, tokens: int = 128) -> tuple[Any, str]:
     args, kwargs = next(iter(examples(model)))
     if "input_ids" in kwargs:
         longest = getattr(text_config(model), "max_position_embeddings", tokens)
-        ids = kwargs["input_ids"][:1, :1].expand(1, max(1, min(tokens, longest - 2)))
-        return {"input_ids": ids}, f"{ids.shape[1]} tokens"
+        count, first = max(1, min(tokens, longest - 2)), kwargs["input_ids"][:1, ..., :1]
+        ids = first.expand(*first.shape[:-1], count)
+        return {"input_ids": ids}, f"{ids.shape[-1]} tokens"
     if len(kwargs) > 1:  # patches with their places
         one = {name: value[:1] for name, value in kwargs.items()}
         return one, f"{one['pixel_values'].shape[1]} patches"

@@ -74,11 +74,11 @@ class ZeroShotClassifier(nn.Module):
         tokenizer: Texts to the text tower's inputs.
         encode_text: Embeds a list of texts, [texts, width] (e.g. by a masked mean).
         batch_size: Texts embedded at once.
-        negatives: Words that are no class (see `negative_labels.py`), or True for a list of common
-            nouns: the least similar half of them becomes negative labels. A number per image is
-            then taken from its logits, so that the exponentials of its logits add up to the share
-            that the classes have beside the negative labels. The score `neglabel` reads it, and so
-            does `energy`; probabilities stay.
+        negatives: Words that name none of the classes (see `negative_labels.py`), or True for a
+            list of common nouns: the least similar half of them becomes negative labels. A number
+            per image is then taken from its logits, so that the exponentials of its logits add up
+            to the share that the classes have beside the negative labels. The score `neglabel`
+            reads it, and so does `energy`; probabilities stay.
 
     Example:
         >>> host = ZeroShotClassifier(clip, ["cat", "dog"], ["a photo of a {}."], tokenizer)

@@ -58,12 +58,14 @@ def save_model(
 def predict_frame(ensemble: HydraEnsemble, inputs: Any, *, batch_size: int = 32) -> Any:
     """Predict what MLflow hands over; return a data frame with a row per input."""
     if hasattr(inputs, "columns"):  # a data frame
-        if len(inputs.columns) != 1:
+        names = list(map(str, inputs.columns))
+        pairs = {("question", "context"), ("text", "text_pair")}
+        if len(names) != 1 and tuple(names) not in pairs:
             raise DataError(
-                f"The data frame has the columns {list(map(str, inputs.columns))}; expected one "
-                "column, of texts or of paths of images."
+                f"The data frame has the columns {names}; expected one column, of texts or of "
+                "paths of images, or 'text' and 'text_pair', or 'question' and 'context'."
             )
-        inputs = inputs.iloc[:, 0].tolist()
+        inputs = inputs.iloc[:, 0].tolist() if len(names) == 1 else inputs.to_dict("records")
     elif getattr(getattr(inputs, "dtype", None), "kind", "") in ("O", "U"):  # an array of texts
         inputs = inputs.tolist()
     elif isinstance(inputs, Mapping):

@@ -2,12 +2,15 @@
 
 They are transformers' own: its preparation of inputs, its batching and its options at the call.
 Each entry has the fields of the input's row (`uncertainty`, `novelty`, `decision` ...) beside the
-`label` and `score` that transformers gives it; they are None when not fitted.
+`label` and `score` that transformers gives it; they are None when not fitted. transformers 5 has no
+pipeline for questions any more: ours takes and gives what that one did. Features come as the row of
+the input, whose `embedding` is the vector.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,10 +18,33 @@ import torch
 
 from ..errors import DataError, UnsupportedModelError
 from ..fusion.ensemble import HydraEnsemble
+from ..fusion.inputs import prepare
+from ..prediction import Prediction
 from ..registry import check_name, imported
 from ..runtime.images import check_size, open_image
+from ..task_predictions import (
+    EmbeddingPrediction,
+    MultiLabelPrediction,
+    RegressionPrediction,
+    SpanPrediction,
+    TokenPrediction,
+)
 
-TASKS = ("image-classification", "text-classification", "token-classification")
+TASKS = (
+    "image-classification",
+    "text-classification",
+    "token-classification",
+    "question-answering",
+    "feature-extraction",
+    "image-feature-extraction",
+)
+_ANSWERS: dict[str, tuple[type[Prediction], ...]] = {
+    "token-classification": (TokenPrediction,),
+    "question-answering": (SpanPrediction,),
+    "feature-extraction": (EmbeddingPrediction,),
+    "image-feature-extraction": (EmbeddingPrediction,),
+}
+"""What answers of the models of a pipeline are; of the others any that have classes or numbers."""
 
 
 def pipeline(
@@ -33,14 +59,16 @@ def pipeline(
     """Make a pipeline of transformers whose answers say how sure and how new.
 
     Args:
-        task: `"image-classification"`, `"text-classification"` or `"token-classification"`.
+        task: One of `TASKS`. `"text-classification"` and `"image-classification"` are for classes,
+            several labels and numbers.
         model: An ensemble of a transformers host, its folder or its hub name.
         tokenizer, image_processor: What prepares the inputs; by default the ensemble's own.
         device: Where to run; by default where the ensemble is.
         batch_size: Inputs per forward pass, when it is called with many.
 
     Returns:
-        A transformers pipeline; options such as `top_k` and `aggregation_strategy` go to its call.
+        A transformers pipeline; options such as `top_k`, `function_to_apply` and
+        `aggregation_strategy` go to its call.
 
     Example:
         >>> classify = hydra.pipeline("text-classification", ensemble)
@@ -55,10 +83,19 @@ def pipeline(
             f"{type(ensemble.host).__name__} is not a model of transformers, whose pipelines need "
             "one. Call ensemble.predict(images, paths or texts)."
         )
+    own = ensemble.task.prediction
+    others = tuple(kind for kinds in _ANSWERS.values() for kind in kinds)
+    fits = issubclass(own, _ANSWERS[task]) if task in _ANSWERS else not issubclass(own, others)
+    if not fits:
+        fitting = [n for n in TASKS if n in _ANSWERS and issubclass(own, _ANSWERS[n])] or TASKS[:2]
+        raise UnsupportedModelError(
+            f"{type(ensemble.host).__name__} is made for {ensemble.task.title}, which the pipeline "
+            f"{task!r} does not do. Take {' or '.join(map(repr, fitting))}."
+        )
     given: dict[str, Any] = {"device": ensemble.device if device is None else device}
     if batch_size is not None:
         given["batch_size"] = batch_size
-    if task == "image-classification":
+    if task.startswith("image"):
         given["image_processor"] = image_processor or _processor(ensemble)
     else:
         given["tokenizer"] = tokenizer if tokenizer is not None else ensemble.tokenizer
@@ -67,7 +104,8 @@ def pipeline(
                 "This ensemble has no tokenizer: pass tokenizer=..., or set ensemble.tokenizer, "
                 "which is saved along."
             )
-    return transformers.pipeline(task, model=ensemble, pipeline_class=_classes()[task], **given)
+    known = "feature-extraction" if task == "question-answering" else task  # gone from transformers
+    return transformers.pipeline(known, model=ensemble, pipeline_class=_classes()[task], **given)
 
 
 def _processor(ensemble: HydraEnsemble) -> Any:
@@ -102,6 +140,9 @@ def _classes() -> dict[str, type]:
         (_ClassifiesImages, transformers.ImageClassificationPipeline),
         (_Classifies, transformers.TextClassificationPipeline),
         (_Tags, transformers.TokenClassificationPipeline),
+        (_Answers, transformers.FeatureExtractionPipeline),
+        (_Embeds, transformers.FeatureExtractionPipeline),
+        (_EmbedsImages, transformers.ImageFeatureExtractionPipeline),
     )
     return {
         task: type(f"Hydra{base.__name__}", (mixin, base), {})
@@ -116,27 +157,112 @@ class _Classifies:
 
     def _forward(self, model_inputs: Any) -> dict[str, Any]:
         answer = self.model.predict(dict(model_inputs))
-        return {"logits": answer.logits, "rows": answer.rows()}
+        # of several labels the logit of the mean, of numbers their mean
+        mean = self.model.task.mean(answer.answering_outputs)
+        return {"logits": mean, "rows": answer.rows()}
 
-    def postprocess(self, model_outputs: dict[str, Any], **options: Any) -> Any:
-        row = {k: v for k, v in _row(model_outputs).items() if k not in ("label", "class")}
-        entries = super().postprocess(model_outputs, **options)  # type: ignore[misc]
+    def postprocess(
+        self, model_outputs: dict[str, Any], function_to_apply: Any = None, **options: Any
+    ) -> Any:
+        kind = self.model.task.prediction
+        if function_to_apply is None:  # by the task, which a config may not say
+            usual = {MultiLabelPrediction: "sigmoid", RegressionPrediction: "none"}
+            function_to_apply = _function(usual.get(kind, "softmax"))
+        hidden = () if kind is RegressionPrediction else ("label", "class")
+        row = {k: v for k, v in _row(model_outputs).items() if k not in hidden}
+        if kind is MultiLabelPrediction:
+            row = {"labels": _row(model_outputs)["label"], **row}
+        entries = super().postprocess(  # type: ignore[misc]
+            model_outputs, function_to_apply=function_to_apply, **options
+        )
         if isinstance(entries, dict):
             return entries | row
         return [entry | row for entry in entries]
+
+
+def _function(name: str) -> Any:
+    from transformers.pipelines.text_classification import ClassificationFunction
+
+    return ClassificationFunction[name.upper()]
+
+
+class _Rows:
+    """Gives the row of an input."""
+
+    model: HydraEnsemble
+
+    def _forward(self, model_inputs: Any) -> dict[str, Any]:
+        given = dict(model_inputs)
+        texts = given.pop("texts", None)
+        answer = self.model.predict(given)
+        if texts is not None:
+            # of a batch that the pipeline joined, one list for each
+            flat = [text for own in texts for text in ([own] if isinstance(own, str) else own)]
+            answer = replace(answer, texts=flat)
+        return {"rows": answer.rows(), **self._places(answer)}
+
+    def _places(self, answer: Prediction) -> dict[str, Any]:
+        return {}
+
+    def postprocess(self, model_outputs: dict[str, Any], **options: Any) -> Any:
+        return _row(model_outputs)
+
+
+class _Embeds(_Rows):
+    """Gives the row of a text, whose `embedding` is its vector."""
+
+
+class _EmbedsImages(_Rows):
+    """Opens files as everything else here does."""
+
+    def preprocess(self, image: Any, timeout: float | None = None, **options: Any) -> Any:
+        return super().preprocess(_opened(image, timeout), timeout=timeout, **options)  # type: ignore[misc]
+
+
+class _Answers(_Rows):
+    """Answers questions: `answer`, `score`, and its first and last character in the context."""
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        if "question" in options:
+            names = ("question", "context")
+            inputs = ({name: options.pop(name, None) for name in names},)
+        return super().__call__(*inputs, **options)  # type: ignore[misc]
+
+    def preprocess(self, inputs: Any, **options: Any) -> Any:
+        return prepare(self.model, [inputs])
+
+    def _places(self, answer: Prediction) -> dict[str, Any]:
+        return {"offsets": answer.offsets}
+
+    def postprocess(self, model_outputs: dict[str, Any], **options: Any) -> Any:
+        row, offsets = dict(_row(model_outputs)), model_outputs["offsets"]
+        first, last = row["start"], row["end"]
+        if offsets is not None:
+            places = torch.as_tensor(offsets).reshape(-1, 2).tolist()
+            none = (first, last) == (0, 0)
+            row |= {
+                "start": 0 if none else places[first][0],
+                "end": 0 if none else places[last][1],
+            }
+        return {"score": row.pop("confidence"), **row}
 
 
 class _ClassifiesImages(_Classifies):
     """Opens files as everything else here does, and bounds what the processor resizes."""
 
     def preprocess(self, image: Any, timeout: float | None = None) -> Any:
-        from transformers.image_utils import load_image
+        return super().preprocess(_opened(image, timeout), timeout=timeout)  # type: ignore[misc]
 
-        if isinstance(image, str):
-            image = open_image(image) if os.path.isfile(image) else load_image(image, timeout)
-        if hasattr(image, "convert"):
-            check_size(image)
-        return super().preprocess(image, timeout=timeout)  # type: ignore[misc]
+
+def _opened(image: Any, timeout: float | None) -> Any:
+    """Open a file or an address, and bound what is resized."""
+    from transformers.image_utils import load_image
+
+    if isinstance(image, str):
+        image = open_image(image) if os.path.isfile(image) else load_image(image, timeout)
+    if hasattr(image, "convert"):
+        check_size(image)
+    return image
 
 
 class _Tags:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..data.model_runs import run_model
+from ..evaluation.cross_fit import fit_answer
 from ..evaluation.metrics import negative_log_likelihood
 from ..fusion.ensemble import HydraEnsemble
 from ..tasks import Task
@@ -86,20 +87,19 @@ def choose(nll: Mapping[Choice, Tensor]) -> Choice:
 
 
 def calibrate_(ensemble: HydraEnsemble, held_out: HeldOut) -> dict[str, Any]:
-    """Fit one temperature to what answers, in place; return what the record says about it.
+    """Calibrate what answers, in place; return what the record says about it.
 
-    With a student, the members get the one temperature of theirs too: it does not change the
-    answer, but their disagreement is that of calibrated members.
+    That is one temperature, and a calibrator where its gain is clear (`fit_answer`). With a
+    student, the members get the one temperature of theirs too: it does not change the answer, but
+    their disagreement is that of calibrated members.
     """
-    if not held_out.task.classifies:
-        return {"examples": len(held_out.labels), "note": f"{held_out.task.title}: not calibrated"}
-    fitted = find_temperature(held_out.members, held_out.labels)
-    record: dict[str, Any] = {"examples": len(held_out.labels), **asdict(fitted)}
-    if ensemble.student is None:
-        ensemble.temperature = fitted.temperature
+    task, student, labels = held_out.task, held_out.student, held_out.labels
+    numbers = None if student is None or task.has_temperatures else student[:, 0]
+    answering = held_out.members if student is None or numbers is not None else student
+    found, record = fit_answer(task, answering, labels, student=numbers)
+    ensemble.temperature, ensemble.calibrator = found.temperature, found.calibrator
+    if student is None or found.temperature is None:
         return record
-    assert held_out.student is not None
-    answer = find_temperature(held_out.student, held_out.labels)
-    ensemble.temperature = answer.temperature
+    fitted = find_temperature(held_out.members, labels)
     ensemble.member_temperatures = [fitted.temperature] * ensemble.members
-    return record | asdict(answer) | {"members' temperature": fitted.temperature}
+    return record | {"members' temperature": fitted.temperature}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..data.class_names import class_count, first_spellings, model_names, shown_order
-from ..errors import HydraError, UnsupportedModelError
+from ..errors import DataError, HydraError, UnsupportedModelError
 from ..fusion.ensemble import HydraEnsemble
 from ..hosts import HostModel
 from ..tasks import refuse
@@ -50,8 +50,14 @@ def check_alike(hosts: Sequence[nn.Module]) -> None:
         raise UnsupportedModelError(
             f"{len(hosts)} hosts cannot be folded: give two or more fine-tunings of one model."
         )
-    for host in hosts:
+    for place, host in enumerate(hosts):
         refuse(host)
+        for name, weight in host.named_parameters():
+            if not bool(weight.isfinite().all()):
+                raise DataError(
+                    f"Host {place} has NaN or infinity in {name}. Its training diverged: train it "
+                    "again, or leave it out."
+                )
     first, names = hosts[0], model_names(hosts[0])
     shapes = {name: tensor.shape for name, tensor in first.state_dict().items()}
     for place, host in enumerate(hosts[1:], 1):

@@ -14,12 +14,13 @@ from ..costs.formula import cost
 from ..data.batches import without_labels
 from ..data.model_runs import expect_batches
 from ..data.progress import announce, length_of
-from ..errors import DataError, HydraError, check_number
+from ..errors import DataError, HydraError, UnsupportedModelError, check_number
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.linear_readout import LinearReadout, Readouts
 from ..hosts import host_model
 from ..hosts.host_data import data_for
 from ..registry import check_name
+from ..tasks import Embedding, task_of
 from ..training.weight_average import average_weights
 from .fold_budget import Price, within_budget
 from .fold_choice import Choice, HeldOut, calibrate_, choose
@@ -61,7 +62,8 @@ def fold(
     Args:
         models: Two or more hosts of one architecture with the same classes, fine-tuned from the
             same pretrained weights (by seeds, data order, learning rates, LoRA or in full). LoRA
-            adapters of peft are merged first. The models are not changed.
+            adapters of peft are merged first. The models are not changed. Hosts that answer for
+            every token, or with spans, are folded by states, without a student.
         data: Inputs as the hosts take them; the hosts' training inputs are good enough. Labels are
             ignored. A few hundred examples help, a few thousand are better.
         readout: `"states"`, members are plain hosts, `ensemble.member(m)`; or `"logits"`, members
@@ -101,6 +103,7 @@ def fold(
         models = [models]
     hosts = [plain_host(model) for model in models]
     check_alike(hosts)
+    student = _possible_student(hosts[0], readout, student)
     first_host = host_model(hosts[0])
     parting = Parting.of(first_host)
     data = data_for(hosts[0], data, labels=False)
@@ -174,6 +177,24 @@ def fold(
     return ensemble
 
 
+def _possible_student(
+    host: nn.Module, readout: str, student: bool | Literal["auto"]
+) -> bool | Literal["auto"]:
+    """Return whether a student may answer; raise for linear readouts of many answers per input."""
+    task = task_of(host)
+    if task.axes == 2:
+        return student
+    what = "an encoder has no answer to fold"
+    if not isinstance(task, Embedding):
+        if readout == "states" and student is not True:
+            return False
+        what = (
+            "linear readouts and students give one answer per input. Fold by states and without a "
+            'student: readout="states", student=False'
+        )
+    raise UnsupportedModelError(f"{type(host).__name__} is made for {task.title}: {what}.")
+
+
 def _check_cost(
     ensemble: HydraEnsemble, hosts: Sequence[nn.Module], batch: Any, max_cost: float
 ) -> None:
@@ -185,7 +206,7 @@ def _check_cost(
     by = "logits" if ensemble.member_readout is not None else "states"
     needs = math.ceil(100 * needed) / 100
     advice = f"Pass max_cost={needs}"
-    if by == "states" and not ensemble.readout.has_token:
+    if by == "states" and not ensemble.readout.has_token and ensemble.task.axes == 2:
         advice += ', or readout="logits", which costs about as much as one host'
     raise HydraError(
         f"Folding {len(hosts)} hosts by {by} needs {needs} x the multiply-adds of one host on "

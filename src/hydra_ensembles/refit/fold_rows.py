@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..data.batches import check_inputs
-from ..data.processes import in_order
+from ..data.processes import in_order, on_first
 from ..data.progress import length_of, progress_bar
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..hosts.probes import largest_difference
@@ -67,7 +68,9 @@ class Rows:
         """Fit linear maps, each never worse than the given one (see `ridge.fit`)."""
         self.flush_()
         assert self.fitted is not None and self.judging is not None
-        return fit(self.fitted, self.judging, given)
+        # the same sums may be solved to other last digits elsewhere: one process does it for all
+        result: list[Fit] = on_first(partial(fit, self.fitted, self.judging, given))
+        return result
 
     def fit_outputs(self, count: int) -> list[Fit]:
         """Fit so many maps of equal size, for which nothing is given."""
@@ -121,7 +124,7 @@ class FoldRows:
         if not self.probabilities[name].rows:
             return [ReadoutFit(square.linear, square.ridge, square.error) for square in squares]
         fits = []
-        for square, soft in zip(squares, self.probabilities[name].fit(), strict=True):
+        for square, soft in zip(squares, on_first(self.probabilities[name].fit), strict=True):
             assert square.linear.bias is not None and soft.linear.bias is not None
             linear = Linear(
                 (square.linear.weight + soft.linear.weight) / 2,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..data.batches import without_labels
+from ..data.processes import on_first
 from ..errors import UnsupportedModelError
 from ..fusion.ensemble import HydraEnsemble
 from ..hosts import HostModel
@@ -100,7 +102,8 @@ def part_host(
     fits, linears = [], []
     for share in shares:
         given = Linear(own.weight[share], own.bias)
-        fits += fit(_restricted(rows.fitted, share), _restricted(rows.judging, share), [given])
+        fitted, judging = (_restricted(part, share) for part in (rows.fitted, rows.judging))
+        fits += on_first(partial(fit, fitted, judging, [given]))
         weight = torch.zeros_like(own.weight).index_copy_(0, share, fits[-1].linear.weight)
         linears.append(Linear(weight, fits[-1].linear.bias))
     batch = without_labels(next(iter(data)))

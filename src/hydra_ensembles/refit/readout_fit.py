@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..data.batches import check_inputs, split_batch
 from ..data.eval_mode import twin
 from ..data.model_runs import call_model, output_of
-from ..data.processes import in_order
+from ..data.processes import in_order, on_first
 from ..data.progress import length_of, progress_bar
 from ..hosts import HostModel, host_model
 from ..hosts.block_calls import parameter_names
@@ -79,7 +79,7 @@ def refit_readout_(
     fitted, judging = sums.together()
     if fitted is None or judging is None:
         return f"{examples} examples are too few"
-    result = best_fit(fitted, judging, Linear.of(layer))
+    result = on_first(partial(best_fit, fitted, judging, Linear.of(layer)))
     if result.ridge is not None:
         result.linear.put_(layer)
     return ReadoutFit(result.ridge, result.error, result.given_error)

@@ -111,7 +111,7 @@ class States:
         total: s [row, width].
         weights: How much each row counts [row]; None for equal weights.
         readout: The features of linear readouts [batch, feature].
-        logits: [batch, class].
+        logits: [batch, class]; of tokens, all of a text in one row.
     """
 
     features: Tensor
@@ -159,11 +159,6 @@ class Reader:
         self._totals.clear()
         output, collector = self._host(batch)
         logits = main_output(output, task_of(self._host.model).fields)
-        if logits.dim() != 2:
-            raise UnsupportedModelError(
-                f"{type(self._host.model).__name__} gives logits of shape {list(logits.shape)}; "
-                "fold takes hosts with one answer per input, [batch, class]."
-            )
         neurons, entering = collector.rows()
         weights = None
         if self._pooling is not None:
@@ -174,4 +169,6 @@ class Reader:
             x.flatten(0, 1).double().cpu()
             for x in (neurons, entering, collector.select(self._totals[-1]))
         )
-        return States(u, a, s, weights, collector.features().double().cpu(), logits.double().cpu())
+        return States(
+            u, a, s, weights, collector.features().double().cpu(), logits.flatten(1).double().cpu()
+        )

@@ -165,7 +165,8 @@ def _fit(states: PairedStates, sublayer: Sublayer, bar: Progress) -> SublayerFit
             f"The data has {rows} tokens, too few to fit {unknowns} unknowns. Give at least "
             f"{LEAST}; twice as many as unknowns are best, and they need no labels."
         )
-    result = best_fit(fitted, judging, given)
+    # the same sums may be solved to other last digits elsewhere: one process does it for all
+    result = processes.on_first(partial(best_fit, fitted, judging, given))
     if result.ridge is not None:
         sublayer.put_(block, result.linear)
     return SublayerFit(

@@ -61,7 +61,11 @@ def ood_names(results: Results) -> list[str]:
 def reliability(results: Results, *, bins: int = 15) -> list[Bin]:
     """Return the bars of the reliability diagram; empty bins are left out."""
     part = columns(results, "id")
-    sums = calibration_bins(part["confidence"], part["correct"], bins=bins)
+    if "probabilities" in part:  # of several labels: each is a yes or a no of its own
+        confidence, correct = part["probabilities"].flatten().float(), part["targets"].flatten()
+    else:
+        confidence, correct = part["confidence"], part["correct"]
+    sums = calibration_bins(confidence, correct.bool(), bins=bins)
     sums[:, -2] += sums[:, -1]  # a confidence of 1 has a bin of its own there
     counts, confidence, right = sums[:, :-1].tolist()
     return [

@@ -20,25 +20,27 @@ class Example:
 
     Attributes:
         group: Its heading, such as `most certain`.
-        predicted: The class that the model named.
-        confidence: Its probability.
+        predicted: What the model said: a class, labels, or numbers.
+        confidence: Its probability; None where the answer has none.
         uncertainty: The score.
         label: The true class; empty for out-of-distribution examples.
         source: Where it comes from: a file, or a set and a number.
         image: A `data:` address of a PNG, or empty.
         text: The text itself, or empty.
         note: One more line, or empty.
+        wrong: Whether it is wrong; None: where the label is another word than what was said.
     """
 
     group: str
     predicted: str
-    confidence: float
+    confidence: float | None
     uncertainty: float
     label: str = ""
     source: str = ""
     image: str = ""
     text: str = ""
     note: str = ""
+    wrong: bool | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""

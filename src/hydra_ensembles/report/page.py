@@ -8,6 +8,7 @@ the script everything but the controls is still there.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,9 +18,10 @@ from .._records import write_whole
 from ..errors import DataError
 from ..heads.head_mask import HeadMask
 from ..registry import imported
-from . import sections
+from . import sections, task_figures
 from .curves import answered_at
 from .examples import Example
+from .rounding import percent, three_digits
 
 if TYPE_CHECKING:
     from ..evaluation.results import Results
@@ -79,16 +81,17 @@ def write_report(
     curved = [result for result in results if "id" in result.examples]
     parts = [
         sections.figures(results, costs or {}),
-        sections.novelty(curved),
+        sections.novelty(curved, examples),
         sections.detection(curved),
-        sections.calibration(curved, names),
-        sections.abstention(curved),
+        task_figures.numbers(curved, names),
+        sections.calibration(task_figures.labelled_by_class(curved), names),
+        sections.abstention(task_figures.judged(curved)),
         sections.shown_examples(examples),
         sections.cost(results, costs or {}),
         sections.built(summary, masks, branch),
         sections.reproduce(results, settings or {}, command),
     ]
-    thresholds = {result.name: answered_at(result) for result in curved}
+    thresholds = {result.name: answered_at(result) for result in task_figures.judged(curved)}
     return write_page(path, parts, title=title, lead=lead, thresholds=thresholds, made=made)
 
 
@@ -118,6 +121,11 @@ def write_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters |= {
+        "percent": percent,
+        "three_digits": three_digits,
+        "parts": lambda name: re.findall(r"[^/_-]*[/_-]+|[^/_-]+", name),
+    }
     page = environment.get_template("page.html").render(
         title=title,
         lead=lead,

@@ -19,6 +19,7 @@ from ..heads.head_mask import HeadMask
 from . import figures as charts
 from .curves import ood_names
 from .examples import Example
+from .rounding import percent, three_digits
 from .svg import page_axes, to_svg
 
 if TYPE_CHECKING:
@@ -26,12 +27,34 @@ if TYPE_CHECKING:
 
 NEWEST = 12
 """Newest test examples that are listed."""
+NEWEST_HEADING = "Newest: least like the known data"
+"""Heading of the newest test examples."""
 FRONTIERS = ("ood/mean/AUROC", "cls/NLL", "cls/Acc", "cal/ECE")
 
 LABELS = {
     "cls/Acc": "accuracy",
     "cls/NLL": "NLL",
     "cls/Brier": "Brier",
+    "cls/LabelAcc": "labels right",
+    "cls/mAP": "mAP",
+    "cls/F1_micro": "micro F1",
+    "cls/F1_macro": "macro F1",
+    "reg/RMSE": "RMSE",
+    "reg/MAE": "MAE",
+    "reg/Pearson": "Pearson",
+    "reg/Spearman": "Spearman",
+    "reg/NLL": "NLL",
+    "reg/CRPS": "CRPS",
+    "reg/IntervalScore": "interval score",
+    "reg/Coverage": "in the 90 % interval",
+    "reg/Width": "width of the 90 % interval",
+    "reg/ErrorRank": "error rank",
+    "ent/F1": "entity F1",
+    "ent/Precision": "entity precision",
+    "ent/Recall": "entity recall",
+    "ent/AUROC": "entity error AUROC",
+    "qa/EM": "exact match",
+    "qa/F1": "answer F1",
     "cal/ECE": "ECE",
     "cal/aECE": "adaptive ECE",
     "ood/mean/AUROC": "OOD AUROC",
@@ -49,6 +72,11 @@ LABELS = {
     "policy/WrongOfAnswered": "wrong, of the answered",
     "policy/New": "called new",
     "ood/mean/policy/Answered": "OOD answered by the policy",
+    "set/Coverage": "covered by the sets",
+    "set/Size": "mean size of a set",
+    "set/WorstClass": "covered, worst class",
+    "set/Coverage_novelty_0-0.5": "covered, novelty below 0.5",
+    "set/Coverage_novelty_0.95-1": "covered, novelty above 0.95",
     "shift/mean/cls/Acc": "shifted accuracy",
     "shift/mean/cls/NLL": "shifted NLL",
     "shift/mean/cal/ECE": "shifted ECE",
@@ -58,6 +86,16 @@ LABELS = {
 MEANINGS = {
     "cls/NLL": "negative log-likelihood of the true class, in nats: how good the probabilities are",
     "cls/Brier": "squared error of the probabilities, summed over classes",
+    "cls/mAP": "area under precision and recall of each label, mean over labels (%)",
+    "cls/F1_micro": "harmonic mean of precision and recall over all labels together (%)",
+    "cls/F1_macro": "the same by label, mean over labels (%)",
+    "reg/NLL": "negative log-likelihood of the true numbers, in nats",
+    "reg/CRPS": "distance of the predicted distribution to the true number, in its own unit",
+    "reg/IntervalScore": "width of the 90 % interval and a penalty for numbers outside",
+    "reg/ErrorRank": "rank correlation of the error and the uncertainty",
+    "ent/F1": "harmonic mean of precision and recall of whole entities (%)",
+    "ent/AUROC": "how well uncertainty ranks wrong entities above right ones (%; 50 is chance)",
+    "qa/F1": "shared tokens of the answer and the true one (%)",
     "cal/ECE": "gap between confidence and accuracy, in 15 bins of equal width (%)",
     "cal/aECE": "the same, in bins of equally many examples (%)",
     "sc/AURC": "error rate among the answered, averaged over all shares that may be answered (%)",
@@ -79,6 +117,8 @@ SPOKEN = {
     for key in (
         *("cls/Acc", "cls/NLL", "cal/ECE", "cal/aECE", "sc/AURC", "fail/AUROC", "ood/mean/AUROC"),
         *("ood/mean/novelty/AUROC", "shift/mean/cls/Acc", "shift/mean/cls/NLL"),
+        *("cls/mAP", "cls/F1_micro", "reg/RMSE", "reg/Pearson", "reg/NLL", "reg/CRPS"),
+        *("ent/F1", "qa/EM", "qa/F1"),
     )
 }
 """The figures that verdicts speak of."""
@@ -253,8 +293,11 @@ def abstention(results: Sequence[Results]) -> Section | None:
     return Section("abstention", "Answer or abstain", content)
 
 
-def novelty(results: Sequence[Results]) -> Section | None:
-    """List the alarms per set and the newest examples of models that know their data."""
+def novelty(results: Sequence[Results], examples: Sequence[Example] = ()) -> Section | None:
+    """List the alarms per set and the newest examples of models that know their data.
+
+    Where the newest are shown with their image or text, their numbers are left out.
+    """
     able = [result for result in results if "alarm" in result.examples.get("id", {})]
     if not able:
         return None
@@ -268,11 +311,12 @@ def novelty(results: Sequence[Results]) -> Section | None:
         for name in sets
     ]
     scores = able[0].examples["id"]["score:novelty"]
-    newest = scores.argsort(descending=True, stable=True)[:NEWEST].tolist()
+    shown_below = any(example.group == NEWEST_HEADING for example in examples)
+    newest = scores.argsort(descending=True, stable=True)[: 0 if shown_below else NEWEST].tolist()
     content = {
         "names": [result.name for result in able],
         "rows": rows,
-        "newest": [{"number": row, "score": f"{float(scores[row]):.1f}"} for row in newest],
+        "newest": [{"number": row, "score": three_digits(float(scores[row]))} for row in newest],
     }
     return Section("novelty", "Like anything known?", content, long=True)
 
@@ -283,7 +327,7 @@ def _set(name: str) -> str:
 
 
 def _share(alarm: Any) -> str:
-    return "–" if alarm is None else f"{100 * float(alarm.double().mean()):.1f} %"
+    return percent(None if alarm is None else float(alarm.double().mean()))
 
 
 def legend(names: Sequence[str]) -> list[dict[str, Any]]:

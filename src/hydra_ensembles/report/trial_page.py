@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..evaluation.intervals import Comparison, compare
+from ..evaluation.intervals import BETTER, WORSE, Comparison, compare
 from ..evaluation.tables import shown
 from ..uncertainty import Policy
-from . import sections
+from . import sections, task_figures
 from .examples import Example
 from .page import write_page
+from .rounding import percent
 from .sections import Section
 from .svg import colour, page_axes, to_svg
 
@@ -33,17 +34,21 @@ WORDS = {
 }
 
 
-TILES = {
-    "cls/Acc": (" %", "accuracy"),
-    "cal/ECE": (" %", "calibration error (ECE)"),
-    "cls/NLL": ("", "negative log-likelihood"),
-}
+MARKS = {BETTER: "better", WORSE: "worse"}
+"""Verdicts that have a colour."""
 
 
 def told(trial: Trial) -> Comparison:
-    """Compare the ensemble with the host, both with a temperature, by paired intervals."""
+    """Compare the ensemble with the host, both calibrated, by paired intervals."""
     _, warm, ensemble = trial.results
     return compare(ensemble, warm, count=ensemble.settings["bootstrap"])
+
+
+def spoken(found: Comparison) -> list[str]:
+    """Return the figures that a verdict speaks of."""
+    if set(task_figures.headlines(found)) == set(task_figures.CLASSES):
+        return ["cls/NLL", "cls/Acc", "cal/ECE"]
+    return list(task_figures.headlines(found))
 
 
 def verdict(trial: Trial, kind: str = "files") -> str:
@@ -52,37 +57,50 @@ def verdict(trial: Trial, kind: str = "files") -> str:
         return (
             "Without labels nothing can be said about accuracy and calibration, only about novelty."
         )
-    names = {"cls/NLL": "NLL", "cls/Acc": "accuracy", "cal/ECE": "calibration"}
-    words = told(trial).in_words(names, f"{int(trial.held_out.sum())} {kind}")
-    return f"The ensemble against your model, each with a temperature: {words}."
+    found = told(trial)
+    names = {key: sections.SPOKEN[key] for key in spoken(found)} | {"cal/ECE": "calibration"}
+    words = found.in_words(names, f"{int(trial.held_out.sum())} {kind}")
+    numbers = "reg/RMSE" in found
+    fair = "each with a variance" if numbers else "each with a temperature"
+    return f"The ensemble against your model, {fair}: {words}."
 
 
 def at_a_glance(trial: Trial, kind: str = "files") -> Section:
     """Show the figures that matter most as tiles; `kind` says what the examples are."""
     rates = trial.policy.measured
     tiles = [
-        (f"{trial.ratio.multiply_adds:.2f} ×", "multiply-adds of your model"),
-        (f"{trial.ratio.bytes_on_disk:.2f} ×", "of its size on disk"),
+        {"value": f"{trial.ratio.multiply_adds:.2f} ×", "label": "multiply-adds of your model"},
+        {"value": f"{trial.ratio.bytes_on_disk:.2f} ×", "label": "of its size on disk"},
     ]
     if trial.results:
         found = told(trial)
-        tiles += [
-            (
-                f"{shown(key, found[key].b)} → {shown(key, found[key].a)}{unit}",
-                f"{label}: {found[key].verdict}",
+        for key, (unit, label) in task_figures.headlines(found).items():
+            row = found[key]
+            low, high = (signed(key, end) for end in (row.low, row.high))
+            tiles.append(
+                {
+                    "value": f"{shown(key, row.b)} → {shown(key, row.a)}{unit}",
+                    "label": label,
+                    "verdict": row.verdict,
+                    "mark": MARKS.get(row.verdict, "open"),
+                    "span": f"difference {signed(key, row.difference)} [{low}, {high}]",
+                }
             )
-            for key, (unit, label) in TILES.items()
-        ]
     if rates is not None:
-        tiles.append((f"{100 * rates.answer:.0f} %", "answered"))
+        tiles.append({"value": percent(rates.answer), "label": "answered"})
         if trial.policy.risk is not None:
-            tiles.append((f"{100 * rates.unsure:.0f} %", "left as unsure"))
-        tiles.append((f"{100 * rates.new:.0f} %", "called new"))
-    cards = [{"value": value, "label": label} for value, label in tiles]
+            tiles.append({"value": percent(rates.unsure), "label": "left as unsure"})
+        tiles.append({"value": percent(rates.new), "label": "called new"})
     held_out = int(trial.held_out.sum()) if trial.results else 0
     decide = int(trial.decide.sum())
-    content = {"tiles": cards, "held_out": held_out, "decide": decide, "kind": kind}
+    content = {"tiles": tiles, "held_out": held_out, "decide": decide, "kind": kind}
     return Section("glance", "At a glance", content)
+
+
+def signed(key: str, value: float) -> str:
+    """Return a difference of a figure with its sign, rounded as the figure is."""
+    text = shown(key, abs(value))
+    return f"{'−' if value < 0 else '+'}{text}" if float(text) else text
 
 
 def alarms(trial: Trial, names: Sequence[str], kind: str = "files") -> Section:
@@ -100,7 +118,7 @@ def alarms(trial: Trial, names: Sequence[str], kind: str = "files") -> Section:
             {
                 "level": f"{100 * level:.0f} %",
                 "count": len(flagged),
-                "share": f"{100 * len(flagged) / len(novelty):.1f} %",
+                "share": percent(len(flagged) / len(novelty)),
                 "daily": f"{1000 * level:.0f}",
                 "names": [names[row] for row in newest],
             }
@@ -134,7 +152,7 @@ def policy(found: Policy, note: str, kind: str = "files") -> Section:
             "name": name,
             "words": WORDS[name],
             "guaranteed": guaranteed[name],
-            "measured": "–" if rates is None else f"{100 * getattr(rates, name):.1f} %",
+            "measured": percent(None if rates is None else getattr(rates, name)),
         }
         for name in guaranteed
     ]
@@ -145,8 +163,8 @@ def policy(found: Policy, note: str, kind: str = "files") -> Section:
         "note": note,
         "examples": found.examples,
         "kind": kind,
-        "wrong": None if wrong is None else f"{100 * wrong:.1f} %",
-        "among": None if among is None else f"{100 * among:.1f} %",
+        "wrong": None if wrong is None else percent(wrong),
+        "among": percent(among),
     }
     return Section("policy", "Answer, unsure, or new", content)
 
@@ -186,7 +204,8 @@ def write_trial(
         at_a_glance(trial, kind),
         sections.shown_examples(examples, f"Your own {kind}"),
         alarms(trial, names, kind),
-        sections.calibration(trial.results, models),
+        task_figures.numbers(trial.results, models),
+        sections.calibration(task_figures.labelled_by_class(trial.results), models),
         sections.figures(trial.results[::-1], dict(zip(models, prices, strict=True)))
         if trial.results
         else None,

@@ -16,28 +16,58 @@ from typing import Any
 
 from .._records import SEAL, check_version, inside, read_sealed, sha256_of_file
 from ..errors import FormatError
+from ..prediction_sets import Sets
 
 FORMAT = "hydra-ensembles-export"
-FORMAT_VERSION = (2, 0)
+FORMAT_VERSION = (2, 1)
 CONTRACT = "contract.json"
 ADVICE = "Export the ensemble again."
 
 OUTPUTS: dict[str, tuple[str, str, str]] = {
     "class": ("int64", "each", "the most probable class, the lower one on a tie"),
-    "probabilities": ("float32", "each class", "mean of the members' softmax, or the student's"),
+    "active": ("bool", "each class", "whether a label is predicted"),
+    "start": ("int64", "example", "first token of the most probable span; 0 for no answer"),
+    "end": ("int64", "example", "last token of the most probable span; 0 for no answer"),
+    "values": ("float32", "each class", "mean of the members' numbers, or the student's"),
+    "embedding": ("float32", "each class", "mean of the members' vectors"),
+    "spread": ("float32", "each class", "standard deviation of the members"),
+    "probabilities": ("float32", "each class", "mean of the members', or the student's"),
+    "label_uncertainty": ("float32", "each class", "binary entropy of each label, in nats"),
+    "confidence": ("float32", "example", "the span's probability among all that can be answers"),
+    "no_answer": ("float32", "example", "probability that the text has no answer"),
     "uncertainty": ("float32", "each", "the score that `score` names; higher when less sure"),
     "mutual_information": ("float32", "each", "how far the members disagree, in nats"),
+    "disagreement": ("float32", "example", "share of member pairs that decide differently"),
+    "able": ("bool", "tokens", "which tokens may be part of an answer"),
     "member_logits": ("float32", "members", "the members' logits, temperatures applied"),
+    "member_values": ("float32", "members", "the members' numbers"),
+    "member_embeddings": ("float32", "members", "the members' vectors"),
     "student_logits": ("float32", "each class", "the student's logits, temperature applied"),
+    "student_values": ("float32", "each class", "the student's numbers"),
     "novelty": ("float32", "example", "share of the known data that is less novel, in [0, 1]"),
     "novelty_score": ("float32", "example", "what `novelty` ranks; unbounded"),
     "decision": ("int64", "each", "0 answer, 1 unsure, 2 new, 3 unsure and new, by `policies`"),
 }
 """Outputs by name: type, shape ("each": per example, or per token of a token classifier), meaning.
 
-`novelty` and `novelty_score` are there when novelty was fitted, `student_logits` where one output
-answers for the members."""
-OPTIONAL = {"student_logits", "novelty", "novelty_score"}
+A program gives those of its task. `novelty` and `novelty_score` are there when novelty was fitted,
+`student_...` where one output answers for the members."""
+OPTIONAL = {"student_logits", "student_values", "novelty", "novelty_score"}
+
+_SURE = {"uncertainty", "decision", "novelty", "novelty_score"}
+_CLASSES = {"class", "probabilities", "mutual_information", "member_logits", "student_logits"}
+_SPANS = {"start", "end", "confidence", "no_answer", "able", "disagreement", "member_logits"}
+TASK_OUTPUTS: dict[str, set[str]] = {
+    **dict.fromkeys(
+        ("image-classification", "text-classification", "token-classification", "classification"),
+        _CLASSES | _SURE,
+    ),
+    "multi-label": (_CLASSES - {"class"}) | {"active", "label_uncertainty", "disagreement"} | _SURE,
+    "regression": {"values", "spread", "member_values", "student_values"} | _SURE,
+    "question-answering": _SPANS | {"mutual_information"} | _SURE,
+    "embedding": {"embedding", "spread", "member_embeddings"} | _SURE,
+}
+"""What a program of a task gives."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +100,11 @@ class Contract:
     def policy(self, program: str) -> dict[str, Any]:
         """Return when a program abstains: one with 8-bit weights has its own thresholds."""
         return dict(self.data["policies"][program])
+
+    def sets(self, program: str) -> Sets | None:
+        """Return what makes a program's sets; None without, and in older contracts."""
+        record = (self.data.get("sets") or {}).get(program)
+        return None if record is None else Sets.from_dict(record)
 
     def file(self, name: str) -> Path:
         """Return the path of a file after checking its size and SHA-256."""
@@ -135,16 +170,23 @@ def problem_of(data: Mapping[str, Any]) -> str | None:
     ports = {port["name"] for port in (*data["inputs"], *data["outputs"])}
     if len(ports) < len(data["inputs"]) + len(data["outputs"]):
         return "two inputs or outputs have the same name"
-    if needed := OUTPUTS.keys() - OPTIONAL - ports:
+    if needed := TASK_OUTPUTS[data["task"]] - OPTIONAL - ports:
         return f"its outputs lack {', '.join(sorted(needed))}"
     if not data["programs"] or data["programs"].keys() != data["policies"].keys():
         return "programs and policies must name the same programs, at least one"
     if unknown := set(data["programs"].values()) - set(data["files"]):
         return f"the program {sorted(unknown)[0]!r:.60} is not among its files"
+    try:
+        for record in (data.get("sets") or {}).values():
+            Sets.from_dict(record)
+    except (FormatError, AttributeError, TypeError) as error:
+        return f"its sets are not readable: {error}".rstrip(".")
     if data["class_names"] is not None and len(data["class_names"]) != data["classes"]:
         return f"{len(data['class_names'])} class names for {data['classes']} classes"
     preparation = data["preprocessing"]
     if preparation and preparation["kind"] == "text":
+        if preparation.get("reads", "text") not in READS:
+            return f"its texts are {preparation['reads']!r:.40}; expected {', '.join(READS)}"
         return None if preparation["file"] in data["files"] else "its tokenizer is not a file of it"
     if preparation and not len(preparation["mean"]) == len(preparation["std"]) in (1, 3):
         return "preprocessing needs one mean and one std per channel, for 1 or 3 channels"
@@ -191,14 +233,13 @@ def _shape(value: Any) -> bool:
 _PORTS = [{"name": _name, "dtype": ("float32", "int64", "int32", "bool"), "shape": _shape}]
 _PROGRAM, _SIDE = ("onnx", "int8"), ("left", "right")
 
+READS = ("text", "tokens", "question")
+"""What a program makes of texts: one answer each, one per token, or a span for a question; `reads`
+in the preprocessing, "text" where it is absent."""
+
 FIELDS: dict[str, Any] = {
     "libraries": dict,
-    "task": (
-        "image-classification",
-        "text-classification",
-        "token-classification",
-        "classification",
-    ),
+    "task": tuple(TASK_OUTPUTS),
     "host": str,
     "members": _count,
     "classes": _count,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,16 @@ from .._records import read_steady
 from ..errors import DataError, FormatError
 from ..prediction import ClassPrediction, Prediction, join
 from ..registry import imported, unknown_name
+from ..task_predictions import (
+    EmbeddingPrediction,
+    MultiLabelPrediction,
+    RegressionPrediction,
+    SpanPrediction,
+    TokenPrediction,
+)
 from .contract import Contract, read_contract
 from .images import ImageReader
-from .texts import Texts
+from .texts import PLACES, Texts
 
 
 def load(
@@ -52,6 +60,7 @@ class ExportedEnsemble:
     Attributes:
         contract: What goes in and what comes out.
         program: Which program runs: `onnx` or `int8`.
+        sets: What makes the sets with a guarantee; None without.
     """
 
     def __init__(
@@ -76,6 +85,7 @@ class ExportedEnsemble:
                 f"{sorted(made)}, which its contract does not say. Export the ensemble again."
             )
         self._prepare = _preparation(contract)
+        self.sets = contract.sets(self.program)
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -99,8 +109,9 @@ class ExportedEnsemble:
 
         Args:
             inputs: Images (PIL, paths, or pixels `[H, W, 3]` of uint8) or texts, one or a list
-                of them, by the exported preprocessing; or prepared arrays: a mapping of input names
-                to arrays, or one array for a model with one input.
+                of them, by the exported preprocessing (two texts are `{"text": ..., "text_pair":
+                ...}`, questions `{"question": ..., "context": ...}`); or prepared arrays: a mapping
+                of input names to arrays, or one array for a model with one input.
             batch_size: So many examples run at once.
         """
         if batch_size < 1:
@@ -109,23 +120,26 @@ class ExportedEnsemble:
 
     def answer(self, arrays: Mapping[str, Any]) -> Prediction:
         """Predict prepared arrays, named as the contract names them, in one run."""
-        outputs = self.run(arrays)
-        logits = outputs["member_logits"]
-        votes, members = logits.argmax(-1), logits.shape[1]
-        differing = (votes[:, :, None] != votes[:, None, :]).sum((1, 2))
-        return ClassPrediction(
-            probabilities=outputs["probabilities"],
-            class_index=outputs["class"],
-            uncertainty=outputs["uncertainty"],
-            mutual_information=outputs["mutual_information"],
-            disagreement=(differing / max(members * (members - 1), 1)).astype(np.float32),
-            member_logits=logits,
+        ports = {port["name"] for port in self.contract.inputs}
+        places = {n: v for n, v in arrays.items() if n in _BESIDE and n not in ports}
+        places |= {n: arrays[n] for n in ("sequence_ids", "attention_mask") if n in arrays}
+        outputs = self.run({n: v for n, v in arrays.items() if n in ports or n not in _BESIDE})
+        code = outputs.pop("decision")
+        columns: dict[str, Any] = {_COLUMN_OF.get(n, n): v for n, v in outputs.items()}
+        kind = PREDICTIONS.get(self.task, ClassPrediction)
+        if issubclass(kind, ClassPrediction):
+            columns["disagreement"] = _disagreement(columns["member_logits"])
+        if issubclass(kind, TokenPrediction):
+            columns |= {"real": _real(columns["class_index"].shape, places)}
+            columns["words"] = places.get("word_ids")
+        if "offsets" in {field.name for field in fields(kind)}:
+            columns |= {"offsets": places.get("offset_mapping"), "texts": places.get("texts")}
+        return kind(
+            **columns,
             score=self.contract.data["score"],
-            novelty=outputs.get("novelty"),
-            novelty_score=outputs.get("novelty_score"),
-            code=outputs["decision"] if self.has_policy else None,
+            code=code if self.has_policy else None,
             class_names=self.class_names,
-            student_logits=outputs.get("student_logits"),
+            sets=self.sets,
         )
 
     def prepare(self, items: Sequence[Any]) -> dict[str, np.ndarray]:
@@ -138,7 +152,7 @@ class ExportedEnsemble:
                 f"{', '.join(port['name'] for port in self.contract.inputs)}, or export it again "
                 "from an ensemble that has a transform or a tokenizer."
             )
-        made = self._prepare(items)
+        made: Any = self._prepare(items)
         return made if isinstance(made, dict) else {self.contract.inputs[0]["name"]: made}
 
     def run(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -155,8 +169,6 @@ class ExportedEnsemble:
         return dict(zip(names, outputs, strict=True))
 
     def _batches(self, inputs: Any, batch_size: int) -> Iterator[dict[str, Any]]:
-        if self.task == "token-classification":
-            batch_size = 2**31  # batches of texts have as many tokens as their longest: no two fit
         several = isinstance(inputs, (list, tuple))
         if all(map(_is_one, inputs)) if several else _is_one(inputs):
             items = list(inputs) if several else [inputs]
@@ -214,6 +226,37 @@ class ExportedEnsemble:
         )
 
 
+PREDICTIONS: dict[str, type[Prediction]] = {
+    "token-classification": TokenPrediction,
+    "multi-label": MultiLabelPrediction,
+    "regression": RegressionPrediction,
+    "question-answering": SpanPrediction,
+    "embedding": EmbeddingPrediction,
+}
+"""Classes of answers by task; the others are those of a classifier."""
+
+_COLUMN_OF = {"class": "class_index"}
+_BESIDE = ("texts", *PLACES)
+"""What is made of texts beside the program's inputs."""
+
+
+def _disagreement(logits: np.ndarray) -> np.ndarray:
+    """Return the share of member pairs with different classes."""
+    votes, members = logits.argmax(-1), logits.shape[1]
+    differing = (votes[:, :, None] != votes[:, None, :]).sum((1, 2))
+    return (differing / max(members * (members - 1), 1)).astype(np.float32)
+
+
+def _real(shape: tuple[int, ...], places: Mapping[str, Any]) -> np.ndarray:
+    """Return which tokens are neither padding nor special, bool `[batch, token]`."""
+    real = np.ones(shape, dtype=bool)
+    for name, kept in (("attention_mask", 1), ("sequence_ids", 0)):
+        given = places.get(name)
+        if given is not None and np.shape(given) == shape:
+            real &= np.asarray(given) >= kept
+    return real
+
+
 def _session(contract: Contract, name: str, threads: int | None, providers: Sequence[str]) -> Any:
     onnxruntime = imported("onnxruntime", "An exported ensemble", "export")
     path = contract.file(name)
@@ -247,7 +290,8 @@ def _is_one(item: Any) -> bool:
     """Tell whether an input is an image, a path or a text."""
     pixels = isinstance(item, np.ndarray) and item.dtype == np.uint8 and item.ndim in (2, 3)
     picture = hasattr(item, "convert") and hasattr(item, "getbands")  # PIL's
-    return pixels or picture or isinstance(item, (str, os.PathLike))
+    texts = isinstance(item, Mapping) and isinstance(item.get("text", item.get("question")), str)
+    return pixels or picture or texts or isinstance(item, (str, os.PathLike))
 
 
 def _array(name: str, value: Any, dtype: str) -> np.ndarray:

@@ -8,15 +8,35 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DataError, UnsupportedModelError
-from ..prediction import Prediction
+from ..errors import DataError
+from ..prediction import ClassPrediction, Prediction
+from ..prediction_sets import Sets
 from ..runtime import ExportedEnsemble
+from ..runtime.exported_ensemble import PREDICTIONS
+from ..task_predictions import (
+    EmbeddingPrediction,
+    MultiLabelPrediction,
+    RegressionPrediction,
+    SpanPrediction,
+    TokenPrediction,
+)
 
 if TYPE_CHECKING:
     from ..uncertainty import Drift
 
-Row = str | Mapping[str, np.ndarray]
-"""One input: a text, or named arrays without a batch axis."""
+Row = str | Mapping[str, str] | Mapping[str, np.ndarray]
+"""One input: a text, named texts (a pair, or a question), or named arrays without a batch axis."""
+
+ASKS = {"text": ("text", "text_pair"), "question": ("question", "context")}
+"""Names of the texts of an input, by what a model is asked; a text may stand for itself."""
+
+
+def texts_of(row: Row) -> list[str]:
+    """Return the texts of an input; none when it is arrays."""
+    if isinstance(row, str):
+        return [row]
+    return [value for value in row.values() if isinstance(value, str)]
+
 
 ALARM = 0.05
 """False-alarm rate of a model without a policy."""
@@ -41,6 +61,26 @@ class TensorSpec:
         return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
 
 
+def rule_in_words(*, sureness: bool, alarm: float | None, guarantees: Sequence[str] = ()) -> str:
+    """Say when a model answers, for those who do not know its scores.
+
+    Args:
+        sureness: Whether the model must be sure enough.
+        alarm: Share of known data that is called new; None where novelty is not asked.
+        guarantees: What is guaranteed, as ends of a sentence.
+    """
+    if not sureness and alarm is None:
+        return "It answers every input."
+    needs = ["it is sure enough"] * sureness
+    if alarm is not None:
+        needs.append(f"the input is not newer than {100 * (1 - alarm):.3g} % of what it knows")
+    rule = f"It answers when {' and '.join(needs)}."
+    if not guarantees:
+        return rule
+    kept = " and ".join(guarantees)
+    return f"{rule} Of inputs like those that it was fitted on, {kept}, on average."
+
+
 class Backend:
     """A loaded model.
 
@@ -49,19 +89,26 @@ class Backend:
     Attributes:
         platform: What runs it, as `/v2/models/<m>` says.
         reads: `image` or `text`.
+        asks: What a model of texts is asked: `text` (one answer each), `tokens` or `question`.
+        kind: Class of the answers.
         tensors: The inputs that it takes already prepared.
-        classes: Number of classes.
+        classes: Number of classes, labels or numbers, or the width of the vectors.
         members: Number of members.
         class_names: By class number, or None.
         score: Name of the uncertainty.
         has_novelty: Whether predictions have novelty.
         has_policy: Whether predictions have decisions.
         alarm: Novelty above 1 - alarm is an alarm.
-        rule: When it abstains, in words.
+        rule: When it abstains, with its thresholds.
+        rule_in_words: The same for those who do not know the scores.
+        sets: What makes the sets with a guarantee; None without.
+        example: A text to try; None where there is none.
     """
 
     platform: str
     reads: str
+    asks: str
+    kind: type[Prediction]
     tensors: tuple[TensorSpec, ...]
     classes: int
     members: int
@@ -71,6 +118,24 @@ class Backend:
     has_policy: bool
     alarm: float
     rule: str
+    rule_in_words: str
+    sets: Sets | None = None
+    example: str | None = None
+
+    @property
+    def gives(self) -> str:
+        """What an answer is, in words: `4 classes`."""
+        if issubclass(self.kind, SpanPrediction):
+            return "answers to questions"
+        words = {
+            MultiLabelPrediction: "label",
+            RegressionPrediction: "number",
+            TokenPrediction: "tag",
+            EmbeddingPrediction: "embedding value",
+        }
+        word = words.get(self.kind, "class")
+        plural = {"class": "classes"}.get(word, f"{word}s")
+        return f"{self.classes} {word if self.classes == 1 else plural}"
 
     def prepare(self, image: Any) -> Row:
         """Turn a PIL image into a row."""
@@ -106,18 +171,15 @@ class ExportedBackend(Backend):
         self, exported: ExportedEnsemble, *, class_names: Sequence[str] | None = None
     ) -> None:
         data = exported.contract.data
-        if exported.task not in ("image-classification", "text-classification"):
-            raise UnsupportedModelError(
-                f"The exported ensemble does {exported.task}; the service answers images and "
-                "texts, once each."
-            )
         if data["preprocessing"] is None:
             raise DataError(
                 "This folder was exported without preprocessing, so the service could read "
                 "neither images nor texts. Export it again with a transform or a tokenizer."
             )
         self.exported = exported
-        self.reads = exported.task.partition("-")[0]
+        self.reads = str(data["preprocessing"]["kind"])
+        self.asks = str(data["preprocessing"].get("reads", "text"))
+        self.kind = PREDICTIONS.get(exported.task, ClassPrediction)
         self.tensors = tuple(
             TensorSpec(
                 port["name"],
@@ -134,6 +196,10 @@ class ExportedBackend(Backend):
         self.has_policy = exported.has_policy
         self.alarm = float(policy["alarm"] or ALARM)
         self.rule = str(policy["words"])
+        self.sets = exported.sets
+        self.rule_in_words = rule_in_words(
+            sureness=policy["uncertainty_above"] is not None, alarm=policy["alarm"]
+        )
 
     def prepare(self, image: Any) -> Row:
         """Turn a PIL image into a row, by the exported preprocessing."""
@@ -141,9 +207,14 @@ class ExportedBackend(Backend):
 
     def predict(self, rows: Sequence[Row]) -> Prediction:
         """Predict rows of one kind."""
-        if isinstance(rows[0], str):
+        if texts_of(rows[0]):
             arrays = self.exported.prepare(list(rows))
         else:
-            tensors = [row for row in rows if not isinstance(row, str)]
-            arrays = {name: np.stack([row[name] for row in tensors]) for name in tensors[0]}
+            arrays = stacked(rows)
         return replace(self.exported.answer(arrays), class_names=self.class_names)
+
+
+def stacked(rows: Sequence[Row]) -> dict[str, np.ndarray]:
+    """Return the arrays of rows, stacked by name."""
+    arrays: list[Mapping[str, Any]] = [row for row in rows if not isinstance(row, str)]
+    return {name: np.stack([row[name] for row in arrays]) for name in arrays[0]}

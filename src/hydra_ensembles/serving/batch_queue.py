@@ -19,7 +19,7 @@ from typing import Any
 
 from ..answer_each import InputError, answer_each
 from ..prediction import Prediction, join
-from .backends import Row
+from .backends import Row, texts_of
 from .limits import Limits, Refusal
 
 log = logging.getLogger(__name__)
@@ -205,13 +205,15 @@ class Batcher:
 
 def _alike(entries: Sequence[Entry], count: int) -> list[Entry]:
     """Return the oldest input and those nearest to its length: texts are padded to the longest."""
-    if not isinstance(entries[0].row, str):
-        return list(entries[:count])
-    length = len(entries[0].row)
-    return sorted(entries, key=lambda entry: abs(len(entry.row) - length))[:count]
+    lengths = {id(entry): sum(map(len, texts_of(entry.row))) for entry in entries}
+    oldest = lengths[id(entries[0])]
+    return sorted(entries, key=lambda entry: abs(lengths[id(entry)] - oldest))[:count]
 
 
 def _kind(row: Row) -> Hashable:
     if isinstance(row, str):
         return "text"
-    return tuple((name, array.shape, array.dtype.str) for name, array in sorted(row.items()))
+    if texts_of(row):
+        return tuple(row)
+    arrays: Any = sorted(row.items())
+    return tuple((name, array.shape, array.dtype.str) for name, array in arrays)

@@ -17,10 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from .._records import PARTIAL, check_same_run, holding, sha256_of, write_whole
+from ..data.class_names import class_count
 from ..data.progress import Progress
 from ..errors import DataError
 from ..fusion.ensemble import HydraEnsemble
+from ..prediction import Prediction
 from ..registry import imported
+from ..task_predictions import TokenPrediction
+from .answer_types import json_type
 
 SETTINGS = b"hydra_ensembles"
 """Where an output file keeps what it was made of: the model, the options and the input."""
@@ -206,23 +210,53 @@ class PartWorker:
         import pyarrow
 
         table = _parquet().ParquetFile(part.file).read_row_groups(part.groups)
-        read = self.answer.input_column(table.column_names)
-        answers = self.answer({read: table[read].to_pylist()})
-        if not pyarrow.types.is_string(table.schema.field(read).type):
-            table = table.drop_columns([read])  # images
+        read = self.answer.input_columns(table.column_names)
+        answers = self.answer({name: table[name].to_pylist() for name in read})
+        images = [n for n in read if not pyarrow.types.is_string(table.schema.field(n).type)]
+        table = table.drop_columns(images)
         numbers = pyarrow.array(range(part.first, part.first + part.rows), pyarrow.int64())
         columns = {**dict(zip(table.column_names, table.columns, strict=True)), "row": numbers}
         # the type of a column must not depend on the rows of a part
-        types = dict.fromkeys(("label", "decision", "why", "error"), pyarrow.string())
-        types |= {"class": pyarrow.int64()}
-        types |= {"probabilities": pyarrow.list_(pyarrow.float32())}
+        ensemble = self.answer.ensemble
+        several = (class_count(ensemble) or 1) > 1
         for name, values in answers.items():
-            kind = types.get(name.removeprefix(self.answer.prefix), pyarrow.float32())
+            plain = name.removeprefix(self.answer.prefix)
+            kind = _parquet_type(ensemble.task.prediction, plain, several)
+            if kind == pyarrow.string():  # records and nested lists as JSON
+                values = [v if isinstance(v, (str, type(None))) else json.dumps(v) for v in values]
             columns[name] = pyarrow.array(values, kind)
         settings = {SETTINGS: json.dumps(part.settings).encode()}
         content = pyarrow.BufferOutputStream()
         _parquet().write_table(pyarrow.table(columns).replace_schema_metadata(settings), content)
         write_whole(part.output, content.getvalue().to_pybytes())
+
+
+def _parquet_type(kind: type[Prediction], name: str, several: bool) -> Any:
+    """Return the type of a column of answers; records and lists of lists are JSON texts.
+
+    Args:
+        kind: The answers.
+        name: A field, `probabilities` or `error`.
+        several: Whether the model gives several numbers.
+    """
+    import pyarrow
+
+    def of(found: dict[str, Any]) -> Any:
+        if "anyOf" in found:  # one number, or a list of several
+            return of(found["anyOf"][several]) if name in ("value", "spread") else pyarrow.string()
+        given = found.get("type", "string")
+        plain = given if isinstance(given, str) else given[0]
+        if plain == "array":
+            inner = of(found["items"])
+            nested = found["items"].get("type") in ("object", "array")
+            return pyarrow.string() if nested else pyarrow.list_(inner)
+        return {"integer": pyarrow.int64(), "number": pyarrow.float32()}.get(
+            plain, pyarrow.string()
+        )
+
+    if name == "probabilities":
+        return pyarrow.string() if kind is TokenPrediction else pyarrow.list_(pyarrow.float32())
+    return pyarrow.string() if name == "error" else of(json_type(kind, name))
 
 
 def _by_ray(arguments: tuple[Any, ...], workers: int) -> Iterator[int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from torch import Tensor
 
 from ..data.batches import split_batch
 from ..errors import DataError
-from ..fusion import HydraEnsemble, fit_policy
+from ..fusion import HydraEnsemble, fit_policy, fit_sets
 from ..fusion.inputs import is_raw, prepare
-from ..fusion.known_data import novelty_fit
+from ..fusion.known_data import novelty_fit, proxies_of
 from ..prediction import Prediction
-from ..uncertainty import Policy
+from ..prediction_sets import Sets
+from ..uncertainty import NoveltyFit, Policy
 from ..uncertainty.policy import GIVEN
 from ..uncertainty.scores import per_text
 from .export_example import TEXT_INPUTS, Example, named
@@ -69,7 +71,7 @@ class EightBits:
         self.session = onnxruntime.InferenceSession(
             self.path.read_bytes(), providers=["CPUExecutionProvider"]
         )
-        fit = None
+        fit: NoveltyFit | None = None
         for batch in () if known is None else known:
             labels = None if is_raw(batch) else split_batch(batch)[2]
             logits, summaries, _ = self.features(batch)
@@ -78,7 +80,8 @@ class EightBits:
         if self.novelty is not None:
             if fit is None:
                 raise DataError("The known data is empty: it gave no batch.")
-            self.novelty = self.ready.novelty = fit.finish()
+            add = partial(self._add_proxies_, fit, known)
+            self.novelty = self.ready.novelty = fit.finish(add_proxies=add)
         if policy is None or (policy.method == GIVEN and policy.alarm is None):
             return policy
         if policy.method == GIVEN:
@@ -91,6 +94,26 @@ class EightBits:
             alarm=policy.alarm,
             method=policy.method,
             delta=0.1 if policy.delta is None else policy.delta,
+            progress=False,
+        )
+
+    def _add_proxies_(self, fit: NoveltyFit, known: Any) -> None:
+        """Add far outliers made of known data, without which no terms may join."""
+        for name, data in proxies_of(known).items():
+            for batch in data:
+                logits, summaries, _ = self.features(batch)
+                fit.add_ood_(name, summaries, logits)
+
+    def fit_sets_(self, sets: Sets, held_out: Any) -> Sets:
+        """Refit sets to held-out data; groups have no names here, so all share one threshold."""
+        return fit_sets(
+            self,
+            held_out,
+            coverage=sets.coverage,
+            method=sets.method,
+            groups="class" if sets.by == "class" else None,
+            randomised=sets.randomised,
+            seed=sets.seed,
             progress=False,
         )
 

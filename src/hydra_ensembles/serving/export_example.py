@@ -12,11 +12,13 @@ from torch import Tensor
 from ..data.batches import split_batch
 from ..errors import DataError
 from ..fusion import HydraEnsemble
-from ..fusion.inputs import is_raw, prepare, token_limit
+from ..fusion.inputs import READ_BY_ANSWERS, is_raw, prepare, token_limit
 from ..hosts.example_inputs import examples
 from ..hosts.prompt_classifier import PromptClassifier
+from ..tasks import Spans
+from ..tasks.spans import answer_tokens
 
-TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "sequence_ids")
 """Inputs `[batch, tokens]`, of any number of tokens."""
 
 ROWS = 17
@@ -75,6 +77,8 @@ def example_of(ensemble: HydraEnsemble, given: Any) -> Example:
         and not isinstance(ensemble.host, PromptClassifier)
     ):
         given = ["a joy to watch", "no", "the longest made-up sentence, by far"]
+        if "answer" in ensemble.task.prediction.FIELDS:
+            given = [{"question": "who saw it?", "context": text} for text in given]
     if given is not None:
         args, kwargs, _ = split_batch(prepare(ensemble, given) if is_raw(given) else given)
     elif made := examples(ensemble.host):
@@ -85,6 +89,8 @@ def example_of(ensemble: HydraEnsemble, given: Any) -> Example:
             "inputs."
         )
     values = named(ensemble, args, kwargs)
+    if isinstance(ensemble.task, Spans):  # the program is told which tokens are the context's
+        values["sequence_ids"] = _context_of(values)
     wrong = [n for n, v in values.items() if not isinstance(v, Tensor) or not v.ndim]
     if wrong or not values:
         raise DataError(
@@ -110,11 +116,22 @@ def example_of(ensemble: HydraEnsemble, given: Any) -> Example:
     return Example(tensors, not args, real, host, limit)
 
 
+def _context_of(values: dict[str, Any]) -> Tensor:
+    """Return 1 for tokens that may be part of an answer, else -1, `[batch, token]`."""
+    if isinstance(given := values.get("sequence_ids"), Tensor):
+        return given
+    size, tokens = values["input_ids"].shape
+    able = answer_tokens(torch.zeros(size, 1, 2, tokens), values)
+    return able.long() * 2 - 1
+
+
 def named(ensemble: HydraEnsemble, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the inputs of a batch under the names that they have in exported programs."""
     names = list(inspect.signature(type(ensemble.host).forward).parameters)[1:]
     values = {**dict(zip(names, args, strict=False)), **kwargs}
-    values = {name: value for name, value in values.items() if value is not None}
+    kept = {"sequence_ids"} if isinstance(ensemble.task, Spans) else set()
+    absent = set(READ_BY_ANSWERS) - kept
+    values = {n: value for n, value in values.items() if value is not None and n not in absent}
     if len(values) == 1 and args:  # timm and open_clip take images as x or image
         (value,) = values.values()
         if isinstance(value, Tensor) and value.ndim == 4:

@@ -41,6 +41,7 @@ from .graph import (
     exported_policy,
     frozen,
     in_float32,
+    task_name,
     write_onnx,
 )
 from .preparation import image_preparation, text_preparation
@@ -68,7 +69,8 @@ class Export:
         lines = [f"exported to {self.folder}"]
         for kind, name in self.programs.items():
             size = (self.folder / name).stat().st_size / 2**20
-            worst = max(self.differences[kind][key] for key in ("probabilities", "member_logits"))
+            found = self.differences[kind].items()
+            worst = max(value for key, value in found if key not in ("novelty", "novelty_score"))
             lines.append(f"  {name:16} {size:8.1f} MiB  differs by at most {worst:.1e}")
         return "\n".join(lines)
 
@@ -90,21 +92,22 @@ def export(
     comes out.
 
     Args:
-        ensemble: A classifier. Programs compute in float32, whatever its own precision is.
+        ensemble: Of any task. Programs compute in float32, whatever its own precision is.
         folder: Where to write; an earlier export there is replaced once the new one is complete.
         example: Real inputs to trace and to compare with: a batch of the host, images or texts.
             Made up where it is known what the host takes.
         int8: Also write `model.int8.onnx`, with 8-bit weights in the linear layers.
         known: With `int8`: in-distribution data, as `fit_novelty_` takes it, to refit novelty for
             the 8-bit program. Needed when the ensemble has novelty.
-        held_out: With `int8`: labelled data, as `fit_policy` takes it, to refit the policy for the
-            8-bit program. Needed when the ensemble has a fitted policy.
+        held_out: With `int8`: labelled data, as `fit_policy` takes it, to refit the policy and the
+            sets for the 8-bit program. Needed when the ensemble has a fitted policy; without it,
+            and for tasks other than one class per input, the 8-bit program has no sets.
         alarm: For an ensemble without a policy: abstain when an input is more novel than all but
             this share of the known data. None answers everything.
         tolerance: Largest difference to `ensemble.predict` in float32, relative to values above 1.
 
     Raises:
-        UnsupportedModelError: The host cannot be traced, or is not a classifier.
+        UnsupportedModelError: The host cannot be traced, or its task has no program.
         VerificationError: A program does not answer as the ensemble does.
 
     Example:
@@ -125,8 +128,11 @@ def export(
             "fit_novelty_() takes it (hydra-ensembles export --known DATA), to refit novelty; or "
             "set ensemble.novelty = None and ensemble.policy = None to export without it."
         )
-    if held_out is not None and ensemble.policy is None:
-        raise ValueError("held_out= fits a policy, but this ensemble has none: fit_policy() first.")
+    if held_out is not None and ensemble.policy is None and ensemble.sets is None:
+        raise ValueError(
+            "held_out= fits a policy and sets, but this ensemble has neither: fit_policy() or "
+            "fit_sets() first."
+        )
     if int8 and held_out is None and ensemble.policy and ensemble.policy.method != GIVEN:
         raise DataError(
             "The guarantee of the ensemble's policy does not hold for 8-bit weights. Give "
@@ -138,6 +144,7 @@ def export(
     ensemble = in_float32(ensemble)
     inputs = example_of(ensemble, example)
     policies = {"onnx": exported_policy(ensemble.policy, ensemble, alarm)}
+    sets = {} if ensemble.sets is None else {"onnx": ensemble.sets.to_dict()}
     ready = frozen(ensemble, inputs.batch(inputs.rows(3)))
     target = Path(folder)
     with holding(target), writing(target):
@@ -154,8 +161,12 @@ def export(
                 if known is not None or held_out is not None:
                     policy = small.fit_(known, policy, held_out)
                 policies["int8"] = exported_policy(policy, ready, alarm)
+                by_input = ensemble.task.classifies and not ensemble.task.by_token
+                if held_out is not None and ensemble.sets is not None and by_input:
+                    sets["int8"] = small.fit_sets_(ensemble.sets, held_out).to_dict()
                 small.write(AnsweringGraph(ready, inputs.names, policies["int8"][0]))
             contract = _contract(ensemble, inputs, graph.output_names, policies, staging)
+            contract["sets"] = sets or None
             _write_contract(contract, staging)
             differences = compare(ensemble, inputs, policies["onnx"][0], staging, tolerance)
             contract["agreement"] = {
@@ -179,17 +190,17 @@ def _contract(
     staging: Path,
 ) -> dict[str, Any]:
     """Return the contract, without the files and the agreement; write the tokenizer's files."""
-    answer = ensemble.predict(inputs.batch(inputs.rows(1)))
-    _, members, *tokens, classes = answer.member_logits.shape
-    free: list[str | int] = ["tokens"] if tokens else []
+    outcome = ensemble.predict(inputs.batch(inputs.rows(1))).member_outputs
+    members, classes = outcome.shape[1], outcome.shape[-1]
+    task, by_token = task_name(ensemble), ensemble.task.by_token
     is_image = "pixel_values" in inputs.tensors
     if inputs.most_tokens:
         preparation = text_preparation(ensemble, inputs, staging)
-        task = "token-classification" if tokens else "text-classification"
     else:
-        task = "image-classification" if is_image else "classification"
         alone = is_image and len(inputs.tensors) == 1
         preparation = image_preparation(ensemble.transform) if alone else None
+    if task == "classification" and (inputs.most_tokens or is_image):
+        task = f"{'text' if inputs.most_tokens else 'image'}-classification"
     if preparation and preparation["kind"] == "image":
         shape = inputs.dims("pixel_values")
         if shape != ["batch", len(preparation["mean"]), *preparation["size"]]:
@@ -197,14 +208,20 @@ def _contract(
                 f"ensemble.transform makes images of {preparation['size']}, but the example has "
                 f"the shape {shape}. Give an example that was prepared by the transform."
             )
+    free: list[str | int] = ["tokens"] if by_token else []
+    ends: list[str | int] = [*free, classes]
+    if ensemble.task.ragged:  # start and end logits of every token
+        classes, ends = 2, [2, "tokens"]
     shapes: dict[str, list[str | int]] = {
         "each": ["batch", *free],
-        "each class": ["batch", *free, classes],
+        "each class": ["batch", *ends],
         "example": ["batch"],
-        "members": ["batch", members, *free, classes],
+        "tokens": ["batch", "tokens"],
+        "members": ["batch", members, *ends],
     }
     names = ensemble.id2label
-    class_names = [names[i] for i in range(classes)] if names and len(names) == classes else None
+    named = task not in ("question-answering", "embedding") and names and len(names) == classes
+    class_names = [names[i] for i in range(classes)] if names and named else None
     largest = Policy().finite().threshold
 
     def policy_record(policy: Policy, words: str) -> dict[str, Any]:

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.batches import split_batch
 from ..data.eval_mode import twin
 from ..errors import DataError, HydraError, UnsupportedModelError
 from ..fusion import FusedBlock, HydraEnsemble
 from ..fusion.known_data import novelty_rows, run_of
 from ..prediction import Prediction
-from ..runtime.contract import OUTPUTS
+from ..runtime.contract import OUTPUTS, TASK_OUTPUTS
 from ..uncertainty import Policy
 from ..uncertainty.novelty import Novelty, from_tensors
 from .export_example import Example
@@ -43,15 +44,16 @@ class AnsweringGraph(nn.Module):
         self._policy = policy
         self.novelty = None if ensemble.novelty is None else NoveltyGraph(ensemble.novelty.single())
         absent = set() if self.novelty else {"novelty", "novelty_score"}
-        absent |= {"student_logits"} if ensemble.student is None else set()
-        self.output_names = [name for name in OUTPUTS if name not in absent]
+        absent |= {"student_logits", "student_values"} if ensemble.student is None else set()
+        given = TASK_OUTPUTS[task_name(ensemble)] - absent
+        self.output_names = [name for name in OUTPUTS if name in given]
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of the contract, in its order."""
         batch: Any = dict(zip(self._names, inputs, strict=True)) if self._names else inputs
         run = run_of(self.ensemble, batch, summaries=self.novelty is not None)
         logits = run.member_logits.float()
-        answer = prediction_of(self.ensemble, logits, run.student_logits)
+        answer = prediction_of(self.ensemble, logits, run.student_logits, batch)
         if self.novelty is not None:
             novelty, score = self.novelty(run.summaries, novelty_rows(self.ensemble, logits, batch))
             answer = replace(answer, novelty=novelty, novelty_score=score)
@@ -82,10 +84,26 @@ class FeaturesGraph(nn.Module):
         return tuple(x.float().contiguous().clone() for x in outputs if x is not None)
 
 
+def task_name(ensemble: HydraEnsemble) -> str:
+    """Return what the contract calls an ensemble's task."""
+    name = ensemble.task.name
+    if name in TASK_OUTPUTS:
+        return name
+    if ensemble.task.classifies and not ensemble.task.by_token:
+        return "classification"
+    if ensemble.task.by_token:  # masked words and next words
+        return "token-classification"
+    raise UnsupportedModelError(
+        f"There is no program for {ensemble.task.title}: an export answers for "
+        f"{', '.join(TASK_OUTPUTS)}. Serve the saved ensemble itself."
+    )
+
+
 def prediction_of(
-    ensemble: HydraEnsemble, logits: Tensor, student_logits: Tensor | None
+    ensemble: HydraEnsemble, logits: Tensor, student_logits: Tensor | None, batch: Any
 ) -> Prediction:
-    """Turn raw logits into a prediction by the ensemble's score and temperatures."""
+    """Turn raw logits into a prediction by the ensemble's score and calibration."""
+    more = {"inputs": split_batch(batch)[1]} if ensemble.task.reads_inputs else {}
     return ensemble.task.answer(
         logits,
         student_logits=student_logits,
@@ -93,25 +111,25 @@ def prediction_of(
         temperature=ensemble.temperature,
         member_temperatures=ensemble.member_temperatures,
         logit_scale=getattr(ensemble.host, "logit_scale", None),
+        **more,
+        **ensemble.calibrated_by(),
     )
 
 
 def outputs_of(answer: Prediction, policy: Policy) -> dict[str, Tensor]:
     """Return a prediction and its decision as the outputs of the contract."""
+    found = {_OUTPUT_OF.get(name, name): column for name, column in answer._columns().items()}
     outputs = {
-        "class": answer.class_index,
-        "probabilities": answer.probabilities.float(),
-        "uncertainty": answer.uncertainty.float(),
-        "mutual_information": answer.mutual_information.float(),
-        "member_logits": answer.member_logits.float(),
+        name: column.float() if column.is_floating_point() else column
+        for name, column in found.items()
+        if name in OUTPUTS and name not in ("disagreement",) * ("class" in found)
     }
-    if answer.student_logits is not None:
-        outputs["student_logits"] = answer.student_logits.float()
-    score = answer.novelty_score
-    if answer.novelty is not None and score is not None:
-        outputs |= {"novelty": answer.novelty.float(), "novelty_score": score.float()}
     outputs["decision"] = policy.decide(outputs["uncertainty"], outputs.get("novelty_score"))
     return outputs
+
+
+_OUTPUT_OF = {"class_index": "class"}
+"""Outputs of the contract whose column has another name."""
 
 
 class NoveltyGraph(nn.Module):
@@ -127,7 +145,7 @@ class NoveltyGraph(nn.Module):
                 self._buffers_by_name[name] = name.replace(".", "_")
                 self.register_buffer(name.replace(".", "_"), tensor.detach().cpu().contiguous())
 
-    def forward(self, summaries: Tensor, member_logits: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, summaries: Tensor, member_logits: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return novelty and its score."""
         tensors = {name: getattr(self, buffer) for name, buffer in self._buffers_by_name.items()}
         novelty, score = from_tensors(tensors, self._facts)(summaries, member_logits)
@@ -177,7 +195,7 @@ def frozen(ensemble: HydraEnsemble, inputs: Mapping[str, Any]) -> HydraEnsemble:
     The ensemble itself is not changed; tensors that stay the same are shared with it.
 
     Args:
-        ensemble: Any classifier, as `in_float32` returned it.
+        ensemble: As `in_float32` returned it.
         inputs: A batch to run it on once.
     """
     ready = twin(ensemble).eval()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..prediction import WHY, Prediction
+from ..task_predictions import TokenPrediction
 from .backends import Backend
 
 if TYPE_CHECKING:
@@ -91,13 +92,14 @@ class Metrics:
         for wait in waits:
             self["queue_seconds"].observe(wait)
         for name in OBSERVED:
-            column = getattr(answers, name)
-            for value in [] if column is None else column.tolist():
+            for value in _values(answers, name):
                 self[name].observe(value)
         if answers.novelty is not None:
             self["alarms"].inc(int((~(answers.novelty <= 1 - self.alarm)).sum()))
-        for why in filter(None, answers.why or ()):
-            self["abstentions"].labels(why).inc()
+        for why in answers.why or ():
+            reasons = set(why) if isinstance(why, list) else {why}  # of tokens, each reason once
+            for reason in sorted(filter(None, reasons)):
+                self["abstentions"].labels(reason).inc()
 
     def note_window(self, window: Window) -> None:
         """Show the outcome of one test for drift."""
@@ -111,6 +113,14 @@ class Metrics:
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+
+def _values(answers: Prediction, name: str) -> list[float]:
+    """Return a column's numbers: one per input, or per real token; none where the task has none."""
+    column = getattr(answers, name, None)
+    if isinstance(answers, TokenPrediction) and column is not None and column.ndim == 2:
+        column = column[answers.real]
+    return column.tolist() if hasattr(column, "ndim") else []
 
 
 def uncertainty_buckets(score: str, classes: int) -> tuple[float, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 from collections.abc import Iterator
 from typing import Any
 
-from ..prediction import DECISIONS, FIELDS, WHY
+from ..prediction import Prediction
+from ..task_predictions import TokenPrediction
+from .answer_types import KINDS, SHARE, json_type
 from .protocol_tensors import TYPES
 
 Json = dict[str, Any]
@@ -47,6 +50,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "texts": {"texts": [TEXT, "bad"]},
         "image": {"image": GREY},
         "images": {"images": [GREY, GREY]},
+        "text pair": {"text": TEXT, "text_pair": "a calm film"},
+        "text inputs": {"inputs": [{"text": TEXT, "text_pair": "a calm film"}]},
+        "question": {"question": "which film?", "context": TEXT},
     },
     "multipart/form-data": {"text": {"text": [TEXT]}},
     "text/plain": {"text": TEXT},
@@ -85,45 +91,33 @@ def _ref(name: str) -> Json:
 
 
 TEXT_TYPE, WHOLE, TRUTH = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
-NUMBER, MAYBE = {"type": "number"}, {"type": ["number", "null"]}
-SHARE, MAYBE_SHARE = ({**kind, "minimum": 0, "maximum": 1} for kind in (NUMBER, MAYBE))
+NUMBER = {"type": "number"}
 NAMES, FILE = _list(TEXT_TYPE), {"contentMediaType": "image/*"}
-
-FIELD_TYPES: dict[str, Json] = {
-    "label": TEXT_TYPE,
-    "class": {**WHOLE, "minimum": 0},
-    "confidence": SHARE,
-    "uncertainty": NUMBER,
-    "mutual_information": NUMBER,
-    "disagreement": SHARE,
-    "novelty": MAYBE_SHARE,
-    "novelty_score": MAYBE,
-    "decision": {"enum": [*dict.fromkeys(DECISIONS), None]},
-    "why": {"enum": list(WHY)},
-}
-"""The JSON types of `FIELDS`."""
 
 
 def _schemas() -> Json:
-    fields = {name: {**FIELD_TYPES[name], "description": said} for name, said in FIELDS.items()}
     near = {"position": WHOLE, "name": {"type": ["string", "null"]}, "similarity": NUMBER}
     evidence = _object(
         {
             "terms": _list(_object({"term": TEXT_TYPE, "p": SHARE})),
             "nearest": _list(_object(near)),
             "facts": NAMES,
+            "note": {"type": ["string", "null"]},
         }
     )
     facts = {
         "name": TEXT_TYPE,
         "reads": {"enum": ["text", "image"]},
+        "asks": {"enum": ["text", "tokens", "question"]},
         "members": WHOLE,
         "classes": WHOLE,
+        "gives": TEXT_TYPE,
         "classNames": NAMES,
         "novelty": TRUTH,
         "alarm": SHARE,
         "score": TEXT_TYPE,
         "rule": TEXT_TYPE,
+        "example": {"type": ["string", "null"]},
         "maxText": WHOLE,
     }
     datatype = {"enum": [*TYPES, "BYTES"]}
@@ -148,17 +142,31 @@ def _schemas() -> Json:
         "alarm": SHARE,
         "rule": TEXT_TYPE,
     }
-    answer = {"probabilities": _list(SHARE), "evidence": {"anyOf": [evidence, {"type": "null"}]}}
+    more = {"evidence": {"anyOf": [evidence, {"type": "null"}]}}
+    answers = {kind.__name__: _answer(kind, more) for kind in KINDS}
+    texts = dict.fromkeys(("text", "text_pair", "question", "context"), TEXT_TYPE)
+    single = {**_object(texts), "required": [], "minProperties": 1}
     return {
         "Error": _object({"error": TEXT_TYPE}),
-        "Answer": _object({**fields, **answer}, *answer),
+        **answers,
+        "Answer": {"anyOf": [_ref(name) for name in answers]},
         "Answers": _object({"model": TEXT_TYPE, "answers": _list(_ref("Answer"))}),
         "Inputs": {
-            **_object({"text": TEXT_TYPE, "texts": NAMES, "image": TEXT_TYPE, "images": NAMES}),
+            **_object(
+                {
+                    **texts,
+                    "texts": NAMES,
+                    "inputs": _list(_ref("Input")),
+                    "image": TEXT_TYPE,
+                    "images": NAMES,
+                }
+            ),
             "required": [],
             "minProperties": 1,
-            "description": "One of text, texts, image and images. Images are files in base64.",
+            "description": "One of: text (with text_pair for two texts), texts, question and "
+            "context, inputs, image, images. Images are files in base64.",
         },
+        "Input": single,
         "Form": _object({"text": NAMES, "file": _list(FILE)}, "text", "file"),
         "Facts": _object(facts),
         "Server": _object({"name": TEXT_TYPE, "version": TEXT_TYPE, "extensions": NAMES}),
@@ -193,6 +201,20 @@ def _schemas() -> Json:
             },
             "id",
         ),
+    }
+
+
+def _answer(kind: type[Prediction], more: Json) -> Json:
+    """Return the schema of the answers of a task."""
+    fields = {
+        name: {**json_type(kind, name), "description": said} for name, said in kind.FIELDS.items()
+    }
+    if "probabilities" in {field.name for field in dataclasses.fields(kind)}:
+        share = _list(SHARE)
+        more = {**more, "probabilities": _list(share) if kind is TokenPrediction else share}
+    return {
+        **_object({**fields, **more}, *more),
+        "description": (kind.__doc__ or "").split("\n")[0],
     }
 
 
@@ -299,7 +321,8 @@ def document(version: str) -> Json:
             "title": "hydra-ensembles",
             "version": version,
             "description": "One fused ensemble that says how sure it is and whether an input is "
-            "new. A model reads either texts or images; GET /facts says which.",
+            "new. A model reads either texts or images and has one kind of answer; GET /facts says "
+            "which.",
         },
         "security": [{"token": []}],
         "paths": _paths(),
@@ -341,10 +364,14 @@ def page(found: Json) -> str:
         for method in ("get", "post"):
             if method in methods:
                 parts += _section(path, method, methods[method])
-    parts.append("<h2>Fields of an answer</h2><table>")
-    for name, said in FIELDS.items():
-        parts.append(f"<tr><td><code>{name}</code><td>{html.escape(said)}")
-    parts.append("</table><h2>Refusals</h2>")
+    parts.append("<h2>Fields of an answer</h2>")
+    for kind in KINDS:
+        schema = found["components"]["schemas"][kind.__name__]
+        parts.append(f"<p>{html.escape(schema['description'])}</p><table>")
+        for name, said in kind.FIELDS.items():
+            parts.append(f"<tr><td><code>{name}</code><td>{html.escape(said)}")
+        parts.append("</table>")
+    parts.append("<h2>Refusals</h2>")
     parts.append('<p>A refusal is <code>{"error": "what was found, what to do"}</code>.</p><table>')
     parts += [f"<tr><td>{status}<td>{html.escape(said)}" for status, said in REFUSALS.items()]
     return "\n".join([*parts, "</table></body></html>\n"])

@@ -27,6 +27,8 @@ from .export_example import Example
 TOKENIZER = "tokenizer.json"
 TRIALS = ("a joy to watch", "", "Ünïcode – 汉字 🙂 and\ttabs\n", "word " * 5000)
 """Texts that the exported tokenizer must split as the original does."""
+ASKED = ("who saw it?", "", "Ünïcode – 汉字 🙂?", "where")
+"""Questions about them."""
 
 PIXEL_TOLERANCE = 0.06
 """In normalised pixels: an image processor that resizes by torch rounds a little differently."""
@@ -115,7 +117,7 @@ def text_preparation(
         return None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         problem: str | None = "it has no tokenizer.json"
-    elif unknown := inputs.tensors.keys() - PARTS.keys():
+    elif unknown := inputs.tensors.keys() - PARTS.keys() - {"sequence_ids"}:
         problem = f"it does not make {', '.join(sorted(unknown))}"
     else:
         tokenizer.save_pretrained(str(folder))
@@ -129,10 +131,15 @@ def text_preparation(
             "padding_side": "right" if prompt else tokenizer.padding_side,
             "truncation_side": tokenizer.truncation_side,
             "template": prompt.template if prompt else None,
+            "reads": reads_of(ensemble),
         }
-        theirs = prompt.encode(list(TRIALS)) if prompt else prepare(ensemble, list(TRIALS))
+        trials: list[Any] = list(TRIALS)
+        if settings["reads"] == "question":
+            asked = zip(ASKED, TRIALS, strict=True)
+            trials = [{"question": question, "context": text} for question, text in asked]
+        theirs = prompt.encode(trials) if prompt else prepare(ensemble, trials)
         content = (folder / TOKENIZER).read_text(encoding="utf-8")
-        problem = _text_difference(content, settings, list(inputs.tensors), theirs)
+        problem = _text_difference(content, settings, trials, list(inputs.tensors), theirs)
         if problem is None:
             return settings
     warnings.warn(
@@ -143,15 +150,26 @@ def text_preparation(
     return None
 
 
+def reads_of(ensemble: HydraEnsemble) -> str:
+    """Return what an ensemble makes of texts: one of `READS` of the contract."""
+    if "answer" in ensemble.task.prediction.FIELDS:
+        return "question"
+    return "tokens" if ensemble.task.by_token else "text"
+
+
 def _text_difference(
-    content: str, settings: dict[str, Any], inputs: Sequence[str], theirs: Mapping[str, Tensor]
+    content: str,
+    settings: dict[str, Any],
+    trials: Sequence[Any],
+    inputs: Sequence[str],
+    theirs: Mapping[str, Any],
 ) -> str | None:
     """Say how the runtime's tokens differ from the tokenizer's, or None if they agree."""
     try:
-        ours = Texts(content, settings, inputs)(TRIALS)
+        ours = Texts(content, settings, inputs)(trials)
     except HydraError as error:
         return str(error)
-    arrays = {name: tensor.cpu().numpy() for name, tensor in theirs.items()}
+    arrays = {n: tensor.cpu().numpy() for n, tensor in theirs.items() if isinstance(tensor, Tensor)}
     mask = arrays.get("attention_mask")
     for name in inputs:
         same = name in arrays and ours[name].shape == arrays[name].shape

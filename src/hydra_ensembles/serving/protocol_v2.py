@@ -1,18 +1,20 @@
 """The Open Inference Protocol v2 (KServe, Triton): metadata, health, inference.
 
-A request gives either the raw input (`text` or `image`, of BYTES: texts, or files of images, in
-JSON as base64) or the tensors that the model itself reads (`input_ids`, `pixel_values` ...).
+A request gives either the raw input (`text`, with `text_pair` for two texts; `question` and
+`context`; or `image`; of BYTES: texts, or files of images, in JSON as base64) or the tensors that
+the model itself reads (`input_ids`, `pixel_values` ...).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..prediction import FIELDS, Prediction
-from .backends import Row, TensorSpec
+from .answer_types import ARRAYS, tensor_of, tensor_type
+from .backends import ASKS, Row, TensorSpec
 from .limits import Refusal
 from .protocol_tensors import HEADER, read_inputs, split_request, wanted_outputs, write_response
 from .requests import from_base64, read_body
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 VERSION = "1"
-DATATYPES = {"label": "BYTES", "class": "INT64", "decision": "BYTES", "why": "BYTES"}
-"""Datatypes of the fields that are not FP32."""
 
 
 class ProtocolV2:
@@ -32,7 +32,9 @@ class ProtocolV2:
 
     def __init__(self, service: Service, version: str) -> None:
         self.service, self.version = service, version
-        self.raw = TensorSpec(service.backend.reads, "BYTES", (-1,))
+        backend = service.backend
+        names = ASKS.get(backend.asks, ("text",)) if backend.reads == "text" else ("image",)
+        self.raw = tuple(TensorSpec(name, "BYTES", (-1,)) for name in names)
 
     @property
     def outputs(self) -> dict[str, TensorSpec]:
@@ -43,10 +45,20 @@ class ProtocolV2:
             absent |= {"novelty", "novelty_score"}
         if not backend.has_policy:
             absent |= {"decision", "why"}
-        specs = [TensorSpec(n, DATATYPES.get(n, "FP32")) for n in FIELDS if n not in absent]
+        if backend.sets is None:
+            absent |= {"set"}
+        specs = [
+            TensorSpec(name, *tensor_type(backend.kind, name, backend.classes))
+            for name in backend.kind.FIELDS
+            if name not in absent
+        ]
+        shapes = {"probabilities": (-1,), "member_logits": (-1, backend.members)}
+        shapes |= dict.fromkeys(("member_values", "member_embeddings"), (-1, backend.members))
+        ends = {"tokens": (-1, backend.classes), "question": (2, -1)}
+        end = ends.get(backend.asks, (backend.classes,))
+        columns = {field.name for field in fields(backend.kind)}
         specs += [
-            TensorSpec("probabilities", "FP32", (-1, backend.classes)),
-            TensorSpec("member_logits", "FP32", (-1, backend.members, backend.classes)),
+            TensorSpec(name, "FP32", (*shapes[name], *end)) for name in ARRAYS if name in columns
         ]
         return {spec.name: spec for spec in specs}
 
@@ -83,14 +95,15 @@ class ProtocolV2:
                 "name": self.service.name,
                 "versions": [VERSION],
                 "platform": backend.platform,
-                "inputs": [spec.as_record() for spec in (self.raw, *backend.tensors)],
+                "inputs": [spec.as_record() for spec in (*self.raw, *backend.tensors)],
                 "outputs": [spec.as_record() for spec in self.outputs.values()],
                 "parameters": {
-                    "give": f"either {self.raw.name}, or the tensors after it",
+                    "give": self._give(),
                     "class_names": backend.class_names,
                     "uncertainty": backend.score,
                     "alarm": backend.alarm,
                     "rule": backend.rule,
+                    "sets": None if backend.sets is None else str(backend.sets),
                 },
             }
         )
@@ -113,7 +126,8 @@ class ProtocolV2:
             head["id"] = given["id"]
         specs = self.outputs
         columns = [
-            (name, specs[name].datatype, _column(answers, name), binary) for name, binary in wanted
+            (name, specs[name].datatype, tensor_of(answers, name, specs[name].datatype), binary)
+            for name, binary in wanted
         ]
         content, length = write_response(head, columns)
         if length is None:
@@ -129,26 +143,41 @@ class ProtocolV2:
         given, binary = split_request(body, header)
         wanted = wanted_outputs(given, list(self.outputs))
         inputs = read_inputs(given, binary)
-        if set(inputs) != {self.raw.name}:
+        names = [spec.name for spec in self.raw]
+        texts = [name for name in names if name in inputs]
+        # a second text may be absent, half of a question may not
+        if not texts or set(inputs) != set(texts) or (texts != names and texts != ["text"]):
             return given, self._tensor_rows(inputs), wanted
-        array = inputs[self.raw.name]
-        if array.dtype != object:
-            raise Refusal(422, f"The input {self.raw.name!r} is not a tensor of BYTES.")
-        values = self.service.counted(array.reshape(-1).tolist())
-        if self.raw.name == "image":
-            return given, values if binary else [from_base64(value) for value in values], wanted
+        columns = []
+        for name in texts:
+            if inputs[name].dtype != object:
+                raise Refusal(422, f"The input {name!r} is not a tensor of BYTES.")
+            columns.append(self.service.counted(inputs[name].reshape(-1).tolist()))
+        if names == ["image"]:
+            return given, columns[0] if binary else list(map(from_base64, columns[0])), wanted
+        if len({len(column) for column in columns}) > 1:
+            raise Refusal(422, f"The inputs {texts} have different numbers of texts.")
         try:
-            texts = [value.decode("utf-8") for value in values]
+            rows = [[value.decode("utf-8") for value in row] for row in zip(*columns, strict=True)]
         except UnicodeDecodeError:
             raise Refusal(422, "A text is not UTF-8.") from None
-        return given, self.service.rows_of_texts(texts), wanted
+        single = len(texts) == 1
+        found = [row[0] if single else dict(zip(texts, row, strict=True)) for row in rows]
+        return given, self.service.rows_of_texts(found), wanted
+
+    def _give(self) -> str:
+        first, *second = (spec.name for spec in self.raw)
+        also = "".join(f" ({name} for two texts)" for name in second if name == "text_pair")
+        also = also or "".join(f" and {name}" for name in second)
+        return f"either {first}{also}, or the tensors after it"
 
     def _tensor_rows(self, inputs: Mapping[str, np.ndarray]) -> list[Row]:
         specs = {spec.name: spec for spec in self.service.backend.tensors}
         first = next(iter(specs))
         unknown = [name for name in inputs if name not in specs]
         if unknown or first not in inputs:
-            expected = f"either {self.raw.name!r} or {', '.join(map(repr, specs))}"
+            raw = " and ".join(repr(spec.name) for spec in self.raw if spec.name != "text_pair")
+            expected = f"either {raw} or {', '.join(map(repr, specs))}"
             raise Refusal(422, f"The inputs are {sorted(inputs)!r:.200}; expected {expected}.")
         arrays = {name: _checked(array, specs[name]) for name, array in inputs.items()}
         shape = arrays[first].shape
@@ -169,14 +198,6 @@ class ProtocolV2:
             )
         if version != VERSION:
             raise Refusal(404, f"There is no version {version!r:.40}; expected {VERSION}.")
-
-
-def _column(answers: Prediction, name: str) -> np.ndarray:
-    """Return an output as an array; texts that are null in a row are empty."""
-    if name in ("label", "decision", "why"):
-        texts = answers.labels if name == "label" else getattr(answers, name)
-        return np.array([text or "" for text in texts], dtype=object)
-    return getattr(answers, "class_index" if name == "class" else name)
 
 
 def _checked(array: np.ndarray, spec: TensorSpec) -> np.ndarray:

@@ -148,7 +148,8 @@ def from_base64(value: Any) -> bytes:
 # | content type | what the body is |
 # |---|---|
 # | `multipart/form-data` | one or several `file` (images) or `text` |
-# | `application/json` | an object with `text`, `texts` (a list), `image` (base64) or `images` |
+# | `application/json` | an object with `text` (and `text_pair`), `texts` (a list), `question` and |
+# | | `context`, `inputs` (a list of such objects), `image` (base64) or `images` |
 # | `text/plain` | one text |
 # | `image/*` | one image |
 KINDS = "multipart/form-data, application/json, text/plain, image/* or application/octet-stream"
@@ -185,20 +186,42 @@ async def predict(service: Service, request: Request) -> Response:
     )
 
 
+SHAPES = (
+    "'text' (with 'text_pair' for two texts), 'texts', 'question' and 'context', 'inputs' (a list "
+    "of such objects), 'image' or 'images' (base64)"
+)
+
+
 def _of_json(given: dict[str, Any]) -> tuple[list[Any], list[bytes]]:
-    """Return the texts and images of a JSON object."""
-    keys = [key for key in ("text", "texts", "image", "images") if key in given]
+    """Return the texts and images of a JSON object; two texts, or a question, are a mapping."""
+    keys = [
+        key for key in ("text", "texts", "question", "inputs", "image", "images") if key in given
+    ]
     if len(keys) != 1:
-        raise Refusal(
-            422, "Expected an object with one of 'text', 'texts', 'image' or 'images' (base64)."
-        )
-    value = given[keys[0]]
-    values = value if keys[0].endswith("s") else [value]
+        raise Refusal(422, f"Expected an object with one of {SHAPES}.")
+    (key,) = keys
+    if key in ("text", "question"):
+        return [_named_texts(given)], []
+    value = given[key]
+    values = value if key.endswith("s") else [value]
     if not isinstance(values, list):
-        raise Refusal(422, f"{keys[0]!r} is not a list.")
-    if keys[0].startswith("text"):
+        raise Refusal(422, f"{key!r} is not a list.")
+    if key == "inputs":
+        return [_named_texts(one) for one in values], []
+    if key == "texts":
         return values, []
     return [], [from_base64(value) for value in values]
+
+
+def _named_texts(given: Any) -> Any:
+    """Return the text of an object, or its two texts by name."""
+    names = {"text", "text_pair", "question", "context"}
+    found = (
+        {name: given[name] for name in given if name in names} if isinstance(given, dict) else {}
+    )
+    if not found:
+        raise Refusal(422, f"An input is {type(given).__name__}; expected an object with texts.")
+    return found["text"] if set(found) == {"text"} else found
 
 
 async def _parts(request: Request, body: bytes, service: Service) -> tuple[list[str], list[bytes]]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ..errors import DataError
 from ..prediction import Prediction
 from ..runtime.images import PixelLimitError, open_image, pixel_count
-from .backends import Backend, Row
+from .backends import ASKS, Backend, Row
 from .batch_queue import Batcher
 from .drift_watch import DriftWatch
 from .limits import Limits, Refusal
@@ -64,13 +64,16 @@ class Service:
         return {
             "name": self.name,
             "reads": backend.reads,
+            "asks": backend.asks,
             "members": backend.members,
             "classes": backend.classes,
+            "gives": backend.gives,
             "classNames": list(backend.class_names or []),
             "novelty": backend.has_novelty,
             "alarm": backend.alarm,
             "score": backend.score,
-            "rule": backend.rule.partition("\n")[0],
+            "rule": backend.rule_in_words,
+            "example": backend.example,
             "maxText": self.limits.text,
         }
 
@@ -132,20 +135,36 @@ class Service:
         """Check texts and return them as rows."""
         if self.backend.reads != "text":
             raise Refusal(422, f"{self.name} reads images, not texts.")
-        for text in texts:
-            if not isinstance(text, str):
-                raise Refusal(422, f"Found {type(text).__name__} where a text was expected.")
-            if len(text) > self.limits.text:
-                raise Refusal(
-                    413,
-                    f"A text has {len(text)} characters; at most {self.limits.text} are read. "
-                    "Shorten it.",
-                )
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError:
-                raise Refusal(422, "A text is not valid Unicode.") from None
+        for row in texts:
+            for text in self._texts_of(row):
+                if not isinstance(text, str):
+                    raise Refusal(422, f"Found {type(text).__name__} where a text was expected.")
+                if len(text) > self.limits.text:
+                    raise Refusal(
+                        413,
+                        f"A text has {len(text)} characters; at most {self.limits.text} are read. "
+                        "Shorten it.",
+                    )
+                try:
+                    text.encode("utf-8")
+                except UnicodeEncodeError:
+                    raise Refusal(422, "A text is not valid Unicode.") from None
         return self.counted(list(texts))
+
+    def _texts_of(self, row: Any) -> list[Any]:
+        """Return the texts of an input; refuse one that this model is not asked."""
+        asks = self.backend.asks
+        names = ASKS.get(asks, ())
+        if isinstance(row, Mapping) and set(row) == set(names):
+            return list(row.values())
+        if asks == "question":
+            raise Refusal(
+                422, f"{self.name} answers questions: send a 'question' and its 'context'."
+            )
+        if isinstance(row, Mapping):
+            what = "one text or two ('text', 'text_pair')" if names else "one 'text'"
+            raise Refusal(422, f"{self.name} reads {what} per input; found {sorted(row)!r:.80}.")
+        return [row]
 
     async def rows_of_images(self, contents: Sequence[bytes]) -> list[Row]:
         """Decode images and return them as rows; their sizes decide when it is their turn."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,13 @@ import torch
 from PIL import Image
 
 from ..data.eval_mode import twin
-from ..errors import DataError, UnsupportedModelError
+from ..errors import DataError
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.inputs import image_key, prepare
 from ..prediction import Prediction
 from ..uncertainty import Drift, Policy
-from .backends import ALARM, Backend, Row, TensorSpec
+from ..uncertainty.policy import GIVEN
+from .backends import ALARM, Backend, Row, TensorSpec, rule_in_words, stacked, texts_of
 
 
 class TorchBackend(Backend):
@@ -68,28 +70,37 @@ class TorchBackend(Backend):
         self.has_novelty, self.has_policy = ensemble.novelty is not None, policy is not None
         self.alarm = (policy.alarm if policy else None) or ALARM
         self.rule = "always answer" if policy is None else str(policy)
-        grey = Image.new("RGB", (64, 64), (127, 127, 127))
-        example = "example" if self.reads == "text" else self.prepare(grey)
-        batch = self._batch([example])
-        if isinstance(example, str):
+        self.rule_in_words = _in_words(policy or Policy())
+        self.sets = ensemble.sets
+        task = ensemble.task
+        self.kind = task.prediction
+        asked = "answer" in self.kind.FIELDS
+        self.asks = "question" if asked else "tokens" if task.by_token else "text"
+        if self.reads == "text" and ensemble.novelty is not None and not asked:
+            whole = (name for name in ensemble.novelty.names if name and not name.endswith("…"))
+            self.example = next(whole, None)
+        if self.reads == "text":
+            example: Row = {"question": "example", "context": "example"} if asked else "example"
+            batch = self._batch([example])
             host = getattr(ensemble.host, "forward", ensemble.host)
             known = inspect.signature(host).parameters.keys() - {"labels"}
+            known |= {"sequence_ids"} if self.asks != "text" else set()
             self.tensors = tuple(TensorSpec(k, "INT64", (-1, -1)) for k in batch if k in known)
         else:
-            shape = example["pixel_values"].shape
-            self.tensors = (TensorSpec("pixel_values", "FP32", (-1, *shape)),)
-        logits = ensemble.predict(batch).member_logits  # the first call is slow
-        if logits.ndim != 3:
-            raise UnsupportedModelError(
-                "This ensemble answers for every token; the service answers once per text."
-            )
-        self.members, self.classes = logits.shape[1:]
+            pixels = self._pixels(Image.new("RGB", (64, 64), (127, 127, 127)))
+            self.tensors = (TensorSpec("pixel_values", "FP32", (-1, *pixels.shape)),)
+            batch = self._batch([{"pixel_values": pixels}])
+        outputs = ensemble.predict(batch).member_outputs  # the first call is slow
+        self.members, self.classes = outputs.shape[1], 2 if task.ragged else outputs.shape[-1]
 
     def prepare(self, image: Any) -> Row:
         """Turn a PIL image into a row, by the ensemble's own transform."""
+        return {"pixel_values": self._pixels(image)}
+
+    def _pixels(self, image: Any) -> np.ndarray:
         if self._transform is None:
             raise DataError("This model reads texts, not images.")
-        return {"pixel_values": self._transform(image).numpy()}
+        return np.asarray(self._transform(image).numpy())
 
     def predict(self, rows: Sequence[Row]) -> Prediction:
         """Predict rows of one kind."""
@@ -97,12 +108,9 @@ class TorchBackend(Backend):
         return replace(prediction, class_names=self.class_names)
 
     def _batch(self, rows: Sequence[Row]) -> Any:
-        if isinstance(rows[0], str):
+        if texts_of(rows[0]):
             return prepare(self.ensemble, list(rows))
-        arrays = [row for row in rows if not isinstance(row, str)]
-        columns = {
-            name: torch.from_numpy(np.stack([row[name] for row in arrays])) for name in arrays[0]
-        }
+        columns = {name: torch.from_numpy(array) for name, array in stacked(rows).items()}
         if self.reads == "text":
             return columns
         images = columns["pixel_values"].to(self._dtype)
@@ -118,3 +126,14 @@ class TorchBackend(Backend):
     def drift(self, window: int) -> Drift | None:
         """Return a test of the stream against the known data."""
         return Drift(self.ensemble, window=window) if self.has_novelty else None
+
+
+def _in_words(policy: Policy) -> str:
+    """Say what a policy does and guarantees."""
+    guarantees = []
+    if policy.risk is not None and policy.method == "conformal":
+        guarantees.append(f"at most {100 * policy.risk:.3g} % are answered and wrong")
+    if policy.alarm is not None and policy.method != GIVEN:
+        guarantees.append(f"at most {100 * policy.alarm:.3g} % are called new")
+    sureness = policy.threshold < math.inf
+    return rule_in_words(sureness=sureness, alarm=policy.alarm, guarantees=guarantees)

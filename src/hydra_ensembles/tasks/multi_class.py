@@ -37,6 +37,10 @@ class MultiClass(Task):
     default_score: ClassVar[str] = "msp"
     classifies: ClassVar[bool] = True
     has_temperatures: ClassVar[bool] = True
+    calibrators: ClassVar[Mapping[str, str]] = {
+        "vector": "vector scaling",
+        "isotonic": "isotonic regression of the top label",
+    }
     sets: ClassVar[tuple[str, ...]] = ("lac", "aps", "raps")
 
     answer = staticmethod(predict_from_logits)

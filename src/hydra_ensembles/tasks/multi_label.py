@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +14,8 @@ from ..errors import DataError
 from ..prediction import Prediction
 from ..registry import Registry
 from ..task_predictions import MultiLabelPrediction
-from ..uncertainty import Score, scale_logits
+from ..uncertainty import Calibrator, Score, log_mean_sigmoid
+from ..uncertainty.scores import calibrated_logits
 from .task import Facts, Task, tasks, wrong_shape
 
 label_scores: Registry[Score] = Registry("score of multi-label classification")
@@ -33,7 +33,7 @@ def any_wrong(member_logits: Tensor) -> Tensor:
 
     Labels are taken as independent. Summed in logs: many sure labels keep their order.
     """
-    positive, negative = _log_mean(member_logits)
+    positive, negative = log_mean_sigmoid(member_logits)
     return -torch.expm1(torch.maximum(positive, negative).sum(-1))
 
 
@@ -63,13 +63,6 @@ def max_logit(member_logits: Tensor) -> Tensor:
     return -member_logits.mean(1).amax(-1)
 
 
-def _log_mean(member_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log mean_m sigmoid(z) and log mean_m sigmoid(-z), without leaving log space."""
-    count = math.log(member_logits.shape[1])
-    positive = F.logsigmoid(member_logits).logsumexp(1) - count
-    return positive, F.logsigmoid(-member_logits).logsumexp(1) - count
-
-
 @tasks.register("multi-label")
 @dataclass(frozen=True)
 class MultiLabel(Task):
@@ -85,6 +78,8 @@ class MultiLabel(Task):
     scores: ClassVar[Registry[Score]] = label_scores
     default_score: ClassVar[str] = "msp"
     has_temperatures: ClassVar[bool] = True
+    sets: ClassVar[tuple[str, ...]] = ("lac",)
+    calibrators: ClassVar[Mapping[str, str]] = {"platt": "Platt scaling of each label"}
 
     thresholds: tuple[float, ...] = ()
 
@@ -105,13 +100,16 @@ class MultiLabel(Task):
         logit_scale: float | Tensor | None = None,
         class_names: Sequence[str] | None = None,
         student_logits: Tensor | None = None,
+        calibrator: Calibrator | None = None,
     ) -> Prediction:
         """Turn member logits `[batch, member, label]` into labels, each with its probability."""
-        shared = temperature if student_logits is None else None
-        logits = scale_logits(outputs, temperature=shared, member_temperatures=member_temperatures)
-        answering = logits
-        if student_logits is not None:
-            answering = scale_logits(student_logits, temperature=temperature)
+        logits, answering = calibrated_logits(
+            outputs,
+            student_logits,
+            temperature=temperature,
+            member_temperatures=member_temperatures,
+            calibrator=calibrator,
+        )
         probabilities = answering.sigmoid().mean(1)
         votes = logits.sigmoid() >= self._thresholds(logits)
         pairs = (votes[:, :, None] != votes[:, None]).double().mean((1, 2, 3))
@@ -140,7 +138,7 @@ class MultiLabel(Task):
 
     def mean(self, outputs: Tensor) -> Tensor:
         """Return the logit of mean_m sigmoid(z_m), `[batch, label]`."""
-        positive, negative = _log_mean(outputs)
+        positive, negative = log_mean_sigmoid(outputs)
         return positive - negative
 
     def target(self, outputs: Tensor) -> Tensor:

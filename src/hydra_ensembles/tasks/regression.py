@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ from ..errors import DataError
 from ..prediction import Prediction
 from ..registry import Registry
 from ..task_predictions import RegressionPrediction
-from ..uncertainty import Score
+from ..uncertainty import Calibrator, Score
 from .task import Facts, Task, tasks, wrong_shape
 
 _CLASSIFIERS = ("classifier", "score", "classification_head")
@@ -46,6 +46,8 @@ class Regression(Task):
     prediction: ClassVar[type[Prediction]] = RegressionPrediction
     scores: ClassVar[Registry[Score]] = number_scores
     default_score: ClassVar[str] = "spread"
+    sets: ClassVar[tuple[str, ...]] = ("normalised", "plain")
+    calibrators: ClassVar[Mapping[str, str]] = {"variance": "members' spread and a residual"}
 
     tolerance: float | None = None
 
@@ -69,6 +71,7 @@ class Regression(Task):
         logit_scale: float | Tensor | None = None,
         class_names: Sequence[str] | None = None,
         student_logits: Tensor | None = None,
+        calibrator: Calibrator | None = None,
     ) -> Prediction:
         """Turn the members' numbers `[batch, member, number]` into their mean and spread."""
         outputs = _numbers(outputs)
@@ -76,6 +79,7 @@ class Regression(Task):
         return RegressionPrediction(
             values=values,
             spread=outputs.std(1, correction=0),
+            sigma=None if calibrator is None else calibrator(outputs),
             uncertainty=self.score(outputs, score),
             member_values=outputs,
             score=score if isinstance(score, str) else getattr(score, "__name__", "score"),

@@ -107,11 +107,13 @@ class Spans(Task):
         if student_logits is not None:
             judged = span_logits(answering, able, most=self.most)
         probabilities = judged.softmax(-1).mean(1)
-        confidence, place = probabilities.max(-1)
         tokens = outputs.shape[-1]
+        # by start, then by end: without a division, which cannot be exported for any length
+        by_start, ends = probabilities.unflatten(-1, (tokens, tokens)).max(-1)
+        confidence, start = by_start.max(-1)
         return SpanPrediction(
-            start=place // tokens,
-            end=place % tokens,
+            start=start,
+            end=ends.gather(1, start[:, None])[:, 0],
             confidence=confidence,
             no_answer=probabilities[:, NO_ANSWER],
             uncertainty=self.score(spans if score == "mutual-information" else judged, score),

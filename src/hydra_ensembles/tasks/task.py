@@ -68,6 +68,8 @@ class Task(ABC):
         default_score: The score that is reported unless another one is chosen.
         classifies: Whether labels are numbers of classes, and outputs their logits.
         has_temperatures: Whether outputs are logits that temperatures divide.
+        calibrators: What else can calibrate outputs, by name, in words; `answer` takes `calibrator`
+            where there is any.
         by_token: Whether every token is an example of its own.
         ragged: Whether the last axis of outputs depends on the length of texts.
         reads_inputs: Whether `answer` takes the inputs of the batch.
@@ -83,6 +85,7 @@ class Task(ABC):
     default_score: ClassVar[str]
     classifies: ClassVar[bool] = False
     has_temperatures: ClassVar[bool] = False
+    calibrators: ClassVar[Mapping[str, str]] = {}
     by_token: ClassVar[bool] = False
     ragged: ClassVar[bool] = False
     reads_inputs: ClassVar[bool] = False
@@ -195,6 +198,8 @@ def as_task(task: str | Task | Mapping[str, Any]) -> Task:
         return task
     if isinstance(task, str):
         return tasks[task]()
+    if "name" not in task:
+        raise FormatError(f"expected a task with its name: {', '.join(tasks)}")
     options = {key: value for key, value in task.items() if key != "name"}
     kind = tasks[task["name"]]
     if unknown := options.keys() - {field.name for field in fields(kind)}:

@@ -53,6 +53,7 @@ class Tokens(MultiClass):
     prediction: ClassVar[type[Prediction]] = TokenPrediction
     by_token: ClassVar[bool] = True
     reads_inputs: ClassVar[bool] = True
+    sets: ClassVar[tuple[str, ...]] = ("lac", "aps")
 
     @classmethod
     def found_in(cls, facts: Facts) -> Task | None:
@@ -106,6 +107,7 @@ class NextToken(Tokens):
 
     name: ClassVar[str] = "next-token"
     title: ClassVar[str] = "predicting the next token"
+    sets: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def found_in(cls, facts: Facts) -> Task | None:

@@ -91,7 +91,8 @@ def finetune_branch(
     if ood is None:
         settings = replace(settings, outlier_weight=0.0)
     settings.check_validation(validation)
-    task = ensemble.task
+    fused = untied(ensemble)
+    task = fused.task
     if (task.by_token or not task.classifies) and (settings.distill or ood is not None):
         raise ValueError(
             f"distill and ood are for classes; this is {task.title}. Pass "
@@ -102,7 +103,7 @@ def finetune_branch(
         validation = data_for(ensemble, validation, name="validation")
     if ood is not None and not isinstance(ood, str):
         ood = sets_for(ensemble, ood, name="outliers")
-    model = CachedTrunk(untied(ensemble), cache_bytes, trunk_states)
+    model = CachedTrunk(fused, cache_bytes, trunk_states)
     teacher = None
     if settings.distill:
         teacher = CachedTrunk(copy.deepcopy(ensemble).eval(), cache_bytes, model._rows)
@@ -187,7 +188,7 @@ class BranchRun(Run):
             teacher, keys = self.teacher.to(self.accelerator.device), keys_of(batch)
             if any(key not in self._targets for key in keys):
                 with torch.no_grad():
-                    said = teacher.ensemble._scaled(teacher.member_logits(batch).float())
+                    said = teacher.ensemble.calibrated(teacher.member_logits(batch).float())
                 self._targets.update(zip(keys, said.softmax(-1).mean(1).cpu(), strict=True))
             soft = torch.stack([self._targets[key] for key in keys]).to(logits.device)
             soft_losses = -(soft[:, None] * logits.log_softmax(-1)).sum(-1)

@@ -27,6 +27,7 @@ from ..data.model_runs import check_data, collect_logits, expect_batches, member
 from ..data.progress import length_of
 from ..data.splits import fingerprint, split
 from ..errors import DataError, HydraError, MaskError, check_number
+from ..evaluation.cross_fit import fit_answer
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.fuse_members import fuse
 from ..heads.head_mask import HeadMask
@@ -34,7 +35,6 @@ from ..hosts import HostModel, host_model
 from ..hosts.host_data import data_for, sets_for
 from ..registry import check_name
 from ..tasks import Embedding, Task
-from ..uncertainty import find_temperature
 from .accelerator import accelerator
 from .branch_run import BranchRun
 from .finetune_run import TRAINING_PASSES
@@ -135,7 +135,7 @@ def distill(
         settings: How to train; see `Settings`. Start from the defaults: `replace(DISTILL, ...)`.
         epochs, learning_rate: Override the fields of `settings`.
         seed: Determines the order, the views, dropout and what is held out.
-        calibrate: Fit a temperature on validation data.
+        calibrate: Fit a temperature on validation data, and more where its gain is clear.
         novelty: Fit novelty (`fit_novelty_`), on the validation data if it has a hundred examples,
             otherwise on the training data.
         folder: Where answers and checkpoints go.
@@ -266,12 +266,11 @@ def distill(
         "training": result.to_dict(),
         **({"fold": folded} if folded else {}),
     }
-    if calibrate and held_out is not None and ensemble.task.classifies:
+    if calibrate and held_out is not None and ensemble.task.calibrators:
         logits, labels = collect_logits(ensemble, held_out, name="validation", need_labels=True)
         assert labels is not None
-        fitted = find_temperature(logits, labels)
-        ensemble.temperature = fitted.temperature
-        ensemble.record["calibration"] = {"examples": len(labels), **asdict(fitted)}
+        fitted, ensemble.record["calibration"] = fit_answer(ensemble.task, logits, labels)
+        ensemble.temperature, ensemble.calibrator = fitted.temperature, fitted.calibrator
     if novelty:
         enough = held_out is not None and count(held_out) >= KNOWN
         ensemble.fit_novelty_(held_out if enough else train, progress=progress)
@@ -323,6 +322,13 @@ def _start(
     own_mlps: bool,
 ) -> HydraEnsemble:
     """Return the fused model that will be trained, its members untied."""
+    task = host.task
+    if task.by_token or task.ragged or isinstance(task, Embedding):
+        raise HydraError(
+            f"{host.name} is made for {task.title}, which has more than one answer per input. "
+            "Fine-tune it (finetune), fold fine-tuned hosts (fold), or distil a model of classes, "
+            "labels or numbers."
+        )
     if masks is not None and len(masks) != members:
         raise MaskError(f"{len(masks)} masks for {members} members: give one per member.")
     if masks is None:  # a single student keeps all heads and trains the blocks three would own
@@ -336,13 +342,6 @@ def _start(
             "members stay equal. Take fewer members, a lower branch_layer or a higher max_cost."
         )
     ensemble = fuse(host.model, masks, branch_layer=branch_layer)
-    task = ensemble.task
-    if task.by_token or task.ragged or isinstance(task, Embedding):
-        raise HydraError(
-            f"{host.name} is made for {task.title}, which has more than one answer per input. "
-            "Fine-tune it (finetune), fold fine-tuned hosts (fold), or distil a model of classes, "
-            "labels or numbers."
-        )
     return untied(ensemble, mlps=own_mlps and members > 1)
 
 
@@ -411,8 +410,11 @@ class DistillRun(BranchRun):
         if not self.model.knows(keys_of(shown)):
             shown["batch"] = examples.view_of(view, batch)
         logits = self.wrapped(shown).float()
+        return self._weighted(self._losses(name, target, logits, batch), shown).mean()
+
+    def _losses(self, name: str, target: Tensor, logits: Tensor, batch: Any) -> Tensor:
+        """Return each member's loss, `[batch, member]`; outliers have no labels."""
         labels = batch["labels"] if name == "data" else None
         if name == "data" and labels is None and self.settings.distill < 1:
             check_labels(labels, self.settings.distill)
-        losses = taught_losses(self.task, self.settings, target, logits, labels)
-        return self._weighted(losses, shown).mean()
+        return taught_losses(self.task, self.settings, target, logits, labels)

@@ -205,6 +205,8 @@ def _table(values: Tensor, name: str) -> np.ndarray:
 
 def _identity(model: nn.Module) -> str:
     known = [getattr(model, name, None) for name in ("temperature", "member_temperatures")]
+    calibrator = getattr(model, "calibrator", None)
+    known += [] if calibrator is None else [calibrator]
     return f"{model_fingerprint(model)} {known}"
 
 

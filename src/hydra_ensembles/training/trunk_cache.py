@@ -43,9 +43,9 @@ def untied(ensemble: HydraEnsemble, *, mlps: bool = False, heads: bool = True) -
     if heads:
         result.untie_(mlps=mlps)
     result.freeze_trunk_()
-    # temperatures and novelty were fitted to the old weights
+    # temperatures, calibrator and novelty were fitted to the old weights
     result.mode, result.temperature, result.member_temperatures = "fused", None, None
-    result.novelty = None
+    result.calibrator, result.novelty = None, None
     # probe a member: it is a plain host even where the classifier is split by member
     member = host_model(result.member(0), family=result.body.family)
     streams = len(result.plan.ends)

@@ -1,5 +1,7 @@
 """How unsure an ensemble is, how to calibrate it, and when to answer."""
 
+from .calibrators import Calibrator as Calibrator
+from .calibrators import as_calibrator as as_calibrator
 from .drift import Drift as Drift
 from .evidence import Evidence as Evidence
 from .novelty import Novelty as Novelty
@@ -16,6 +18,7 @@ from .scores import entropy as entropy
 from .scores import entropy_of as entropy_of
 from .scores import gen as gen
 from .scores import log_mean_probability as log_mean_probability
+from .scores import log_mean_sigmoid as log_mean_sigmoid
 from .scores import max_logit as max_logit
 from .scores import mcm as mcm
 from .scores import mean_probability as mean_probability
@@ -23,11 +26,13 @@ from .scores import member_probabilities as member_probabilities
 from .scores import msp as msp
 from .scores import mutual_information as mutual_information
 from .scores import neglabel as neglabel
+from .scores import nll_of as nll_of
 from .scores import pairwise_kl as pairwise_kl
 from .scores import predict_from_logits as predict_from_logits
 from .scores import scale_logits as scale_logits
 from .scores import score_logits as score_logits
 from .scores import scores as scores
+from .set_fit import choose_sets as choose_sets
 from .temperatures import CalibrationWarning as CalibrationWarning
 from .temperatures import TemperatureFit as TemperatureFit
 from .temperatures import find_temperature as find_temperature

@@ -94,7 +94,7 @@ class Policy:
             uncertainty: `[example]`, or `[example, token]`, by the policy's `score`.
             novelty_score: `[example]`, the unbounded one; needed when there is an alarm.
         """
-        unsure = (~(uncertainty <= self.threshold)).long() * UNSURE
+        unsure = (~(uncertainty <= self.threshold)).long()
         if self.alarm is None:
             return unsure
         if novelty_score is None:
@@ -102,8 +102,11 @@ class Policy:
                 f"The policy has an alarm rate of {self.alarm} but there is no novelty: call "
                 "ensemble.fit_novelty_(known), or fit the policy with alarm=None."
             )
-        new = (~(novelty_score <= self.novelty_threshold)).long() * NEW
-        return unsure + new.reshape(-1, *[1] * (uncertainty.ndim - 1))
+        # the codes add up: UNSURE is 1 and BOTH is UNSURE + NEW
+        new = (~(novelty_score <= self.novelty_threshold)).long()
+        if uncertainty.ndim > 1:
+            new = new.reshape(-1, *[1] * (uncertainty.ndim - 1))
+        return torch.add(unsure, new, alpha=NEW)
 
     def finite(self) -> Policy:
         """Return the policy with thresholds that JSON and an exported program can hold."""

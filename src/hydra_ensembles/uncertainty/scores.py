@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from ..errors import DataError
 from ..prediction import ClassPrediction
@@ -74,6 +75,30 @@ def scale_logits(
     return logits
 
 
+def calibrated_logits(
+    member_logits: Tensor,
+    student_logits: Tensor | None,
+    *,
+    temperature: float | Tensor | None,
+    member_temperatures: Sequence[float] | Tensor | None,
+    calibrator: Callable[[Tensor], Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the members' logits and those that answer; without a student they are the same.
+
+    `temperature` and `calibrator` are of the logits that answer. See `predict_from_logits`.
+    """
+    shared = temperature if student_logits is None else None
+    logits = scale_logits(
+        member_logits, temperature=shared, member_temperatures=member_temperatures
+    )
+    answer = logits
+    if student_logits is not None:
+        answer = scale_logits(student_logits, temperature=temperature)
+    if calibrator is not None:
+        answer = calibrator(answer)
+    return (answer if student_logits is None else logits), answer
+
+
 def checked_temperature(value: Any) -> float:
     """Return a temperature as a number, or raise when it is none that can divide logits."""
     try:
@@ -109,6 +134,29 @@ def log_mean_probability(member_logits: Tensor) -> Tensor:
     """Return log mean_m softmax(z_m), `[batch, class]`, without leaving log space."""
     log_probabilities = as_member_logits(member_logits).log_softmax(-1)
     return log_probabilities.logsumexp(1) - math.log(log_probabilities.shape[1])
+
+
+def log_mean_sigmoid(member_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log mean_m sigmoid(z_m) and log mean_m sigmoid(-z_m), `[batch, label]` each."""
+    count = math.log(member_logits.shape[1])
+    positive = logsigmoid(member_logits).logsumexp(1) - count
+    return positive, logsigmoid(-member_logits).logsumexp(1) - count
+
+
+def nll_of(member_logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the NLL of the members' mean probability, `[batch]`, in nats.
+
+    Args:
+        member_logits: `[batch, member, class]`.
+        labels: One class of each example, `[batch]`; or 0 and 1 for each of several labels,
+            `[batch, label]`, whose NLL is averaged.
+    """
+    if labels.ndim == 1:
+        logs = log_mean_probability(member_logits)
+        return -logs.gather(-1, labels[:, None].long())[:, 0]
+    positive, negative = log_mean_sigmoid(as_member_logits(member_logits))
+    labels = labels.to(positive)
+    return -(labels * positive + (1 - labels) * negative).mean(-1)
 
 
 def entropy_of(probabilities: Tensor) -> Tensor:
@@ -300,6 +348,7 @@ def predict_from_logits(
     logit_scale: float | Tensor | None = None,
     class_names: Sequence[str] | None = None,
     student_logits: Tensor | None = None,
+    calibrator: Callable[[Tensor], Tensor] | None = None,
 ) -> ClassPrediction:
     """Turn member logits into the ensemble's prediction.
 
@@ -313,18 +362,22 @@ def predict_from_logits(
             cosines themselves, so temperatures do not touch them.
         class_names: names of the classes by number.
         student_logits: of one output that answers for the members, `[batch, class]`.
+        calibrator: changes the logits behind the probabilities, after the temperatures.
     """
     raw = as_member_logits(member_logits)
-    shared = temperature if student_logits is None else None
-    logits = scale_logits(raw, temperature=shared, member_temperatures=member_temperatures)
+    logits, answer = calibrated_logits(
+        raw,
+        student_logits,
+        temperature=temperature,
+        member_temperatures=member_temperatures,
+        calibrator=calibrator,
+    )
     members, scored = logits.softmax(-1), logits
     answering = members
     if student_logits is not None:
-        raw_answer = as_member_logits(student_logits)
-        answer = scale_logits(raw_answer, temperature=temperature)
-        answering, student_logits = answer.softmax(-1), answer[:, 0]
         if score in OF_ANSWER:
-            raw, scored = raw_answer, answer
+            raw, scored = as_member_logits(student_logits), answer
+        answering, student_logits = answer.softmax(-1), answer[:, 0]
     probabilities = answering.mean(1)
     if isinstance(score, str) and score in _OF_PROBABILITIES:
         uncertainty = _OF_PROBABILITIES[score](answering if score in OF_ANSWER else members)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from .scores import as_member_logits, log_mean_probability
+from .scores import as_member_logits, log_mean_probability, nll_of
 
 LAPLACE, GAUSS = 0.35, 0.5
 """Scales of the prior on log T; chosen by `experiments/calibration_draws.py`."""
@@ -54,7 +54,7 @@ def fit_temperature(member_logits: Tensor, labels: Tensor, *, prior: float = 1.0
 
     Args:
         member_logits: `[batch, member, class]`, held-out examples.
-        labels: `[batch]`.
+        labels: `[batch]`; or 0 and 1 for each of several labels, `[batch, label]`.
         prior: weight of the prior; 0 for maximum likelihood without any caution.
     """
     found = find_temperature(member_logits, labels, prior=prior)
@@ -80,14 +80,15 @@ def find_temperature(
 ) -> TemperatureFit:
     """Find what `fit_temperature` finds; return notes in place of warnings."""
     logits = as_member_logits(member_logits).detach()
-    if not len(logits) or labels.shape != logits.shape[:1]:
+    shape = (len(logits), logits.shape[-1])[: labels.ndim]
+    if not len(logits) or labels.shape != shape or not shape:
         raise DataError(
             f"Cannot fit a temperature: {len(logits)} examples of logits, labels of shape "
             f"{list(labels.shape)}. Give one label for each of at least one example."
         )
     if not bool(logits.amax(-1).isfinite().all()):
         raise DataError("Cannot fit a temperature: the logits hold NaN or infinity.")
-    target = labels.to(logits.device).long()
+    target = labels.to(logits.device)
     if prior:
         if len(logits) < LEAST:
             return TemperatureFit(
@@ -95,7 +96,12 @@ def find_temperature(
                 f"The temperature stays at 1: {len(logits)} examples are too few to fit it (at "
                 f"least {LEAST}).",
             )
-        if bool((log_mean_probability(logits).argmax(-1) == target).all()):
+        right = (
+            log_mean_probability(logits).argmax(-1) == target
+            if labels.ndim == 1
+            else (logits.sigmoid().mean(1) >= 0.5) == target.bool()
+        )
+        if bool(right.all()):
             return TemperatureFit(
                 1.0,
                 f"The temperature stays at 1: all {len(logits)} examples are right, so the data "
@@ -103,21 +109,21 @@ def find_temperature(
             )
 
     def nll(log_temperature: float, logits: Tensor, target: Tensor) -> Tensor:
-        logs = log_mean_probability(logits / math.exp(log_temperature))
-        return -logs.gather(-1, target[:, None])[:, 0].double()
+        labels_each = 1 if target.ndim == 1 else target.shape[1]  # `nll_of` averages over labels
+        return labels_each * nll_of(logits / math.exp(log_temperature), target).double()
 
     def loss(log_temperature: float) -> float:
         held = abs(log_temperature) / LAPLACE + log_temperature**2 / (2 * GAUSS**2)
         return float(nll(log_temperature, logits, target).sum()) + prior * held
 
     low, high = math.log(BOUNDS[0]), math.log(BOUNDS[1])
-    best = _minimum(loss, low, high)
+    best = minimum(loss, low, high)
     if prior and best:
         away = math.copysign(1e-3, best)
         pull = nll(best + away, logits, target) - nll(best - away, logits, target)
         hardest = torch.arange(len(logits), device=logits.device) != pull.argmin()
         logits, target = logits[hardest], target[hardest]
-        again = _minimum(loss, *sorted((0.0, best)))
+        again = minimum(loss, *sorted((0.0, best)))
         best = min(best, again, key=abs)
     if min(best - low, high - best) < 1e-3:
         return TemperatureFit(
@@ -128,7 +134,7 @@ def find_temperature(
     return TemperatureFit(math.exp(best))
 
 
-def _minimum(function: Callable[[float], float], low: float, high: float) -> float:
+def minimum(function: Callable[[float], float], low: float, high: float) -> float:
     """Minimise on [low, high]: the best cell of a grid, then golden sections; 0 where it is best.
 
     A prior has its corner at 0, which sections come near to but never meet.

@@ -100,8 +100,9 @@ def command(
     """
     from ...answer_each import BatchLimit
     from ...data import processes
-    from ...data.records import batches, read_records, shared_answers
+    from ...data.records import Form, batches, read_records, shared_answers
     from ...fusion import fit_policy
+    from ...tasks import task_of
     from ...uncertainty import Policy
     from ..models import check_sources
 
@@ -158,14 +159,19 @@ def command(
             threshold=math.inf if threshold is None else threshold,
             novelty_threshold=math.inf if alarm is None else loaded.model.novelty.threshold(alarm),
             alarm=alarm,
-            score=getattr(loaded.model, "score", "msp"),
+            score=getattr(loaded.model, "score", task_of(loaded.model).default_score),
         )
         if hasattr(loaded.model, "policy"):
             loaded.model.policy = policy
     if policy is not None:
         say(str(policy), json=True)
-    text = loaded.tokenizer is not None
-    records = read_records(files or ["-"], text=text, column=reading.text_column)
+    form = Form.of(
+        task_of(loaded.model),
+        text=loaded.tokenizer is not None,
+        column=reading.text_column,
+        pair=reading.pair_column,
+    )
+    records = read_records(files or ["-"], form)
     limit = BatchLimit("inputs")
 
     def answer(batch: list[Record]) -> list[dict[str, Any]]:
@@ -227,11 +233,13 @@ def answer_records(
 
     from ...answer_each import InputError, answer_each
     from ...errors import DataError
-    from ...fusion.inputs import token_limit
+    from ...fusion.inputs import prepare_texts
     from ...fusion.policy_data import answer_of
     from ...runtime.images import open_image
+    from ...tasks import task_of
 
     model, tokenize = loaded.model, None if loaded.tokenizer is None else loaded.texts
+    task = getattr(model, "task", None) or task_of(model)
 
     def prepare(record: Record) -> Any:
         if tokenize is not None:
@@ -246,22 +254,21 @@ def answer_records(
             images = torch.stack(inputs)
             batch: Any = images if loaded.key is None else {loaded.key: images}
         else:
-            most = token_limit(getattr(model, "config", None), tokenize)
-            batch = dict(
-                tokenize(
-                    inputs, padding=True, truncation=True, max_length=most, return_tensors="pt"
-                )
-            )
+            host = getattr(model, "host", model)
+            config = getattr(model, "config", None)
+            batch = prepare_texts(host, tokenize, config, task, inputs)
         if hasattr(model, "policy"):
             answer = model.predict(batch)
         else:
             answer = answer_of(model, batch)
             answer = answer if policy is None else policy.apply(answer)
-        answer = replace(answer, class_names=loaded.class_names)
+        if "label" in task.prediction.FIELDS:
+            answer = replace(answer, class_names=loaded.class_names)
         rows = answer.rows(probabilities=probabilities)
         finite = answer.finite.tolist()
         if why:
-            evidence = model.why_novel(batch, raw=values)
+            texts = values if all(isinstance(value, str) for value in values) else None
+            evidence = model.why_novel(batch, raw=texts)
             rows = [{**row, "evidence": evidence.to_dict(i)} for i, row in enumerate(rows)]
         return [
             row if good else InputError(NOT_FINITE) for row, good in zip(rows, finite, strict=True)
@@ -269,7 +276,7 @@ def answer_records(
 
     asked = [r for r in records if r.error is None and r.skipped is None and r.value is not None]
     answers = iter(answer_each(predict, asked, prepare=prepare, most=limit))
-    rows, fields = [], (*FIELDS, "evidence") if why else FIELDS
+    rows, fields = [], [*task.prediction.FIELDS, *(["evidence"] if why else [])]
     for record in records:
         row: Any = dict.fromkeys(fields)
         if record.skipped is not None:

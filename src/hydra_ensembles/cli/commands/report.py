@@ -127,9 +127,14 @@ def make_report(
 def _lead(result: Results, cost: float | None) -> str:
     """Return the headline figures of a model in a line."""
     from ...evaluation.tables import shown
+    from ...report.sections import LABELS
+    from ...report.task_figures import headlines
 
-    words = [f"accuracy {shown('cls/Acc', result['cls/Acc'])} %"]
-    words.append(f"NLL {shown('cls/NLL', result['cls/NLL'])}")
+    words = [
+        f"{LABELS.get(key, key)} {shown(key, result[key])}{unit}"
+        for key, (unit, _) in headlines(result).items()
+        if key != "cal/ECE"
+    ]
     if "ood/mean/AUROC" in result:
         words.append(f"OOD AUROC {shown('AUROC', result['ood/mean/AUROC'])} %")
     if "ood/mean/novelty/AUROC" in result:

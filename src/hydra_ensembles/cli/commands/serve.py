@@ -109,7 +109,7 @@ def command(
     service = Service(
         backend, name or folder.resolve().name, limits=limits, drift_window=drift_window
     )
-    say(f"{service.name}: {backend.members} members, {backend.classes} classes; {backend.rule}")
+    say(f"{service.name}: {backend.members} members, {backend.gives}; {backend.rule}")
     app = make_app(service, version=__version__, tokens=tokens)
     run(app, host=host, port=port, say=say)
     say("Stopped: every request under way was answered.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 import sys
@@ -64,6 +63,7 @@ def command(
     start = time.monotonic()
     check_packages()
     check_sources(data)
+    check_architecture(model)
     loaded = reading.load_model(model)
     host = loaded.host
     found = explain(host)
@@ -120,6 +120,28 @@ def command(
     say(f"Page: {page}   Ensemble: {output / 'ensemble'}   ({took:.0f} s)", json=json)
 
 
+def check_architecture(model: str) -> None:
+    """Raise for a saved model of a task that cannot be tried, before its weights are read."""
+    from types import SimpleNamespace
+
+    from ...builder.trial import check_task
+    from ...errors import UnsupportedModelError
+    from ...tasks import Facts, refusal_of, task_of
+    from ..models import config_of
+
+    config = config_of(Path(model).expanduser())
+    names = config.get("architectures") or []
+    built = " ".join(names)
+    # two towers make a zero-shot classifier; language models have a head that is not trained
+    if not names or {"vision_config", "text_config"} <= config.keys() or "LM" in built:
+        return
+    if (refusal := refusal_of(built)) is not None:
+        raise UnsupportedModelError(refusal.sentence(f"{model} ({built})"))
+    labels = config.get("num_labels", len(config.get("id2label") or (0, 1)))
+    facts = Facts(built, SimpleNamespace(**{**config, "num_labels": labels}))
+    check_task(task_of(facts), f"{model} ({built})")
+
+
 def _load(reading: Reading, loaded: Loaded, data: str) -> tuple[Any, str]:
     """Load the data; without labels, and with a note, if the model does not know them."""
     from ...data.class_names import ClassOrderError
@@ -153,49 +175,47 @@ def _names(files: Any) -> list[str]:
 
 
 def _examples(loaded: Loaded, files: Any, trial: Trial, names: list[str]) -> list[Example]:
-    """Return the strangest, the least certain, and the confidently wrong."""
-    from ..report_data import describe
+    """Return the strangest, the confidently wrong and the least certain, each example once."""
+    import torch
+
+    from ...report.rounding import percent
+    from ..report_data import describe, first_untaken, furthest
 
     answer, each = trial.answer, EACH.get(_kind(files), 9)
     rank = answer.novelty
     assert rank is not None and answer.novelty_score is not None
-    strange = answer.novelty_score.argsort(descending=True, stable=True)[:each]
-    unsure = answer.uncertainty.argsort(descending=True, stable=True)[:each]
-    second = answer.probabilities[unsure].topk(2, dim=-1)
-    groups = {
-        "The strangest: least like the others": (
-            strange,
-            [
-                "\n".join(
-                    [
-                        # never rounded up to all
-                        f"newer than {math.floor(100 * float(rank[row]))} % of the others",
-                        f"nearest: {names[int(trial.neighbours[row])]}",
-                        *trial.facts[row],
-                    ]
-                )
-                for row in strange.tolist()
-            ],
-        ),
-        "The least sure": (
-            unsure,
-            [
-                f"or {loaded.class_name(int(classes[1]))} ({float(p[1]):.0%})"
-                for p, classes in zip(second.values, second.indices, strict=True)
-            ],
-        ),
-    }
+    task = trial.ensemble.task
+    taken: set[int] = set()
+    strange = answer.novelty_score.argsort(descending=True, stable=True)
+    ranked = {"The strangest: least like the others": strange.tolist()}
     if trial.labels is not None:
-        wrong = (answer.class_index != trial.labels).nonzero().flatten()
-        sure = wrong[answer.uncertainty[wrong].argsort(stable=True)][:each]
-        groups["Wrong, and surest of it (or labelled wrongly)"] = (sure, [""] * len(sure))
-    return [
-        example
-        for group, (rows, notes) in groups.items()
-        for example in describe(
-            loaded, files, rows.tolist(), group, "example", answer=answer[rows], notes=notes
-        )
-    ]
+        errors = task.errors(answer, trial.labels)
+        if errors is None:
+            far = furthest({"values": answer.values, "targets": trial.labels})
+            ranked["Furthest off (or labelled wrongly)"] = far
+        else:
+            wrong = errors.nonzero().flatten()
+            sure = wrong[answer.uncertainty[wrong].argsort(stable=True)].tolist()
+            ranked["Wrong, and surest of it (or labelled wrongly)"] = sure
+    ranked["The least sure"] = answer.uncertainty.argsort(descending=True, stable=True).tolist()
+
+    def note(group: str, row: int) -> str:
+        if group.startswith("The strangest"):
+            newer = f"newer than {percent(float(rank[row]))} of the others"
+            nearest = f"nearest: {names[int(trial.neighbours[row])]}"
+            return "\n".join([newer, nearest, *trial.facts[row]])
+        if group.startswith("The least") and task.classifies:
+            values, classes = answer.probabilities[row].topk(2)
+            return f"or {loaded.class_name(int(classes[1]))} ({percent(float(values[1]))})"
+        return ""
+
+    found = []
+    for group, order in ranked.items():
+        rows = first_untaken(order, each, taken)
+        notes = [note(group, row) for row in rows]
+        part = answer[torch.tensor(rows, dtype=torch.long)]
+        found += describe(loaded, files, rows, group, "example", answer=part, notes=notes)
+    return found
 
 
 def _title(model: str) -> str:
@@ -231,6 +251,8 @@ def _lead(trial: Trial, files: Any, note: str) -> list[str]:
 def _summary(trial: Trial, names: list[str], kind: str) -> list[str]:
     """Return the outcome for the terminal."""
     from ...evaluation.tables import shown
+    from ...report.sections import LABELS
+    from ...report.task_figures import headlines
     from ...report.trial_page import verdict
 
     answer = trial.answer
@@ -240,12 +262,8 @@ def _summary(trial: Trial, names: list[str], kind: str) -> list[str]:
         lines.append(trial.policy_note)
     if trial.results:
         words = ", ".join(
-            f"{name} {' / '.join(shown(key, result[key]) for result in trial.results)}{unit}"
-            for key, name, unit in (
-                ("cls/Acc", "accuracy", " %"),
-                ("cal/ECE", "ECE", " %"),
-                ("cls/NLL", "NLL", ""),
-            )
+            f"{LABELS[key]} {' / '.join(shown(key, r.get(key)) for r in trial.results)}{unit}"
+            for key, (unit, _) in headlines(trial.results[-1]).items()
         )
         models = " / ".join(result.name for result in trial.results)
         lines.append(f"{int(trial.held_out.sum())} held-out {kind}, {models}:")

@@ -35,7 +35,7 @@ class MCDropout(Folded):
         self.seed = seed
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Answer with one draw per member, `[batch, member, class]`."""
+        """Answer with one draw per member, `[batch, member, ...]`."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(self.seed)

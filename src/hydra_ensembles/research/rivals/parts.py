@@ -13,27 +13,30 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...data.batches import map_tensors, split_batch
 from ...data.eval_mode import evaluating
-from ...data.model_runs import call_model, member_logits, member_logits_of
+from ...data.model_runs import call_model, member_logits, member_logits_of, member_outputs_of
 from ...data.progress import progress_bar
 from ...errors import DataError, UnsupportedModelError
 from ...hosts import host_model
 from ...hosts.operation_count import multiply_adds
+from ...tasks import task_of
 
 
 class MemberStack(nn.Module):
-    """Run models one after another: logits `[batch, member, class]`."""
+    """Run models one after another: what their task reads, `[batch, member, ...]`."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__()
         self.models = nn.ModuleList(models)
+        self.task = task_of(models[0])
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Answer with every model's logits."""
-        return torch.cat([member_logits_of(m(*args, **kwargs)) for m in self.models], dim=1)
+        """Answer with every model's outputs."""
+        said = [member_outputs_of(m(*args, **kwargs), self.task) for m in self.models]
+        return torch.cat(said, dim=1)
 
 
 class Folded(nn.Module):
-    """Run a host whose answer holds the members one after another: `[member * batch, class]`.
+    """Run a host whose answer holds the members one after another: `[member * batch, ...]`.
 
     For hosts whose layers know that row m * batch + i belongs to member m (BatchEnsemble), that
     treat rows independently (dropout), or that fold on their own (Packed-Ensembles).
@@ -49,12 +52,13 @@ class Folded(nn.Module):
         self.host = host
         self.members = members
         self.repeat = repeat
+        self.task = task_of(host)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Answer with logits `[batch, member, class]`."""
+        """Answer with what the host's task reads, `[batch, member, ...]`."""
         if self.repeat:
             args, kwargs = map_tensors(self._repeated, args), map_tensors(self._repeated, kwargs)
-        folded = member_logits_of(self.host(*args, **kwargs))[:, 0]
+        folded = member_outputs_of(self.host(*args, **kwargs), self.task)[:, 0]
         return folded.unflatten(0, (self.members, -1)).transpose(0, 1)
 
     def _repeated(self, tensor: Tensor) -> Tensor:
