@@ -137,7 +137,7 @@ CASES: dict[str, tuple[Callable[[Things], Any], str]] = {
     "results of nothing": (lambda t: hydra.compare(1, 2), "Expected results"),
     "a member by name": (lambda t: t.ensemble.member("a"), "whole number"),
     # inputs
-    "no input": (lambda t: t.ensemble.predict(None), "batch data"),
+    "no input": (lambda t: t.ensemble.predict(None), "Expected one batch.*NoneType"),
     "tokens beyond the vocabulary": (
         lambda t: t.ensemble.predict({"input_ids": torch.full((1, 3), 9999)}), "failed on its inp",
     ),
