@@ -131,7 +131,7 @@ def is_prepared(batch: Mapping[str, Any]) -> bool:
 
 
 def rows_of(values: Any) -> Any:
-    """Return a column as a list of its rows; what is no column stays as it is."""
+    """Return a column as a list of its rows; anything else stays as it is."""
     if hasattr(values, "ndim") and hasattr(values, "tolist") and values.ndim < 2:
         return values.tolist()
     return list(values) if isinstance(values, Sequence) or hasattr(values, "__array__") else values
