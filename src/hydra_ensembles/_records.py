@@ -100,7 +100,7 @@ def holding(
             lock.parent.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
             raise FormatError(f"{lock.parent} is a file: give a folder to write to.") from None
-        except FileNotFoundError as error:  # of a system's own folder, such as /proc
+        except (FileNotFoundError, NotADirectoryError) as error:  # such as below a file
             raise DiskError(f"Cannot make the folder {lock.parent}: {error.strerror}.") from error
         system = FileLock(lock, timeout=wait, thread_local=False)
         try:

@@ -330,7 +330,9 @@ def _is_images(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 4 and value.is_floating_point()
 
 
-def refused_inputs(model: Any, batch: Batch, error: Exception) -> Exception:
+def refused_inputs(
+    model: Any, batch: Batch, error: BaseException, where: str = "its inputs"
+) -> BaseException:
     """Return the error to raise where a model failed on its inputs; ours, or that of a full memory.
 
     `Halving` looks for the latter, which stays as it is.
@@ -338,8 +340,8 @@ def refused_inputs(model: Any, batch: Batch, error: Exception) -> Exception:
     if isinstance(error, HydraError) or is_out_of_memory(error):
         return error
     return DataError(
-        f"{type(model).__name__} failed on its inputs ({describe(batch)}): {error}. The data must "
-        "be prepared as the model expects it."
+        f"{type(model).__name__} failed on {where} ({describe(batch)}): {error}. The data must be "
+        "prepared as the model expects it."
     )
 
 

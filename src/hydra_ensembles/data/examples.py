@@ -131,7 +131,7 @@ def is_prepared(batch: Mapping[str, Any]) -> bool:
 
 
 def rows_of(values: Any) -> Any:
-    """Return a column as a list of its rows; what is no column stays as it is."""
+    """Return a column as a list of its rows; anything else stays as it is."""
     if hasattr(values, "ndim") and hasattr(values, "tolist") and values.ndim < 2:
         return values.tolist()
     return list(values) if isinstance(values, Sequence) or hasattr(values, "__array__") else values
@@ -203,7 +203,8 @@ def _of_mapping(source: Mapping[str, Any], name: str) -> Examples | None:
         )
     lists = [v for v in source.values() if isinstance(v, (list, tuple)) and len(v)]
     raw = any(_is_raw_item(v[0]) for v in lists)
-    if (_has_tensors(source) and not raw) or not _is_batch(source):
+    tensors = any(isinstance(value, Tensor) and value.ndim for value in source.values())
+    if (tensors and not raw) or not _is_batch(source):
         return None
     if not all(isinstance(v, (list, tuple, np.ndarray, Tensor)) for v in source.values()):
         return None
@@ -223,7 +224,10 @@ def _of_pair(inputs: Any, labels: Any, name: str) -> Examples:
 
 def _of_list(items: list[Any], name: str) -> Examples | None:
     if not items:
-        raise DataError(f"The {name} data is empty: the list has no items.")
+        raise DataError(
+            f"The data set {name!r} is empty: it has no batches and no examples. If it comes from "
+            "a generator, that may have been used up before."
+        )
     if not is_example(items[0]):
         return None
     rows = [_row(item) for item in items]

@@ -27,6 +27,7 @@ from .processes import in_order
 from .progress import expect, expects, length_of, progress_bar
 
 _CLASSES = MultiClass()
+FAILED = "failed on its inputs"
 NO_LABELS = "Give batches as (inputs, labels) or as mappings with 'labels'."
 
 
@@ -279,6 +280,8 @@ def run_model(
             check_inputs(batch, where)
             parts = [part for _, part in halving(run, batch)]
         except DataError as error:
+            if error.__cause__ is not None and FAILED in str(error):
+                raise refused_inputs(model, batch, error.__cause__, where) from error.__cause__
             if where in str(error) or f"data set {name!r}" in str(error):
                 raise
             raise DataError(f"In {where}: {error}") from error

@@ -101,7 +101,7 @@ def fit_novelty(
     progress: bool,
 ) -> Novelty:
     """Fit novelty to known data in one pass (see `HydraEnsemble.fit_novelty_`)."""
-    read = partial(data_for, ensemble)
+    read = partial(data_for, ensemble, once=True)
     known = read(known, name="known")
     train = None if train is None else read(train, name="training")
     ood = {name: read(data, name=name, labels=False) for name, data in (ood or {}).items()}

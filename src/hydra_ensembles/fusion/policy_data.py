@@ -20,7 +20,7 @@ from ..hosts.host_data import data_for
 from ..prediction import Prediction
 from ..tasks import IGNORED, task_of
 from ..uncertainty import Policy, choose_policy
-from ..uncertainty.policy_fit import check_reachable
+from ..uncertainty.policy_fit import check_rates, check_reachable
 from .inputs import READ_BY_ANSWERS
 from .known_data import known_inputs
 
@@ -67,6 +67,7 @@ def fit_policy(
         >>> ensemble.predict(batch).decision
         ['answer', 'answer', 'new', 'unsure']
     """
+    check_rates(method, risk=risk, alarm=alarm, delta=delta)
     labelled = data_for(ensemble, labelled, name="labelled", once=True)
     check_class_order(ensemble, labelled)
     novelty = getattr(ensemble, "novelty", None)

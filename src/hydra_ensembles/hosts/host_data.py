@@ -130,9 +130,8 @@ class HostData:
         if isinstance(source, (HostModel, nn.Module, type)) or not (
             hasattr(source, "__iter__") or hasattr(source, "__getitem__")
         ):
-            raise self._error(
-                f"{source!r:.60} ({type(source).__name__})", "Is it another argument?"
-            )
+            shown = " ".join(repr(source).split())[:60]
+            raise self._error(f"{shown} ({type(source).__name__})", "Is it another argument?")
         if isinstance(source, Batches):
             return source if self.key else source.mapped(self.batch)
         if not isinstance(self.host, nn.Module):  # only the caller knows what it takes

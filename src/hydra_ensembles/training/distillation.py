@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -165,6 +165,8 @@ def distill(
     data = data_for(host, data)
     if validation is not None:
         validation = data_for(host, validation, name="validation")
+    if isinstance(ood, Iterator):
+        check_reiterable(ood, name="ood")
     if ood is not None and not isinstance(ood, str):
         ood = sets_for(host, ood, name="outliers")
     check_data(host.model, data)

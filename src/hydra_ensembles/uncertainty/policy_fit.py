@@ -50,6 +50,21 @@ _RISKS = [digits * 10.0**place for place in range(-6, -1) for digits in range(10
 """Numbers of two digits, from 0.00001 to 0.99."""
 
 
+def check_rates(
+    method: str, *, risk: float | None, alarm: float | None, delta: float | None
+) -> None:
+    """Raise for a method or a rate that no data could make possible."""
+    check_name("method", method, METHODS)
+    for name, value in {"risk": risk, "alarm": alarm, "delta": delta}.items():
+        within = isinstance(value, (int, float)) and 0 < value < 1
+        if value is not None and not within:
+            raise ArgumentError(
+                f"{name}={value!r}: expected a number between 0 and 1, such as 0.05."
+            )
+    if risk is None and alarm is None:
+        raise ArgumentError("risk=None and alarm=None leave nothing to decide: give one of them.")
+
+
 def choose_policy(
     uncertainty: Tensor,
     errors: Tensor | None = None,
@@ -77,13 +92,7 @@ def choose_policy(
         score: What the uncertainty is called.
         seed: Of the folds that the rates are measured on.
     """
-    check_name("method", method, METHODS)
-    for name, value in {"risk": risk, "alarm": alarm, "delta": delta}.items():
-        number = isinstance(value, (int, float)) and 0 < value < 1
-        if value is not None and not number:
-            raise ArgumentError(f"{name}={value}: expected a number between 0 and 1, such as 0.05.")
-    if risk is None and alarm is None:
-        raise ValueError("risk=None and alarm=None leave nothing to decide: give one of them.")
+    check_rates(method, risk=risk, alarm=alarm, delta=delta)
     scores = _checked(uncertainty, errors, novelty_score, risk=risk, alarm=alarm)
 
     def fit(rows: Tensor) -> tuple[float, float]:
