@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=os.environ.get("HYDRA_CACHE", "work/answers"))
     parser.add_argument("--seeds", nargs="+", help="of the hosts, or `student`, with features")
     parser.add_argument("--only", nargs="*", default=(), help="names of sets, with features")
+    parser.add_argument("--most", type=int, help="examples of a set, with features")
     parser.add_argument("--draws", type=int, help="of known data, with table")
     args = parser.parse_args()
     if args.step != "page" and args.task is None:
@@ -57,6 +58,7 @@ def main() -> None:
                 seed=None if seed == "student" else int(seed),
                 student=student_of(args.task) if seed == "student" else None,
                 only=args.only,
+                most=args.most,
             )
     elif args.step == "table":
         from lab.known_table import write_table

@@ -12,7 +12,7 @@ stopped run goes on with the sets that are missing.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hydra_ensembles import HeadMask, HydraEnsemble, fuse
-from hydra_ensembles.data.batches import split_batch
+from hydra_ensembles.data.batches import batch_length, split_batch
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.fusion.known_data import features_of
 from hydra_ensembles.hosts import host_model, main_output
@@ -116,6 +116,16 @@ def extract_student(model: HydraEnsemble, batches: Iterable[Any]) -> dict[str, T
     return {"logits": logits, "taps": taps}
 
 
+def _first(batches: Iterable[Any], count: int) -> Iterator[Any]:
+    """Yield batches until there are as many examples."""
+    seen = 0
+    for batch in batches:
+        if seen >= count:
+            return
+        seen += batch_length(batch)
+        yield batch
+
+
 def folder_of(cache: Path, task: str, seed: int | None = 0) -> Path:
     """Return where a task's files lie, by the seed of the host; None is the student."""
     if seed is None:
@@ -132,8 +142,9 @@ def keep_features(
     seed: int | None = 0,
     student: Mapping[str, Any] | None = None,
     only: Sequence[str] = (),
+    most: int | None = None,
 ) -> None:
-    """Extract the sets of a task that are missing.
+    """Extract the sets of a task that are missing, or the first `most` examples of each.
 
     Of the hosts 1 and 2, and of the student (`seed` None; `student` is its row), only what the
     comparison with them needs.
@@ -152,7 +163,7 @@ def keep_features(
         unused = seed != 0 and key.startswith(("train", "mild-", "shift-"))
         if path.exists() or unused or (only and key not in only):
             continue
-        found = run(batches=make())
+        found = run(batches=make() if most is None else _first(make(), most))
         beside = path.with_suffix(f".{os.getpid()}.partial")
         save_file({part: tensor.contiguous() for part, tensor in found.items()}, beside)
         os.replace(beside, path)

@@ -17,7 +17,9 @@ from hydra_ensembles.costs.formula import cost
 from hydra_ensembles.errors import DataError, FormatError, MaskError
 from hydra_ensembles.heads.head_mask import HeadMask
 from hydra_ensembles.methods import EnsembleObjective, Random, Select
+from hydra_ensembles.uncertainty import NoveltyFit
 
+from .. import zoo
 from ..zoo import VOCABULARY, sharp
 
 
@@ -52,6 +54,24 @@ def test_novelty_that_cannot_be_fitted_raises_or_warns():
     assert ensemble.novelty is None and "at least 10 known" in ensemble.record["novelty"]
     assert "novelty  not fitted: Novelty needs at least 10 known examples" in str(ensemble)
     assert build(sharp("timm"), pictures(9), novelty=False, **few).novelty is None
+
+
+def test_terms_that_join_are_checked_on_given_outliers_and_proxies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    zoo.any_longer_sum(monkeypatch)
+    added = []
+    add = NoveltyFit.add_ood_
+    monkeypatch.setattr(NoveltyFit, "add_ood_", lambda *a: added.append(a[1]) or add(*a))
+    ensemble = build(
+        sharp("timm"),
+        pictures(120),
+        method="parts",
+        ood={"strange": outliers()},
+        progress=False,
+    )
+    assert "checked on far outliers" in ensemble.record["novelty"]
+    assert added[0] == "strange" and "mix proxies" in added
 
 
 @pytest.mark.parametrize("method", METHODS)

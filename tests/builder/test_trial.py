@@ -15,6 +15,8 @@ from hydra_ensembles.errors import DataError
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 from hydra_ensembles.report.trial_page import at_a_glance, verdict
 
+from .. import zoo
+
 CONFIG = TinyViTConfig(width=24, heads=4, layers=3, mlp_width=24)
 STRANGE = (3, 50, 77)
 
@@ -41,6 +43,12 @@ def host() -> TinyViT:
 @pytest.fixture(scope="module")
 def trial() -> Trial:
     return try_model(host(), data(), max_cost=1.5, risk=0.9, progress=False)
+
+
+def test_terms_that_join_are_checked_on_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    zoo.any_longer_sum(monkeypatch)
+    trial = try_model(host(), data(), members=1, risk=0.9, progress=False)
+    assert "checked on far outliers" in trial.ensemble.record["novelty"]
 
 
 def test_the_strange_are_found_out_of_sample(trial: Trial) -> None:

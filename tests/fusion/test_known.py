@@ -20,7 +20,6 @@ from hydra_ensembles.fusion.folder_schema import DIGEST
 from hydra_ensembles.fusion.known_data import features_of
 from hydra_ensembles.hosts import host_model
 from hydra_ensembles.hosts.block_calls import states_of
-from hydra_ensembles.uncertainty import term_choice
 from tests import zoo
 
 
@@ -306,8 +305,7 @@ def test_far_outliers_are_made_where_terms_would_join(
     assert "of left-out clusters" in ensemble.novelty.choice
     alone = ensemble.fit_novelty_(data, choose=False, progress=False).novelty
     assert alone is not None and alone.choice == "the usual terms"
-    # any longer sum is good enough
-    monkeypatch.setattr(term_choice.Verdict, "clear", property(lambda self: True))
+    zoo.any_longer_sum(monkeypatch)
     novelty = ensemble.fit_novelty_(data, progress=False).novelty
     assert novelty is not None and "checked on far outliers" in novelty.choice
     once = ensemble.fit_novelty_(iter(data), progress=False).novelty

@@ -13,7 +13,7 @@ import hydra_ensembles as hydra
 from hydra_ensembles import runtime
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.serving.backends import ExportedBackend
-from hydra_ensembles.uncertainty import Policy
+from hydra_ensembles.uncertainty import NoveltyFit, Policy
 from tests import zoo
 
 from .conftest import image_ensemble, images, known_images, late_masks
@@ -45,6 +45,27 @@ def test_new_known_data_raises_the_guaranteed_alarms(tmp_path: Path) -> None:
     assert 0.03 < new.mean() < 0.2  # 0.1 is guaranteed
     outliers = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(2))
     assert run(tmp_path, outliers, "int8")["novelty"].min() > 0.9
+
+
+def test_its_terms_are_checked_on_its_own_proxies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo.any_longer_sum(monkeypatch)
+    ensemble = hydra.fuse(zoo.make("vit"), late_masks(zoo.host("vit"))).eval()
+    known = [{"pixel_values": scales(16, seed)} for seed in range(6)]
+    ensemble.fit_novelty_(known, progress=False)
+    assert ensemble.novelty is not None and "checked on far" in ensemble.novelty.choice
+    chosen = []
+    finish = NoveltyFit.finish
+
+    def said(*args: Any, **options: Any) -> Any:
+        novelty = finish(*args, **options)
+        chosen.append(novelty.choice)
+        return novelty
+
+    monkeypatch.setattr(NoveltyFit, "finish", said)
+    ensemble.export(tmp_path, example={"pixel_values": scales(17, 50)}, int8=True, known=known)
+    assert len(chosen) == 1 and "checked on far outliers" in chosen[0]
 
 
 def test_its_policy_is_its_own_and_in_the_contract(exported: Any) -> None:
