@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,13 @@ class Hosts:
         return Seen(torch.cat(features), torch.cat(logits), torch.cat(labels) if labels else None)
 
 
-def fits(seen: Seen) -> tuple[Linear, Linear, Rows]:
-    """Return the student as `fold` fits it, its part that follows probabilities, and the sums."""
+def fits(seen: Seen) -> tuple[Linear, SoftRows, Rows]:
+    """Return the student as `fold` fits it, and the rows that its two parts are fitted to."""
     mean, soft, rows = seen.logits.mean(1), SoftRows(), Rows()
     rows.add_(seen.features, mean, judges_among(0, len(mean), 0))
     soft.add_(seen.features, seen.logits.softmax(-1).mean(1, keepdim=True))
     both = FoldRows(len(mean), {}, {"mean": rows}, {"mean": soft}).fit_readouts("mean", 1)[0]
-    return both.linear, soft.fit()[0].linear, rows
+    return both.linear, soft, rows
 
 
 def flipped(data: Any) -> Iterator[Tensor]:
@@ -103,7 +104,7 @@ def students(task: Task, hosts: Hosts, examples: int, *, every: bool) -> dict[st
     usual, soft, rows = fits(seen)
     if not every:
         return {"as fold does it": usual}
-    found = {"as fold does it": usual, "probabilities only": soft}
+    found = {"as fold does it": usual, "probabilities only": soft.fit()[0].linear}
     assert rows.fitted is not None and rows.judging is not None
     for ridge in RIDGES:
         found[f"logits only, ridge {ridge:g}"] = solve(rows.fitted + rows.judging, ridge)
@@ -113,7 +114,7 @@ def students(task: Task, hosts: Hosts, examples: int, *, every: bool) -> dict[st
         found["twice the data: inputs that no host saw"] = fits(more)[0]
     if task.name == "cifar10":
         found["twice the data: mirrored"] = fits(seen + hosts.see(flipped(train)))[0]
-    few = [inputs for kind in make_proxies(train).values() for inputs in list(kind)[:2]]
+    few = [inputs for kind in make_proxies(train).values() for inputs in islice(kind, 2)]
     found["inputs without a label besides"] = fits(seen + hosts.see(few))[0]
     return found
 
