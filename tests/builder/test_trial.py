@@ -107,10 +107,10 @@ def test_the_ensemble_is_compared_with_the_host_and_its_temperature() -> None:
     trial = try_model(sure, data(), members=2, max_cost=1.5, risk=0.9, progress=False)
     plain, warm, figures = trial.results
     assert warm["cls/NLL"] < plain["cls/NLL"] - 0.1 and warm["cal/ECE"] < plain["cal/ECE"]
-    tiles = {tile["label"]: tile["value"] for tile in at_a_glance(trial).content["tiles"]}
-    (label,) = (label for label in tiles if label.startswith("negative"))
-    assert tiles[label] == f"{warm['cls/NLL']:.4f} → {figures['cls/NLL']:.4f}"
-    assert label.endswith((": cannot be told", ": better", ": worse"))
+    tiles = {tile["label"]: tile for tile in at_a_glance(trial).content["tiles"]}
+    (tile,) = (tile for label, tile in tiles.items() if label.startswith("negative"))
+    assert tile["value"] == f"{warm['cls/NLL']:.4f} → {figures['cls/NLL']:.4f}"
+    assert tile["verdict"] in ("cannot be told", "better", "worse")
     words = verdict(trial, "pictures")
     assert "each with a temperature" in words and "NLL" in words
     assert words.count("cannot be told on 72 pictures") == ("cannot be told" in words)

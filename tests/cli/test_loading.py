@@ -215,7 +215,7 @@ def test_columns_are_named_as_the_command_line_has_them(tmp_path: Path) -> None:
     table.write_text("0\ta dull film\n1\ta lovely film\n")
     with pytest.raises(DataError, match="first line must name the columns") as told:
         load_set(Loaded(None, "host", tokenizer=len), str(table))
-    assert "with --text-column" in one_line(told.value)
+    assert "with --label-column" in one_line(told.value)
 
 
 def test_a_column_that_was_asked_for_is_no_missing_label(tmp_path: Path) -> None:

@@ -170,8 +170,8 @@ def _is_batch(columns: Mapping[str, Any]) -> bool:
     for name, axes in PREPARED.items():
         if name in columns:
             value = columns[name]
-            if _is_array(value):
-                return bool(value.ndim > axes)
+            if _is_array(value):  # patches of images, which come with their mask, have two axes
+                return bool(value.ndim > (2 if "pixel_attention_mask" in columns else axes))
             return isinstance(value, (list, tuple)) and len(value) > 0 and not _is_scalar(value[0])
     return not any(_is_scalar(v) or is_image(v) for v in columns.values())
 
