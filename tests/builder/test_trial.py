@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hydra_ensembles.builder.trial import Trial, try_model, with_labels
+from hydra_ensembles.builder.trial import Trial, try_model
+from hydra_ensembles.builder.trial_answers import with_labels
 from hydra_ensembles.data import digits
 from hydra_ensembles.data.batches import labels_of, take
 from hydra_ensembles.data.loaders import Batches

@@ -1,4 +1,4 @@
-"""`try` for labels and numbers: their own figures, examples and page; others are refused."""
+"""`try` for every task that is judged: its own figures, examples and page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from hydra_ensembles.cli.commands.try_command import _examples, _names, _summary
 from hydra_ensembles.cli.main import main
 from hydra_ensembles.cli.models import Loaded
 from hydra_ensembles.data import text_data
-from hydra_ensembles.errors import UnsupportedModelError
+from hydra_ensembles.data.batches import labels_of
+from hydra_ensembles.data.task_data import QuestionBatches, TokenBatches
+from hydra_ensembles.errors import DataError, UnsupportedModelError
 from hydra_ensembles.report.trial_page import write_trial
 from tests.tasks.test_tasks import fast_tokenizer, host
 
@@ -70,11 +72,120 @@ def test_without_labels_the_hosts_own_answers_choose() -> None:
     assert trial.answer.novelty is not None
 
 
+TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
+
+
+def tagged(count: int = 80, *, labels: bool = True) -> Any:
+    """Return sentences with the host's own tags, some of them changed; or without tags."""
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(len(WORDS), (count, 6), generator=generator).tolist()
+    words = [[WORDS[i] for i in row[: 3 + row[0] % 4]] for row in draws]
+    tokenizer, model = fast_tokenizer(), host("tags")
+    tags = []
+    for text in words:
+        batch = tokenizer([text], is_split_into_words=True, return_tensors="pt")
+        with torch.no_grad():
+            said = model(**batch).logits[0, 1:-1].argmax(-1)
+        other = torch.randint(5, said.shape, generator=generator)
+        tags.append(torch.where(torch.rand(said.shape, generator=generator) < 0.3, other, said))
+    padded = torch.nn.utils.rnn.pad_sequence(tags, batch_first=True, padding_value=-100)
+    return TokenBatches(words, tokenizer, tags=padded if labels else None, batch_size=16)
+
+
+def asked(count: int = 60) -> Any:
+    """Return questions whose answers are the host's own, or another word of the text."""
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(len(WORDS), (count, 7), generator=generator).tolist()
+    texts = [" ".join(WORDS[i] for i in row[: 4 + row[0] % 4]) for row in draws]
+    characters = []
+    for row, text in enumerate(texts):
+        words = text.split()
+        place = row % len(words)
+        first = sum(len(word) + 1 for word in words[:place])
+        characters.append([first, first + len(words[place])] if row % 3 else [-1, -1])
+    questions = ["who saw rome"] * count
+    given = torch.tensor(characters)
+    return QuestionBatches(questions, texts, fast_tokenizer(), answers=given, batch_size=16)
+
+
+@pytest.fixture
+def named_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host("tags").config, "id2label", dict(enumerate(TAGS)))
+
+
+@pytest.mark.parametrize("name", ["tags", "questions"])
+def test_tokens_and_spans_are_judged_by_text(name: str, tmp_path: Path, named_tags: None) -> None:
+    files = tagged() if name == "tags" else asked()
+    trial = try_model(host(name), files, **{**QUICK, "members": 2})
+    count = files.count
+    assert trial.uncertainty.shape == trial.wrong.shape == (count,) == trial.held_out.shape
+    ensemble, start = trial.ensemble, 0
+    for batch in files:
+        rows = range(start, start + len(batch["input_ids"]))
+        part = trial.answer[torch.tensor(rows)]
+        if name == "questions":  # without temperatures: as the saved ensemble says
+            own = ensemble.predict(batch)
+            errors = ensemble.task.errors(own, labels_of(batch))
+            assert torch.equal(errors, trial.wrong[rows.start : rows.stop])
+            assert torch.equal(own.start, part.start) and torch.equal(own.end, part.end)
+        else:
+            counted = [row.nonzero().flatten().tolist() for row in batch["labels"] != -100]
+            assert [row.nonzero().flatten().tolist() for row in part.real] == counted
+        start = rows.stop
+    figures = trial.results[-1]
+    page = write_page(trial, files, tmp_path)
+    assert trial.policy.alarm == 0.2 and trial.answer.code.shape == trial.answer.uncertainty.shape
+    if name == "tags":
+        right = trial.answer.class_index == dense(files, trial.answer.real)
+        held = trial.answer.real & trial.held_out[:, None]
+        assert figures["cls/Acc"] == pytest.approx(float(right[held].double().mean()))
+        assert torch.equal(trial.wrong, (~right & trial.answer.real).any(1))
+        assert "F1 of entities" in page and "of the texts called new" in page
+        assert [result.name for result in trial.results][1] == "your model + temperature"
+    else:
+        assert figures["cls/Acc"] == float((~trial.wrong[trial.held_out]).double().mean())
+        assert "exact answers" in page and '"context": "..."' in page
+        assert [result.name for result in trial.results] == ["your model", "Hydra"]
+        assert "each with" not in page and trial.calibration == {}
+
+
+def dense(files: Any, real: torch.Tensor) -> torch.Tensor:
+    """The tags of all texts, as wide as the longest."""
+    rows = [row for batch in files for row in batch["labels"]]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
+    return torch.nn.functional.pad(padded, (0, real.shape[1] - padded.shape[1]), value=-100)
+
+
+def write_page(trial: Any, files: Any, folder: Path) -> str:
+    loaded = Loaded(trial.ensemble, "tiny", tokenizer=files.tokenizer, class_names=TAGS)
+    written = _names(files)
+    summary = "\n".join(_summary(trial, written, "texts"))
+    assert "held-out texts" in summary or not trial.results
+    return write_trial(
+        folder / "try.html",
+        trial,
+        names=written,
+        examples=_examples(loaded, files, trial, written),
+        title="tiny",
+        folder="ensemble",
+        kind="texts",
+    ).read_text()
+
+
+def test_tags_of_plain_sentences_are_the_hosts_own(tmp_path: Path, named_tags: None) -> None:
+    trial = try_model(host("tags"), tagged(labels=False), **QUICK)
+    assert trial.labels is None and trial.wrong is None and trial.policy.risk is None
+    assert trial.answer.code is not None and trial.answer.novelty is not None
+    assert "Least certain" not in write_page(trial, tagged(labels=False), tmp_path)
+    left = tagged()
+    left.tokenizer.padding_side = "left"
+    with pytest.raises(DataError, match="padding on the right"):
+        try_model(host("tags"), left, **QUICK)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("tags", "made for token classification"),
-        ("questions", "made for question answering"),
         ("encoder", "made for embeddings"),
     ],
 )

@@ -223,6 +223,9 @@ def test_protocol_v2(name: str) -> None:
     for row in range(len(rows)):
         values: Row = {}
         for field in ensemble(name).task.prediction.FIELDS:
+            if field == "set":  # no output without sets
+                assert field not in by_name and ensemble(name).sets is None
+                continue
             output, width = by_name[field], by_name[field]["shape"][1:]
             size = math.prod(width)
             part = output["data"][row * size : (row + 1) * size]
@@ -232,7 +235,7 @@ def test_protocol_v2(name: str) -> None:
                 values[field] = json.loads(values[field])
             values[field] = None if expected is None and values[field] == "" else values[field]
         found.append(values)
-    same_rows(found, name)
+    same_rows(found, name, leave_out=("set",))
     sure = {output["name"]: output for output in plain["outputs"]}
     score = "confidence" if name == "questions" else "novelty_score"
     same(sure[score]["data"], by_name[score]["data"], score)

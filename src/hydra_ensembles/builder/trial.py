@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from ..costs.cost_record import CostRatio
 from ..costs.formula import cost
-from ..data.batches import without_labels
-from ..data.class_names import check_class_order
+from ..data.class_names import check_class_order, first_spellings, model_names
 from ..data.input_facts import described
 from ..data.loaders import Batches
 from ..data.model_runs import ModelRun, collect_logits
+from ..data.padding import joined_rows
 from ..data.progress import progress_bar
 from ..data.splits import split
 from ..errors import DataError, UnsupportedModelError
@@ -38,16 +38,26 @@ from ..evaluation.figures import columns_of
 from ..evaluation.results import Results
 from ..fusion.ensemble import HydraEnsemble
 from ..fusion.known_data import finished, novelty_fit, proxies_of, summaries_of
+from ..fusion.policy_data import policy_for
 from ..hosts.example_inputs import pad_token
 from ..prediction import Prediction
-from ..tasks import MultiLabel, Regression, Task, task_of
-from ..uncertainty import Policy, choose_policy
+from ..tasks import Embedding, Regression, Task, task_of
+from ..tasks.tokens import is_language_model
+from ..uncertainty import Policy
 from ..uncertainty.novelty import Novelty
 from ..uncertainty.novelty_fit import COLUMNS
-from ..uncertainty.policy_fit import check_reachable
 from .build_run import build
 from .calibration import apply_calibration_, run_ensemble
 from .data_parts import SHARES, in_memory
+from .trial_answers import (
+    Places,
+    answer_of,
+    by_example,
+    errors_of,
+    own_answers,
+    token_places,
+    with_labels,
+)
 
 LEARN = 2 / 3
 LEAST = 40
@@ -57,6 +67,7 @@ HOST, WARM, ENSEMBLE = "your model", "your model + temperature", "Hydra"
 """Names of the results."""
 SPREAD = "your model + variance"
 """The second one, of numbers."""
+UNCALIBRATED = {"temperature": None, "member_temperatures": None}
 
 
 @dataclass(frozen=True)
@@ -66,15 +77,18 @@ class Trial:
     Attributes:
         ensemble: With temperatures, novelty and a policy; ready to be saved.
         answer: Its prediction for every example: uncertainty and novelty out of fold, and the
-            policy's decision by these.
-        labels: `[example]`, or None.
+            policy's decision by these. Of tokens, only those that count are `real`.
+        uncertainty: Of each example, that of its least sure token, `[example]`.
+        wrong: Whether its answer, or that of any token, is wrong, `[example]`; None where none is.
+        labels: `[example, ...]`, of tokens `[token]`; or None.
         neighbours: The most similar other example, `[example]`.
         facts: Plain facts of each example that lie outside the range of the others, in words.
         held_out: Examples that took no part in choosing members, `[example]`.
         decide: Examples that the policy was fitted on, `[example]`.
         results: Figures on held-out examples of the host, of the host with a temperature and of the
             ensemble with its temperatures; empty without labels. Both temperatures were fitted by
-            the same rule (`cross_fit`), out of fold, so that members get no credit for theirs.
+            the same rule (`cross_fit`), out of fold, so that members get no credit for theirs. Of
+            a task without calibrators, those of the host and of the ensemble.
         calibration: What temperatures change, held out and out of fold; empty without labels.
         policy: When to answer.
         policy_note: Why the policy guarantees less than was asked for; empty when it does not.
@@ -83,6 +97,8 @@ class Trial:
 
     ensemble: HydraEnsemble
     answer: Prediction
+    uncertainty: Tensor
+    wrong: Tensor | None
     labels: Tensor | None
     neighbours: Tensor
     facts: list[tuple[str, ...]]
@@ -111,7 +127,7 @@ def try_model(
     """Build an ensemble of a model and measure, held out, what it gains on some data.
 
     Args:
-        model: A host model that gives classes, labels or numbers; it is not changed.
+        model: A host model of any task but embeddings and language modelling; it is not changed.
         data: Data like that to come, which the model was not trained on; some hundred examples,
             with or without labels.
         members, max_cost: See `build`.
@@ -125,7 +141,7 @@ def try_model(
         >>> trial.ensemble.save_pretrained("vit-hydra")
     """
     task = task_of(model)
-    check_task(task, type(model).__name__)
+    check_task(task, type(model).__name__, model)
     source = in_memory(data, pad_id=pad_token(model), progress=progress)
     if source.count < LEAST:
         raise DataError(
@@ -133,15 +149,16 @@ def try_model(
             "some hundred."
         )
     check_class_order(model, source, seed=seed)
-    labels = source.labels
-    if labels is not None:
-        labels = task.check_labels(labels, "your data")
-    host_logits = collect_logits(model, source, name="your model, as it is", progress=progress)[0]
-    targets = labels
-    if targets is None:
-        mean = task.mean(host_logits.float())
-        targets = mean.argmax(-1) if task.classifies else task.target(mean)
-    labelled = with_labels(source, targets)
+    host_logits, labels = collect_logits(
+        model, source, name="your model, as it is", progress=progress
+    )
+    places = token_places(source) if task.by_token else None
+    text = torch.arange(source.count) if places is None else places.text
+    labelled = source
+    if labels is None:
+        labelled = with_labels(
+            source, own_answers(task, host_logits, places), by_token=task.by_token
+        )
     halves = split(labelled, {"learn": LEARN, "decide": 1 - LEARN}, seed=seed)
     learn, decide = (_mask(halves[name], source.count) for name in ("learn", "decide"))
     chosen = split(halves["learn"], SHARES, seed=seed)["select"]  # as `build` splits it
@@ -159,45 +176,71 @@ def try_model(
         progress=progress,
     )
     batches = list(run_ensemble(ensemble, source, name="your data", progress=progress))
-    logits = torch.cat([batch["logits"] for batch in batches])
+
+    def column(name: str) -> Tensor | None:
+        return torch.cat([b[name] for b in batches]) if name in batches[0] else None
+
+    logits, summaries = joined_rows([batch["logits"] for batch in batches]), column("summaries")
+    assert summaries is not None
+    kept = {name: column(name) for name in sorted(COLUMNS & batches[0].keys())}
     measured = Measured(
-        source,
-        logits,
-        torch.cat([batch["summaries"] for batch in batches]),
-        labels,
-        {
-            **{n: torch.cat([b[n] for b in batches]) for n in sorted(COLUMNS & batches[0].keys())},
-            **described(source),
-        },
+        source, summaries, column("rows"), column("classes"), {**kept, **described(source)}
     )
     held_out = ~_mask(chosen, source.count)
     calibration: dict[str, Any] = {}
     results: tuple[Results, ...] = ()
     calibrated = Calibrated(logits)
+    ensemble.record["calibration"] = {**UNCALIBRATED, "score": task.default_score}
     if labels is not None:
-        rows: dict[str, Any] = {"held_out": held_out, "fitted": learn, "seed": seed}
-        fitted, calibrated = _calibrated(task, logits, labels, host_logits, **rows)
-        ensemble.record["calibration"] = {"score": task.default_score, **fitted}
-        apply_calibration_(ensemble, ensemble.record["calibration"])
-        calibration = fitted["figures"]
-        warm = _calibrated(task, host_logits, labels, host_logits, **rows)[1]
-        second = WARM if task.has_temperatures else SPREAD
-        judged = {HOST: Calibrated(host_logits), second: warm, ENSEMBLE: calibrated}
+        judged = {HOST: Calibrated(host_logits), ENSEMBLE: calibrated}
+        if task.calibrators:
+            rows: dict[str, Any] = {"held_out": held_out[text], "fitted": learn[text], "seed": seed}
+            fitted, calibrated = _calibrated(task, logits, labels, host_logits, **rows)
+            ensemble.record["calibration"].update(fitted)
+            calibration = fitted["figures"]
+            warm = _calibrated(task, host_logits, labels, host_logits, **rows)[1]
+            second = WARM if task.has_temperatures else SPREAD
+            judged = {HOST: judged[HOST], second: warm, ENSEMBLE: calibrated}
+        tags = first_spellings(model_names(model) or [])
         results = tuple(
-            _results(name, outputs, labels, held_out, task) for name, outputs in judged.items()
+            _results(name, outputs, labels, held_out[text], task, places, tags)
+            for name, outputs in judged.items()
         )
     else:
         ensemble.record["labels"] = "none: members keep the host's own answers"
+    apply_calibration_(ensemble, ensemble.record["calibration"])
     ensemble.novelty = measured.fit(ensemble, learn)
     ensemble.record["novelty"] = str(ensemble.novelty)
-    policy, note = _policy(ensemble, measured, decide, risk=risk, alarm=alarm, method=method)
+    fitted_by: dict[str, Any] = {
+        "temperature": ensemble.temperature,
+        "member_temperatures": ensemble.member_temperatures,
+        **ensemble.calibrated_by(),
+    }
+    final = answer_of(task, logits, places, **fitted_by)
+    errors = None if labels is None else errors_of(task, final, labels, places)
+    policy, note = _policy(
+        task,
+        by_example(final.uncertainty, places)[decide[text]],
+        None if errors is None else errors[decide[text]],
+        ensemble.novelty(summaries[decide], measured.rows_at(decide))[1],
+        risk=risk,
+        alarm=alarm,
+        method=method,
+    )
     ensemble.policy = policy
     rank, score, neighbours, facts = _out_of_fold(ensemble, measured, seed, progress=progress)
-    answer = replace(calibrated.answer(task), novelty=rank, novelty_score=score)
+    columns: dict[str, Any] = {"novelty": rank, "novelty_score": score}
+    if calibrated.sigma is not None:
+        columns["sigma"] = calibrated.sigma.float()
+    answer = replace(answer_of(task, calibrated.members, places), **columns)
+    unsure = by_example(answer.uncertainty, places)
+    errors = None if labels is None else errors_of(task, answer, labels, places)
     batch = next(iter(source))
     return Trial(
         ensemble=ensemble,
         answer=policy.apply(answer),
+        uncertainty=unsure if places is None else places.most(unsure),
+        wrong=errors if errors is None or places is None else places.most(errors),
         labels=labels,
         neighbours=neighbours,
         facts=facts,
@@ -211,21 +254,6 @@ def try_model(
     )
 
 
-def with_labels(data: Batches, labels: Tensor) -> Batches:
-    """Return data with these labels instead of its own."""
-
-    def load(rows: Sequence[int]) -> Any:
-        batch = without_labels(next(iter(data.subset(rows, batch_size=len(rows)))))
-        target = labels[list(rows)]
-        if isinstance(batch, dict):
-            return {**batch, "labels": target}
-        return (batch[0] if isinstance(batch, tuple) else batch, target)
-
-    return Batches(
-        load, range(data.count), batch_size=data.batch_size, labels=labels, info=data.info
-    )
-
-
 def _mask(part: Batches, count: int) -> Tensor:
     """Return which rows a part holds, bool `[count]`."""
     rows = torch.zeros(count, dtype=torch.bool)
@@ -233,15 +261,18 @@ def _mask(part: Batches, count: int) -> Tensor:
     return rows
 
 
-def check_task(task: Task, name: str) -> None:
-    """Raise for a task that cannot be tried yet: one answer per input is judged."""
-    if isinstance(task, (MultiLabel, Regression)) or (task.classifies and not task.by_token):
-        return
-    raise UnsupportedModelError(
-        f"{name} is made for {task.title}, which a try cannot judge yet: it asks for one answer "
-        "per input (a class, labels or numbers). In Python, hydra.fuse, fit_novelty_ and "
-        "hydra.evaluate take this model."
-    )
+def check_task(task: Task, name: str, model: object = None) -> None:
+    """Raise for a task that cannot be tried: its answers are not right or wrong, or too many."""
+    if isinstance(task, Embedding):
+        raise UnsupportedModelError(
+            f"{name} is made for {task.title}, which no data can judge: vectors are not right or "
+            "wrong. In Python, hydra.fuse and fit_novelty_ take this model."
+        )
+    if task.by_token and is_language_model(model):
+        raise UnsupportedModelError(
+            f"{name} is made for {task.title} over a whole vocabulary, which a try cannot judge "
+            "yet. In Python, hydra.fuse, fit_novelty_ and hydra.evaluate take this model."
+        )
 
 
 class Calibrated(NamedTuple):
@@ -249,12 +280,6 @@ class Calibrated(NamedTuple):
 
     members: Tensor
     sigma: Tensor | None = None
-
-    def answer(self, task: Task) -> Prediction:
-        """Return the task's answers."""
-        answer = task.answer(self.members, score=task.default_score)
-        more: dict[str, Any] = {} if self.sigma is None else {"sigma": self.sigma.float()}
-        return replace(answer, **more)
 
 
 def _calibrated(
@@ -287,21 +312,21 @@ def _calibrated(
 
 @dataclass(frozen=True)
 class Measured:
-    """What the ensemble computed on all examples, from which novelty is fitted.
+    """What novelty is fitted from, by input.
 
     Attributes:
         source: The data.
-        logits: `[example, member, class]`.
-        summaries: Token summaries, `[example, tap, width]`.
-        labels: `[example]`, or None.
-        columns: What else is known of the examples (`NoveltyFit.add_columns_`).
+        summaries: Token summaries, `[input, tap, width]`.
+        rows: Logits that novelty reads, `[input, member, class]`, if it reads any.
+        classes: Labels of inputs that have one class, `[input]`; else None.
+        columns: What else is known of the inputs (`NoveltyFit.add_columns_`).
         far: What novelty reads of proxies by kind, once a choice of terms has asked for them.
     """
 
     source: Batches
-    logits: Tensor
     summaries: Tensor
-    labels: Tensor | None
+    rows: Tensor | None
+    classes: Tensor | None
     columns: dict[str, Any]
     far: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
 
@@ -312,16 +337,15 @@ class Measured:
             for name, column in self.columns.items()
         }
 
-    def rows_at(self, task: Task, rows: Tensor) -> Tensor | None:
-        """Return the logits at some rows if novelty reads any (`Task.novelty_rows`)."""
-        return task.novelty_rows(self.logits[rows], None)
+    def rows_at(self, rows: Tensor) -> Tensor | None:
+        """Return the logits that novelty reads at some rows."""
+        return None if self.rows is None else self.rows[rows]
 
     def fit(self, ensemble: HydraEnsemble, mask: Tensor) -> Novelty:
-        """Fit novelty on some examples, bool `[example]`."""
-        task = ensemble.task
-        rows = self.rows_at(task, mask)
+        """Fit novelty on some inputs, bool `[input]`."""
+        rows = self.rows_at(mask)
         fit = novelty_fit(ensemble, 0 if rows is None else rows.shape[-1])
-        labels = None if self.labels is None or not task.classifies else self.labels[mask]
+        labels = None if self.classes is None else self.classes[mask]
         fit.add_(self.summaries[mask], rows, labels)
         fit.add_columns_(self.columns_at(mask.nonzero().flatten()))
 
@@ -343,7 +367,7 @@ def _out_of_fold(
 
     That is its novelty, its score, its nearest neighbour, and its facts outside the known ranges.
     """
-    count = len(measured.logits)
+    count = len(measured.summaries)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     rank, score = torch.empty(count), torch.empty(count)
     nearest = torch.empty(count, dtype=torch.long)
@@ -354,7 +378,7 @@ def _out_of_fold(
         others = torch.ones(count, dtype=torch.bool)
         others[rows] = False
         novelty = measured.fit(ensemble, others)
-        logits = measured.rows_at(ensemble.task, rows)
+        logits = measured.rows_at(rows)
         evidence = novelty.explain(measured.summaries[rows], logits, 1)
         rank[rows], score[rows] = evidence.novelty.float(), evidence.score.float()
         nearest[rows] = others.nonzero().flatten()[evidence.neighbours[:, 0]]
@@ -365,48 +389,40 @@ def _out_of_fold(
 
 
 def _policy(
-    ensemble: HydraEnsemble,
-    measured: Measured,
-    decide: Tensor,
+    task: Task,
+    uncertainty: Tensor,
+    errors: Tensor | None,
+    novelty_score: Tensor,
     *,
     risk: float,
     alarm: float,
     method: str,
 ) -> tuple[Policy, str]:
     """Fit the policy on the unseen part; without a bound on errors where that part is too small."""
-    assert ensemble.novelty is not None
-    logits, summaries, labels = measured.logits, measured.summaries, measured.labels
-    task = ensemble.task
-    answer = task.answer(
-        logits[decide],
-        score=task.default_score,
-        temperature=ensemble.temperature,
-        member_temperatures=ensemble.member_temperatures,
-        **ensemble.calibrated_by(),
-    )
-    score = ensemble.novelty(summaries[decide], measured.rows_at(task, decide))[1]
-    errors = None if labels is None else task.errors(answer, labels[decide])
+    settings: dict[str, Any] = {"alarm": alarm, "method": method, "score": task.default_score}
     asked = None if errors is None else risk
-    settings: dict[str, Any] = {
-        "novelty_score": score,
-        "alarm": alarm,
-        "method": method,
-        "score": task.default_score,
-    }
-    policy = choose_policy(answer.uncertainty, errors, risk=asked, **settings)
     try:
-        check_reachable(policy, answer.uncertainty, errors, score)
+        return policy_for(task, uncertainty, errors, novelty_score, risk=asked, **settings), ""
     except DataError as error:
         note = f"{error} Until then only new inputs are withheld."
-        return choose_policy(answer.uncertainty, errors, risk=None, **settings), note
-    return policy, ""
+        policy = policy_for(task, uncertainty, errors, novelty_score, risk=None, **settings)
+        return policy, note
 
 
-def _results(name: str, outputs: Calibrated, labels: Tensor, rows: Tensor, task: Task) -> Results:
-    """Return the figures of some outputs on some rows, with intervals."""
+def _results(
+    name: str,
+    outputs: Calibrated,
+    labels: Tensor,
+    rows: Tensor,
+    task: Task,
+    places: Places | None,
+    tags: Sequence[str],
+) -> Results:
+    """Return the figures of some outputs on some examples, bool `[example]`, with intervals."""
     sigma = None if outputs.sigma is None else outputs.sigma[rows]
-    run = ModelRun(outputs.members[rows], labels[rows], sigma=sigma)
-    examples = {"id": columns_of(run, scores=[task.default_score], task=task)}
+    text = None if places is None else places.text[rows]
+    run = ModelRun(outputs.members[rows], labels[rows], sigma=sigma, text=text)
+    columns = columns_of(run, scores=[task.default_score], task=task, names=tags)
     settings = {
         "scores": [task.default_score],
         "members": run.logits.shape[1],
@@ -416,4 +432,4 @@ def _results(name: str, outputs: Calibrated, labels: Tensor, rows: Tensor, task:
         "bootstrap": None,
         "seed": 0,
     }
-    return results_of(examples, name=name, settings=settings)
+    return results_of({"id": columns}, name=name, settings=settings)

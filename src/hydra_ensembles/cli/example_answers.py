@@ -72,8 +72,10 @@ def _span(loaded: Loaded, ids: Any, start: int, end: int) -> str:
 
 def _tags(loaded: Loaded, answer: Any, label: Any, ids: Any) -> dict[str, Any]:
     """Return the entities of a text, and how sure its least sure token is."""
-    real = answer.real[0] if label is None else answer.real[0] & (label != -100)
-    places = real.nonzero().flatten().tolist()
+    # the answer may be of a longer or a shorter batch
+    real = answer.real[0].nonzero().flatten()
+    real = real if label is None else real[label[real] != -100]
+    places = real.tolist()
 
     def entities(classes: Any) -> str:
         from ..task_predictions import entities_of

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..data.batches import split_batch
 from ..data.eval_mode import in_eval
 from ..data.memory import Halving
+from ..data.padding import joined_rows
 from ..data.processes import in_order
 from ..data.progress import length_of, progress_bar
 from ..errors import DataError
@@ -93,5 +94,7 @@ def _collected(
     found = list(progress_bar(results, description=name, enabled=progress, total=length_of(data)))
     if not found:
         raise DataError("There are no examples to calibrate on.")
-    whole = {key: torch.cat([part[key] for part in found]) for key in found[0]}
-    return whole["outputs"], whole.get("student"), whole["labels"]
+    outputs = joined_rows([part["outputs"] for part in found])
+    student = [part["student"] for part in found if "student" in part]
+    labels = torch.cat([part["labels"] for part in found])
+    return outputs, joined_rows(student) if student else None, labels

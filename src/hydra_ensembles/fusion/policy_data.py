@@ -18,7 +18,7 @@ from ..data.progress import progress_bar
 from ..errors import DataError, HydraError
 from ..hosts.host_data import data_for
 from ..prediction import Prediction
-from ..tasks import IGNORED, task_of
+from ..tasks import IGNORED, Task, task_of
 from ..uncertainty import Policy, choose_policy
 from ..uncertainty.policy_fit import check_rates, check_reachable
 from .inputs import READ_BY_ANSWERS
@@ -143,23 +143,56 @@ def _fit(
     uncertainty = torch.cat(uncertainties)
     wrong = torch.cat(errors) if len(errors) == len(answers) else None
     novelty_score = torch.cat(scores) if scores else None
-    options: dict[str, Any] = {"method": method, "delta": delta, "score": answers[0].score}
-    if task.by_token and alarm is not None:  # novelty is of texts, errors are of tokens
-        assert novelty_score is not None
-        nothing = torch.zeros_like(novelty_score)
-        texts = choose_policy(
-            nothing, novelty_score=novelty_score, risk=None, alarm=alarm, **options
-        )
-        if risk is None:
-            return texts
-        policy = choose_policy(uncertainty, wrong, risk=risk, alarm=None, **options)
-        check_reachable(policy, uncertainty, wrong)
-        return replace(policy, alarm=alarm, novelty_threshold=texts.novelty_threshold)
-    policy = choose_policy(
-        uncertainty, wrong, novelty_score=novelty_score, risk=risk, alarm=alarm, **options
+    return policy_for(
+        task,
+        uncertainty,
+        wrong,
+        novelty_score,
+        risk=risk,
+        alarm=alarm,
+        method=method,
+        delta=delta,
+        score=answers[0].score,
     )
-    check_reachable(policy, uncertainty, wrong, novelty_score)
-    return policy
+
+
+def policy_for(
+    task: Task,
+    uncertainty: Tensor,
+    errors: Tensor | None,
+    novelty_score: Tensor | None,
+    *,
+    risk: float | None,
+    alarm: float | None,
+    **options: Any,
+) -> Policy:
+    """Choose a policy (`choose_policy`), and check that its risk can be had (`check_reachable`).
+
+    Of a task by token, uncertainty and errors are of tokens, and novelty is of texts: shares of
+    answered and unsure are measured over tokens, that of new ones over texts.
+    """
+    if not task.by_token or alarm is None:
+        policy = choose_policy(
+            uncertainty, errors, novelty_score=novelty_score, risk=risk, alarm=alarm, **options
+        )
+        check_reachable(policy, uncertainty, errors, novelty_score)
+        return policy
+    assert novelty_score is not None
+    texts = choose_policy(
+        torch.zeros_like(novelty_score),
+        novelty_score=novelty_score,
+        risk=None,
+        alarm=alarm,
+        **options,
+    )
+    if risk is None:
+        return texts
+    policy = choose_policy(uncertainty, errors, risk=risk, alarm=None, **options)
+    check_reachable(policy, uncertainty, errors)
+    assert policy.measured is not None and texts.measured is not None
+    measured = replace(policy.measured, new=texts.measured.new)
+    limit = texts.novelty_threshold
+    return replace(policy, alarm=alarm, novelty_threshold=limit, measured=measured)
 
 
 def answer_of(model: Any, batch: Any) -> Prediction:

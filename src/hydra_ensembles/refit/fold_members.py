@@ -314,7 +314,8 @@ def _notes(ensemble: HydraEnsemble, student: bool | str, trunk: int | str) -> li
             f"Nothing was calibrated{chosen}: pass held_out= with labelled data to choose and to "
             "fit a temperature."
         ]
-    notes = [record["calibration"]["note"]] if record["calibration"]["note"] else []
+    note = record["calibration"].get("note")  # numbers say why they have their variance instead
+    notes = [note] if note else []
     if "choice" in record:
         ways = ", ".join(
             f"{one['NLL']:.4f} {'mean' if one['trunk'] == 'mean' else 'host ' + str(one['trunk'])}"

@@ -119,7 +119,7 @@ SPOKEN = {
         *("cls/Acc", "cls/NLL", "cal/ECE", "cal/aECE", "sc/AURC", "fail/AUROC", "ood/mean/AUROC"),
         *("ood/mean/novelty/AUROC", "shift/mean/cls/Acc", "shift/mean/cls/NLL"),
         *("cls/mAP", "cls/F1_micro", "reg/RMSE", "reg/Pearson", "reg/NLL", "reg/CRPS"),
-        *("ent/F1", "qa/EM", "qa/F1"),
+        *("ent/F1", "qa/EM", "qa/F1", "cls/Loss"),
     )
 }
 """The figures that verdicts speak of."""

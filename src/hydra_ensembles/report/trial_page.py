@@ -15,6 +15,7 @@ import torch
 
 from ..evaluation.intervals import BETTER, WORSE, Comparison, compare
 from ..evaluation.tables import shown
+from ..task_predictions import SpanPrediction
 from ..uncertainty import Policy
 from . import sections, task_figures
 from .examples import Example
@@ -39,8 +40,8 @@ MARKS = {BETTER: "better", WORSE: "worse"}
 
 
 def told(trial: Trial) -> Comparison:
-    """Compare the ensemble with the host, both calibrated, by paired intervals."""
-    _, warm, ensemble = trial.results
+    """Compare the ensemble with the host, both calibrated if the task is, by paired intervals."""
+    *_, warm, ensemble = trial.results
     return compare(ensemble, warm, count=ensemble.settings["bootstrap"])
 
 
@@ -60,9 +61,15 @@ def verdict(trial: Trial, kind: str = "files") -> str:
     found = told(trial)
     names = {key: sections.SPOKEN[key] for key in spoken(found)} | {"cal/ECE": "calibration"}
     words = found.in_words(names, f"{int(trial.held_out.sum())} {kind}")
-    numbers = "reg/RMSE" in found
-    fair = "each with a variance" if numbers else "each with a temperature"
-    return f"The ensemble against your model, {fair}: {words}."
+    fair = f", each with a {fitted(trial)}" if trial.calibration else ""
+    return f"The ensemble against your model{fair}: {words}."
+
+
+def fitted(trial: Trial) -> str:
+    """Return what calibrates both models; empty for a task without calibrators."""
+    if not trial.ensemble.task.calibrators:
+        return ""
+    return "temperature" if trial.ensemble.task.has_temperatures else "variance"
 
 
 def at_a_glance(trial: Trial, kind: str = "files") -> Section:
@@ -87,15 +94,16 @@ def at_a_glance(trial: Trial, kind: str = "files") -> Section:
                 }
             )
     if rates is not None:
-        tiles.append({"value": percent(rates.answer), "label": "answered"})
+        tokens = "of the tokens " if trial.ensemble.task.by_token else ""
+        tiles.append({"value": percent(rates.answer), "label": f"{tokens}answered"})
         if trial.policy.risk is not None:
-            tiles.append({"value": percent(rates.unsure), "label": "left as unsure"})
-        tiles.append({"value": percent(rates.new), "label": "called new"})
+            tiles.append({"value": percent(rates.unsure), "label": f"{tokens}left as unsure"})
+        new = f"of the {kind} called new" if trial.ensemble.task.by_token else "called new"
+        tiles.append({"value": percent(rates.new), "label": new})
     held_out = int(trial.held_out.sum()) if trial.results else 0
     decide = int(trial.decide.sum())
-    fitted = "temperature" if trial.ensemble.task.has_temperatures else "variance"
     content = {"tiles": tiles, "held_out": held_out, "decide": decide, "kind": kind}
-    content["fitted"] = fitted
+    content["fitted"] = fitted(trial)
     return Section("glance", "At a glance", content)
 
 
@@ -200,7 +208,13 @@ def write_trial(
     """
     models = [result.name for result in trial.results]
     ensemble = trial.ensemble
-    next_steps = {"folder": folder, "labelled": trial.labels is not None, "command": command}
+    next_steps = {
+        "folder": folder,
+        "labelled": trial.labels is not None,
+        "command": command,
+        "question": isinstance(trial.answer, SpanPrediction),
+        "fitted": fitted(trial),
+    }
     prices = [*[1.0] * (len(models) - 1), trial.ratio.multiply_adds]
     parts = [
         at_a_glance(trial, kind),
@@ -211,7 +225,7 @@ def write_trial(
         sections.figures(trial.results[::-1], dict(zip(models, prices, strict=True)))
         if trial.results
         else None,
-        policy(trial.policy, trial.policy_note, kind),
+        policy(trial.policy, trial.policy_note, "tokens" if ensemble.task.by_token else kind),
         sections.built(str(ensemble), ensemble.masks, ensemble.plan.trunk),
         Section("next", "Next", next_steps, long=True),
     ]

@@ -259,4 +259,9 @@ def write_onnx(graph: AnsweringGraph | FeaturesGraph, inputs: Example, path: Pat
                 names[str(symbol)] = size
     for value in (*made.model.graph.inputs, *made.model.graph.outputs):
         value.shape = ir.Shape([names.get(str(size), size) for size in value.shape])
+    answers = {value.name: value for value in made.model.graph.outputs}
+    for node in made.model.graph:  # torch names a value after its operation: `embedding`, for one
+        for value in node.outputs:
+            if value is not answers.get(value.name, value):
+                value.name = f"{value.name}_inside"
     made.save(str(path))

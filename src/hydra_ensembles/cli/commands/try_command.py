@@ -48,7 +48,8 @@ def command(
 
     Fuses an ensemble within a budget, calibrates it, fits novelty, and writes a page: the cost, the
     calibration before and after, your strangest and least certain files, and what an alarm level
-    means. Every file is judged by a fit that did not see it.
+    means. Every file is judged by a fit that did not see it. It takes models that give classes,
+    labels, numbers, tags of words, or answers in texts.
 
     Progress is saved in OUTPUT/state: run the same command to resume.
     """
@@ -189,22 +190,21 @@ def _examples(loaded: Loaded, files: Any, trial: Trial, names: list[str]) -> lis
     strange = answer.novelty_score.argsort(descending=True, stable=True)
     ranked = {"The strangest: least like the others": strange.tolist()}
     if trial.labels is not None:
-        errors = task.errors(answer, trial.labels)
-        if errors is None:
+        if trial.wrong is None:
             far = furthest({"values": answer.values, "targets": trial.labels})
             ranked["Furthest off (or labelled wrongly)"] = far
         else:
-            wrong = errors.nonzero().flatten()
-            sure = wrong[answer.uncertainty[wrong].argsort(stable=True)].tolist()
+            wrong = trial.wrong.nonzero().flatten()
+            sure = wrong[trial.uncertainty[wrong].argsort(stable=True)].tolist()
             ranked["Wrong, and surest of it (or labelled wrongly)"] = sure
-    ranked["The least sure"] = answer.uncertainty.argsort(descending=True, stable=True).tolist()
+    ranked["The least sure"] = trial.uncertainty.argsort(descending=True, stable=True).tolist()
 
     def note(group: str, row: int) -> str:
         if group.startswith("The strangest"):
             newer = f"newer than {percent(float(rank[row]))} of the others"
             nearest = f"nearest: {names[int(trial.neighbours[row])]}"
             return "\n".join([newer, nearest, *trial.facts[row]])
-        if group.startswith("The least") and task.classifies:
+        if group.startswith("The least") and task.classifies and not task.by_token:
             values, classes = answer.probabilities[row].topk(2)
             return f"or {loaded.class_name(int(classes[1]))} ({percent(float(values[1]))})"
         return ""
@@ -271,7 +271,7 @@ def _summary(trial: Trial, names: list[str], kind: str) -> list[str]:
     lines.append(verdict(trial, kind))
     for title, column in {
         "Strangest": answer.novelty_score,
-        "Least sure": answer.uncertainty,
+        "Least sure": trial.uncertainty,
     }.items():
         first = column.argsort(descending=True, stable=True)[:3].tolist()
         lines.append(f"{title}:")
@@ -299,6 +299,6 @@ def _figures(trial: Trial, page: Path, folder: Path) -> dict[str, Any]:
         "policy": trial.policy.to_dict(),
         "novelty": answer.novelty.tolist(),
         "facts": trial.facts,
-        "uncertainty": answer.uncertainty.tolist(),
-        "decisions": answer.decision,
+        "uncertainty": trial.uncertainty.tolist(),
+        "decisions": [row["decision"] for row in answer.rows()],
     }
