@@ -162,6 +162,10 @@ def evaluate(
         "bootstrap": bootstrap,
         "seed": seed,
     }
+    rule = getattr(model, "sets", None)
+    if rule is not None:
+        about = {"asked": rule.coverage, "method": rule.method, "by": rule.by}
+        settings["sets"] = about | {"classes": model_names(model)}
     return results_of(
         examples, name=name or type(model).__name__, settings=settings, progress=progress
     )

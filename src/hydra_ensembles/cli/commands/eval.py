@@ -90,7 +90,7 @@ def command(
         loaded, known, outliers = reading.load(place, data, ood, fused=True)
         say(f"Evaluating {name} on {sizes(known, outliers)}", json=json)
         tested = loaded.model
-        own_score = tested.score if isinstance(tested, HydraEnsemble) else "msp"
+        own_score = tested.score if isinstance(tested, HydraEnsemble) else None
         scaled[name] = any(
             getattr(tested, key, None) is not None for key in ("temperature", "member_temperatures")
         )
