@@ -89,8 +89,9 @@ def command(
         say(f"Evaluating {name} on {sizes(known, outliers)}", json=json)
         tested = loaded.model
         own_score = tested.score if isinstance(tested, HydraEnsemble) else None
-        scaled[name] = any(
-            getattr(tested, key, None) is not None for key in ("temperature", "member_temperatures")
+        scaled[name] = any(  # a policy and sets belong to the probabilities as they are
+            getattr(tested, key, None) is not None
+            for key in ("temperature", "member_temperatures", "calibrator", "policy", "sets")
         )
         if calibration is not None and not scaled[name]:
             tested = calibrated(loaded.model, reading.load_known(loaded, calibration))
