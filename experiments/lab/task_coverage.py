@@ -7,6 +7,7 @@ the binomial interval of one split's test half, narrowed by nothing: splits shar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,9 @@ from torch import Tensor
 from hydra_ensembles import HeadMask, fuse
 from hydra_ensembles.evaluation.task_metrics import answer_f1, exact_match
 from hydra_ensembles.prediction import Prediction, as_numpy
-from hydra_ensembles.tasks import IGNORED
-from hydra_ensembles.uncertainty.set_fit import choose_sets
+from hydra_ensembles.prediction_sets import likely_spans
+from hydra_ensembles.tasks import IGNORED, task_of
+from hydra_ensembles.uncertainty.set_fit import choose_sets, threshold
 
 from .other_tasks import HeldTask, SpanSet
 from .task_figures import TASKS, Said
@@ -185,11 +187,22 @@ def span_figures(task: HeldTask) -> dict[str, Any]:
     questions = task.part("test").by_length()
     assert isinstance(questions, SpanSet) and questions.pairs and questions.labels
     said: list[str] = []
+    likely: list[np.ndarray] = []
+    right: list[float] = []
+    labelled = iter(questions.batches(task.tokenizer, batch_size=25))
     for start in range(0, len(questions), 25):
         rows = range(start, min(start + 25, len(questions)))
         encoded = questions.encoded(task.tokenizer, rows)
         places = encoded.pop("offset_mapping")
         answer = model.predict({**encoded})
+        batch = next(labelled)
+        ends = zip(batch["start_positions"].tolist(), batch["end_positions"].tolist(), strict=True)
+        numpy = answer.to_numpy()
+        for place, true in enumerate(ends):
+            spans = likely_spans(numpy, place, longest=task_of(model).most)
+            scores = {(first, last): 1 - probability for first, last, probability in spans}
+            likely.append(np.asarray(list(scores.values())))
+            right.append(scores.get(true, np.inf))
         for row, offsets, first, last in zip(rows, places, answer.start, answer.end, strict=True):
             none = (int(first), int(last)) == (0, 0)
             text = questions.pairs[row][int(offsets[first][0]) : int(offsets[last][1])]
@@ -203,4 +216,32 @@ def span_figures(task: HeldTask) -> dict[str, Any]:
         "questions": len(said),
         "EM": round(mean(exact_match), 2),
         "F1": round(mean(answer_f1), 2),
+        "coverage": span_coverage(likely, np.asarray(right)),
+    }
+
+
+def span_coverage(likely: list[np.ndarray], right: np.ndarray) -> dict[str, Any]:
+    """Return coverage and size of sets of spans over the splits, by the thresholds of `fit_sets`.
+
+    What is asked for is 90 %, or the next tenth that is 5 points below the share of questions whose
+    right span is among the likeliest: more is refused.
+
+    Args:
+        likely: Scores of each question's likeliest spans.
+        right: The right span's score; infinite where it is not among them.
+    """
+    reach = float(np.isfinite(right).mean())
+    asked = min(COVERAGE, math.floor(10 * (reach - 0.05)) / 10)
+    shares, sizes = [], []
+    for seed in range(SPLITS):
+        order = np.random.default_rng(1000 + seed).permutation(len(right))
+        fit, test = order[: len(order) // 2], order[len(order) // 2 :]
+        limit, _ = threshold(right[fit], fit, asked)
+        shares.append(float((right[test] <= limit).mean()))
+        sizes.append(float(np.mean([(likely[row] <= limit).sum() for row in test])))
+    return {
+        "asked": asked,
+        "reach": round(reach, 5),
+        "coverage": _spread(shares),
+        "size": _spread(sizes),
     }

@@ -77,6 +77,24 @@ def coverage_table(record: Mapping[str, Any]) -> list[str]:
     return grid(["task, row, method", *heads], body)
 
 
+def span_coverage(spans: Mapping[str, Any]) -> list[str]:
+    """Say what sets of spans cover, if that was measured."""
+    if "coverage" not in spans:
+        return []
+    found = spans["coverage"]
+    share, size = found["coverage"], found["size"]
+    half = spans["questions"] - spans["questions"] // 2
+    off = 196 * (found["asked"] * (1 - found["asked"]) / half) ** 0.5
+    return [
+        f"Sets of at most 20 spans over 200 splits: coverage {100 * share[0]:.1f} % "
+        f"[{100 * share[1]:.1f}, {100 * share[2]:.1f}], asked for {100 * found['asked']:.0f} ± "
+        f"{off:.1f}; {size[0]:.1f} spans [{size[1]:.1f}, {size[2]:.1f}]. The right span is among "
+        f"the 20 likeliest of {100 * found['reach']:.1f} % of the questions; a coverage beyond "
+        "that is refused.",
+        "",
+    ]
+
+
 def page(record: Mapping[str, Any]) -> str:
     """Return the page."""
     setup, _, conclusions = SAID.read_text(encoding="utf-8").partition("<!-- conclusions -->")
@@ -94,6 +112,7 @@ def page(record: Mapping[str, Any]) -> str:
             f"SQuAD and half of XQuAD, tested on {spans['questions']} questions of the other half: "
             f"exact match {spans['EM']:.1f}, F1 {spans['F1']:.1f}{verdict}.",
             "",
+            *span_coverage(spans),
         ]
     lines += ["## What it says", "", conclusions.strip(), ""]
     lines += [

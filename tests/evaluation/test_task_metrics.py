@@ -268,7 +268,9 @@ def test_sets_equal_mapie() -> None:
     from mapie.metrics.classification import (
         classification_coverage_score,
         classification_mean_width_score,
+        classification_ssc_score,
     )
+    from mapie.metrics.regression import regression_ssc_score
 
     generator = torch.Generator().manual_seed(0)
     inside = torch.rand(90, 4, generator=generator) < 0.6
@@ -282,6 +284,13 @@ def test_sets_equal_mapie() -> None:
     assert found["set/Size"] == pytest.approx(classification_mean_width_score(sets)[0])
     by_class = [float(covered[true == c].double().mean()) for c in range(4)]
     assert found["set/WorstClass"] == pytest.approx(min(by_class))
+    assert found["set/WorstSize"] == pytest.approx(classification_ssc_score(true.numpy(), sets)[0])
+    values, targets, sigma, _ = numbers(100, 1)
+    ends = torch.stack([values - sigma, values + sigma], 1)
+    hit = (targets - values).abs() <= sigma
+    thirds = plain(SetFigures(hit[:, 0], 2 * sigma[:, 0]), 100)["set/WorstSize"]
+    theirs = regression_ssc_score(targets[:, 0].numpy(), ends.numpy(), num_bins=3)[0]
+    assert 0 < thirds < 1 and thirds == pytest.approx(theirs)
     new = novelty >= 0.95
     expected = float(covered[new].double().mean())
     assert found["set/Coverage_novelty_0.95-1"] == pytest.approx(expected)
@@ -310,7 +319,9 @@ def test_figures_of_draws_are_those_of_the_drawn_examples() -> None:
                 uncertainty=sigma[rows].sum(1),
             ),
             EntityFigures(by_text[rows]),
-            SetFigures(true[rows, 0], sigma[rows, 0], labels=true[rows, 1], novelty=novelty[rows]),
+            SetFigures(
+                true[rows, 0], by_text[rows, 1], labels=true[rows, 1], novelty=novelty[rows]
+            ),
         ]
 
     whole = [figures.figures(counts) for figures in made(torch.arange(60))]

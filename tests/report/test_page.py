@@ -26,6 +26,7 @@ from hydra_ensembles.report.curves import answered_at
 from hydra_ensembles.report.examples import Example, image_address
 from hydra_ensembles.report.page import write_report
 from hydra_ensembles.report.rounding import percent
+from hydra_ensembles.report.set_figures import sets
 
 from .made import MASKS, results_of, some_examples, three_results
 
@@ -318,3 +319,31 @@ def test_stars_and_verdicts_are_those_of_paired_intervals(tmp_path: Path) -> Non
     assert all(result.intervals == {} for result in bare)
     text = write_report(tmp_path / "bare.html", bare).read_text(encoding="utf-8")
     assert "★" not in text and "a against b" not in text
+
+
+def test_sets_are_told_by_size_novelty_and_class(tmp_path: Path) -> None:
+    results = results_of("hydra", noise=0.3)
+    columns = results.examples["id"]
+    generator = torch.Generator().manual_seed(0)
+    columns["set_size"] = torch.randint(1, 4, (240,), generator=generator).double()
+    columns["covered"] = columns["correct"] | (columns["set_size"] > 2)
+    columns["novelty"] = torch.rand(240, generator=generator)
+    figures = {"set/Coverage": float(columns["covered"].double().mean()), "set/Size": 2.0}
+    results.figures.update(figures)
+    about = {"asked": 0.9, "method": "lac", "by": "class", "classes": list("abcd")}
+    results.settings["sets"] = about
+    section = sets([results], ["hydra"])
+    assert section is not None
+    (model,) = section.content["models"]
+    worst = model["tables"]["class"]
+    assert [row["count"] for row in worst] == [60] * 4 and {r["name"] for r in worst} == {*"abcd"}
+    shares = [float(row["covered"].split("\u00a0")[0]) for row in worst]
+    label = "abcd".index(worst[0]["name"])
+    expected = columns["covered"][columns["label"] == label].double().mean()
+    assert shares == sorted(shares) and shares[0] == pytest.approx(100 * float(expected), abs=0.06)
+    assert sum(row["count"] for row in model["tables"]["novelty"]) == 240
+    page = write_report(tmp_path / "report.html", [results])
+    structure(page)
+    text = unescape(page.read_text())
+    assert "90.0\u00a0% asked for, each class is covered as often" in text
+    assert sets([results_of("without", noise=0.3)], ["without"]) is None

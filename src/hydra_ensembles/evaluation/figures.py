@@ -392,7 +392,7 @@ def _sets(columns: Columns) -> SetFigures | None:
     found.groups = {
         name: group
         for name, group in found.groups.items()
-        if name == "set/WorstClass" or int(group[0].sum()) >= LEAST
+        if name in ("set/WorstClass", "set/WorstSize") or int(group[0].sum()) >= LEAST
     }
     return found
 

@@ -27,7 +27,7 @@ HEADLINES = (
     "novelty/Alarms_5",
     *("policy/Answered", "policy/WrongOfAll", "policy/WrongOfAnswered", "policy/New"),
     "ood/mean/policy/Answered",
-    *("set/Coverage", "set/Size", "set/WorstClass"),
+    *("set/Coverage", "set/Size", "set/WorstClass", "set/WorstSize"),
     *("set/Coverage_novelty_0-0.5", "set/Coverage_novelty_0.95-1"),
     *("shift/mean/cls/Acc", "shift/mean/cls/NLL", "shift/mean/cal/ECE", "div/Disagreement"),
 )

@@ -22,6 +22,8 @@ LEVEL = 0.9
 """Coverage of the central intervals that numbers are judged by."""
 EDGES = (0.5, 0.8, 0.95)
 """Ends of the bins of novelty in which coverage is told."""
+SIZES = 12
+"""Most sizes of sets that are told one by one; of more, and of widths, three equal parts are."""
 
 
 class LabelFigures:
@@ -221,21 +223,23 @@ class SetFigures:
     ) -> None:
         inside = covered.double()
         self.values = torch.stack([inside, size.double()], 1)
-        self.groups: dict[str, tuple[Tensor, Tensor]] = {}
+        groups = {"set/WorstSize": torch.stack([*by_size(size).values()], 1)}
         if labels is not None and labels.ndim == 1:
-            classes = torch.nn.functional.one_hot(labels.long()).double()
-            self.groups["set/WorstClass"] = classes, classes * inside[:, None]
+            groups["set/WorstClass"] = torch.nn.functional.one_hot(labels.long())
         if novelty is not None:
-            bins = torch.bucketize(novelty.double(), torch.tensor(EDGES).double(), right=True)
-            for place, (low, high) in enumerate(zip((0.0, *EDGES), (*EDGES, 1.0), strict=True)):
-                chosen = (bins == place).double()[:, None]
-                name = f"set/Coverage_novelty_{low:g}-{high:g}"
-                self.groups[name] = chosen, chosen * inside[:, None]
+            groups |= {
+                f"set/Coverage_novelty_{name}": chosen[:, None]
+                for name, chosen in by_novelty(novelty).items()
+            }
+        self.groups = {
+            name: (chosen.double(), chosen * inside[:, None]) for name, chosen in groups.items()
+        }
 
     def figures(self, counts: Tensor) -> dict[str, Tensor]:
         """Return the figures, each `[draw]`; NaN for a bin of novelty without examples.
 
-        `set/WorstClass` is the lowest coverage of a class.
+        `set/WorstClass` is the lowest coverage of a class, `set/WorstSize` of the sets of one size
+        (Angelopoulos et al., 2021), or of a third of the intervals by their width.
         """
         coverage, size = (counts @ self.values / counts.shape[1]).unbind(1)
         found = {"set/Coverage": coverage, "set/Size": size}
@@ -244,6 +248,27 @@ class SetFigures:
             found[name] = shares.nan_to_num(torch.inf).amin(1)
             found[name] = found[name].masked_fill(found[name].isinf(), torch.nan)
         return found
+
+
+def by_size(size: Tensor) -> dict[str, Tensor]:
+    """Return which examples have a set of each size, bool `[example]`, or of each third by size."""
+    found = size.unique()
+    if len(found) <= SIZES:
+        return {f"{float(value):.4g}": size == value for value in found}
+    parts = size.sort().values.tensor_split(3)
+    starts = torch.stack([part[0] for part in parts[1:]])
+    place = torch.bucketize(size, starts, right=True)
+    return {
+        f"{float(size[place == k].min()):.3g} to {float(size[place == k].max()):.3g}": place == k
+        for k in place.unique()
+    }
+
+
+def by_novelty(novelty: Tensor) -> dict[str, Tensor]:
+    """Return which examples are in each bin of novelty, bool `[example]`."""
+    place = torch.bucketize(novelty.double(), torch.tensor(EDGES).double(), right=True)
+    ends = zip((0.0, *EDGES), (*EDGES, 1.0), strict=True)
+    return {f"{low:g}-{high:g}": place == k for k, (low, high) in enumerate(ends)}
 
 
 def crps_of_normal(error: Tensor, sigma: Tensor) -> Tensor:

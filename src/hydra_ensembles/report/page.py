@@ -18,7 +18,7 @@ from .._records import write_whole
 from ..errors import DataError
 from ..heads.head_mask import HeadMask
 from ..registry import imported
-from . import sections, task_figures
+from . import sections, set_figures, task_figures
 from .curves import answered_at
 from .examples import Example
 from .rounding import percent, three_digits
@@ -86,6 +86,7 @@ def write_report(
         task_figures.numbers(curved, names),
         sections.calibration(task_figures.labelled_by_class(curved), names),
         sections.abstention(task_figures.judged(curved)),
+        set_figures.sets(curved, names),
         sections.shown_examples(examples),
         sections.cost(results, costs or {}),
         sections.built(summary, masks, branch),

@@ -76,6 +76,7 @@ LABELS = {
     "set/Coverage": "covered by the sets",
     "set/Size": "mean size of a set",
     "set/WorstClass": "covered, worst class",
+    "set/WorstSize": "covered, worst size of set",
     "set/Coverage_novelty_0-0.5": "covered, novelty below 0.5",
     "set/Coverage_novelty_0.95-1": "covered, novelty above 0.95",
     "shift/mean/cls/Acc": "shifted accuracy",

@@ -141,6 +141,7 @@ def _schemas() -> Json:
         "uncertainty": TEXT_TYPE,
         "alarm": SHARE,
         "rule": TEXT_TYPE,
+        "sets": {"type": ["string", "null"]},
     }
     more = {"evidence": {"anyOf": [evidence, {"type": "null"}]}}
     answers = {kind.__name__: _answer(kind, more) for kind in KINDS}

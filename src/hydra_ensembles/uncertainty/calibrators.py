@@ -187,5 +187,7 @@ class Variance(Calibrator):
                 f"The calibrator has {len(self.spread)} numbers, the model {outputs.shape[-1]}. "
                 "Fit it again with fit_calibrator()."
             )
-        variance = outputs.var(1, correction=0) * outputs.new_tensor(self.spread)
+        # not `var`, which warns of an empty batch
+        between = (outputs - outputs.mean(1, keepdim=True)).square().mean(1)
+        variance = between * outputs.new_tensor(self.spread)
         return (variance + outputs.new_tensor(self.residual)).sqrt()
