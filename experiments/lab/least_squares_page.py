@@ -13,6 +13,7 @@ from .records import Records
 NLL, ACCURACY = "post/cls/NLL", "cls/Acc"
 MSP, MI = "ood/mean/AUROC", "ood/mean/mutual-information/AUROC"
 DENSE, DEEP = "single", "Deep Ensemble"
+AGAIN = "-again"
 STATES, STUDENT = "folded, members by states", "folded, student"
 RIVALS = [(f"Torch-Pruning 0.5{then}", "pruned to 0.5") for then in ("", ", our refit")]
 
@@ -126,7 +127,8 @@ LINES = {
             "folded, student",
         ],
     ),
-    "Deep Ensemble": ("#2c3e50", ["Deep Ensemble"]),
+    "Deep Ensemble": ("#2c3e50", [DEEP]),
+    "one host": ("#000000", [DENSE]),
 }
 MEASURED = {
     "pruned to 0.5": "pruned 0.5",
@@ -151,8 +153,9 @@ def least_squares_picture(table: Mapping[str, Any], folder: Path) -> Path | None
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    sources = [name for name in table["view"]["tables"] if not name.endswith("-again")]
-    every = {name: Records.read(name, folder) for name in sources}
+    every = {name: Records.read(name, folder) for name in table["view"]["tables"]}
+    again = {name.removesuffix(AGAIN): r for name, r in every.items() if name.endswith(AGAIN)}
+    every = {name: records for name, records in every.items() if not name.endswith(AGAIN)}
     every = {name: records for name, records in every.items() if records.rows}
     if not every:
         return None
@@ -164,7 +167,12 @@ def least_squares_picture(table: Mapping[str, Any], folder: Path) -> Path | None
         title = table["view"]["tables"][source]
         texts = any(text in source for text in ("clinc150", "sst2", "cola"))
         for axis, (key, (label, scale)) in zip(axes[:, column], figures.items(), strict=True):
-            _draw(axis, records, key, scale, measured_costs() if texts else {})
+            rings = measured_costs() if texts else {}
+            seen = _draw(axis, records, key, scale, rings)
+            if source in again:
+                seen += _draw(axis, again[source], key, scale, {}, alpha=0.35)
+            low, high = min(seen), max(seen)
+            axis.set_ylim(low - 0.12 * (high - low), high + 0.12 * (high - low))
             if column == 0:
                 axis.set_ylabel(label)
         axes[0][column].set_title(title, fontsize=10)
@@ -180,23 +188,32 @@ def least_squares_picture(table: Mapping[str, Any], folder: Path) -> Path | None
 
 
 def _draw(
-    axis: Any, records: Records, key: str, scale: float, measured: Mapping[str, float]
-) -> None:
-    """Draw one figure of a task: a line per way, hollow where the cost is a measured one."""
-    shown_values = []
+    axis: Any,
+    records: Records,
+    key: str,
+    scale: float,
+    measured: Mapping[str, float],
+    alpha: float = 1.0,
+) -> list[float]:
+    """Draw one figure of a table: a line per way, rings where the cost is a measured one.
+
+    Returns:
+        The values that must be in sight.
+    """
+    in_sight = []
     for name, (colour, rows) in LINES.items():
         values = {row: records.mean(row, key) for row in rows}
         points = {row: scale * value for row, value in values.items() if value is not None}
-        if not points:
+        if not points or (len(points) == 1 < len(rows) and DENSE in points):
             continue
-        costs = [records.mean(row, "cost") for row in points]
-        axis.plot(costs, list(points.values()), "o-", color=colour, markersize=4, label=name)
+        costs, label = [records.mean(row, "cost") for row in points], name if alpha == 1 else None
+        style = {"color": colour, "alpha": alpha, "markersize": 4, "label": label}
+        axis.plot(costs, list(points.values()), "o-", **style)
         if name != "pruned only":  # what is far off would hide the rest
-            shown_values += points.values()
+            in_sight += points.values()
         for row in points.keys() & measured.keys():
             axis.plot(measured[row], points[row], "o", color=colour, markersize=7, fillstyle="none")
-    low, high = min(shown_values), max(shown_values)
-    axis.set_ylim(low - 0.12 * (high - low), high + 0.12 * (high - low))
     axis.grid(alpha=0.25)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+    return in_sight
