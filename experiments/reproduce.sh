@@ -37,7 +37,7 @@ for task in sst2 cola clinc150 cifar10; do
       "$python experiments/run.py finetune $task --seeds $seed"
   done
 done
-for task in sst2 cola cifar10; do # second trios of the tables on least squares
+for task in sst2 cola cifar10 clinc150; do # second trios of the tables on least squares
   for seed in 3 4 5; do
     part "host-$task-$seed" data "hosts $task/seed$seed" \
       "$python experiments/run.py finetune $task --seeds $seed"

@@ -72,7 +72,9 @@ def run(table: dict[str, Any], args: argparse.Namespace) -> None:
         rows = [row for row in rows if not row.get("by_name")]
     store = Store(args.cache, open_task(table["task"], args.data, args.hosts))
     prepare_masks(store, rows, args.draws)
-    references = [row for row in table["rows"] if row["name"] in table["against"]]
+    against = {r["name"]: [*table["against"], *r.get("against", [])] for r in table["rows"]}
+    compared = {name for row in rows for name in against[row["name"]]}
+    references = [row for row in table["rows"] if row["name"] in compared]
     results, costs = {}, {}
     for row in {row["name"]: row for row in (*references, *rows)}.values():
         wanted = draws_of(row) if args.draws is None or row in references else args.draws
@@ -89,7 +91,7 @@ def run(table: dict[str, Any], args: argparse.Namespace) -> None:
             for draw, one in found.items()
         }
     records = Records.read(table["name"], args.out)
-    records.add(results, costs, against=table["against"], count=args.resamples)
+    records.add(results, costs, against=against, count=args.resamples)
     records.write(table["name"], [row["name"] for row in table["rows"]], args.out)
     if table.get("kind") == "members":
         from lab.members import write_examples

@@ -1,4 +1,4 @@
-"""The page on least squares: a table per task, what is kept of the gain, and one picture."""
+"""The page on least squares: its tables, what is kept of the gain, and one picture."""
 
 from __future__ import annotations
 
@@ -10,61 +10,98 @@ from typing import Any
 from .page import grid, shown
 from .records import Records
 
-MI = "/mutual-information"
-NLL = "post/cls/NLL"
+NLL, ACCURACY = "post/cls/NLL", "cls/Acc"
+MSP, MI = "ood/mean/AUROC", "ood/mean/mutual-information/AUROC"
 DENSE, DEEP = "single", "Deep Ensemble"
+AGAIN = "-again"
+STATES, STUDENT = "folded, members by states", "folded, student"
+RIVALS = [(f"Torch-Pruning 0.5{then}", "pruned to 0.5") for then in ("", ", our refit")]
 
 
 def least_squares_tables(table: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return one table of folded models and one of pruned ones, all tasks below each other."""
+    """Return the page's tables, then what is kept of the Deep Ensemble's gain, task by task."""
     every = {t: Records.read(source, folder) for source, t in table["view"]["tables"].items()}
+    every = {task: records for task, records in every.items() if records.rows}
     lines: list[str] = []
-    for title, wanted in table["tables"].items():
+    for part in table["tables"]:
+        found = {task: every[task] for task in part["tasks"] if task in every}
+        if not found:
+            continue
+        if "criteria" in part:
+            lines += [f"### {part['title']}", "", *_criteria(found, part["criteria"]), ""]
+            continue
+        key, other = part["beside"]
         head = ["task, row", "cost", "accuracy", "NLL raw / scaled", "scaled, minus single"]
-        head += ["scaled, minus Deep Ensemble", "outliers: MSP / MI"]
-        rows = []
-        for task, records in every.items():
-            names = [name for name in wanted if records.draws(name)]
-            rows += [_cells(records, task, name) for name in names]
-        lines += [f"### {title}", "", *grid(head, rows), ""]
-    return lines + [_kept(task, records) for task, records in every.items() if records.rows]
+        head += [f"{'accuracy' if key == ACCURACY else 'scaled'}, minus {other}"]
+        rows = [
+            _cells(records, task, name, key, other)
+            for task, records in found.items()
+            for name in part["rows"]
+            if records.draws(name)
+        ]
+        lines += [f"### {part['title']}", "", *grid([*head, "outliers: MSP / MI"], rows), ""]
+    return lines + [line for task, records in every.items() for line in _goals(task, records)]
 
 
-def _cells(records: Records, task: str, name: str) -> list[str]:
+def _cells(records: Records, task: str, name: str, key: str, other: str) -> list[str]:
     """Return a row: figures, and paired differences, bold where the interval excludes 0."""
     several = (records.mean(name, "div/MI") or 0) > 0
-    outliers = [shown("AUROC", records.mean(name, "ood/mean/AUROC"))]
-    outliers += [shown("AUROC", records.mean(name, f"ood/mean{MI}/AUROC"))] * several
+    outliers = [shown("AUROC", records.mean(name, MSP))]
+    outliers += [shown("AUROC", records.mean(name, MI))] * several
     return [
         f"{task}: {name}",
         f"{records.mean(name, 'cost'):.2f}",
-        shown("cls/Acc", records.mean(name, "cls/Acc")),
+        shown(ACCURACY, records.mean(name, ACCURACY)),
         " / ".join(shown(key, records.mean(name, key)) for key in ("cls/NLL", NLL)),
-        *(_span(records.differences.get((name, other, NLL))) for other in (DENSE, DEEP)),
+        _span(records, name, DENSE, NLL),
+        _span(records, name, other, key),
         " / ".join(outliers),
     ]
 
 
-def _span(span: tuple[float, float, float, str] | None) -> str:
+def _span(records: Records, row: str, other: str, key: str) -> str:
+    """Return a paired difference, bold where its interval excludes 0; rates in points."""
+    span = records.differences.get((row, other, key))
     if span is None:
         return "–"
-    value, low, high = span[:3]
-    text = f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
-    return f"**{text}**" if low > 0 or high < 0 else text
+    scale, digits = (1, 3) if key == NLL else (100, 1)
+    value, low, high = (f"{scale * one:+.{digits}f}" for one in span[:3])
+    text = f"{value} [{low}, {high}]"
+    return f"**{text}**" if span[1] > 0 or span[2] < 0 else text
 
 
-def _kept(task: str, records: Records) -> str:
-    """Say how much of the Deep Ensemble's gain over one host is kept."""
+def _criteria(found: Mapping[str, Records], names: Mapping[str, str]) -> list[str]:
+    """Return a table of criteria, without refit beside with it: accuracy and NLL."""
+    rows = []
+    for task, records in found.items():
+        for title, row in names.items():
+            pair = [f"{row}, no refit", row]
+            if records.draws(pair[0]) or records.draws(pair[1]):
+                each = [[shown(k, records.mean(one, k)) for k in (ACCURACY, NLL)] for one in pair]
+                rows.append([f"{task}: {title}", *(" / ".join(one) for one in each)])
+    return grid(["task, criterion", "no refit: accuracy / NLL", "refit: accuracy / NLL"], rows)
+
+
+def _goals(task: str, records: Records) -> list[str]:
+    """Say what is kept of the Deep Ensemble's gain, and how rivals and outliers compare with it."""
     single, deep = records.mean(DENSE, NLL), records.mean(DEEP, NLL)
     if single is None or deep is None:
-        return ""
+        return []
     kept = [
         f"{name} {(found - single) / (deep - single):.0%}"
-        for name in ("soup", "folded, members by states", "folded, student")
+        for name in ("soup", STATES, STUDENT)
         if (found := records.mean(name, NLL)) is not None
     ]
-    gain = f"{deep - single:+.3f}"
-    return f"- {task}: of the Deep Ensemble's gain ({gain}) are kept by {', '.join(kept)}."
+    text = f"- {task}: of the Deep Ensemble's gain ({deep - single:+.3f}) are kept by "
+    text += f"{', '.join(kept)}."
+    if (STUDENT, DEEP, MSP) in records.differences:
+        text += f" Outliers, minus the Deep Ensemble: MSP {_span(records, STUDENT, DEEP, MSP)}, "
+        text += f"MI of members by states {_span(records, STATES, DEEP, MI)}."
+    for row, other in (("trained student", STUDENT), *RIVALS):
+        if (row, other, NLL) in records.differences:
+            text += f" {row[0].upper()}{row[1:]}, minus *{other}*: NLL "
+            text += f"{_span(records, row, other, NLL)}."
+    return [text]
 
 
 LINES = {
@@ -90,7 +127,8 @@ LINES = {
             "folded, student",
         ],
     ),
-    "Deep Ensemble": ("#2c3e50", ["Deep Ensemble"]),
+    "Deep Ensemble": ("#2c3e50", [DEEP]),
+    "one host": ("#000000", [DENSE]),
 }
 MEASURED = {
     "pruned to 0.5": "pruned 0.5",
@@ -115,8 +153,9 @@ def least_squares_picture(table: Mapping[str, Any], folder: Path) -> Path | None
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    sources = [name for name in table["view"]["tables"] if not name.endswith("-again")]
-    every = {name: Records.read(name, folder) for name in sources}
+    every = {name: Records.read(name, folder) for name in table["view"]["tables"]}
+    again = {name.removesuffix(AGAIN): r for name, r in every.items() if name.endswith(AGAIN)}
+    every = {name: records for name, records in every.items() if not name.endswith(AGAIN)}
     every = {name: records for name, records in every.items() if records.rows}
     if not every:
         return None
@@ -128,7 +167,12 @@ def least_squares_picture(table: Mapping[str, Any], folder: Path) -> Path | None
         title = table["view"]["tables"][source]
         texts = any(text in source for text in ("clinc150", "sst2", "cola"))
         for axis, (key, (label, scale)) in zip(axes[:, column], figures.items(), strict=True):
-            _draw(axis, records, key, scale, measured_costs() if texts else {})
+            rings = measured_costs() if texts else {}
+            seen = _draw(axis, records, key, scale, rings)
+            if source in again:
+                seen += _draw(axis, again[source], key, scale, {}, alpha=0.35)
+            low, high = min(seen), max(seen)
+            axis.set_ylim(low - 0.12 * (high - low), high + 0.12 * (high - low))
             if column == 0:
                 axis.set_ylabel(label)
         axes[0][column].set_title(title, fontsize=10)
@@ -144,23 +188,32 @@ def least_squares_picture(table: Mapping[str, Any], folder: Path) -> Path | None
 
 
 def _draw(
-    axis: Any, records: Records, key: str, scale: float, measured: Mapping[str, float]
-) -> None:
-    """Draw one figure of a task: a line per way, hollow where the cost is a measured one."""
-    shown_values = []
+    axis: Any,
+    records: Records,
+    key: str,
+    scale: float,
+    measured: Mapping[str, float],
+    alpha: float = 1.0,
+) -> list[float]:
+    """Draw one figure of a table: a line per way, rings where the cost is a measured one.
+
+    Returns:
+        The values that must be in sight.
+    """
+    in_sight = []
     for name, (colour, rows) in LINES.items():
         values = {row: records.mean(row, key) for row in rows}
         points = {row: scale * value for row, value in values.items() if value is not None}
-        if not points:
+        if not points or (len(points) == 1 < len(rows) and DENSE in points):
             continue
-        costs = [records.mean(row, "cost") for row in points]
-        axis.plot(costs, list(points.values()), "o-", color=colour, markersize=4, label=name)
+        costs, label = [records.mean(row, "cost") for row in points], name if alpha == 1 else None
+        style = {"color": colour, "alpha": alpha, "markersize": 4, "label": label}
+        axis.plot(costs, list(points.values()), "o-", **style)
         if name != "pruned only":  # what is far off would hide the rest
-            shown_values += points.values()
+            in_sight += points.values()
         for row in points.keys() & measured.keys():
             axis.plot(measured[row], points[row], "o", color=colour, markersize=7, fillstyle="none")
-    low, high = min(shown_values), max(shown_values)
-    axis.set_ylim(low - 0.12 * (high - low), high + 0.12 * (high - low))
     axis.grid(alpha=0.25)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+    return in_sight

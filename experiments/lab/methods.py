@@ -76,9 +76,12 @@ def seed_of(row: Row, draw: int) -> int:
     return draw if seed == "draw" else int(seed)
 
 
+LOOKS = ("name", "draws", "by_name", "shown", "against")
+
+
 def options_of(row: Row) -> dict[str, Any]:
     """Return what decides a row's answers: everything but its name, draws and look."""
-    return {k: v for k, v in row.items() if k not in ("name", "draws", "by_name", "shown")}
+    return {k: v for k, v in row.items() if k not in LOOKS}
 
 
 def answer(store: Store, row: Row, draw: int) -> Answers:

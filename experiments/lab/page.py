@@ -135,7 +135,7 @@ def write_page(table: Mapping[str, Any], folder: Path = PAGES) -> Path:
         body, picture = least_squares_tables(table, folder), least_squares_picture(table, folder)
         caption = (
             "Accuracy (up is better) and NLL (down is better) over counted cost; "
-            "rings: over the measured time of one text."
+            "rings: over the measured time of one text; pale: other hosts."
         )
     else:
         body, picture = main_table(table, folder), draw_picture(table, folder)

@@ -113,7 +113,7 @@ class Records:
         results: Mapping[str, Mapping[int, Results]],
         costs: Mapping[str, float],
         *,
-        against: Sequence[str],
+        against: Mapping[str, Sequence[str]],
         count: int,
     ) -> None:
         """Replace rows by fresh results, and compare each with some of them (`count` resamples)."""
@@ -133,7 +133,7 @@ class Records:
                     "temperature": result.settings["temperature"],
                     **figures,
                 }
-            for other in against:
+            for other in against[row]:
                 if other == row or other not in results or not count:
                     continue
                 pair = list(by_draw.values()), list(results[other].values())

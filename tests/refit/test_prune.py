@@ -177,6 +177,26 @@ def test_the_classifier_follows_the_logits() -> None:
     assert isinstance(refit_readout_(host("deit-teacher"), host("deit-teacher"), data("vit")), str)
 
 
+@pytest.mark.parametrize("method", ["select", "parts"])
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_a_pruned_model_is_a_host_like_any_other(name: str, method: str, tmp_path: Path) -> None:
+    model = pruned(name)
+    assert any(kept < heads for kept, heads in model.hydra_record["heads"])
+    labelled = [_labelled(one, zoo.run(dense(name), one).argmax(-1)) for one in data(name)]
+    options: dict[str, Any] = {"members": 2, "max_cost": 1.5, "novelty": False, "progress": False}
+    ensemble = hydra.build(model, labelled, method=method, **options)
+    hydra.verify(ensemble, batch(name))
+    counted = hydra.cost(ensemble, batch(name)).relative_to(hydra.cost(model, batch(name)))
+    assert ensemble.record["cost"] == pytest.approx(counted.multiply_adds, rel=1e-6)
+    hydra.save(ensemble, tmp_path)
+    loaded = hydra.load(tmp_path).predict(batch(name))
+    assert loaded.probabilities.equal(ensemble.predict(batch(name)).probabilities)
+
+
+def _labelled(inputs: Any, labels: torch.Tensor) -> Any:
+    return {**inputs, "labels": labels} if isinstance(inputs, dict) else (inputs, labels)
+
+
 def test_labels_are_used_where_they_are_needed_and_figures_compare_both_models() -> None:
     whole = dense("vit")
     labelled = [(one, zoo.run(whole, one).argmax(-1)) for one in data("vit")]

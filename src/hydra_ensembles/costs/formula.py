@@ -126,7 +126,10 @@ def _measured_cost(model: Any, view: HostView, name: str, batch: Any) -> Cost:
 
 
 class CostModel:
-    """Count many plans of one host on one batch shape; the geometry is looked up once."""
+    """Count many plans of one host on one batch shape; the geometry is looked up once.
+
+    Heads of an already pruned host are numbered as it has them now.
+    """
 
     def __init__(self, model: nn.Module | HostModel, batch: Any) -> None:
         self.host = host_model(model)
@@ -182,18 +185,11 @@ class CostModel:
         for layer, geometry in enumerate(self.geometry[: plan.trunk]):
             # heads that the host's own blocks need stay, gated off
             keeps = self.host.arithmetic.keeps_heads
-            heads = None if keeps else self._places(layer, plan.trunk_heads[layer])
-            total += geometry.plain(self.outside, heads)
+            total += geometry.plain(self.outside, None if keeps else plan.trunk_heads[layer])
         for layer_plan in plan.layers:
             geometry = self.geometry[layer_plan.layer]
             total += geometry.fused(layer_plan, self.outside, self.host.readout)
         return total / self.plain
-
-    def _places(self, layer: int, heads: Sequence[int]) -> Sequence[int]:
-        """Return heads by their place among those that are left in an already pruned host."""
-        now = self.host.original_mask
-        there = None if now is None else now.indices(layer)
-        return heads if there is None else [there.index(head) for head in heads]
 
 
 @dataclass(frozen=True)

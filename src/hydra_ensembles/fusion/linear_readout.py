@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.batches import move, split_batch
@@ -48,10 +47,12 @@ class LinearReadout(nn.Module):
         return readout
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the logits `[batch, output, class]` of features `[batch, feature]`."""
-        outputs, classes = self.bias.shape
-        logits = F.linear(features, self.weight.flatten(0, 1), self.bias.flatten())
-        return logits.unflatten(-1, (outputs, classes))
+        """Return the logits `[batch, output, class]` of features `[batch, feature]`.
+
+        The weights keep three axes: an 8-bit program leaves them in full precision, since neurons
+        and states differ in size too much for one scale.
+        """
+        return (features @ self.weight.mT).transpose(0, 1) + self.bias
 
 
 class Readouts(nn.Module):

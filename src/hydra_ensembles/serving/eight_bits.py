@@ -171,8 +171,8 @@ def _rows(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 def quantize(source: Path, target: Path) -> None:
     """Write a program with 8-bit weights in its linear layers and embeddings, by ONNX Runtime.
 
-    Only weights of two axes are quantised. The statistics of novelty have three: their distances
-    compare features in thousandths.
+    Only weights of two axes are quantised. The statistics of novelty have three, since their
+    distances compare features in thousandths, and so have linear readouts (see `LinearReadout`).
     """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
