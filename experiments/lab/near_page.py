@@ -30,7 +30,7 @@ other set was looked at. Untuned CLINC150 (two draws), GoEmotions (two) and DeiT
   Instead, what a family may lose grows with what the usual sum misses: 61.9, 61.5, 67.9, 62.9 and
   57.9, 57.5. Kept.
 - *With training data, half of the known data chooses instead of the training data*, which the host
-  knows too well: `oos_train` 98.07 to 98.18, `oos_val` 98.24 to 98.35 (one draw). Kept. It was tried
+  knows too well: `oos_train` 98.07 to 98.18, `oos_val` 98.24 to 98.35 (one draw). Kept. We tried it
   because intents left out had 77.5 (88.0 without training data), which had been seen; 88.0 now."""
 
 
