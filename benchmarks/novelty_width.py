@@ -1,6 +1,7 @@
 """What the statistics of novelty cost on wide hosts and with many classes.
 
     python benchmarks/novelty_width.py --name after
+    python benchmarks/novelty_width.py --name chosen --choose --small   # and terms may join
     PYTHONPATH=OLD/src python benchmarks/novelty_width.py --name before
 
 The features are random, with the shapes of real hosts and variances that fall as theirs do: time,
@@ -52,7 +53,7 @@ def batches(case: dict[str, int], taps: int) -> Iterator[tuple[Any, Any, Any]]:
         yield 1 + noise * scale, logits, rows % case["classes"]
 
 
-def measure(name: str) -> None:
+def measure(name: str, choose: bool) -> None:
     """Fit one case and print its figures as JSON."""
     import torch
     from safetensors.torch import save_file
@@ -63,9 +64,8 @@ def measure(name: str) -> None:
     torch.set_num_threads(1)
     case = dict(zip(("width", "blocks", "classes", "known"), CASES[name], strict=True))
     taps = tap_names(case["blocks"], readout=True)
-    # the terms are the usual ones: to choose others is a cost of its own
     end = "uses_last_block" if "choose" in signature(NoveltyFit).parameters else "hears_end"
-    options: dict[str, Any] = {end: True} if end == "hears_end" else {end: True, "choose": False}
+    options: dict[str, Any] = {end: True} if end == "hears_end" else {end: True, "choose": choose}
     fit = NoveltyFit(taps, classes=case["classes"], class_taps=7, **options)
     small = case["known"] <= 3000
     data: Any = list(batches(case, len(taps))) if small else batches(case, len(taps))
@@ -108,14 +108,15 @@ def main() -> None:
     parser.add_argument("--name", default="after", help="of the library that is measured")
     parser.add_argument("--case", choices=tuple(CASES), help="measure one case, in this process")
     parser.add_argument("--small", action="store_true", help="leave the largest cases out")
+    parser.add_argument("--choose", action="store_true", help="let terms join, as is the default")
     args = parser.parse_args()
     if args.case:
-        return measure(args.case)
+        return measure(args.case, args.choose)
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name, (_, _, classes, known) in CASES.items():
         if name in record.get(args.name, {}) or (args.small and known * classes > HUGE):
             continue
-        command = [sys.executable, __file__, "--case", name]
+        command = [sys.executable, __file__, "--case", name, *["--choose"][: args.choose]]
         found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         record.setdefault(args.name, {})[name] = json.loads(found)
         print(f"{args.name}, {name}: {found.strip()}", flush=True)

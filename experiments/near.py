@@ -8,7 +8,7 @@
 `features` runs the hosts that nobody fine-tuned, and trains small ViTs without two digits; hosts
 that were fine-tuned have theirs from `novelty.py features`. `table` fits novelty with the usual
 terms and with terms that may join, and every rival, on each draw of each column. `alarms` counts
-false alarms on 200 splits of every task. A stopped run goes on. Nothing is chosen on a set that a
+false alarms on splits of every task. A stopped run goes on. Nothing is chosen on a set that a
 table reports, but for the sets that a page names as such.
 """
 
@@ -34,7 +34,6 @@ from torch import Tensor
 from hydra_ensembles._records import write_whole
 from hydra_ensembles.evaluation.metrics import ood_figures
 
-SPLITS = 200
 OURS: dict[str, dict[str, bool]] = {
     "usual": {"choose": False},
     "default": {"choose": True},
@@ -61,6 +60,7 @@ def figures(
     """Return the figures of all rows on one draw; those of rivals may be there from earlier."""
     right = draw.test["members"].softmax(-1).mean(1).argmax(-1) == draw.test["labels"]
     record: dict[str, Any] = {
+        "commit": this_commit(),
         "accuracy": round(100 * float(right.double().mean()), 2),
         "known": len(draw.known["labels"]),
         "far": list(draw.far),
@@ -78,8 +78,8 @@ def figures(
             "alarms": round(100 * float((rank > 0.95).double().mean()), 2),
         }
     if earlier is not None:
-        record["rows"] |= {row: v for row, v in earlier["rows"].items() if row not in OURS}
-        return record
+        rivals = {row: v for row, v in earlier["rows"].items() if row not in OURS}
+        return record | {"rows": record["rows"] | rivals}
     for row, score in draw.rivals().items():
         found = auroc(score, draw)
         if not any(value != value for value in found.values()):
@@ -90,7 +90,7 @@ def figures(
 def write_table(cache: Path, path: Path, only: str, draws_of: int, again: bool) -> None:
     """Compute the draws that are missing in the record, or our rows of those that are there."""
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    record |= {"command": "python experiments/near.py table", "commit": this_commit()}
+    record["command"] = "python experiments/near.py table"
     for column, draws in columns(cache).items():
         if not column.startswith(only):
             continue
@@ -130,9 +130,10 @@ def alarm_draws(cache: Path) -> dict[str, Callable[[int], Draw]]:
     found: dict[str, Callable[[int], Draw]] = {}
     for count in (200, 600):
         found[f"evenly spread features, {count}"] = lambda seed, n=count: isotropic(n, seed)
-    for each in (7, 20):
-        found[f"CLINC150, untuned, 30 intents, {30 * each}"] = lambda seed, n=each: untuned_texts(
-            cache, "minilm", 1000 + seed, left_out=120, each=n, redrawn=True
+    for intents, each in ((30, 7), (30, 20), (150, 10)):
+        name = f"CLINC150, untuned, {intents} intents, {intents * each}"
+        found[name] = lambda seed, n=each, out=150 - intents: untuned_texts(
+            cache, "minilm", 1000 + seed, left_out=out, each=n, redrawn=True
         )
     for task, most in (("cifar10", 1000), ("clinc150", 1000), ("digits", 360), ("sst2", 1000)):
         folder = cache / "novelty" / task
@@ -143,7 +144,7 @@ def alarm_draws(cache: Path) -> dict[str, Callable[[int], Draw]]:
     return found
 
 
-def write_alarms(cache: Path, path: Path, only: str) -> None:
+def write_alarms(cache: Path, path: Path, only: str, splits: int) -> None:
     """Count false alarms at 5 % where the record lacks them."""
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     alarms = record.setdefault("alarms", {})
@@ -151,7 +152,7 @@ def write_alarms(cache: Path, path: Path, only: str) -> None:
         if not name.startswith(only):
             continue
         found = alarms.setdefault(name, {})
-        for seed in range(SPLITS):
+        for seed in range(splits):
             if str(seed) in found:
                 continue
             try:
@@ -164,12 +165,12 @@ def write_alarms(cache: Path, path: Path, only: str) -> None:
             rate = 100 * float((rank > 0.95).double().mean())
             joined = novelty.choice.startswith("the usual terms and others")
             found[str(seed)] = [round(rate, 3), joined]
+            write_whole(path, json.dumps(record) + "\n")
         if not found:
             del alarms[name]
             continue
         mean = sum(rate for rate, _ in found.values()) / len(found)
         print(f"{name}: {mean:.2f} % of {len(found)} splits", flush=True)
-        write_whole(path, json.dumps(record) + "\n")
 
 
 def main() -> None:
@@ -181,6 +182,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=os.environ.get("HYDRA_CACHE", "work/answers"))
     parser.add_argument("--only", help="with table and alarms: columns whose names begin so")
     parser.add_argument("--draws", type=int, default=10, help="with table: at most so many each")
+    parser.add_argument("--splits", type=int, default=200, help="with alarms: of each task")
     parser.add_argument("--again", action="store_true", help="with table: our rows once more")
     args = parser.parse_args()
     cache, path = Path(args.cache), PAGES / "near.json"
@@ -194,7 +196,7 @@ def main() -> None:
     elif args.step == "table":
         write_table(cache, path, args.only or "", args.draws, args.again)
     elif args.step == "alarms":
-        write_alarms(cache, path, args.only or "")
+        write_alarms(cache, path, args.only or "", args.splits)
     else:
         write_whole(PAGES / "near.md", page(json.loads(path.read_text())))
 

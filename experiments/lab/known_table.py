@@ -416,6 +416,7 @@ def write_table(cache: Path, task: str, draws: int | None = None) -> None:
         "accuracy": accuracy(figures.test["logits"]),
         "usual": usual,
         "neighbours": [neighbours(seed) for seed in seeds],
+        "choices": [figures.novelty(usual, seed).choice for seed in seeds],
         "detectors": {
             str(size): [
                 {row: figures.of_scores(one) for row, one in scored[seed].items()}

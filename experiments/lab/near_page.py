@@ -28,19 +28,33 @@ other set was looked at. Untuned CLINC150 (two draws), GoEmotions (two) and DeiT
   59.2, 65.9, 60.3 to 61.9, 61.9, 68.8, 62.9; emotions 56.7, 56.4 to 58.3, 59.0. The mean was kept.
 - *No veto of proxies that the usual sum finds badly*: one such family lost 20 points in a test.
   Instead, what a family may lose grows with what the usual sum misses: 61.9, 61.5, 67.9, 62.9 and
-  57.9, 57.5. Kept."""
+  57.9, 57.5. Kept.
+- *With training data, half of the known data chooses instead of the training data*, which the host
+  knows too well: `oos_train` 98.07 to 98.18, `oos_val` 98.24 to 98.35 (one draw). Kept. We tried it
+  because intents left out had 77.5 (88.0 without training data), which had been seen; 88.0 now."""
 
 
 SEEN = """Before the trials below, the figures of the earlier rule had been seen on `oos_test` and
 the far texts (one draw of CLINC150) and on emotions left out (three draws)."""
 EVERY = (
-    *("CLINC150, untuned", "CLINC150, untuned, 30 intents left out"),
-    *("GoEmotions, untuned, 6 emotions left out", "CIFAR-10, untuned, pairs left out"),
-    *("CIFAR-10, pairs left out of known data", "CIFAR-10, all classes"),
-    *("CIFAR-10, pairs left out of training", "CLINC150, fine-tuned"),
-    *("CLINC150, fine-tuned, 30 intents left out of known data", "SST-2"),
+    "CLINC150, untuned",
+    "CLINC150, untuned, 30 intents left out",
+    "GoEmotions, untuned, 6 emotions left out",
+    "CIFAR-10, untuned, pairs left out",
+    "CIFAR-10, pairs left out of known data",
+    "CIFAR-10, all classes",
+    "CIFAR-10, pairs left out of training",
+    "CLINC150, fine-tuned",
+    "CLINC150, fine-tuned, 30 intents left out of known data",
+    "SST-2",
     "digits, pairs left out of training",
 )
+WITHIN, FAR_LOSS, GOAL = 0.5, 0.3, 96.0
+"""In AUROC, percent: behind the best rival on near outliers, what far ones may lose, and the goal
+for out-of-scope questions on the untuned MiniLM."""
+ALARMS = (4.5, 5.5)
+"""Mean rate of false alarms at 5 %, in percent."""
+Columns = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def _mean(draws: Sequence[Mapping[str, Any]], row: str, names: Sequence[str]) -> float | None:
@@ -64,31 +78,105 @@ def _near_of(draw: Mapping[str, Any]) -> list[str]:
     return [name for name in every if name in (*NEAR, "tinyimagenet", "letters", "rotated")][:1]
 
 
-def near_table(columns: Mapping[str, Sequence[Any]]) -> list[str]:
+def best_rival(draws: Sequence[Mapping[str, Any]]) -> tuple[str, float]:
+    """Return the rival that finds near outliers best, and its AUROC."""
+    names = _near_of(draws[0])
+    found = {row: _mean(draws, row, names) for row in draws[0]["rows"] if row not in OURS}
+    values = {row: value for row, value in found.items() if value is not None}
+    return max(values.items(), key=lambda pair: pair[1])
+
+
+def _joined(draws: Sequence[Mapping[str, Any]]) -> int:
+    """Return in how many draws terms joined."""
+    return sum("and others" in draw["default"]["says"] for draw in draws)
+
+
+def near_table(columns: Columns) -> list[str]:
     """Return the table of near columns."""
     body = []
     for column, draws in columns.items():
-        names = _near_of(draws[0])
-        ours = [_mean(draws, row, names) for row in OURS]
-        others = {
-            row: value
-            for row in draws[0]["rows"]
-            if row not in OURS and (value := _mean(draws, row, names)) is not None
-        }
-        best = max(others, key=lambda row, o=others: o[row])
-        behind = max(0.0, others[best] - (ours[1] or 0.0))
-        joined = sum("and others" in draw["default"]["says"] for draw in draws)
+        ours = [_mean(draws, row, _near_of(draws[0])) for row in OURS]
+        best, value = best_rival(draws)
+        behind = max(0.0, value - (ours[1] or 0.0))
         body.append(
             [
                 column,
+                str(len(draws)),
                 *("–" if value is None else f"{value:.1f}" for value in ours),
-                f"{joined} of {len(draws)}",
-                f"{best} {others[best]:.1f}",
+                str(_joined(draws)),
+                f"{best} {value:.1f}",
                 "best" if behind == 0 else f"{behind:.1f}",
             ]
         )
-    heads = ["usual", "default", "usual, no labels", "default, no labels", "default, training data"]
-    return grid(["near outliers", *heads, "terms joined", "best rival", "behind it"], body)
+    heads = ["near outliers", "draws", *OURS, "terms joined in", "best rival", "behind it"]
+    return grid(heads, body)
+
+
+def conclusions(columns: Columns, alarms: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Say what the figures say, goal by goal."""
+    said = [near_conclusion(columns)]
+    if scope := columns.get(EVERY[0]):
+        usual, default = (_mean(scope, row, ["oos_test"]) or 0.0 for row in OURS[:2])
+        said.append(
+            f"**Out-of-scope questions, MiniLM that nobody fine-tuned**: {default:.1f} over "
+            f"{len(scope)} draws, {usual:.1f} with the usual terms (`oos_test`, which chose "
+            f"nothing). The goal, {GOAL:.1f}, is {'met' if default >= GOAL else 'missed'}."
+        )
+    return [*said, far_conclusion(columns), *alarm_conclusion(alarms)]
+
+
+def near_conclusion(columns: Columns) -> str:
+    """Say in which columns `default` is as good as the best rival, and what joining gains."""
+    good, bad, gained = [], [], []
+    for column, draws in columns.items():
+        usual, default = (_mean(draws, row, _near_of(draws[0])) or 0.0 for row in OURS[:2])
+        best, value = best_rival(draws)
+        (good if value - default <= WITHIN else bad).append(
+            f"{column} ({default:.1f}; {best} {value:.1f})"
+        )
+        if _joined(draws):
+            gained.append(f"{default - usual:+.1f} on {column}")
+    goal = f"{len(good)} of {len(columns)} columns"
+    failed = f" It is further behind on {'; '.join(bad)}." if bad else ""
+    gain = ", ".join(gained) or "nothing: they joined nowhere"
+    return (
+        f"**Near outliers**: `default` is the best or within {WITHIN} of the best rival in {goal}."
+        f"{failed} Terms that join gain {gain}. In the other columns the usual terms stay."
+    )
+
+
+def far_conclusion(columns: Columns) -> str:
+    """Say what far outliers lose where terms joined."""
+    changes = {}
+    for column, draws in columns.items():
+        if _joined(draws):
+            for name in draws[0]["far"]:
+                usual, default = (_mean(draws, row, [name]) or 0.0 for row in OURS[:2])
+                changes[f"{name} ({column}: {usual:.1f} to {default:.1f})"] = default - usual
+    if not changes:
+        return "**Far outliers**: terms joined nowhere, so nothing changes."
+    lost = [name for name, change in changes.items() if change < -FAR_LOSS]
+    spread = f"{min(changes.values()):+.2f} to {max(changes.values()):+.2f}"
+    return (
+        f"**Far outliers**, where terms joined: {spread} by set. "
+        + (f"More than {FAR_LOSS} is lost on " + "; ".join(lost) if lost else "No set loses more")
+        + f"{'' if lost else f' than {FAR_LOSS}'}. What a family of proxies may lose grows with "
+        "what the usual terms miss of it; an outlier that is like no proxy has no veto."
+    )
+
+
+def alarm_conclusion(alarms: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Say how many tasks have the rate of false alarms that was wanted."""
+    means = {name: sum(r for r, _ in found.values()) / len(found) for name, found in alarms.items()}
+    if not means:
+        return []
+    low, high = ALARMS
+    outside = [f"{name} ({m:.2f} %)" for name, m in means.items() if not low <= m <= high]
+    within = f"{len(means) - len(outside)} of {len(means)} rows"
+    return [
+        f"**False alarms at 5 %**: the mean is within {low} to {high} % in {within}"
+        + (f"; outside: {', '.join(outside)}." if outside else ".")
+    ]
 
 
 def far_table(columns: Mapping[str, Sequence[Any]]) -> list[str]:
@@ -137,36 +225,53 @@ def alarm_table(alarms: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def page(record: Mapping[str, Any]) -> str:
     """Return the page."""
-    columns = {name: list(draws.values()) for name, draws in record["columns"].items() if draws}
+    found = record["columns"]
+    columns = {name: list(found[name].values()) for name in EVERY if found.get(name)}
+    alarms = record.get("alarms", {})
     rivals = ("msp", "energy", "vim", "knn", "mahalanobis++", "relative mahalanobis++")
     rivals += ("multi-layer knn", "multi-layer mahalanobis++")
-    says = next(iter(columns.values()))[0]["default"]["says"]
-    missing = ", ".join(name for name in EVERY if name not in columns) or "none"
+    first, draws = next(iter(columns.items()))
+    says = draws[0]["default"]["says"]
+    missing = "; ".join(name for name in EVERY if name not in columns)
     accuracy = ", ".join(
         f"{name} {sum(d['accuracy'] for d in draws) / len(draws):.1f} ({draws[0]['known']} known)"
         for name, draws in columns.items()
     )
-    near, far = "\n".join(near_table(columns)), "\n".join(far_table(columns))
-    table, alarms = (
-        "\n".join(rival_table(columns, rivals)),
-        "\n".join(alarm_table(record.get("alarms", {}))),
+    near, far, table, rates = (
+        "\n".join(lines)
+        for lines in (
+            near_table(columns),
+            far_table(columns),
+            rival_table(columns, rivals),
+            alarm_table(alarms),
+        )
     )
+    said = "\n".join(f"- {words}" for words in conclusions(columns, alarms))
+    commits = ", ".join(sorted({d["commit"] for draws in columns.values() for d in draws}))
     return f"""# Near things
 
 Outliers that are nearly like known data: classes that were left out, out-of-scope questions. AUROC
 in percent, means over draws. `usual` are the usual terms, `default` is what `fit_novelty_(known)`
-does: [terms may join](../concepts/novelty.md). The last columns are the best of 19 rivals on the
-same features (14 with CLINC150, where the others take minutes), picked by these figures (KNN's k is
-chosen on known data), and how far `default` is behind it. Rows without labels and with training
-data are of the first draw.
+does: [terms may join](../concepts/novelty.md).
+
+## What it says
+
+{said}
+{f"- **Not computed** at this commit: {missing}." if missing else ""}
+
+## Near outliers
+
+The last columns are the best of 19 rivals on the same features (14 with CLINC150, where the others
+take minutes), picked by these figures (KNN's k is chosen on known data), and how far `default` is
+behind it. Rows without labels and with training data are of the first draw, or of those that have
+them.
 
 {near}
 
 *Untuned* hosts are published weights: MiniLM with a classifier of class means (20 questions, or 40
 comments, per class; as many others are known), and DeiT-tiny at 112 pixels with a linear probe on
 75 images per class (75 others are known). Classes left out there are in neither. Digits have small
-ViTs that were trained without the pair. Accuracy on test data, %: {accuracy}. Columns that
-`near.py` knows and that have not been computed with this rule: {missing}.
+ViTs that were trained without the pair. Accuracy on test data, %: {accuracy}.
 
 ## The same columns, some rivals
 
@@ -178,17 +283,17 @@ Sets in brackets had a part in choices. {SEEN}
 
 {far}
 
-What `ensemble.novelty` says (the first column, draw 0): *{says}*.
+What `ensemble.novelty` says ({first}, draw 0): *{says}*.
 
 ## False alarms at 5 %
 
 Known and new data drawn together, terms allowed to join. `mean` is over splits.
 
-{alarms}
+{rates if alarms else "Not computed at this commit."}
 
 ## What was tried
 
 {TRIED}
 
-`{record["command"]}` and `python experiments/near.py alarms`, commit {record["commit"]}.
+`{record["command"]}` and `python experiments/near.py alarms`, commit {commits}.
 """

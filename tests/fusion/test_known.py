@@ -215,7 +215,7 @@ def test_training_data_gives_the_distances(tmp_path: Path) -> None:
     loaded = HydraEnsemble.from_pretrained(tmp_path)
     ours, theirs = (m.predict(zoo.batch("bert", seed=5)).novelty_score for m in (ensemble, loaded))
     assert ours is not None and theirs is not None and torch.equal(ours, theirs)
-    with pytest.raises(DataError, match="training data is empty"):
+    with pytest.raises(DataError, match="'training' is empty"):
         ensemble.fit_novelty_(known("bert"), train=[], progress=False)
 
 

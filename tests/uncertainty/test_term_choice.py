@@ -150,6 +150,27 @@ def test_training_data_chooses_and_known_data_is_ranked_in_full() -> None:
     assert auroc(novelty) > auroc(fitted(choose=False)) + 1
 
 
+def test_known_data_chooses_where_it_can_beside_training_data() -> None:
+    novelty = {}
+    for labels in (True, False):
+        fit = empty()
+        fit.add_train_(*examples(400, 3))
+        features, logits, classes = examples(300, 0)
+        fit.add_(features, logits, classes if labels else None)
+        novelty[labels] = fit.finish()
+    alone = fitted()  # the same known data without training data
+    assert novelty[True].choice == alone.choice != novelty[False].choice
+    assert [novelty[labels].sums.values.shape[1] for labels in (True, False)] == [150, 300]
+
+
+def test_labels_that_some_batches_lack_are_left_out() -> None:
+    features, logits, labels = examples(300, 0)
+    fit = empty()
+    fit.add_(features[:150], logits[:150], labels[:150])
+    fit.add_(features[150:], logits[150:])
+    assert fit.finish().choice == fitted(labels=False).choice
+
+
 def test_far_families_have_a_veto() -> None:
     features, logits, labels = examples(300, 0)
     far = examples(150, 8)[0]

@@ -5,9 +5,11 @@ examples, evenly over the data, which become the held-out values that new inputs
 Where training data is added too, the moments are those of the training data, and known data only
 gives the ranks: it took no part in the distances, so that it needs no leaving out.
 
-Where the terms are chosen (`term_choice.py`), that is done on one half of the kept examples, and
-the other half gives the ranks. That half took no part in the choice, so that it is exchangeable
-with new inputs, and the rate of false alarms holds whatever was chosen.
+Where the terms are chosen (`term_choice.py`), that is done on one half of the kept known examples,
+and the other half gives the ranks. That half took no part in the choice, so that it is exchangeable
+with new inputs, and the rate of false alarms holds whatever was chosen. If known data that comes
+with training data is too small or lacks labels, the training data chooses, and all known data gives
+ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from .known_ranges import FACTS, KnownRanges, Scale
 from .moments import Moments, class_distance, global_distance
 from .novelty import KINDS, Novelty, Ranks, names_by_position, usual_terms
 from .scores import mean_probability
-from .term_choice import Choice, Examples, choose_terms
+from .term_choice import LEAST_EXAMPLES, LEAST_PER_CLASS, Choice, Examples, choose_terms
 
 KEPT = 2**27
 """Numbers of token summaries that are kept, about; at least 1,024 examples are."""
@@ -86,8 +88,9 @@ class NoveltyFit:
         """
         summaries = _finite(summaries, "known")
         self.examples += len(summaries)
-        classes = None if self.trained else self._add_moments(summaries, labels)
-        self._known.add_(summaries, member_logits, classes)
+        if not self.trained:
+            self._add_moments(summaries, labels)
+        self._known.add_(summaries, member_logits, labels)
 
     def add_train_(
         self, summaries: Tensor, member_logits: Tensor | None, labels: Tensor | None = None
@@ -103,7 +106,8 @@ class NoveltyFit:
             raise DataError("Add the training data before the known data.")
         summaries = _finite(summaries, "training")
         self.trained += len(summaries)
-        self._train.add_(summaries, member_logits, self._add_moments(summaries, labels))
+        self._add_moments(summaries, labels)
+        self._train.add_(summaries, member_logits, labels)
 
     def add_ood_(self, name: str, summaries: Tensor, member_logits: Tensor | None) -> None:
         """Add outliers of one family, in place: terms are chosen to find them too."""
@@ -120,9 +124,8 @@ class NoveltyFit:
             if name in COLUMNS:
                 self._columns.setdefault(name, []).append(column)
 
-    def _add_moments(self, summaries: Tensor, labels: Tensor | None) -> Tensor | None:
+    def _add_moments(self, summaries: Tensor, labels: Tensor | None) -> None:
         self._labelled = self._labelled and labels is not None
-        classes = labels.cpu().long() if self._labelled and labels is not None else None
         if self.moments is None:
             _, taps, width = summaries.shape
             self.moments = Moments.empty(
@@ -131,8 +134,8 @@ class NoveltyFit:
                 self.number if self._labelled else 0,
                 first_class_tap=self.first_class_tap,
             )
+        classes = labels.cpu().long() if self._labelled and labels is not None else None
         self.moments.add_(summaries, classes)
-        return classes
 
     def finish(
         self,
@@ -175,11 +178,15 @@ class NoveltyFit:
             probable=self._known.probable,
         )
         kept = self._train if self.trained else self._known
-        first, second = kept.halves()
+        first, second = self._known.halves()
+        # the host learned the training data: classes left out of it are found too easily
+        least = max(LEAST_EXAMPLES, LEAST_PER_CLASS * classes if labelled else 0)
+        able = len(first) >= least and (self._known.labelled or not labelled)
+        by_known = able or not self.trained
         choice = Choice(terms)
         if self.choose and self.uses_last_block:
             choice = choose_terms(
-                kept.rows(torch.arange(kept.count) if self.trained else first),
+                self._known.rows(first) if by_known else kept.rows(torch.arange(kept.count)),
                 terms,
                 first_class_tap=self.first_class_tap,
                 classes=labelled,
@@ -187,7 +194,7 @@ class NoveltyFit:
             )
         # the half that the choice saw is ranked only where nothing was chosen
         every = torch.arange(self._known.count)
-        ranked = second if choice.joined and not self.trained else every
+        ranked = second if choice.joined and by_known else every
         measures = self._measures(moments, labelled, choice, kept)
         values = self._values(measures, choice, ranked)
         ranks = Ranks.of(values)
@@ -299,25 +306,31 @@ class KeptExamples:
         return torch.cat(self._columns["positions"])
 
     @property
+    def labelled(self) -> bool:
+        """Whether the examples have labels."""
+        return "labels" in self._columns
+
+    @property
     def probable(self) -> bool:
         """Whether the examples have probabilities."""
         return "probability" in self._columns
 
-    def add_(self, summaries: Tensor, member_logits: Tensor | None, classes: Tensor | None) -> None:
-        """Add a batch, in place."""
+    def add_(self, summaries: Tensor, member_logits: Tensor | None, labels: Tensor | None) -> None:
+        """Add a batch, in place; what one batch lacks is kept of none."""
         positions = torch.arange(self._seen, self._seen + len(summaries))
         self._seen += len(summaries)
-        columns = {
-            "positions": positions,
-            "summaries": summaries,
-        }
+        columns = {"positions": positions, "summaries": summaries}
         if member_logits is not None:
             columns["probability"] = mean_probability(member_logits.detach()).cpu()
-        if classes is not None:
-            columns["classes"] = classes
+        if labels is not None:
+            columns["labels"] = labels.cpu().long()
         kept = positions % self._stride == 0
-        for name, column in columns.items():
-            self._columns.setdefault(name, []).append(column if bool(kept.all()) else column[kept])
+        for name in [*(self._columns or columns)]:
+            if name not in columns:
+                del self._columns[name]
+                continue
+            column = columns[name] if bool(kept.all()) else columns[name][kept]
+            self._columns.setdefault(name, []).append(column)
         if self.count <= max(2048, min(8192, KEPT // summaries[0].numel())):
             return
         self._stride *= 2
@@ -328,13 +341,13 @@ class KeptExamples:
         """Return some of the kept examples."""
         columns = {name: torch.cat(self._columns[name])[rows] for name in self._columns}
         features = unit(columns["summaries"].double())
-        return Examples(features, columns.get("probability"), columns.get("classes"))
+        return Examples(features, columns.get("probability"), columns.get("labels"))
 
     def halves(self) -> tuple[Tensor, Tensor]:
         """Split the kept examples in two by every other one, class by class."""
         order = torch.arange(self.count)
-        if len(self._columns.get("classes", ())) == len(self._columns["positions"]):
-            order = torch.cat(self._columns["classes"]).argsort(stable=True)
+        if self.labelled:
+            order = torch.cat(self._columns["labels"]).argsort(stable=True)
         return order[::2].sort().values, order[1::2].sort().values
 
 

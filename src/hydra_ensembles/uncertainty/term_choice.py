@@ -178,7 +178,8 @@ def choose_terms(
         if families is None:
             return Choice(usual, note="the usual terms (no far outliers to check others with)")
         folds = [replace(f, far=[f.columns(x) for x in families.values()]) for f in folds]
-        verdict, checked = judged(folds, candidates), ", checked on far outliers"
+        verdict = judged(folds, candidates)
+        checked = ", checked on far outliers" if families else ""
     figure = f"AUROC of left-out {'classes' if classes else 'clusters'}{checked}"
     if not verdict.clear:
         before, after = f"{verdict.before:.1f}", f"{verdict.after:.1f}"
