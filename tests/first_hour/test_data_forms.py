@@ -79,6 +79,17 @@ def without_mask(t: Texts) -> Any:
     return tokenised(t).remove_columns(["attention_mask"])
 
 
+def transformed(p: Images) -> Any:
+    pixels = {image.tobytes(): row for image, row in zip(p.images, p.pixels, strict=True)}
+
+    def prepare(rows: dict[str, Any]) -> dict[str, Any]:
+        made = [pixels[image.tobytes()] for image in rows["image"]]
+        return {"pixel_values": made, "labels": rows["label"]}
+
+    columns = {"image": p.images, "label": p.labels}
+    return datasets.Dataset.from_dict(columns).with_transform(prepare)
+
+
 TEXTS: dict[str, Callable[[Texts], Any]] = {
     "batches": lambda t: t.batches,
     "a data set": raw,
@@ -108,6 +119,10 @@ IMAGES: dict[str, Callable[[Images], Any]] = {
     "pairs of paths": lambda p: [(Path(x), y) for x, y in zip(p.paths, p.labels, strict=True)],
     "a frame": lambda p: pandas.DataFrame({"path": p.paths, "label": named(p)}),
     "a data set": lambda p: datasets.Dataset.from_dict({"image": p.images, "label": p.labels}),
+    "a data set in torch's format": lambda p: datasets.Dataset.from_dict(
+        {"image": p.images, "label": p.labels}
+    ).with_format("torch"),
+    "a data set with a transform": transformed,
     "a torch data set": lambda p: Items(list(zip(p.images, p.labels, strict=True))),
     "a loader of images": lambda p: DataLoader(
         Items(list(zip(p.images, p.labels, strict=True))), batch_size=16
@@ -255,6 +270,22 @@ def test_a_host_without_a_tokenizer_says_how_to_give_one(reviews: Texts) -> None
         hydra.evaluate(host, (reviews.texts, reviews.labels), progress=False)
     host.tokenizer = reviews.tokenizer
     hydra.evaluate(host, (reviews.texts, reviews.labels), bootstrap=0, progress=False)
+
+
+@pytest.mark.parametrize("door", ["build", "evaluate", "score_heads", "fit_novelty_", "why_novel"])
+def test_what_the_model_cannot_run_on_is_refused_at_every_door(door: str, photos: Images) -> None:
+    full = hydra.HeadMask.full(photos.model)
+    ensemble = hydra.fuse(photos.model, [full])
+    ensemble.fit_novelty_(photos.images, choose=False, progress=False)
+    wrong = (torch.zeros(COUNT, 3, 20, 20), torch.tensor(photos.labels))
+    run = FUNCTIONS.get(door) or (lambda m, e, d: e.why_novel(d[0]))
+    with pytest.raises(DataError, match=r"failed on .*20, 20\].*prepared as the model expects"):
+        run(photos.model, ensemble, wrong)
+
+
+def test_one_file_is_not_a_folder_of_images(photos: Images) -> None:
+    with pytest.raises(DataError, match=r"is one file.*a folder, or a list of paths"):
+        hydra.evaluate(photos.model, photos.paths[0], progress=False)
 
 
 def test_texts_are_no_images(photos: Images) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Protocol
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..criteria import Criterion, HeadImportanceEntropy, score_heads
-from ..data.progress import Progress
+from ..data.progress import Progress, announce, duration
 from ..data.splits import sample, split
 from ..errors import ArgumentError, UnsupportedModelError
 from ..heads.head_mask import HeadMask, HeadScores, Keep
@@ -141,11 +142,17 @@ class Select:
             host, layers, size=self.masks, stems=self.stems, tables=tables, seed=job.seed
         )
         work = prefix.batches * (layers[0] + (self.stems + len(pool) // 4) * len(layers))
-        job.expect(work / len(host), f"Selecting {members} members among {len(pool)} masks")
+        what, start = f"Selecting {members} members among {len(pool)} masks", time.perf_counter()
+        if not layers[0]:
+            job.expect(work / len(host), what)
         with Progress("members", work, enabled=job.progress, unit="block runs") as bar:
             for layer in range(layers[0]):
                 row = torch.ones(host.head_counts[layer], dtype=torch.bool)
                 prefix.advance(row, tick=bar.update)
+                if layer == 0:  # every block run is like these
+                    seconds = time.perf_counter() - start
+                    length = duration(seconds * work / prefix.batches)
+                    announce(f"{what}: about {length}", enabled=job.progress)
             survivors = halve(
                 prefix,
                 pool,

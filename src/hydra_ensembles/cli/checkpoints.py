@@ -1,10 +1,11 @@
-"""Weights in a file: safetensors, or a checkpoint of torch that holds tensors only.
+"""Weights in a file: safetensors, or a checkpoint of torch that holds tensors and plain data.
 
 `torch.load(weights_only=True)` runs no code of the file; this module has the only call of it.
 """
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,24 +26,7 @@ def is_weights_file(path: Path) -> bool:
 
 def read_weights(file: Path) -> dict[str, Any]:
     """Return the tensors of a weights file by name; what trainers put around them is removed."""
-    if file.suffix == ".safetensors":
-        return _read_safetensors(file)
-    if not is_weights_file(file):
-        raise FormatError(f"{file} is not a weights file: expected one of {', '.join(WEIGHTS)}.")
-    import torch
-
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for damaged files and for code
-        if "weights_only" in str(error) or "Weights only" in str(error):
-            raise FormatError(
-                f"{file} holds Python objects (a whole pickled model, or arguments of a run), "
-                "not tensors only. Unpickling can run code, so it is not read. Where you trust "
-                "it, save its weights: torch.save(model.state_dict(), 'weights.pth')."
-            ) from error
-        raise FormatError(
-            f"{file} is damaged or not a checkpoint of torch. Copy it again."
-        ) from error
+    content = _read(file)
     weights = _tensors(content)
     if not weights:
         raise FormatError(
@@ -52,18 +36,46 @@ def read_weights(file: Path) -> dict[str, Any]:
     return weights
 
 
+def _read(file: Path) -> Any:
+    """Return what a weights file holds."""
+    if file.suffix == ".safetensors":
+        return _read_safetensors(file)
+    if not is_weights_file(file):
+        raise FormatError(f"{file} is not a weights file: expected one of {', '.join(WEIGHTS)}.")
+    import torch
+
+    try:  # timm's trainer keeps its arguments in a Namespace, which holds data only
+        with torch.serialization.safe_globals([Namespace]):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for damaged files and for code
+        if "weights_only" in str(error) or "Weights only" in str(error):
+            raise FormatError(
+                f"{file} holds Python objects, such as a whole pickled model. Unpickling them can "
+                "run code, so it is not read. Where you trust the file, load it in Python and "
+                "save its weights: torch.save(model.state_dict(), 'weights.pth')."
+            ) from error
+        raise FormatError(
+            f"{file} is damaged or not a checkpoint of torch. Copy it again."
+        ) from error
+
+
 def advice(file: Path) -> str:
     """Say which model form works for a weights file, by what it holds."""
-    weights = read_weights(file)
+    content, weights = _read(file), read_weights(file)
     patches, qkv = weights.get("patch_embed.proj.weight"), weights.get("blocks.0.attn.qkv.weight")
+    trained_as = content.get("arch") if isinstance(content, Mapping) else None
+    if isinstance(trained_as, str):  # as timm's trainer calls it
+        return f"{file} holds weights of {trained_as}: give timm:{trained_as}@{file}."
     if patches is not None and qkv is not None:
         size = VIT_SIZES.get(qkv.shape[1], "SIZE")
         side, positions = patches.shape[-1], weights.get("pos_embed")
         tokens = 0 if positions is None else positions.shape[1]
         image = 224 if not tokens else side * int(tokens**0.5)
-        kind = f"vit_{size}_patch{side}_{image}"
+        kind = f"{size}_patch{side}_{image}"
         return (
-            f"{file} holds weights of a timm model: give timm:NAME@{file}, here timm:{kind}@{file}."
+            f"{file} holds weights of a timm model: give timm:NAME@{file} with the NAME that it "
+            f"was trained under. Its sizes fit vit_{kind} and deit_{kind}, which normalise images "
+            "differently."
         )
     if any(".embeddings." in name for name in weights):
         return (

@@ -18,8 +18,11 @@ from urllib.parse import urlsplit
 from ..errors import DataError, FormatError, UnsupportedModelError
 from ..registry import imported
 from ..tasks import Facts, refusal_of, task_of
-from .checkpoints import advice, is_weights_file, read_weights
+from .checkpoints import WEIGHTS, advice, is_weights_file, read_weights
 from .errors import Stop
+
+HUB_PREFIXES = ("hf-hub:", "hf_hub:")
+"""How timm calls models of the hub."""
 
 PATIENCE = 5.0
 """Seconds to look up the hub's address."""
@@ -84,8 +87,10 @@ def not_cached(name: str) -> str:
 
 
 def is_timm_name(name: str) -> bool:
-    """Tell whether a bare name, no folder and no hub name, is one of timm's models."""
+    """Tell whether a bare name, no folder and no other hub name, is one of timm's models."""
     plain = name.partition("@")[0]
+    if plain.startswith(HUB_PREFIXES):
+        return True
     if "/" in plain or ":" in plain or "_" not in plain or Path(name).exists():
         return False
     try:
@@ -97,16 +102,21 @@ def is_timm_name(name: str) -> bool:
 
 def load_timm(name: str) -> Any:
     """Make a timm model with pretrained weights, or with those of a file."""
-    timm = imported("timm", name, "timm")
-    plain = name.removeprefix("timm:")
-    if ":" not in plain:  # hf-hub:NAME@REVISION is timm's own
+    plain, weights = name.removeprefix("timm:"), None
+    if "@" in plain and ":" not in plain.partition("@")[0]:  # hf-hub:NAME@REVISION is timm's own
         plain, _, file = plain.partition("@")
+        path = Path(file).expanduser()
+        if not path.is_file():
+            raise DataError(f"There is no weights file {path} for timm:{plain}.")
+        weights = read_weights(path)
+    timm = imported("timm", name, "timm")
+    if ":" not in plain:
         if not timm.is_model(plain):
             near = difflib.get_close_matches(plain.partition(".")[0], timm.list_models(), n=3)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
             raise UnsupportedModelError(f"timm has no model {plain!r}.{hint}")
-        if file:
-            return _with_weights(timm, plain, Path(file).expanduser())
+        if weights is not None:
+            return _with_weights(timm, plain, weights, path)
     with hub_access() as reached:
         try:
             return timm.create_model(plain, pretrained=True)
@@ -118,11 +128,8 @@ def load_timm(name: str) -> Any:
             raise UnsupportedModelError(f"timm cannot make {plain!r}: {reason}") from error
 
 
-def _with_weights(timm: Any, name: str, file: Path) -> Any:
+def _with_weights(timm: Any, name: str, weights: dict[str, Any], file: Path) -> Any:
     """Make a model with the weights of a file, and as many classes as they have."""
-    if not file.is_file():
-        raise DataError(f"There is no weights file {file} for timm:{name}.")
-    weights = read_weights(file)
     model = timm.create_model(name, pretrained=False)
     head = weights.get(f"{model.pretrained_cfg.get('classifier') or 'head'}.weight")
     if head is not None and len(head) != model.num_classes:
@@ -148,7 +155,7 @@ def load_timm_folder(folder: Path, config: Mapping[str, Any]) -> Any:
             f"The timm folder {folder} needs one weights file; found {found}. Give "
             f"timm:{config['architecture']}@FILE."
         )
-    model = _with_weights(timm, str(config["architecture"]), files[0])
+    model = _with_weights(timm, str(config["architecture"]), read_weights(files[0]), files[0])
     model.pretrained_cfg = {**model.pretrained_cfg, **config.get("pretrained_cfg", {})}
     return model
 
@@ -163,12 +170,15 @@ def load_transformers(name: str, names: list[str] | None) -> tuple[Any, bool, tu
             else f"{name} is a file, not a model. Give a hub name, a folder or timm:NAME@FILE."
         )
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not folder.is_dir():
-        raise DataError(f"There is no model folder {name}. Give a hub name, a folder or timm:NAME.")
+    kind = "weights file" if name.lower().endswith(WEIGHTS) else "model folder"
+    if not folder.is_dir() and (looks_local or kind == "weights file"):
+        raise DataError(f"There is no {kind} {name}. Give a hub name, a folder or timm:NAME@FILE.")
     if folder.is_dir() and not (folder / "config.json").is_file():
+        weights = sorted(path for path in folder.iterdir() if is_weights_file(path))
         raise UnsupportedModelError(
             f"The folder {name} has no config.json: expected what save_pretrained() of "
             "transformers or of hydra-ensembles writes."
+            + (f" {advice(weights[0])}" if weights else "")
         )
     transformers = imported("transformers", name, "transformers")
     transformers.logging.set_verbosity_error()

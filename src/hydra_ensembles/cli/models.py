@@ -110,7 +110,9 @@ def _load_model(name: str, *, device: str | None, dtype: str, class_names: str |
     if config.get("format") == "hydra-ensembles":
         loaded = _ensemble(name)
     else:
-        if is_timm_name(name):
+        if name.startswith("timm/") and not Path(name).exists():
+            name = f"timm:hf-hub:{name}"  # the hub's models of timm
+        elif is_timm_name(name):
             name = f"timm:{name}"
         timm_folder = "architecture" in config and "model_type" not in config
         if timm_folder or name.startswith("timm:"):

@@ -340,8 +340,8 @@ def refused_inputs(
     if isinstance(error, HydraError) or is_out_of_memory(error):
         return error
     return DataError(
-        f"{type(model).__name__} failed on {where} ({describe(batch)}): {error}. The data must be "
-        "prepared as the model expects it."
+        f"{type(model).__name__} failed on {where} ({describe(batch)}): {str(error).rstrip('.')}. "
+        "The data must be prepared as the model expects it."
     )
 
 

@@ -262,6 +262,10 @@ def _of_dataset(source: Any) -> Examples | None:
         return None
     if not len(source):
         raise DataError("The data set has no rows.")
+    if source.format["type"] == "custom":  # with_transform(): only its rows say what they hold
+        return _of_torch(source)
+    if any(type(kind).__name__ == "Image" for kind in (source.features or {}).values()):
+        source = source.with_format(None)  # images, not pixels that nobody has prepared
     names = tuple(source.column_names)
 
     def column(name: str) -> list[Any]:

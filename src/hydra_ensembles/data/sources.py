@@ -91,7 +91,10 @@ def load_data(
             batch_size=batch_size,
         )
     if path.is_file():
-        raise DataError(f"{path} is a text file, which needs the host's tokenizer=....")
+        raise DataError(
+            f"{path} is one file. A model of texts reads a table of them and needs tokenizer=...; "
+            "a model of images reads a folder, or a list of paths."
+        )
     name, _, config = str(source).partition(":")
     local = is_table or name.startswith((".", os.sep, "~")) or name.count("/") > 1
     if local and not saved:

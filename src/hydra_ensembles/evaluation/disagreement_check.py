@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from .figures import OOD, Examples
 from .intervals import Interval, percentiles, resamples
 from .metrics import Order, Separation, once
+from .tables import shown
 
 DRAWS = 200
 USEFUL = 0.6
@@ -51,9 +53,10 @@ def check_disagreement(
         found[group] = _auroc(known[0], columns[0], seed)
         others[group] = _auroc(known[1], columns[1], seed).value
     useful = all(auroc.low > USEFUL for auroc in found.values())
+    rate = functools.partial(shown, "ood/AUROC")  # as tables round it
     figures = ", ".join(
-        f"{auroc.value:.2f} [{auroc.low:.2f}, {auroc.high:.2f}] on {group} ({score}: "
-        f"{others[group]:.2f})"
+        f"{rate(auroc.value)} [{rate(auroc.low)}, {rate(auroc.high)}] on {group} ({score}: "
+        f"{rate(others[group])})"
         for group, auroc in found.items()
     )
     start = (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..data.batches import batch_length, move, split_batch, take
+from ..data.batches import batch_length, move, refused_inputs, split_batch, take
 from ..data.corruptions.base import Normalisation
 from ..data.eval_mode import in_eval
 from ..data.input_facts import (
@@ -211,13 +211,9 @@ def summaries_of(
     def work(number: int, batch: Any) -> dict[str, Tensor]:
         try:
             parts = list(halving(partial(features_of, model), batch))
-        except HydraError:
-            raise
         except Exception as error:
-            raise DataError(
-                f"The model failed on batch {number} of the {name}: {error}. The data must be "
-                "prepared as the model expects it."
-            ) from error
+            where = f"batch {number} of the {name}"
+            raise refused_inputs(ensemble.host, batch, error, where) from error
         rows = [novelty_rows(ensemble, members, part) for part, (members, _) in parts]
         found = {"summaries": torch.cat([taps for _, (_, taps) in parts])}
         logits = [row for row in rows if row is not None]
@@ -257,7 +253,10 @@ def why_novel(
     if raw is None and is_raw(batch):
         raw = list(batch) if isinstance(batch, (list, tuple)) else [batch]
     batch = prepare(ensemble, batch)
-    logits, summaries = features_of(in_eval(ensemble), batch)
+    try:
+        logits, summaries = features_of(in_eval(ensemble), batch)
+    except Exception as error:
+        raise refused_inputs(ensemble.host, batch, error) from error
     novelty = ensemble._statistics()
     evidence = novelty.explain(summaries, novelty_rows(ensemble, logits, batch), neighbours)
     facts: dict[str, Any] = dict(columns_of(ensemble, batch, novelty.ranges.scale))

@@ -167,27 +167,40 @@ def plot_cost_quality(
     sign = direction(figure) or 1
     front = pareto_front(list(points.values()), sign=sign)
     ax.plot(*zip(*front, strict=True), ":", color=GUIDE, linewidth=1.2, zorder=1)
-    middle = max(cost for cost, _ in points.values()) * 0.6
-    for index, (name, (cost, value)) in enumerate(points.items()):
+    for index, (cost, value) in enumerate(points.values()):
         (dot,) = ax.plot(cost, value, color=colour(index), marker=marker(index), linestyle="none")
         dot.set_gid(f"series-{index}")
-        side = ("right", -8) if cost > middle else ("left", 8)
-        ax.annotate(
-            name,
-            (cost, value),
-            xytext=(side[1], 5),
-            textcoords="offset points",
-            ha=side[0],
-            fontsize="small",
-            bbox={"facecolor": "#ffffff", "edgecolor": "none", "pad": 1},  # no line through it
-        )
     ax.set_xlabel("multiply-adds, single model = 1")
     ax.set_ylabel((label or figure) + (" ↑" if sign > 0 else " ↓"))
     ax.margins(x=0.2, y=0.2)
     ax.set_xlim(left=0)
+    _name_points(ax, points)
     if is_rate(figure):
         _percent(ax.yaxis)
     return ax
+
+
+def _name_points(ax: Any, points: Mapping[str, tuple[float, float]]) -> None:
+    """Write names beside points, on lines that no other name takes."""
+    middle = max(cost for cost, _ in points.values()) * 0.6
+    taken: list[Any] = []
+    for name, place in points.items():
+        side, away = ("right", -8) if place[0] > middle else ("left", 8)
+        text = ax.annotate(
+            name,
+            place,
+            xytext=(away, 5),
+            textcoords="offset points",
+            ha=side,
+            fontsize="small",
+            bbox={"facecolor": "#ffffff", "edgecolor": "none", "pad": 1},  # no line through it
+        )
+        for rise in (5, -13, 19, -27, 33):
+            text.xyann = (away, rise)
+            box = text.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                break
+        taken.append(box)
 
 
 def by_novelty(results: Sequence[Results]) -> list[Results]:

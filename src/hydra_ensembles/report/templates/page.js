@@ -4,7 +4,10 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const find = (id) => document.getElementById(id);
-  const percent = (value) => (100 * value).toFixed(1) + " %";
+  const percent = (value) => {  // as rounding.py: only a full share is 100 %
+    const tenths = Math.round(1000 * value);
+    return ((value > 0 && value < 1 ? Math.min(Math.max(tenths, 1), 999) : tenths) / 10).toFixed(1) + "\u00a0%";
+  };
 
   for (const box of document.querySelectorAll("input[data-toggle]")) {
     box.addEventListener("change", () => {
