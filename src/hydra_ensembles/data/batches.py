@@ -181,6 +181,20 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | N
     return (), inputs, None if labels is None else torch.as_tensor(labels)
 
 
+def is_host_batch(batch: Any, main_input: str) -> bool:
+    """Return whether a batch is certainly what a host takes; quick, as it is asked often.
+
+    Args:
+        batch: What may also be raw: texts, images, paths, a frame.
+        main_input: Name of the host's main input.
+    """
+    if not isinstance(batch, Mapping):
+        return isinstance(batch, Tensor)
+    if "pixel_values" in batch and main_input != "pixel_values":
+        return False
+    return all(isinstance(value, Tensor) for value in batch.values())
+
+
 def read_batch(
     batch: Batch,
     device: torch.device | str | None = None,

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from ..data import batches
-from ..data.batches import Unchecked, check_finite, main_output, move, read_batch, split_batch
+from ..data.batches import (
+    Unchecked,
+    check_finite,
+    is_host_batch,
+    main_output,
+    move,
+    read_batch,
+    split_batch,
+)
 from ..data.eval_mode import in_eval, twin
 from ..errors import HydraError, UnsupportedModelError
 from ..heads.head_mask import HeadMask
@@ -32,7 +40,7 @@ from .calibrated_model import CalibratedModel
 from .call_options import SummaryCollector
 from .host_engine import HostedBlock, HostedBody
 from .host_interface import host_output
-from .inputs import READ_BY_ANSWERS, is_prepared, prepare
+from .inputs import READ_BY_ANSWERS, prepare
 from .linear_readout import LinearReadout, refuse_readouts
 from .member import member_model, unpruned_model
 
@@ -297,7 +305,7 @@ class FusedModel(CalibratedModel):
             >>> answer.labels, answer.novelty > 0.95
             (['positive', 'negative'], tensor([False, False]))
         """
-        if not is_prepared(self, batch):
+        if not is_host_batch(batch, getattr(self.host, "main_input_name", "x")):
             batch = prepare(self, batch)
         unchecked: list[Unchecked] = []
         device = next(self.parameters()).device
@@ -311,20 +319,21 @@ class FusedModel(CalibratedModel):
             raise batches.refused_inputs(self.host, batch, error) from error
         logits = logits.float()
         student_logits = None if student_logits is None else student_logits.float()
-        more = {"inputs": kwargs} if self.task.reads_inputs else {}
-        more |= self.calibrated_by()
+        temperature, calibrator = self._temperature, self._calibrator
+        more: dict[str, Any] = {"inputs": kwargs} if self.task.reads_inputs else {}
+        more |= {} if calibrator is None else {"calibrator": calibrator}
         answer = self.task.answer(
             logits,
             student_logits=student_logits,
             score=self.score,
-            temperature=self.temperature,
-            member_temperatures=self.member_temperatures,
+            temperature=temperature,
+            member_temperatures=self._member_temperatures,
             logit_scale=getattr(self.host, "logit_scale", None),
             class_names=self._class_names,
             **more,
         )
         if summaries is not None:
-            raw = not (self.temperature or self.member_temperatures or self.calibrator)
+            raw = not (temperature or self._member_temperatures or calibrator)
             raw = raw and logits.ndim == 3 and student_logits is None and self.is_classifier
             novelty, score = self._statistics()(
                 summaries,

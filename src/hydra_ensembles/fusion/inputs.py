@@ -112,15 +112,6 @@ def remember_inputs(ensemble: HostInterface, data: Any) -> None:
         ensemble.id2label = dict(enumerate(map(str, names)))
 
 
-def is_prepared(ensemble: HostInterface, batch: Any) -> bool:
-    """Return whether a batch is certainly what the host takes; quick, as it is asked often."""
-    if not isinstance(batch, Mapping):
-        return isinstance(batch, Tensor)
-    if "pixel_values" in batch and ensemble.main_input_name != "pixel_values":
-        return False
-    return all(isinstance(value, Tensor) for value in batch.values())
-
-
 def prepare(ensemble: HostInterface, batch: Any) -> Any:
     """Make a batch of images, paths or texts with the ensemble's transform or tokenizer.
 

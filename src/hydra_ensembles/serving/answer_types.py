@@ -47,7 +47,7 @@ FIELD_TYPES: dict[str, Json] = {
     "novelty_score": or_null(NUMBER),
     "decision": {"enum": [*dict.fromkeys(DECISIONS), None]},
     "why": {"enum": list(WHY)},
-    "set": or_null({"type": "array"}),
+    "set": or_null(list_of(TEXT)),
 }
 """The JSON types of fields, where the task has no other."""
 
@@ -63,25 +63,36 @@ _ENTITY: Json = {
     },
 }
 _NUMBERS: Json = {"anyOf": [NUMBER, list_of(NUMBER)]}
+_NUMBERS_OR_NULL: Json = {"anyOf": [or_null(NUMBER), or_null(list_of(NUMBER))]}
+_ENDS: Json = {"anyOf": [or_null(list_of(NUMBER)), or_null(list_of(list_of(NUMBER)))]}
 _OF_TASKS: dict[type[Prediction], dict[str, Json]] = {
     MultiLabelPrediction: {
         "label": list_of(TEXT),
         "class": list_of(WHOLE),
         "confidence": list_of(SHARE),
     },
-    RegressionPrediction: {"value": _NUMBERS, "spread": _NUMBERS},
+    RegressionPrediction: {
+        "value": _NUMBERS,
+        "spread": _NUMBERS,
+        "sigma": _NUMBERS_OR_NULL,
+        "set": _ENDS,
+    },
     EmbeddingPrediction: {"embedding": list_of(NUMBER)},
-    SpanPrediction: {"answer": or_null(TEXT), "start": WHOLE, "end": WHOLE, "no_answer": SHARE},
-    TokenPrediction: {"entities": list_of(_ENTITY)},
+    SpanPrediction: {
+        "answer": or_null(TEXT),
+        "start": WHOLE,
+        "end": WHOLE,
+        "no_answer": SHARE,
+        "set": or_null(list_of({"type": "object"})),
+    },
+    TokenPrediction: {"entities": list_of(_ENTITY), "set": or_null(list_of(list_of(TEXT)))},
 }
-_BY_TEXT = ("entities", "novelty", "novelty_score")
-"""Fields of an answer about tokens that are one per text."""
+_BY_TEXT = ("entities", "novelty", "novelty_score", "set")
+"""Fields of an answer about tokens whose type is that of the whole text."""
 
 
 def json_type(kind: type[Prediction], name: str) -> Json:
     """Return the JSON type of a field of an answer; any type for a field that is not known."""
-    if name == "set":  # names, numbers or spans; null for a text as a whole too
-        return FIELD_TYPES[name]
     found = _OF_TASKS.get(kind, {}).get(name, FIELD_TYPES.get(name, {}))
     if kind is TokenPrediction and name not in _BY_TEXT:
         return {"anyOf": [list_of(found), {"type": "null"}]} if name in DECIDED else list_of(found)

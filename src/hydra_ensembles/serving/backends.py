@@ -20,23 +20,13 @@ from ..task_predictions import (
     SpanPrediction,
     TokenPrediction,
 )
+from .batch_queue import Row, texts_of
 
 if TYPE_CHECKING:
     from ..uncertainty import Drift
 
-Row = str | Mapping[str, str] | Mapping[str, np.ndarray]
-"""One input: a text, named texts (a pair, or a question), or named arrays without a batch axis."""
-
 ASKS = {"text": ("text", "text_pair"), "question": ("question", "context")}
 """Names of the texts of an input, by what a model is asked; a text may stand for itself."""
-
-
-def texts_of(row: Row) -> list[str]:
-    """Return the texts of an input; none when it is arrays."""
-    if isinstance(row, str):
-        return [row]
-    return [value for value in row.values() if isinstance(value, str)]
-
 
 ALARM = 0.05
 """False-alarm rate of a model without a policy."""

@@ -12,17 +12,21 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ..answer_each import InputError, answer_each
 from ..prediction import Prediction, join
-from .backends import Row, texts_of
 from .limits import Limits, Refusal
 
 log = logging.getLogger(__name__)
+
+Row = str | Mapping[str, str] | Mapping[str, np.ndarray]
+"""One input: a text, named texts (a pair, or a question), or named arrays without a batch axis."""
 
 Outcome = Prediction | Refusal
 """The prediction of one input, or why there is none."""
@@ -30,6 +34,13 @@ Outcome = Prediction | Refusal
 FAILED = "The model could not answer this input. If it is a tensor, check its values and shape."
 BROKEN = "Something went wrong inside the service. Its log says what."
 NOT_FINITE = "The model returned NaN or infinity for this input."
+
+
+def texts_of(row: Row) -> list[str]:
+    """Return the texts of an input; none when it is arrays."""
+    if isinstance(row, str):
+        return [row]
+    return [value for value in row.values() if isinstance(value, str)]
 
 
 @dataclass(eq=False)

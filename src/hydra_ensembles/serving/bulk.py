@@ -243,7 +243,8 @@ def _parquet_type(kind: type[Prediction], name: str, several: bool) -> Any:
 
     def of(found: dict[str, Any]) -> Any:
         if "anyOf" in found:  # one number, or a list of several
-            return of(found["anyOf"][several]) if name in ("value", "spread") else pyarrow.string()
+            by_count = name in ("value", "spread", "sigma", "set")
+            return of(found["anyOf"][several]) if by_count else pyarrow.string()
         given = found.get("type", "string")
         plain = given if isinstance(given, str) else given[0]
         if plain == "array":

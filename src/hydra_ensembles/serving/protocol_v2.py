@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .answer_types import ARRAYS, tensor_of, tensor_type
-from .backends import ASKS, Row, TensorSpec
+from .backends import ASKS, TensorSpec
+from .batch_queue import Row
 from .limits import Refusal
 from .protocol_tensors import HEADER, read_inputs, split_request, wanted_outputs, write_response
 from .requests import from_base64, read_body

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from ..errors import DataError
 from ..prediction import Prediction
 from ..runtime.images import PixelLimitError, open_image, pixel_count
-from .backends import ASKS, Backend, Row
-from .batch_queue import Batcher
+from .backends import ASKS, Backend
+from .batch_queue import Batcher, Row
 from .drift_watch import DriftWatch
 from .limits import Limits, Refusal
 from .metrics import Metrics

@@ -19,7 +19,8 @@ from ..fusion.inputs import image_key, prepare
 from ..prediction import Prediction
 from ..uncertainty import Drift, Policy
 from ..uncertainty.policy import GIVEN
-from .backends import ALARM, Backend, Row, TensorSpec, rule_in_words, stacked, texts_of
+from .backends import ALARM, Backend, TensorSpec, rule_in_words
+from .batch_queue import Row, texts_of
 
 
 class TorchBackend(Backend):
@@ -108,9 +109,10 @@ class TorchBackend(Backend):
         return replace(prediction, class_names=self.class_names)
 
     def _batch(self, rows: Sequence[Row]) -> Any:
-        if texts_of(rows[0]):
+        if self.reads == "text" and texts_of(rows[0]):
             return prepare(self.ensemble, list(rows))
-        columns = {name: torch.from_numpy(array) for name, array in stacked(rows).items()}
+        arrays: list[Any] = list(rows)
+        columns = {n: torch.stack([torch.from_numpy(a[n]) for a in arrays]) for n in arrays[0]}
         if self.reads == "text":
             return columns
         images = columns["pixel_values"].to(self._dtype)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ...errors import DataError, FormatError
 from .. import options
-from ..errors import Stop
+from ..fit_saved import fit_saved
 from ..inputs import READING, Reading, reads_data
-from ..output import say, show, sizes
 
 
 @reads_data(leave_out=["dtype"])
@@ -46,28 +43,11 @@ def command(
     The held-out data is labelled, like the data to come, and not what the ensemble was built on.
     The sets are saved with the ensemble: `predict`, `serve` and what is exported give them.
     """
-    from ...fusion import HydraEnsemble, fit_sets
-    from ...fusion.folder_schema import read_config
-    from ..models import check_sources
+    from ...fusion import fit_sets
 
-    check_sources(held_out)
-    try:
-        dtype = read_config(folder).dtype  # it is saved again
-    except FormatError:  # loading says what is wrong with it
-        dtype = "float32"
-    loaded = replace(reading, dtype=dtype).load_model(str(folder))
-    if not isinstance(loaded.model, HydraEnsemble):
-        raise Stop(
-            f"{folder} is not a saved ensemble. Create one with `hydra-ensembles build`, `distill` "
-            "or `try`.",
-            4,
-        )
-    labelled = reading.load_known(loaded, held_out)
-    say(f"Fitting sets on {sizes(labelled, {})}", json=json)
-    target = folder if output is None else output
-    try:
-        found = fit_sets(
-            loaded.model,
+    def fit(ensemble: Any, labelled: Any) -> Any:
+        return fit_sets(
+            ensemble,
             labelled,
             coverage=coverage,
             method=method,
@@ -76,8 +56,5 @@ def command(
             seed=reading.seed,
             progress=not json,
         )
-    except DataError as error:
-        raise Stop(f"{error} Nothing was saved: {target} is as it was.", 3) from error
-    loaded.model.save_pretrained(target)
-    show(found, {"folder": str(target), **found.to_dict()}, json=json)
-    say(f"Saved in {target}. Next: hydra-ensembles predict {target} FILES", json=json)
+
+    fit_saved(folder, held_out, fit, title="sets", output=output, reading=reading, json=json)
