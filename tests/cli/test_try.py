@@ -43,7 +43,7 @@ def test_labelled_images(
     assert lead in printed and "Novelty needs no members" in page
     strangest = page.split("The strangest")[1].split("The least sure")[0]
     assert "3/stranger-0.png" in strangest and "3/stranger-1.png" in strangest
-    assert '>nearest: ' in strangest and "files</h2>" not in page
+    assert ">nearest: " in strangest and "files</h2>" not in page
     for words in (
         "At a glance",
         "Your own images",
