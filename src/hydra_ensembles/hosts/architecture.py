@@ -214,8 +214,10 @@ def _rebuild(description: dict[str, Any]) -> nn.Module:
                 "that are built by name. Pass the model yourself: from_pretrained(..., host=model)."
             )
         # transformers 4 wraps a dual encoder's tower once more, and exports the wrapper only
-        outer = str(name).replace("VisionTransformer", "VisionModel")
-        cls = getattr(imported("transformers", _WHO, "transformers"), outer)
+        package, outer = imported("transformers", _WHO, "transformers"), str(name)
+        if not hasattr(package, outer):
+            outer = outer.replace("VisionTransformer", "VisionModel")
+        cls = getattr(package, outer)
         config = cls.config_class.from_dict(_without_code(description["config"]))
         if description.get("attention") in ("eager", "sdpa"):
             config._attn_implementation = description["attention"]
