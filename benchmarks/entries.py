@@ -17,7 +17,10 @@ from hydra_ensembles.costs import choose_units
 from hydra_ensembles.criteria import score_units
 from hydra_ensembles.heads import prune_units_
 
-KEEP: dict[str, float | int] = {"vit-s": 1 / 3, "vit-b": 1 / 3, "deit-tiny": 1, "minilm": 0.5}
+KEEP: dict[str, float | int] = {
+    **{"vit-s": 1 / 3, "vit-b": 1 / 3, "smoke": 1 / 3},
+    **{"deit-tiny": 1, "minilm": 0.5},
+}
 """Heads that a member keeps of a branched block: a third; one of three; half."""
 
 CORE = ("single", "single readout", "hydra last 1", "hydra last 2", "hydra last 3")
@@ -32,6 +35,7 @@ RIVALS = (
     "packed ensemble",
     "batch ensemble",
 )
+NOVELTY = ("predict", "predict novelty")
 LEAST_SQUARES = ("single", "single readout", "folded", "pruned 0.75", "pruned 0.5", "uniform 0.5")
 
 
@@ -71,6 +75,18 @@ class VmapEnsemble(nn.Module):
         return torch.func.vmap(one, out_dims=1)(list(self.stacked))
 
 
+class Predict(nn.Module):
+    """`predict` of members that part in the last block, with novelty and a policy or without."""
+
+    def __init__(self, ensemble: hydra.HydraEnsemble) -> None:
+        super().__init__()
+        self.ensemble = ensemble
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        """Return probabilities [batch, class]; `predict` computes the rest of the answer too."""
+        return self.ensemble.predict(batch).probabilities
+
+
 def entry(name: str, shape: str, host: nn.Module, batch: Any, members: int = 3) -> nn.Module:
     """Make one entry by name."""
     keep, layers = KEEP[shape], len(HeadMask.full(host))
@@ -84,6 +100,8 @@ def entry(name: str, shape: str, host: nn.Module, batch: Any, members: int = 3) 
         kind, _, max_cost = name.partition(" ")
         return pruned(host, batch, float(max_cost), uniform=kind == "uniform")
     makers: dict[str, Callable[[], nn.Module]] = {
+        "predict": lambda: Predict(hydra.fuse(host, masks(1))),
+        "predict novelty": lambda: Predict(with_novelty(hydra.fuse(host, masks(1)), shape, batch)),
         "single": lambda: host,
         "single readout": lambda: hydra.fuse(host, [HeadMask.full(host)]),
         "hydra first": lambda: hydra.fuse(host, masks(layers)),
@@ -97,6 +115,18 @@ def entry(name: str, shape: str, host: nn.Module, batch: Any, members: int = 3) 
         "batch ensemble": lambda: rival("batch-ensemble", host, batch, members, train=False),
     }
     return makers[name]().eval()
+
+
+def with_novelty(ensemble: hydra.HydraEnsemble, shape: str, batch: Any) -> hydra.HydraEnsemble:
+    """Give an ensemble statistics of labelled known data, and a policy."""
+    from novelty_cost import Case, fitted
+
+    with torch.no_grad():
+        classes = ensemble.eval()(**batch).logits.shape[-1]
+        ensemble.novelty = fitted(ensemble, Case(shape, classes, labels=True), batch)
+    alarms = ensemble.novelty.threshold(0.05)
+    ensemble.policy = hydra.Policy(threshold=0.5, novelty_threshold=alarms, alarm=0.05)
+    return ensemble
 
 
 def folded(shape: str, members: int) -> nn.Module:

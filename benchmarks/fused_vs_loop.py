@@ -11,7 +11,7 @@ import dataclasses
 import shapes
 import torch
 from entries import entries
-from latency import write
+from latency import add_places, placed, write
 
 from hydra_ensembles.evaluation.latency import benchmark
 
@@ -23,11 +23,13 @@ def main() -> None:
     parser.add_argument("--batch-sizes", default="1,8")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
+    add_places(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     host, batch = shapes.host(args.shape), shapes.batch(args.shape)
     names = ("loop", "hydra first", "hydra first all tokens")
-    models, _ = entries(names, args.shape, host, batch)
+    made, _ = entries(names, args.shape, host, batch)
+    models, batch = placed(made, batch, args)
     result = benchmark(
         models,
         batch,
@@ -37,7 +39,7 @@ def main() -> None:
     )
     result = dataclasses.replace(result, settings={**result.settings, "shape": args.shape})
     print(result)
-    write(result, f"fused-vs-loop-{args.shape}")
+    write(result, args.name or f"fused-vs-loop-{args.shape}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import shapes
 import torch
 from entries import KEEP, entries
-from latency import RESULTS, write
+from latency import RESULTS, add_places, placed, write
 
 import hydra_ensembles as hydra
 from hydra_ensembles._records import write_whole
@@ -30,18 +30,20 @@ def members(args: argparse.Namespace) -> None:
     for number in range(1, args.most + 1):
         chosen = shapes.masks(host, members=number, blocks=1, keep=KEEP[args.shape])
         models[f"{number}"] = hydra.fuse(host, chosen)
-    result = benchmark(models, batch, batch_sizes=[1], rounds=args.rounds, threads=args.threads)
-    streams = {name: len(m.plan.ends) for name, m in models.items() if name != "single"}
-    result.settings.update(shape=args.shape, axis="members", branch="last block", streams=streams)
-    counter = CostModel(host, batch)
-    result.settings["counted"] = {
+    counter = CostModel(host, batch)  # before the host moves
+    counted = {
         str(number): counter.ratio(
             shapes.masks(host, members=number, blocks=1, keep=KEEP[args.shape])
         )
         for number in range(1, args.most + 1)
     }
+    models, batch = placed(models, batch, args)
+    result = benchmark(models, batch, batch_sizes=[1], rounds=args.rounds, threads=args.threads)
+    streams = {name: len(m.plan.ends) for name, m in models.items() if name != "single"}
+    facts = {"shape": args.shape, "axis": "members", "branch": "last block"}
+    result.settings.update(**facts, streams=streams, counted=counted)
     print(result)
-    write(result, f"growth-members-{args.shape}")
+    write(result, args.name or f"growth-members-{args.shape}")
 
 
 def tokens(args: argparse.Namespace) -> None:
@@ -50,7 +52,8 @@ def tokens(args: argparse.Namespace) -> None:
     points = []
     for length in LENGTHS:
         host, batch = shapes.host("minilm", tokens=length), shapes.batch("minilm", tokens=length)
-        models, _ = entries(names, "minilm", host, batch)
+        made, _ = entries(names, "minilm", host, batch)
+        models, batch = placed(made, batch, args)
         result = benchmark(
             models,
             batch,
@@ -64,7 +67,7 @@ def tokens(args: argparse.Namespace) -> None:
     from hydra_ensembles.report.svg import save
     from hydra_ensembles.research.figures import plot_growth
 
-    path = RESULTS / "growth-tokens-minilm.json"
+    path = RESULTS / f"{args.name or 'growth-tokens-minilm'}.json"
     payload = {"kind": "growth", "axis": "tokens", "shape": "minilm", "points": points}
     write_whole(path, json.dumps(payload, indent=1) + "\n")
     save(plot_growth(payload), path.with_suffix(".png"))
@@ -79,6 +82,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--max-seconds", type=float)
     parser.add_argument("--threads", type=int, default=2)
+    add_places(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     (members if args.axis == "members" else tokens)(args)

@@ -67,7 +67,7 @@ def fitted(ensemble: HydraEnsemble, case: Case, batch: Any) -> Novelty:
     logits, summaries = features_of(ensemble, batch)
     draw = torch.Generator().manual_seed(0)
     few = min(case.classes, KNOWN // 5)
-    fit = novelty_fit(ensemble, few)
+    fit = novelty_fit(ensemble, case.classes)  # many classes are measured at one tap
     rows = torch.randn(KNOWN, *summaries.shape[1:], generator=draw)
     labels = torch.arange(KNOWN) % few if case.labels else None
     fit.add_(rows, torch.randn(KNOWN, *logits.shape[1:], generator=draw), labels)

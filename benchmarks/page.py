@@ -1,15 +1,18 @@
 """Write docs/results/cost.md, its picture and cost.csv from the JSON files in benchmarks/results.
 
     python benchmarks/page.py
+    python benchmarks/page.py --print gpu    # the tables of benchmarks/results/gpu, on the screen
 
 Prose stands here, figures come from the files.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from hydra_ensembles._records import write_whole
 RESULTS = Path(__file__).parent / "results"
 FOLDER = Path(__file__).parents[1] / "docs" / "results"
 SHAPES = {"vit-s": "ViT-S", "vit-b": "ViT-B", "deit-tiny": "DeiT-tiny", "minilm": "MiniLM"}
+PRINTED = {**SHAPES, "smoke": "small ViT"}
+MODES = [(dtype, mode) for dtype in ("float32", "bfloat16") for mode in ("eager", "compiled")]
 SHOWN = (
     *("single readout", "hydra last 1", "hydra last 2", "hydra last 3"),
     *("hydra first", "loop", "deep ensemble", "mc dropout", "batch ensemble", "packed ensemble"),
@@ -63,16 +68,20 @@ SAYS = """## What it says
 - **Each further member costs next to nothing**: -0.01 [-0.04, +0.01] of a model on ViT-S and
   0.003 on MiniLM in the mean of M = 1 to 8 (counted: below 0.005).
 
+**None of this was measured on a GPU.** `sh benchmarks/gpu.sh` measures all of it on CUDA, in
+float32 and bfloat16, eager and compiled, and prints this page's table for each; it has been tried
+on a CPU only, with a small model.
+
 `sh benchmarks/run_all.sh && python benchmarks/page.py` · all figures: [cost.csv](cost.csv)
 """
 
 
-def rows() -> list[dict[str, Any]]:
+def rows(folder: Path = RESULTS, suffix: str = "") -> list[dict[str, Any]]:
     """Return every model and batch size of every latency file, its ratio and interval."""
     found = []
-    for shape in SHAPES:
-        for pattern in (f"latency-{shape}-*", f"fused-vs-loop-{shape}", f"growth-members-{shape}"):
-            for file in sorted(RESULTS.glob(f"{pattern}.json")):
+    for shape in PRINTED:
+        for kind in (f"latency-{shape}-*", f"fused-vs-loop-{shape}", f"growth-members-{shape}"):
+            for file in sorted(folder.glob(f"{kind}{suffix}.json")):
                 for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
                     found.append({"file": file.stem, "shape": shape, **row})
     return found
@@ -89,18 +98,43 @@ def cells(found: list[dict[str, Any]]) -> dict[tuple[str, str, Any], str]:
     return result
 
 
-def table(found: list[dict[str, Any]]) -> list[str]:
-    """Return the page's one table."""
+def table(
+    found: list[dict[str, Any]], columns: Sequence[tuple[str, Any]], names: Sequence[str]
+) -> list[str]:
+    """Return one table: models by name, ratios by shape and size of batch."""
     known = cells(found)
     heads = [
-        f"{SHAPES[shape]} {'counted' if column == 'counted' else f'b{column}'}"
-        for shape, column in COLUMNS
+        f"{PRINTED[shape]} {'counted' if column == 'counted' else f'b{column}'}"
+        for shape, column in columns
     ]
     lines = [f"|  | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
-    for name in SHOWN:
-        shown = [known.get((name, *column), "–") for column in COLUMNS]
+    for name in names:
+        shown = [known.get((name, *column), "–") for column in columns]
         lines.append(f"| {name} | {' | '.join(shown)} |")
     return lines
+
+
+def printed(folder: Path) -> str:
+    """Return a table per precision and mode of what `gpu.sh` measured, and its other ratios."""
+    lines = []
+    for dtype, mode in MODES:
+        found = rows(folder, f"-{dtype}-{mode}")
+        if not found:
+            continue
+        ratios = [row for row in found if row["file"].startswith("latency")]
+        shapes = list(dict.fromkeys(row["shape"] for row in ratios))
+        sizes = ["counted", *sorted({row["batch_size"] for row in ratios})]
+        names = list(dict.fromkeys(row["name"] for row in ratios if row["ratio"]["value"] != 1))
+        columns = [(shape, size) for shape in shapes for size in sizes]
+        lines += [f"{dtype}, {mode}: time relative to the plain model", ""]
+        lines += [*table(found, columns, names), ""]
+        for row in found:
+            if not row["file"].startswith("latency"):
+                low, high = row["ratio"]["low"], row["ratio"]["high"]
+                value = f"{row['ratio']['value']:.2f} [{low:.2f}, {high:.2f}]"
+                lines.append(f"{row['file']}, {row['name']}, batch {row['batch_size']}: {value}")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def picture(found: list[dict[str, Any]]) -> None:
@@ -152,12 +186,21 @@ def write_csv(found: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Write page, picture and CSV."""
+    """Write page, picture and CSV; or print other results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--print", help="print the tables of a folder below benchmarks/results")
+    other = parser.parse_args().print
+    if other is not None:
+        text = printed(RESULTS / other)
+        if not text:
+            parser.exit(1, f"No results in {RESULTS / other}: run sh benchmarks/gpu.sh.\n")
+        print(text)
+        return
     found = rows()
     write_csv(found)
     picture(found)
     caption = "Measured time against counted multiply-adds"
-    lines = [HEAD, *table(found), "", f"![{caption}](cost.png)", "", SAYS]
+    lines = [HEAD, *table(found, COLUMNS, SHOWN), "", f"![{caption}](cost.png)", "", SAYS]
     write_whole(FOLDER / "cost.md", "\n".join(lines))
     print("wrote docs/results/cost.md")
 

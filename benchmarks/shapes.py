@@ -13,6 +13,10 @@ VIT = {
     "vit-s": {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536},
     "vit-b": {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
     "deit-tiny": {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768},
+    "smoke": {
+        **{"hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 96},
+        **{"num_hidden_layers": 3, "image_size": 32},
+    },
 }
 SHAPES = (*VIT, "minilm")
 
@@ -20,7 +24,8 @@ SHAPES = (*VIT, "minilm")
 def host(shape: str, *, tokens: int = 64, seed: int = 0, classes: int | None = None) -> nn.Module:
     """Build a host: ViT-S/16, ViT-B/16 and DeiT-tiny at 224 pixels, MiniLM-L6 (BERT).
 
-    Texts have 2 classes and images 1,000, if not given.
+    `smoke` is a ViT of three small blocks and 10 classes, for trying a command. Texts have 2
+    classes and images 1,000, if not given.
     """
     from transformers import (
         BertConfig,
@@ -44,7 +49,7 @@ def host(shape: str, *, tokens: int = 64, seed: int = 0, classes: int | None = N
                 num_labels=classes or 2,
             )
             return BertForSequenceClassification(config).eval()
-        sizes = {**VIT[shape], "num_labels": classes or 1000}
+        sizes = {**VIT[shape], "num_labels": classes or (10 if shape == "smoke" else 1000)}
         if shape == "deit-tiny":
             return DeiTForImageClassification(DeiTConfig(**sizes)).eval()
         return ViTForImageClassification(ViTConfig(**sizes)).eval()
@@ -56,7 +61,8 @@ def batch(shape: str, *, size: int = 1, tokens: int = 64) -> dict[str, Any]:
     if shape == "minilm":
         ids = torch.randint(1000, 30000, (size, tokens), generator=generator)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return {"pixel_values": torch.randn(size, 3, 224, 224, generator=generator)}
+    side = VIT[shape].get("image_size", 224)
+    return {"pixel_values": torch.randn(size, 3, side, side, generator=generator)}
 
 
 def masks(

@@ -75,6 +75,14 @@ def test_the_small_install_is_small() -> None:
     assert extras()["demo"][0] == "hydra-ensembles[train,report]"
 
 
+def test_the_checks_name_tests_that_exist() -> None:
+    files = [*sorted((ROOT / ".ci").iterdir()), ROOT / ".github" / "workflows" / "ci.yml"]
+    named = {
+        path for file in files for path in re.findall(r"tests/[\w/.]*\w", file.read_text("utf-8"))
+    }
+    assert len(named) > 8 and not [path for path in named if not (ROOT / path).exists()]
+
+
 def test_extras_in_messages_exist_and_bring_the_package() -> None:
     asked = re.compile(r'imported\(\s*"([\w.]+)",.*?"(\w+)"\s*\)')
     pip_names = {

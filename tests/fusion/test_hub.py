@@ -61,7 +61,7 @@ def run(code: str, *arguments: object, address: str, home: Path) -> list[str]:
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
         "NO_PROXY": "127.0.0.1",
     }
     done = subprocess.run(

@@ -366,7 +366,7 @@ def run_seeds(seeds: Sequence[int], output: Path, *, quiet: bool, **settings: An
         folder, asked = output / f"seed-{seed}", {"seed": seed, **settings}
         files, done = [folder / results_file(name) for name in ROWS], folder / "finished.json"
         if done.is_file() and all(file.is_file() for file in files):
-            record = json.loads(done.read_text())
+            record = json.loads(done.read_bytes())
             check_same_run(done, record["settings"], asked)
             runs[seed] = [Results.load(file) for file in files], record["costs"]
         else:

@@ -80,8 +80,7 @@ def build_body_(host: HostModel, plan: Plan, copies: Copies) -> tuple[Body, tupl
         grid=last.attention.grid,
         form=host.forms[-1],
     )
-    if places:
-        copy_settings_(body, plain_settings(last.module))
+    copy_settings_(body, plain_settings(last.module))  # a host may read them (`attention_type`)
     host.replace_blocks_([*places, body])
     return body, block_templates
 

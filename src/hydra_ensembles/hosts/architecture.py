@@ -23,9 +23,11 @@ TOWERS = frozenset(
         "Dinov2Model",
         "CLIPVisionModel",
         "CLIPVisionModelWithProjection",
+        "CLIPVisionTransformer",
         "CLIPTextModel",
         "CLIPTextModelWithProjection",
         "SiglipVisionModel",
+        "SiglipVisionTransformer",
         "Siglip2VisionModel",
         "DINOv3ViTModel",
     }
@@ -211,12 +213,17 @@ def _rebuild(description: dict[str, Any]) -> nn.Module:
                 f"The folder names the host class {name!r}, which is not on the list of classes "
                 "that are built by name. Pass the model yourself: from_pretrained(..., host=model)."
             )
-        cls = getattr(imported("transformers", _WHO, "transformers"), str(name))
+        # transformers 4 wraps a dual encoder's tower once more, and exports the wrapper only
+        package, outer = imported("transformers", _WHO, "transformers"), str(name)
+        if not hasattr(package, outer):
+            outer = outer.replace("VisionTransformer", "VisionModel")
+        cls = getattr(package, outer)
         config = cls.config_class.from_dict(_without_code(description["config"]))
         if description.get("attention") in ("eager", "sdpa"):
             config._attn_implementation = description["attention"]
         pooler = {"add_pooling_layer": description.get("pooler", True)}
-        return cls(config, **pooler if name in ("ViTModel", "DeiTModel") else {}).eval()
+        model = cls(config, **pooler if name in ("ViTModel", "DeiTModel") else {}).eval()
+        return model if outer == name else getattr(model, "vision_model", model)
     if library == "timm":
         if name not in _PLAIN_TIMM:
             raise FormatError(f"Unknown timm class {name!r}: pass host= to from_pretrained.")

@@ -30,7 +30,7 @@ GROUP = 100
 @cache
 def common_nouns() -> tuple[str, ...]:
     """Return 1,838 common English nouns: things, animals, plants, food, places, people."""
-    return tuple(Path(__file__).with_name("common_nouns.txt").read_text().split())
+    return tuple(Path(__file__).with_name("common_nouns.txt").read_text("utf-8").split())
 
 
 def least_similar(words: Tensor, classes: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def _from_path(path: Path, host: nn.Module) -> Teacher:
 
 def _from_folder(folder: Path, host: nn.Module) -> nn.Module:
     config = folder / "config.json"
-    if config.exists() and json.loads(config.read_text()).get("format") == "hydra-ensembles":
+    if config.exists() and json.loads(config.read_bytes()).get("format") == "hydra-ensembles":
         return HydraEnsemble.from_pretrained(folder)
     load = getattr(type(host), "from_pretrained", None)
     if callable(load):
