@@ -169,6 +169,7 @@ def try_model(
             **{n: torch.cat([b[n] for b in batches]) for n in sorted(COLUMNS & batches[0].keys())},
             **described(source),
         },
+        progress,
     )
     held_out = ~_mask(chosen, source.count)
     calibration: dict[str, Any] = {}
@@ -295,6 +296,7 @@ class Measured:
         summaries: Token summaries, `[example, tap, width]`.
         labels: `[example]`, or None.
         columns: What else is known of the examples (`NoveltyFit.add_columns_`).
+        progress: Report progress.
         far: What novelty reads of proxies by kind, once a choice of terms has asked for them.
     """
 
@@ -303,6 +305,7 @@ class Measured:
     summaries: Tensor
     labels: Tensor | None
     columns: dict[str, Any]
+    progress: bool
     far: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
 
     def columns_at(self, rows: Tensor) -> dict[str, Any]:
@@ -328,7 +331,8 @@ class Measured:
         def add_proxies() -> None:
             if not self.far:  # all fits share them: they only forbid terms
                 made = proxies_of(self.source).items()
-                self.far.update({n: list(summaries_of(ensemble, d, n, False)) for n, d in made})
+                for name, data in made:
+                    self.far[name] = list(summaries_of(ensemble, data, name, self.progress))
             for name, batches in self.far.items():
                 for found in batches:
                     fit.add_ood_(name, found["summaries"], found.get("logits"))
