@@ -277,11 +277,11 @@ def test_disagreement_is_called_an_alarm_only_where_it_is_one() -> None:
         {"id": columns(known), "ood/far": columns(far)}, members=3, score="msp"
     )
     assert good is not None and good["useful"]
-    assert good["sentence"].startswith("Disagreement tells outliers from known data: AUROC 0.9")
+    assert good["sentence"].startswith("Disagreement tells outliers from known data: AUROC 92.00 [")
     both = {"id": columns(known), "ood/far": columns(far), "ood/near": columns(known[:60])}
     bad = check_disagreement(both, members=3, score="msp")
     assert bad is not None and not bad["useful"]
-    assert bad["sentence"].startswith("Do not use disagreement as an alarm here: AUROC 0.9")
+    assert bad["sentence"].startswith("Do not use disagreement as an alarm here: AUROC 92.00 [")
     assert "on near" in bad["sentence"]
     grouped = {"id": columns(known), "ood/proxies/a": columns(far), "ood/proxies/b": columns(far)}
     assert list(check_disagreement(grouped, members=3, score="msp")["auroc"]) == ["proxies"]  # type: ignore[index]

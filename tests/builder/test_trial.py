@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hydra_ensembles.data import digits
 from hydra_ensembles.data.batches import labels_of, take
 from hydra_ensembles.data.loaders import Batches
 from hydra_ensembles.errors import DataError
+from hydra_ensembles.fusion.known_data import summaries_of
 from hydra_ensembles.hosts.tiny_vit import TinyViT, TinyViTConfig
 from hydra_ensembles.report.trial_page import at_a_glance, verdict
 
@@ -48,7 +50,16 @@ def trial() -> Trial:
 
 def test_terms_that_join_are_checked_on_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     zoo.any_longer_sum(monkeypatch)
+    graphs: list[bool] = []
+
+    def read(*arguments: Any, **options: Any) -> Any:
+        for found in summaries_of(*arguments, **options):
+            graphs.append(found["summaries"].requires_grad)
+            yield found
+
+    monkeypatch.setattr("hydra_ensembles.builder.trial.summaries_of", read)
     trial = try_model(host(), data(), members=1, risk=0.9, progress=False)
+    assert graphs and not any(graphs)  # a graph would keep the activations of all proxies
     assert "checked on far outliers" in trial.ensemble.record["novelty"]
 
 

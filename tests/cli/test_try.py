@@ -38,7 +38,7 @@ def test_labelled_images(
     assert "stranger-0.png" in printed.split("Strangest:")[1].split("Least sure")[0]
     assert "your model / your model + temperature / Hydra" in printed
     page = (tmp_path / "out" / "try.html").read_text()
-    lead = page.split('class="lead">')[1].split("<br>")[0]
+    lead = page.split('class="lead">')[1].split("</p>")[0]
     assert lead.startswith("The ensemble against your model, each with a temperature: ")
     assert lead in printed and "Novelty needs no members" in page
     strangest = page.split("The strangest")[1].split("The least sure")[0]

@@ -93,3 +93,12 @@ def test_what_cannot_be_drawn_says_why() -> None:
         plot_head_map([])
     with pytest.raises(DataError, match="no points"):
         plot_cost_quality({})
+
+
+def test_names_of_close_points_do_not_cover_each_other() -> None:
+    points = {"single": (1.0, 0.183), "with a temperature": (1.0, 0.179), "novelty": (0.99, 0.179)}
+    ax = plot_cost_quality(points, figure="cls/NLL")
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert len(boxes) == 3
+    pairs = [(one, other) for one in boxes for other in boxes if one is not other]
+    assert not any(one.overlaps(other) for one, other in pairs)

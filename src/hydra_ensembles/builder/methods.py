@@ -149,10 +149,10 @@ class Select:
             for layer in range(layers[0]):
                 row = torch.ones(host.head_counts[layer], dtype=torch.bool)
                 prefix.advance(row, tick=bar.update)
-                if layer == 0:  # every block run is like these
+                if layer == 0:  # the others are like these, or cheaper: masks are dropped early
                     seconds = time.perf_counter() - start
                     length = duration(seconds * work / prefix.batches)
-                    announce(f"{what}: about {length}", enabled=job.progress)
+                    announce(f"{what}: up to {length}", enabled=job.progress)
             survivors = halve(
                 prefix,
                 pool,

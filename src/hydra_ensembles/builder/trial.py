@@ -184,7 +184,12 @@ def try_model(
     assert summaries is not None
     kept = {name: column(name) for name in sorted(COLUMNS & batches[0].keys())}
     measured = Measured(
-        source, summaries, column("rows"), column("classes"), {**kept, **described(source)}
+        source,
+        summaries,
+        column("rows"),
+        column("classes"),
+        {**kept, **described(source)},
+        progress,
     )
     held_out = ~_mask(chosen, source.count)
     calibration: dict[str, Any] = {}
@@ -320,6 +325,7 @@ class Measured:
         rows: Logits that novelty reads, `[input, member, class]`, if it reads any.
         classes: Labels of inputs that have one class, `[input]`; else None.
         columns: What else is known of the inputs (`NoveltyFit.add_columns_`).
+        progress: Report progress.
         far: What novelty reads of proxies by kind, once a choice of terms has asked for them.
     """
 
@@ -328,6 +334,7 @@ class Measured:
     rows: Tensor | None
     classes: Tensor | None
     columns: dict[str, Any]
+    progress: bool
     far: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
 
     def columns_at(self, rows: Tensor) -> dict[str, Any]:
@@ -352,7 +359,8 @@ class Measured:
         def add_proxies() -> None:
             if not self.far:  # all fits share them: they only forbid terms
                 made = proxies_of(self.source).items()
-                self.far.update({n: list(summaries_of(ensemble, d, n, False)) for n, d in made})
+                for name, data in made:
+                    self.far[name] = list(summaries_of(ensemble, data, name, self.progress))
             for name, batches in self.far.items():
                 for found in batches:
                     fit.add_ood_(name, found["summaries"], found.get("logits"))

@@ -177,7 +177,7 @@ def _is_batch(columns: Mapping[str, Any]) -> bool:
 
 
 def _are_inputs_and_labels(inputs: Any, labels: Any) -> bool:
-    """Return whether a tuple is `(inputs, labels)` in which the inputs are no batch."""
+    """Return whether a tuple is `(inputs, labels)` in which the inputs are not a batch."""
     if isinstance(inputs, Tensor) or (isinstance(inputs, Mapping) and _has_tensors(inputs)):
         return False
     several = isinstance(inputs, (Mapping, list, tuple, np.ndarray)) or hasattr(inputs, "tolist")

@@ -158,7 +158,7 @@ def records_of_lines(
 
     Args:
         lines: Bytes; each line is decoded separately.
-        form: What an input is; the text of a line that is no object.
+        form: What an input is; the text of a line that is not an object.
         objects: Whether every line is a JSON object; by default those that start with a brace.
         place: What every answer says of where its line comes from.
     """

@@ -60,6 +60,7 @@ def run_of(ensemble: FusedModel, batch: Any, *, summaries: bool) -> Run:
     return ensemble.run(*move((args, kwargs), ensemble.device), summaries=summaries)
 
 
+@torch.no_grad()  # here, for whoever calls it: a graph would keep every activation of the data
 def features_of(ensemble: FusedModel, batch: Any) -> tuple[Tensor, Tensor]:
     """Run an ensemble once; return raw member logits and token summaries."""
     run = run_of(ensemble, batch, summaries=True)
