@@ -271,6 +271,22 @@ def test_auto_is_chosen_on_held_out_data(caplog: pytest.LogCaptureFixture) -> No
     assert "the trunk is the mean and there is no student" in caplog.text
 
 
+def test_what_answers_is_what_is_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hydra_ensembles.refit import fold_members
+
+    hosts, held = hosts_of("vit"), labelled("vit", hosts_of("vit"), range(50, 55))
+    monkeypatch.setattr(fold_members, "choose", lambda nll: ("mean", False))
+    auto, members, student = (
+        hydra.fold(hosts, inputs_of("vit"), student=which, held_out=held, progress=False)  # type: ignore[arg-type]
+        for which in ("auto", False, True)
+    )
+    assert auto.student is None and auto.temperature is not None
+    assert auto.temperature == members.temperature != student.temperature
+    assert auto.member_temperatures == members.member_temperatures
+    batch = batch_of("vit")
+    assert auto.predict(batch).probabilities.equal(members.predict(batch).probabilities)
+
+
 def test_a_better_student_is_chosen_and_ties_go_to_the_members() -> None:
     from hydra_ensembles.refit.fold_choice import choose
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -162,7 +163,8 @@ def fold(
             readouts = ensemble.body.readouts
             readouts.student = None
             ensemble.body.readouts = None if readouts.members is None else readouts
-        ensemble.record["calibration"] = calibrate_(ensemble, asked[chosen[0]])
+        said = asked[chosen[0]] if chosen[1] else replace(asked[chosen[0]], student=None)
+        ensemble.record["calibration"] = calibrate_(ensemble, said)
     ensemble.record |= {"student": ensemble.student is not None, "seed": seed}
     if pruned:
         left = cost(bases[ensemble.record["trunk"]], batch).relative_to(cost(hosts[0], batch))
