@@ -75,7 +75,7 @@ def _near_of(draw: Mapping[str, Any]) -> list[str]:
     every = draw["rows"]["usual"]
     if "left-out" in every:
         return ["left-out"]
-    return [name for name in every if name in (*NEAR, "tinyimagenet", "letters", "rotated")][:1]
+    return [name for name in (*NEAR, "tinyimagenet", "rotated", "letters") if name in every][:1]
 
 
 def best_rival(draws: Sequence[Mapping[str, Any]]) -> tuple[str, float]:
