@@ -75,7 +75,7 @@ def _near_of(draw: Mapping[str, Any]) -> list[str]:
     every = draw["rows"]["usual"]
     if "left-out" in every:
         return ["left-out"]
-    return [name for name in every if name in (*NEAR, "tinyimagenet", "letters", "rotated")][:1]
+    return [name for name in (*NEAR, "tinyimagenet", "rotated", "letters") if name in every][:1]
 
 
 def best_rival(draws: Sequence[Mapping[str, Any]]) -> tuple[str, float]:
@@ -167,12 +167,16 @@ def far_conclusion(columns: Columns) -> str:
 
 def alarm_conclusion(alarms: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Say how many tasks have the rate of false alarms that was wanted."""
-    means = {name: sum(r for r, _ in found.values()) / len(found) for name, found in alarms.items()}
-    if not means:
+    if not alarms:
         return []
     low, high = ALARMS
-    outside = [f"{name} ({m:.2f} %)" for name, m in means.items() if not low <= m <= high]
-    within = f"{len(means) - len(outside)} of {len(means)} rows"
+    outside = []
+    for name, found in alarms.items():
+        rates = torch.tensor([rate for rate, _ in found.values()])
+        mean, error = float(rates.mean()), float(rates.std() / len(rates) ** 0.5)
+        if not low <= mean <= high:
+            outside.append(f"{name} ({mean:.2f} % ± {error:.2f}, {len(rates)} splits)")
+    within = f"{len(alarms) - len(outside)} of {len(alarms)} rows"
     return [
         f"**False alarms at 5 %**: the mean is within {low} to {high} % in {within}"
         + (f"; outside: {', '.join(outside)}." if outside else ".")

@@ -26,11 +26,14 @@ def test_goals_that_are_met_and_missed_are_told_apart() -> None:
         "near": [draw(80.0, 90.0, 90.2, 98.9, joined=True)],
         "behind": [draw(80.0, 80.0, 85.0, 99.0, joined=False)],
     }
-    alarms = {"a, 200": {"0": [5.0, True], "1": [5.2, False]}, "b, 200": {"0": [6.0, True]}}
+    alarms = {
+        "a, 200": {"0": [5.0, True], "1": [5.2, False]},
+        "b, 200": {"0": [6.0, True], "1": [7.0, True]},
+    }
     near, far, rates = conclusions(columns, alarms)
     assert "in 1 of 2 columns" in near and "further behind on behind (80.0; msp 85.0)" in near
     assert "+10.0 on near" in near and "No set loses more than 0.3" in far
-    assert "in 1 of 2 rows; outside: b, 200 (6.00 %)" in rates
+    assert "in 1 of 2 rows; outside: b, 200 (6.50 % ± 0.50, 2 splits)" in rates
     columns["near"] = [draw(80.0, 90.0, 90.2, 98.0, joined=True)]
     assert "lost on trec (near: 99.0 to 98.0)" in conclusions(columns, {})[1]
 
