@@ -2,10 +2,11 @@
 
     python benchmarks/breadth.py
 
-Builds every classifier class of transformers, one timm, torchvision and open_clip model of every
-kind, and zero-shot and prompted classifiers, tiny, with weights scaled so that biases and positions
-matter. Compares what `explain` promises with what happens: gated against pruned, fused members
-against the gated host (texts without padding, padded right and padded left), saved against loaded.
+Builds every class of transformers for our tasks (those for sequences also as multi-label and as
+regression), one timm, torchvision and open_clip model of every kind, and zero-shot and prompted
+classifiers, tiny, with weights scaled so that biases and positions matter. Compares what `explain`
+promises with what happens: gated against pruned, fused members against the gated host (texts
+without padding, padded right and padded left), saved against loaded.
 Every model runs in a process of its own with a time limit. Resumes; `--fresh` begins anew,
 `--before` keeps the counts of what is there as the figures before. Writes
 `benchmarks/results/breadth.json` and `docs/results/breadth.md`.
@@ -19,7 +20,6 @@ import multiprocessing
 import os
 import sys
 import time
-from collections import Counter
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ import breadth_transformers
 import breadth_zero_shot
 import torch
 from breadth_checks import examine, verdict
+from breadth_page import counts, write_page
 
+import hydra_ensembles as hydra
 from hydra_ensembles._records import write_whole
 
 RESULTS = Path(__file__).parent / "results" / "breadth.json"
@@ -55,6 +57,9 @@ def run_case(name: str) -> dict[str, Any]:
         model, batches, real = make(name)
     except Exception as error:  # our recipe, not the library, falls short
         return {"verdict": "not built", "reason": f"{type(error).__name__}: {error}"[:300]}
+    if not batches:  # refused, whatever its inputs
+        reason = hydra.explain(model).reason
+        return {"verdict": "refused", "reason": reason[:300], "steps": {"explain": "kept"}}
     start = time.process_time()
     try:
         result = examine(name, model, batches, real)
@@ -68,23 +73,20 @@ def run_case(name: str) -> dict[str, Any]:
 
 
 def make(name: str) -> tuple[Any, list[Any], list[Any]]:
-    """Return a tiny model, its batches and, for texts, which tokens are real."""
+    """Return a tiny model, its batches and, for texts, which tokens are real.
+
+    There are no batches for a model that does not take ours and is refused anyway.
+    """
     if name.startswith("transformers/"):
         task, model_type, cls = breadth_transformers.cases()[name]
         variant = name.partition(", ")[2]
         model = breadth_transformers.build(task, model_type, cls, variant).eval()
-        texts = model.main_input_name == "input_ids"
-        paddings = ("none", "right", "left") if texts else ("none",)
-        batches: list[Any] = [
-            breadth_transformers.inputs(model, task, padding, seed)
-            for seed, padding in enumerate(paddings)
-        ]
-        by_token = texts and task != "choice"
-        real = [b["attention_mask"].bool() if by_token else None for b in batches]
-        with torch.no_grad():
-            for batch in batches:
-                model(**batch)
-        return model, batches, real
+        try:
+            return model, *_batches(model, task)
+        except Exception:
+            if hydra.explain(model).supported:
+                raise
+            return model, [], []
     if name in breadth_zero_shot.cases():
         return breadth_zero_shot.make(name)
     model, size = breadth_others.build(*breadth_others.cases()[name])
@@ -93,6 +95,21 @@ def make(name: str) -> tuple[Any, list[Any], list[Any]]:
     with torch.no_grad():
         model(images)
     return model, [images], [None]
+
+
+def _batches(model: Any, task: str) -> tuple[list[Any], list[Any]]:
+    """Return batches that a model of transformers takes, and of texts which tokens are real."""
+    texts = model.main_input_name == "input_ids"
+    paddings = ("none", "right", "left") if texts else ("none",)
+    batches = [
+        breadth_transformers.inputs(model, task, padding, seed)
+        for seed, padding in enumerate(paddings)
+    ]
+    by_token = texts and task != "choice"
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    return batches, [b["attention_mask"].bool() if by_token else None for b in batches]
 
 
 def _child(name: str, pipe: Connection) -> None:
@@ -145,23 +162,6 @@ def keep(record: dict[str, Any], out: Path) -> None:
     write_whole(out, json.dumps(record, indent=1) + "\n")
 
 
-def counts(models: dict[str, Any]) -> dict[str, int]:
-    """Count verdicts of models, and promises."""
-    found = Counter(result["verdict"] for result in models.values())
-    steps = Counter(step for r in models.values() for step in r.get("steps", {}).values())
-    return {
-        "models": len(models) - found["not built"],
-        "fused exactly": found["fused"],
-        "scored, gated or pruned": found["scored"],
-        "refused with a reason": found["refused"],
-        "silently wrong": found["wrong"],
-        "promised and broken": found["broken"],
-        "not a HydraError": found["crashed"],
-        "promises kept": steps["kept"],
-        "not built": found["not built"],
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], help="parts of names")
@@ -192,8 +192,6 @@ def main() -> None:
     sweep(names, record, args.jobs, args.out)
     for what, number in record["counts"].items():
         print(f"{what:26} {number:4}")
-    from breadth_page import write_page
-
     if args.out == RESULTS:
         write_page(record)
 

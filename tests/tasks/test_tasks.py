@@ -379,3 +379,40 @@ def test_every_labelled_task_is_evaluated(name: str) -> None:
     assert 0 <= results["ood/far/AUROC"] <= 1
     if name != "tags":  # novelty is of texts
         assert "novelty/Alarms_5" in results and "ood/far/novelty/AUROC" in results
+
+
+def maps(kind: str) -> torch.nn.Module:
+    """An image encoder whose states are a map, with and without a pooled output."""
+    if kind == "segformer":
+        config = transformers.SegformerConfig(
+            hidden_sizes=[16, 16, 32, 32],
+            num_attention_heads=[1, 2, 4, 4],
+            depths=[1, 1, 1, 2],
+            sr_ratios=[1, 1, 1, 1],
+        )
+        return transformers.SegformerModel(config)
+    config = transformers.MobileViTConfig(
+        image_size=64,
+        hidden_sizes=[16, 24, 32],
+        neck_hidden_sizes=[8, 8, 16, 16, 16, 24, 24],
+        num_attention_heads=4,
+    )
+    return transformers.MobileViTModel(config)
+
+
+@pytest.mark.parametrize("kind", ["segformer", "mobilevit"])
+def test_a_map_of_features_is_read_as_tokens(kind: str) -> None:
+    model = zoo.seeded(lambda: maps(kind))
+    masks = [hydra.HeadMask.random(model, keep=0.5, seed=seed) for seed in range(2)]
+    ensemble = hydra.fuse(model, masks)
+    images = {"pixel_values": torch.randn(3, 3, 64, 64)}
+    with torch.no_grad():
+        own, members = ensemble(**images), [ensemble.member(m)(**images) for m in range(2)]
+    expected = torch.stack([output.last_hidden_state for output in members]).mean(0)
+    assert expected.ndim == 4
+    torch.testing.assert_close(own.last_hidden_state, expected, atol=1e-4, rtol=1e-4)
+    answer = ensemble.predict(images)
+    if ensemble.task.pooler:
+        torch.testing.assert_close(answer.embedding, own.pooler_output)
+    else:
+        torch.testing.assert_close(answer.embedding, expected.mean((2, 3)), atol=1e-4, rtol=1e-4)

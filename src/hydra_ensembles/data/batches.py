@@ -280,7 +280,8 @@ def main_output(output: Any, fields: Sequence[Sequence[str]] = ()) -> Tensor:
         return output
     for names in fields or FIELDS:
         parts = [_field(output, name) for name in names]
-        found = [part for part in parts if isinstance(part, Tensor)]
+        found = [_as_tokens(name, part) for name, part in zip(names, parts, strict=True)]
+        found = [part for part in found if isinstance(part, Tensor)]
         if len(found) == len(parts):
             if len(found) == 1:
                 return found[0]
@@ -304,12 +305,22 @@ FIELDS: tuple[tuple[str, ...], ...] = tuple(
 def put_output(output: Any, value: Tensor, fields: Sequence[Sequence[str]]) -> dict[str, Tensor]:
     """Return the host's fields that hold a value of the form of `main_output`, by name."""
     names = next(n for n in fields if all(isinstance(_field(output, x), Tensor) for x in n))
-    if len(names) == 1:
-        return {names[0]: value}
     parts = [_field(output, name) for name in names]
-    rows = [part.shape[1] if part.ndim == value.ndim else 1 for part in parts]
-    split = zip(names, parts, value.split(rows, 1), strict=True)
-    return {n: new if part.ndim == value.ndim else new[:, 0] for n, part, new in split}
+    tokens = [_as_tokens(name, part) for name, part in zip(names, parts, strict=True)]
+    rows = [part.shape[1] if part.ndim == value.ndim else 1 for part in tokens]
+    new = dict(zip(names, [value] if len(names) == 1 else value.split(rows, 1), strict=True))
+    for name, part, read in zip(names, parts, tokens, strict=True):
+        if read is not part:  # a map again
+            new[name] = new[name].transpose(1, 2).unflatten(2, part.shape[2:])
+        elif part.ndim < value.ndim:
+            new[name] = new[name][:, 0]
+    return new
+
+
+def _as_tokens(name: str, part: Any) -> Any:
+    """Return the map of features that an image encoder gives, `[batch, width, y, x]`, as tokens."""
+    is_map = name == "last_hidden_state" and isinstance(part, Tensor) and part.ndim == 4
+    return part.flatten(2).transpose(1, 2) if is_map else part
 
 
 def _field(output: Any, name: str) -> Any:
