@@ -71,10 +71,19 @@ def _candidates(job: BuildJob) -> tuple[dict[str, Outcome], dict[str, str]]:
         return Outcome(record, fuse(job.host.model, masks, batch=first, task=job.host.task))
 
     known = job.state.find("heads")
-    heads: dict[str, Any] = known[0] if known else Select().find(job).record
-    if not known:
+    outcomes: dict[str, Outcome] = {}
+    refused: dict[str, str] = {}
+    heads: dict[str, Any] = known[0] if known else {}
+    try:
+        heads = heads or Select().find(job).record
+    except MaskError as error:  # their members cost too much: readers of all tokens
+        if job.asked:
+            raise
+        refused["select"] = str(error)
+    if heads:
+        outcomes["select"] = fused(heads)
+    if heads and not known:
         job.state.add({"heads": heads})
-    outcomes, refused = {"select": fused(heads)}, {}
     if job.members > 1:
         members = job.members if job.asked else Parts.members
         assert members is not None
@@ -90,6 +99,8 @@ def _candidates(job: BuildJob) -> tuple[dict[str, Outcome], dict[str, str]]:
     if (not job.asked or job.members == 1) and job.budget.allows(whole):
         cost = job.budget.ratio(whole)
         outcomes["one"] = fused({"masks": [whole[0].tolist()], "cost": cost, "branch_layers": []})
+    if not outcomes:
+        raise MaskError(refused["select"])
     return outcomes, refused
 
 
@@ -143,20 +154,28 @@ def _decide(
     best = min(nll, key=lambda name: round(nll[name], 7))  # ties: the first, heads
     classes = job.host.task.classifies
     short, measure = ("NLL", "NLL at one temperature") if classes else ("loss", "Loss")
+    first = next(iter(losses))
     chosen, reason, difference = best, f"their {short} is the lowest", None
-    if best != "select":
-        difference = student((losses["select"] - losses[best]).tolist())
+    if len(losses) == 1:
+        reason = "nothing else fits"
+    elif best != first:
+        difference = student((losses[first] - losses[best]).tolist())
         if difference.low <= 0:
-            chosen = "select"
+            chosen = first
             reason = f"{NAMES[best]} has a lower {short}, but not by more than the interval"
         else:
-            reason = f"its {short} is lower than that of heads by {difference}"
+            reason = (
+                f"its {short} is lower than that of {NAMES[first].split(' (')[0]} by {difference}"
+            )
     names = dict(NAMES)
-    if outcomes["select"].record.get("detection", {}).get("heads") == "host":
+    if (
+        "select" in outcomes
+        and outcomes["select"].record.get("detection", {}).get("heads") == "host"
+    ):
         names["select"] = "the host's own heads"
     figures = ", ".join(f"{names[name]} {value:.4f}" for name, value in nll.items())
     why = (
-        f"Took {names[chosen]}: {reason}. {measure} on {len(losses['select'])} "
+        f"Took {names[chosen]}: {reason}. {measure} on {len(losses[first])} "
         f"held-out examples: {figures}."
     )
     for error in refused.values():
@@ -165,7 +184,7 @@ def _decide(
         "chosen": chosen,
         "why": why,
         "nll": nll,
-        "examples": len(losses["select"]),
+        "examples": len(losses[first]),
         "difference": None if difference is None else list(difference),
         "refused": dict(refused),
     }

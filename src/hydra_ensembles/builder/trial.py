@@ -15,39 +15,41 @@ are fitted.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..costs.cost_record import CostRatio
 from ..costs.formula import cost
-from ..data.batches import without_labels
-from ..data.class_names import check_class_order
+from ..data.class_names import check_class_order, first_spellings, model_names
 from ..data.input_facts import described
 from ..data.loaders import Batches
-from ..data.model_runs import ModelRun, collect_logits
+from ..data.model_runs import collect_logits
+from ..data.padding import joined_rows
 from ..data.progress import progress_bar
 from ..data.splits import split
 from ..errors import DataError, UnsupportedModelError
-from ..evaluation.cross_fit import cross_fit, cross_fit_numbers
-from ..evaluation.evaluator import results_of
-from ..evaluation.figures import columns_of
 from ..evaluation.results import Results
 from ..fusion.ensemble import HydraEnsemble
-from ..fusion.known_data import finished, novelty_fit, proxies_of, summaries_of
+from ..fusion.policy_data import policy_of
 from ..hosts.example_inputs import pad_token
 from ..prediction import Prediction
-from ..tasks import MultiLabel, Regression, Task, task_of
-from ..uncertainty import Policy, choose_policy
-from ..uncertainty.novelty import Novelty
+from ..tasks import MultiLabel, NextToken, Regression, Spans, Task, task_of
+from ..uncertainty import Policy
 from ..uncertainty.novelty_fit import COLUMNS
-from ..uncertainty.policy_fit import check_reachable
 from .build_run import build
 from .calibration import apply_calibration_, run_ensemble
 from .data_parts import SHARES, in_memory
+from .trial_outputs import (
+    Measured,
+    Outputs,
+    calibrated_outputs,
+    figures_of,
+    own_labels,
+    with_labels,
+)
 
 LEARN = 2 / 3
 LEAST = 40
@@ -67,14 +69,15 @@ class Trial:
         ensemble: With temperatures, novelty and a policy; ready to be saved.
         answer: Its prediction for every example: uncertainty and novelty out of fold, and the
             policy's decision by these.
-        labels: `[example]`, or None.
+        labels: As `Task.check_labels` returns them, by example; or None.
         neighbours: The most similar other example, `[example]`.
         facts: Plain facts of each example that lie outside the range of the others, in words.
         held_out: Examples that took no part in choosing members, `[example]`.
         decide: Examples that the policy was fitted on, `[example]`.
-        results: Figures on held-out examples of the host, of the host with a temperature and of the
-            ensemble with its temperatures; empty without labels. Both temperatures were fitted by
-            the same rule (`cross_fit`), out of fold, so that members get no credit for theirs.
+        results: Figures on held-out examples of the host, of the host with a temperature (not of
+            spans, which have none) and of the ensemble with its temperatures; empty without labels.
+            Both temperatures were fitted by the same rule (`cross_fit`), out of fold, so that
+            members get no credit for theirs.
         calibration: What temperatures change, held out and out of fold; empty without labels.
         policy: When to answer.
         policy_note: Why the policy guarantees less than was asked for; empty when it does not.
@@ -94,6 +97,22 @@ class Trial:
     policy_note: str
     ratio: CostRatio
 
+    @property
+    def uncertainty(self) -> Tensor:
+        """How unsure the answer to each example is; of tokens the least sure one, `[example]`."""
+        unsure: Tensor = self.answer.uncertainty
+        if unsure.ndim == 1:
+            return unsure
+        return unsure.masked_fill(~self.answer.real, 0).amax(1)
+
+    @property
+    def wrong(self) -> Tensor | None:
+        """Which answers are wrong, of tokens any of them; None where none is right or wrong."""
+        if self.labels is None:
+            return None
+        errors = self.ensemble.task.errors(self.answer, self.labels)
+        return errors if errors is None or errors.ndim == 1 else (errors & self.answer.real).any(1)
+
 
 def try_model(
     model: nn.Module,
@@ -111,9 +130,9 @@ def try_model(
     """Build an ensemble of a model and measure, held out, what it gains on some data.
 
     Args:
-        model: A host model that gives classes, labels or numbers; it is not changed.
+        model: A host model that gives classes, labels, numbers, tags or spans; it is not changed.
         data: Data like that to come, which the model was not trained on; some hundred examples,
-            with or without labels.
+            with or without labels (tags and spans: with).
         members, max_cost: See `build`.
         risk, alarm, method: See `fit_policy`.
         seed: Random seed of splits, folds and the search.
@@ -134,6 +153,8 @@ def try_model(
         )
     check_class_order(model, source, seed=seed)
     labels = source.labels
+    if task.by_token or task.ragged:
+        labels = own_labels(source, task)
     if labels is not None:
         labels = task.check_labels(labels, "your data")
     host_logits = collect_logits(model, source, name="your model, as it is", progress=progress)[0]
@@ -141,7 +162,7 @@ def try_model(
     if targets is None:
         mean = task.mean(host_logits.float())
         targets = mean.argmax(-1) if task.classifies else task.target(mean)
-    labelled = with_labels(source, targets)
+    labelled = source if task.by_token or task.ragged else with_labels(source, targets)
     halves = split(labelled, {"learn": LEARN, "decide": 1 - LEARN}, seed=seed)
     learn, decide = (_mask(halves[name], source.count) for name in ("learn", "decide"))
     chosen = split(halves["learn"], SHARES, seed=seed)["select"]  # as `build` splits it
@@ -159,12 +180,12 @@ def try_model(
         progress=progress,
     )
     batches = list(run_ensemble(ensemble, source, name="your data", progress=progress))
-    logits = torch.cat([batch["logits"] for batch in batches])
+    outputs = Outputs(joined_rows([batch["logits"] for batch in batches]), labels, task)
     measured = Measured(
         source,
-        logits,
+        torch.cat([batch["rows"] for batch in batches]) if "rows" in batches[0] else None,
         torch.cat([batch["summaries"] for batch in batches]),
-        labels,
+        labels if task.classifies and not task.by_token else None,
         {
             **{n: torch.cat([b[n] for b in batches]) for n in sorted(COLUMNS & batches[0].keys())},
             **described(source),
@@ -173,27 +194,30 @@ def try_model(
     held_out = ~_mask(chosen, source.count)
     calibration: dict[str, Any] = {}
     results: tuple[Results, ...] = ()
-    calibrated = Calibrated(logits)
+    calibrated = outputs
     if labels is not None:
+        plain = outputs._replace(members=host_logits)
         rows: dict[str, Any] = {"held_out": held_out, "fitted": learn, "seed": seed}
-        fitted, calibrated = _calibrated(task, logits, labels, host_logits, **rows)
+        fitted, calibrated = calibrated_outputs(outputs, plain, **rows)
         ensemble.record["calibration"] = {"score": task.default_score, **fitted}
         apply_calibration_(ensemble, ensemble.record["calibration"])
         calibration = fitted["figures"]
-        warm = _calibrated(task, host_logits, labels, host_logits, **rows)[1]
-        second = WARM if task.has_temperatures else SPREAD
-        judged = {HOST: Calibrated(host_logits), second: warm, ENSEMBLE: calibrated}
-        results = tuple(
-            _results(name, outputs, labels, held_out, task) for name, outputs in judged.items()
-        )
+        judged = {HOST: plain}
+        if task.calibrators:
+            second = WARM if task.has_temperatures else SPREAD
+            judged[second] = calibrated_outputs(plain, plain, **rows)[1]
+        judged[ENSEMBLE] = calibrated
+        tags = first_spellings(model_names(model) or []) if task.by_token else []
+        results = tuple(figures_of(name, made, held_out, tags) for name, made in judged.items())
     else:
         ensemble.record["labels"] = "none: members keep the host's own answers"
     ensemble.novelty = measured.fit(ensemble, learn)
     ensemble.record["novelty"] = str(ensemble.novelty)
-    policy, note = _policy(ensemble, measured, decide, risk=risk, alarm=alarm, method=method)
+    bounds: dict[str, Any] = {"risk": risk, "alarm": alarm, "method": method}
+    policy, note = _policy(ensemble, measured, outputs, decide, **bounds)
     ensemble.policy = policy
     rank, score, neighbours, facts = _out_of_fold(ensemble, measured, seed, progress=progress)
-    answer = replace(calibrated.answer(task), novelty=rank, novelty_score=score)
+    answer = replace(calibrated.answer(), novelty=rank, novelty_score=score)
     batch = next(iter(source))
     return Trial(
         ensemble=ensemble,
@@ -211,21 +235,6 @@ def try_model(
     )
 
 
-def with_labels(data: Batches, labels: Tensor) -> Batches:
-    """Return data with these labels instead of its own."""
-
-    def load(rows: Sequence[int]) -> Any:
-        batch = without_labels(next(iter(data.subset(rows, batch_size=len(rows)))))
-        target = labels[list(rows)]
-        if isinstance(batch, dict):
-            return {**batch, "labels": target}
-        return (batch[0] if isinstance(batch, tuple) else batch, target)
-
-    return Batches(
-        load, range(data.count), batch_size=data.batch_size, labels=labels, info=data.info
-    )
-
-
 def _mask(part: Batches, count: int) -> Tensor:
     """Return which rows a part holds, bool `[count]`."""
     rows = torch.zeros(count, dtype=torch.bool)
@@ -234,106 +243,15 @@ def _mask(part: Batches, count: int) -> Tensor:
 
 
 def check_task(task: Task, name: str) -> None:
-    """Raise for a task that cannot be tried yet: one answer per input is judged."""
-    if isinstance(task, (MultiLabel, Regression)) or (task.classifies and not task.by_token):
+    """Raise for a task whose answers are neither right nor wrong."""
+    if isinstance(task, (MultiLabel, Regression, Spans)) or (
+        task.classifies and not isinstance(task, NextToken)
+    ):
         return
     raise UnsupportedModelError(
-        f"{name} is made for {task.title}, which a try cannot judge yet: it asks for one answer "
-        "per input (a class, labels or numbers). In Python, hydra.fuse, fit_novelty_ and "
-        "hydra.evaluate take this model."
+        f"{name} is made for {task.title}, which a try cannot judge: no answer is right or wrong. "
+        "In Python, hydra.fuse, fit_novelty_ and hydra.evaluate take this model."
     )
-
-
-class Calibrated(NamedTuple):
-    """Outputs of members `[example, member, ...]`, calibrated; and sigmas of numbers."""
-
-    members: Tensor
-    sigma: Tensor | None = None
-
-    def answer(self, task: Task) -> Prediction:
-        """Return the task's answers."""
-        answer = task.answer(self.members, score=task.default_score)
-        more: dict[str, Any] = {} if self.sigma is None else {"sigma": self.sigma.float()}
-        return replace(answer, **more)
-
-
-def _calibrated(
-    task: Task,
-    outputs: Tensor,
-    labels: Tensor,
-    host: Tensor,
-    *,
-    held_out: Tensor,
-    fitted: Tensor,
-    seed: int,
-) -> tuple[dict[str, Any], Calibrated]:
-    """Calibrate outputs by the task; return it as a record has it, and the outputs out of fold."""
-    if isinstance(task, Regression):
-        found, record, sigma = cross_fit_numbers(
-            outputs, labels, held_out=held_out, fitted=fitted, seed=seed
-        )
-        return {**found.to_dict(), "figures": record}, Calibrated(outputs, sigma)
-    record, judged = cross_fit(
-        outputs,
-        labels,
-        host,
-        held_out=held_out,
-        fitted=fitted,
-        calibrators=task.calibrators,
-        seed=seed,
-    )
-    return record, Calibrated(judged)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What the ensemble computed on all examples, from which novelty is fitted.
-
-    Attributes:
-        source: The data.
-        logits: `[example, member, class]`.
-        summaries: Token summaries, `[example, tap, width]`.
-        labels: `[example]`, or None.
-        columns: What else is known of the examples (`NoveltyFit.add_columns_`).
-        far: What novelty reads of proxies by kind, once a choice of terms has asked for them.
-    """
-
-    source: Batches
-    logits: Tensor
-    summaries: Tensor
-    labels: Tensor | None
-    columns: dict[str, Any]
-    far: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
-
-    def columns_at(self, rows: Tensor) -> dict[str, Any]:
-        """Return the columns at some rows, which are numbers."""
-        return {
-            name: column[rows] if isinstance(column, Tensor) else [column[i] for i in rows.tolist()]
-            for name, column in self.columns.items()
-        }
-
-    def rows_at(self, task: Task, rows: Tensor) -> Tensor | None:
-        """Return the logits at some rows if novelty reads any (`Task.novelty_rows`)."""
-        return task.novelty_rows(self.logits[rows], None)
-
-    def fit(self, ensemble: HydraEnsemble, mask: Tensor) -> Novelty:
-        """Fit novelty on some examples, bool `[example]`."""
-        task = ensemble.task
-        rows = self.rows_at(task, mask)
-        fit = novelty_fit(ensemble, 0 if rows is None else rows.shape[-1])
-        labels = None if self.labels is None or not task.classifies else self.labels[mask]
-        fit.add_(self.summaries[mask], rows, labels)
-        fit.add_columns_(self.columns_at(mask.nonzero().flatten()))
-
-        def add_proxies() -> None:
-            if not self.far:  # all fits share them: they only forbid terms
-                made = proxies_of(self.source).items()
-                self.far.update({n: list(summaries_of(ensemble, d, n, False)) for n, d in made})
-            for name, batches in self.far.items():
-                for found in batches:
-                    fit.add_ood_(name, found["summaries"], found.get("logits"))
-
-        return finished(ensemble, fit, self.source, add_proxies=add_proxies)
 
 
 def _out_of_fold(
@@ -343,7 +261,7 @@ def _out_of_fold(
 
     That is its novelty, its score, its nearest neighbour, and its facts outside the known ranges.
     """
-    count = len(measured.logits)
+    count = measured.source.count
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     rank, score = torch.empty(count), torch.empty(count)
     nearest = torch.empty(count, dtype=torch.long)
@@ -354,7 +272,7 @@ def _out_of_fold(
         others = torch.ones(count, dtype=torch.bool)
         others[rows] = False
         novelty = measured.fit(ensemble, others)
-        logits = measured.rows_at(ensemble.task, rows)
+        logits = measured.rows_at(rows)
         evidence = novelty.explain(measured.summaries[rows], logits, 1)
         rank[rows], score[rows] = evidence.novelty.float(), evidence.score.float()
         nearest[rows] = others.nonzero().flatten()[evidence.neighbours[:, 0]]
@@ -367,6 +285,7 @@ def _out_of_fold(
 def _policy(
     ensemble: HydraEnsemble,
     measured: Measured,
+    outputs: Outputs,
     decide: Tensor,
     *,
     risk: float,
@@ -375,45 +294,20 @@ def _policy(
 ) -> tuple[Policy, str]:
     """Fit the policy on the unseen part; without a bound on errors where that part is too small."""
     assert ensemble.novelty is not None
-    logits, summaries, labels = measured.logits, measured.summaries, measured.labels
-    task = ensemble.task
-    answer = task.answer(
-        logits[decide],
-        score=task.default_score,
+    rows, task = decide[outputs.text].nonzero().flatten(), ensemble.task
+    answer = outputs.answer(
+        rows,
         temperature=ensemble.temperature,
         member_temperatures=ensemble.member_temperatures,
         **ensemble.calibrated_by(),
     )
-    score = ensemble.novelty(summaries[decide], measured.rows_at(task, decide))[1]
-    errors = None if labels is None else task.errors(answer, labels[decide])
+    score = ensemble.novelty(measured.summaries[decide], measured.rows_at(decide))[1]
+    targets = outputs.targets
+    errors = None if targets is None else task.errors(answer, targets[rows])
+    settings: dict[str, Any] = {"alarm": alarm, "method": method, "score": task.default_score}
     asked = None if errors is None else risk
-    settings: dict[str, Any] = {
-        "novelty_score": score,
-        "alarm": alarm,
-        "method": method,
-        "score": task.default_score,
-    }
-    policy = choose_policy(answer.uncertainty, errors, risk=asked, **settings)
     try:
-        check_reachable(policy, answer.uncertainty, errors, score)
+        return policy_of(task, answer.uncertainty, errors, score, risk=asked, **settings), ""
     except DataError as error:
         note = f"{error} Until then only new inputs are withheld."
-        return choose_policy(answer.uncertainty, errors, risk=None, **settings), note
-    return policy, ""
-
-
-def _results(name: str, outputs: Calibrated, labels: Tensor, rows: Tensor, task: Task) -> Results:
-    """Return the figures of some outputs on some rows, with intervals."""
-    sigma = None if outputs.sigma is None else outputs.sigma[rows]
-    run = ModelRun(outputs.members[rows], labels[rows], sigma=sigma)
-    examples = {"id": columns_of(run, scores=[task.default_score], task=task)}
-    settings = {
-        "scores": [task.default_score],
-        "members": run.logits.shape[1],
-        "classes": run.logits.shape[2],
-        "examples": {"id": len(run.logits)},
-        "temperature": None,
-        "bootstrap": None,
-        "seed": 0,
-    }
-    return results_of(examples, name=name, settings=settings)
+        return policy_of(task, answer.uncertainty, errors, score, risk=None, **settings), note

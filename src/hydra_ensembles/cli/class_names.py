@@ -64,6 +64,22 @@ def check_order(loaded: Any, data: Any) -> None:
     loaded.spellings = [(name,) for name in data.class_names]
 
 
+def calibrated(model: Any, data: Any) -> Any:
+    """Return a model calibrated as its task is, on labelled data; where nothing can be, itself."""
+    from ..fusion import HydraEnsemble, fit_calibrator, fuse
+    from ..heads.head_mask import HeadMask
+    from ..tasks import task_of
+
+    task = task_of(model)
+    if task.classifies and not task.by_token:
+        return Calibrated([model], data)
+    if not task.calibrators:
+        return model
+    fused = model if isinstance(model, HydraEnsemble) else fuse(model, [HeadMask.full(model)])
+    fit_calibrator(fused, data, progress=False)
+    return fused
+
+
 class Calibrated:
     """Models that answer together, with one temperature: a single model, or a Deep Ensemble.
 

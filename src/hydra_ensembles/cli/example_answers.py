@@ -72,7 +72,8 @@ def _span(loaded: Loaded, ids: Any, start: int, end: int) -> str:
 
 def _tags(loaded: Loaded, answer: Any, label: Any, ids: Any) -> dict[str, Any]:
     """Return the entities of a text, and how sure its least sure token is."""
-    real = answer.real[0] if label is None else answer.real[0] & (label != -100)
+    real = answer.real[0][: len(ids)]  # an answer beside longer texts is padded
+    real = real if label is None else real & (label != -100)
     places = real.nonzero().flatten().tolist()
 
     def entities(classes: Any) -> str:
@@ -87,7 +88,7 @@ def _tags(loaded: Loaded, answer: Any, label: Any, ids: Any) -> dict[str, Any]:
 
     return {
         "predicted": entities(answer.class_index[0]) or NOTHING,
-        "confidence": float(answer.confidence[0][real].min()) if places else None,
-        "uncertainty": float(answer.uncertainty[0][real].max()) if places else 0.0,
+        "confidence": float(answer.confidence[0][places].min()) if places else None,
+        "uncertainty": float(answer.uncertainty[0][places].max()) if places else 0.0,
         "label": "" if label is None else entities(label) or NOTHING,
     }

@@ -18,7 +18,7 @@ from ..data.progress import progress_bar
 from ..errors import DataError, HydraError
 from ..hosts.host_data import data_for
 from ..prediction import Prediction
-from ..tasks import IGNORED, task_of
+from ..tasks import IGNORED, Task, task_of
 from ..uncertainty import Policy, choose_policy
 from ..uncertainty.policy_fit import check_rates, check_reachable
 from .inputs import READ_BY_ANSWERS
@@ -144,7 +144,24 @@ def _fit(
     wrong = torch.cat(errors) if len(errors) == len(answers) else None
     novelty_score = torch.cat(scores) if scores else None
     options: dict[str, Any] = {"method": method, "delta": delta, "score": answers[0].score}
-    if task.by_token and alarm is not None:  # novelty is of texts, errors are of tokens
+    return policy_of(task, uncertainty, wrong, novelty_score, risk=risk, alarm=alarm, **options)
+
+
+def policy_of(
+    task: Task,
+    uncertainty: Tensor,
+    wrong: Tensor | None,
+    novelty_score: Tensor | None,
+    *,
+    risk: float | None,
+    alarm: float | None,
+    **options: Any,
+) -> Policy:
+    """Choose a policy and check that it answers anything; see `choose_policy`.
+
+    Of tokens, novelty is by text, and uncertainty and errors are by token.
+    """
+    if task.by_token and alarm is not None:
         assert novelty_score is not None
         nothing = torch.zeros_like(novelty_score)
         texts = choose_policy(

@@ -40,8 +40,8 @@ MARKS = {BETTER: "better", WORSE: "worse"}
 
 def told(trial: Trial) -> Comparison:
     """Compare the ensemble with the host, both calibrated, by paired intervals."""
-    _, warm, ensemble = trial.results
-    return compare(ensemble, warm, count=ensemble.settings["bootstrap"])
+    *_, other, ensemble = trial.results
+    return compare(ensemble, other, count=ensemble.settings["bootstrap"])
 
 
 def spoken(found: Comparison) -> list[str]:
@@ -58,11 +58,20 @@ def verdict(trial: Trial, kind: str = "files") -> str:
             "Without labels nothing can be said about accuracy and calibration, only about novelty."
         )
     found = told(trial)
-    names = {key: sections.SPOKEN[key] for key in spoken(found)} | {"cal/ECE": "calibration"}
+    spoken_of = [key for key in spoken(found) if key in sections.SPOKEN]
+    names = {key: sections.SPOKEN[key] for key in spoken_of} | {"cal/ECE": "calibration"}
     words = found.in_words(names, f"{int(trial.held_out.sum())} {kind}")
-    numbers = "reg/RMSE" in found
-    fair = "each with a variance" if numbers else "each with a temperature"
-    return f"The ensemble against your model, {fair}: {words}."
+    fitted = fitted_by(trial)
+    fair = f", each with a {fitted}" if fitted else ""
+    return f"The ensemble against your model{fair}: {words}."
+
+
+def fitted_by(trial: Trial) -> str:
+    """Return what calibrated both models; empty where nothing can."""
+    task = trial.ensemble.task
+    if not task.calibrators:
+        return ""
+    return "temperature" if task.has_temperatures else "variance"
 
 
 def at_a_glance(trial: Trial, kind: str = "files") -> Section:
@@ -93,9 +102,8 @@ def at_a_glance(trial: Trial, kind: str = "files") -> Section:
         tiles.append({"value": percent(rates.new), "label": "called new"})
     held_out = int(trial.held_out.sum()) if trial.results else 0
     decide = int(trial.decide.sum())
-    fitted = "temperature" if trial.ensemble.task.has_temperatures else "variance"
     content = {"tiles": tiles, "held_out": held_out, "decide": decide, "kind": kind}
-    content["fitted"] = fitted
+    content["fitted"] = fitted_by(trial)
     return Section("glance", "At a glance", content)
 
 

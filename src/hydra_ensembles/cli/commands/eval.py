@@ -42,13 +42,11 @@ def command(
     ] = 8.0,
     score: Annotated[
         str | None,
-        typer.Option(help="Uncertainty for all models; by default each ensemble's own, else msp."),
+        typer.Option(help="Uncertainty for all models; by default each one's own."),
     ] = None,
     calibration: Annotated[
         str | None,
-        typer.Option(
-            help="Labelled data, none of it tested, to fit a temperature to models without one."
-        ),
+        typer.Option(help="Labelled data, none of it tested, to calibrate models that are not."),
     ] = None,
     bootstrap: Annotated[
         int | None,
@@ -73,7 +71,7 @@ def command(
     from ...evaluation import evaluate
     from ...fusion import HydraEnsemble
     from ...report.sections import verdicts
-    from ..class_names import Calibrated
+    from ..class_names import calibrated
     from ..models import check_sources
     from ..report_data import cost_of, extreme_examples
     from .report import make_report
@@ -91,11 +89,12 @@ def command(
         say(f"Evaluating {name} on {sizes(known, outliers)}", json=json)
         tested = loaded.model
         own_score = tested.score if isinstance(tested, HydraEnsemble) else None
-        scaled[name] = any(
-            getattr(tested, key, None) is not None for key in ("temperature", "member_temperatures")
+        scaled[name] = any(  # a policy and sets belong to the probabilities as they are
+            getattr(tested, key, None) is not None
+            for key in ("temperature", "member_temperatures", "calibrator", "policy", "sets")
         )
         if calibration is not None and not scaled[name]:
-            tested = Calibrated([loaded.model], reading.load_known(loaded, calibration))
+            tested = calibrated(loaded.model, reading.load_known(loaded, calibration))
             scaled[name] = True
         shifts = {
             kind: corrupted(known, kind, severity=severity, seed=reading.seed)

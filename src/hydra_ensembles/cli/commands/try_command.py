@@ -188,23 +188,24 @@ def _examples(loaded: Loaded, files: Any, trial: Trial, names: list[str]) -> lis
     taken: set[int] = set()
     strange = answer.novelty_score.argsort(descending=True, stable=True)
     ranked = {"The strangest: least like the others": strange.tolist()}
+    unsure = trial.uncertainty
     if trial.labels is not None:
-        errors = task.errors(answer, trial.labels)
+        errors = trial.wrong
         if errors is None:
             far = furthest({"values": answer.values, "targets": trial.labels})
             ranked["Furthest off (or labelled wrongly)"] = far
         else:
             wrong = errors.nonzero().flatten()
-            sure = wrong[answer.uncertainty[wrong].argsort(stable=True)].tolist()
+            sure = wrong[unsure[wrong].argsort(stable=True)].tolist()
             ranked["Wrong, and surest of it (or labelled wrongly)"] = sure
-    ranked["The least sure"] = answer.uncertainty.argsort(descending=True, stable=True).tolist()
+    ranked["The least sure"] = unsure.argsort(descending=True, stable=True).tolist()
 
     def note(group: str, row: int) -> str:
         if group.startswith("The strangest"):
             newer = f"newer than {percent(float(rank[row]))} of the others"
             nearest = f"nearest: {names[int(trial.neighbours[row])]}"
             return "\n".join([newer, nearest, *trial.facts[row]])
-        if group.startswith("The least") and task.classifies:
+        if group.startswith("The least") and task.classifies and not task.by_token:
             values, classes = answer.probabilities[row].topk(2)
             return f"or {loaded.class_name(int(classes[1]))} ({percent(float(values[1]))})"
         return ""
@@ -271,7 +272,7 @@ def _summary(trial: Trial, names: list[str], kind: str) -> list[str]:
     lines.append(verdict(trial, kind))
     for title, column in {
         "Strangest": answer.novelty_score,
-        "Least sure": answer.uncertainty,
+        "Least sure": trial.uncertainty,
     }.items():
         first = column.argsort(descending=True, stable=True)[:3].tolist()
         lines.append(f"{title}:")
@@ -299,6 +300,6 @@ def _figures(trial: Trial, page: Path, folder: Path) -> dict[str, Any]:
         "policy": trial.policy.to_dict(),
         "novelty": answer.novelty.tolist(),
         "facts": trial.facts,
-        "uncertainty": answer.uncertainty.tolist(),
+        "uncertainty": trial.uncertainty.tolist(),
         "decisions": answer.decision,
     }
