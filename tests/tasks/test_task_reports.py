@@ -9,7 +9,9 @@ import pytest
 
 import hydra_ensembles as hydra
 from hydra_ensembles.cli.main import main
-from tests.tasks.test_task_doors import NAMES, host, write
+from hydra_ensembles.data import load_data
+from hydra_ensembles.report.set_figures import sets
+from tests.tasks.test_task_doors import FEELINGS, NAMES, host, write
 from tests.tasks.test_tasks import EARLY, fast_tokenizer
 
 FIGURE = {"labels": "mAP", "pairs": "RMSE", "number": "RMSE", "numbers": "RMSE"}
@@ -39,3 +41,18 @@ def test_a_report_compares_an_ensemble_with_its_host(name: str, tmp_path: Path) 
     assert ours["set/Coverage"] >= coverage and "set/Coverage" not in theirs
     shared = ours.keys() & theirs.keys()
     assert {"reg/RMSE"} <= shared if FIGURE.get(name) == "RMSE" else {"cls/Acc"} <= shared
+
+
+def test_classes_in_the_report_have_their_names(tmp_path: Path) -> None:
+    made, tokenizer = hydra.fuse(host("classes"), EARLY), fast_tokenizer()
+    made.tokenizer = tokenizer
+    data = load_data(
+        write("classes", ".jsonl", tmp_path), tokenizer=tokenizer, class_names=FEELINGS
+    )
+    hydra.fit_sets(made, data, coverage=0.6, progress=False)
+    results = hydra.evaluate(made, data, bootstrap=0, progress=False)
+    assert results.settings["sets"]["classes"] == FEELINGS
+    section = sets([results], [results.name])
+    assert section is not None
+    (model,) = section.content["models"]
+    assert {row["name"] for row in model["tables"]["class"]} <= set(FEELINGS)

@@ -96,7 +96,8 @@ def evaluate(
     }
     check_class_order(model, sets["id"], seed=seed)
     degrees = _temperature(model, temperature, device=device, progress=progress)
-    tags = first_spellings(model_names(model) or []) if task.by_token else []
+    spelled = first_spellings(model_names(model) or [])
+    tags = spelled if task.by_token else []
 
     counts = [length_of(batches) for batches in sets.values()]
     known = sum(n for n in counts if n is not None) if None not in counts else 0
@@ -165,7 +166,7 @@ def evaluate(
     rule = getattr(model, "sets", None)
     if rule is not None:
         about = {"asked": rule.coverage, "method": rule.method, "by": rule.by}
-        settings["sets"] = about | {"classes": model_names(model)}
+        settings["sets"] = about | {"classes": spelled}
     return results_of(
         examples, name=name or type(model).__name__, settings=settings, progress=progress
     )
@@ -180,11 +181,9 @@ def results_of(
         settings["bootstrap"] = default_draws(figures.sizes, settings["scores"])
     notes = {}
     values = figures.plain()
-    if "fail/AUROC" not in values:
-        reason = "no answer of this task is right or wrong."
-        if "correct" in examples["id"]:
-            right = "every" if bool(examples["id"]["correct"].all()) else "no"
-            reason = f"{right} prediction is right, so errors cannot be ranked."
+    if "fail/AUROC" not in values and "correct" in examples["id"]:  # else nothing is wrong
+        right = "every" if bool(examples["id"]["correct"].all()) else "no"
+        reason = f"{right} prediction is right, so errors cannot be ranked."
         notes = {f"fail/{key}": reason for key in ("AUROC", "AUPR", "FPR95")}
     check = check_disagreement(
         examples, members=settings["members"], score=settings["scores"][0], seed=settings["seed"]
