@@ -16,7 +16,7 @@ from hydra_ensembles.cli.commands.try_command import _examples, _names, _summary
 from hydra_ensembles.cli.main import main
 from hydra_ensembles.cli.models import Loaded
 from hydra_ensembles.data import load_data, text_data
-from hydra_ensembles.errors import DataError, UnsupportedModelError
+from hydra_ensembles.errors import DataError, MaskError, UnsupportedModelError
 from hydra_ensembles.report.trial_page import write_trial
 from hydra_ensembles.tasks import task_of
 from tests.tasks import test_task_doors as doors
@@ -149,3 +149,16 @@ def test_what_is_never_wrong_is_refused_first(
     arguments = ["try", str(tmp_path / "model"), "--data", str(tmp_path / "data.txt")]
     assert main(arguments) == 4
     assert words in capsys.readouterr().err
+
+
+def test_one_member_is_taken_where_heads_have_no_room(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(table("tags"))
+    model = doors.host("tags")
+    files = load_data(data, tokenizer=fast_tokenizer(), task=task_of(model), class_names=doors.TAGS)
+    options: dict[str, Any] = {"max_cost": 1.01, "novelty": False, "progress": False}
+    made = hydra.build(model, files, **options)
+    assert made.members == 1 and made.record["auto"]["chosen"] == "one"
+    assert "leaves no room for 3 members" in made.record["auto"]["why"]
+    with pytest.raises(MaskError, match="leaves no room"):
+        hydra.build(model, files, members=3, **options)
