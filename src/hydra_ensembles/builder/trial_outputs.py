@@ -96,8 +96,8 @@ class Outputs(NamedTuple):
             real = self.labels != IGNORED
             whole = members.new_zeros(*real.shape, *members.shape[1:])
             whole[real] = members
-            inputs = {"attention_mask": real.long()}
-            return task.answer(whole.transpose(1, 2), inputs=inputs, **options)
+            options["inputs"] = {"attention_mask": real.long()}
+            return task.answer(whole.transpose(1, 2), **options)
         rows = torch.arange(len(members)) if rows is None else rows
         answer = join([task.answer(members[part], **options) for part in self.parts(rows)])
         more: dict[str, Any] = {} if self.sigma is None else {"sigma": self.sigma[rows].float()}
