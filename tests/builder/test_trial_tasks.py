@@ -15,7 +15,7 @@ from hydra_ensembles.builder.trial import try_model
 from hydra_ensembles.cli.commands.try_command import _examples, _names, _summary
 from hydra_ensembles.cli.main import main
 from hydra_ensembles.cli.models import Loaded
-from hydra_ensembles.data import load_data, text_data
+from hydra_ensembles.data import load_data, split, text_data
 from hydra_ensembles.errors import DataError, MaskError, UnsupportedModelError
 from hydra_ensembles.report.trial_page import write_trial
 from hydra_ensembles.tasks import task_of
@@ -162,3 +162,13 @@ def test_one_member_is_taken_where_heads_have_no_room(tmp_path: Path) -> None:
     assert "leaves no room for 3 members" in made.record["auto"]["why"]
     with pytest.raises(MaskError, match="leaves no room"):
         hydra.build(model, files, members=3, **options)
+
+
+def test_tags_of_any_length_are_split() -> None:
+    batches = [
+        {**fast_tokenizer()([text] * 2, return_tensors="pt")} for text in ("who saw", "ann lee saw")
+    ]
+    for batch in batches:
+        batch["labels"] = torch.zeros_like(batch["input_ids"])
+    parts = split(batches, {"a": 0.5, "b": 0.5})
+    assert [part.count for part in parts.values()] == [2, 2]
