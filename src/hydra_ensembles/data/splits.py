@@ -143,8 +143,8 @@ def _class_numbers(source: Batches) -> Tensor:
     """Return the class number of every example; zeros if there is nothing to stratify by."""
     labels = source.labels
     if labels is None:
-        first = next(iter(source.subset([0])))
-        if labels_of(first) is None:
+        first = labels_of(next(iter(source.subset([0]))))
+        if first is None or first.ndim != 1:  # tags, spans: nothing to stratify by
             return torch.zeros(source.count, dtype=torch.long)
         batches = [labels_of(batch) for batch in source]
         labels = torch.cat([label for label in batches if label is not None])

@@ -104,6 +104,7 @@ def at_a_glance(trial: Trial, kind: str = "files") -> Section:
     decide = int(trial.decide.sum())
     content = {"tiles": tiles, "held_out": held_out, "decide": decide, "kind": kind}
     content["fitted"] = fitted(trial)
+    content["paired"] = "tokens" if trial.ensemble.task.by_token else kind
     return Section("glance", "At a glance", content)
 
 
