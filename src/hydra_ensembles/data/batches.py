@@ -280,8 +280,8 @@ def main_output(output: Any, fields: Sequence[Sequence[str]] = ()) -> Tensor:
         return output
     for names in fields or FIELDS:
         parts = [_field(output, name) for name in names]
-        found = [_as_tokens(name, part) for name, part in zip(names, parts, strict=True)]
-        found = [part for part in found if isinstance(part, Tensor)]
+        read = [_as_tokens(name, part) for name, part in zip(names, parts, strict=True)]
+        found: list[Tensor] = [part for part in read if isinstance(part, Tensor)]
         if len(found) == len(parts):
             if len(found) == 1:
                 return found[0]
