@@ -68,9 +68,14 @@ FOLD_TASKS = {"clinc150": "CLINC150", "sst2": "SST-2", "cola": "CoLA", "cifar10"
 RECORDS = {
     **{f"{page}.csv": page for page in ("text", "paper-sst2", "paper-cola", "cifar10", "imagenet")},
     **{f"{page}.csv": page for page in ("digits", "members", "ways", "pruning")},
-    **{f"least-squares-{task}.csv": "least-squares" for task in FOLD_TASKS},
+    **{
+        file.name: "least-squares"
+        for file in sorted((ROOT / "docs" / "results").glob("least-squares-*.csv"))
+        if not file.stem.endswith("-differences")
+    },
     **{f"{page}.json": page for page in ("teachers", "hies", "llama", "near", "every-task")},
     "choosing-digits.json": "choosing",
+    "fold-gap.json": "least-squares",
     **{f"novelty-{task}.json": "novelty" for task in (*TASKS, "cifar8")},
     "uncertainty-heads.json": "claims",
     "zero-shot-reach.json": "claims",

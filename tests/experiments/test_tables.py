@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from lab.methods import MASKS, methods
+from lab.other_tasks import OTHER_TASKS
 from lab.page import COLUMNS, write_page
 from lab.recipes import RECIPES, Drawn
 from lab.records import PAGES, Records
@@ -57,7 +58,7 @@ def test_pages_are_what_their_command_writes(name: str, tmp_path: Path) -> None:
 
 def test_recipes_and_splits() -> None:
     for name, recipe in yaml.safe_load(RECIPES.read_text(encoding="utf-8")).items():
-        assert name in TASKS and recipe["epochs"] >= 1
+        assert name in TASKS | OTHER_TASKS and recipe["epochs"] >= 1
     parts = json.loads((RECIPES.parent / "splits" / "sst2.json").read_text())
     seen: set[int] = set()
     for rows in parts.values():
