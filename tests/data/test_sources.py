@@ -247,7 +247,7 @@ def test_text_errors_help(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"b\.tsv does not exist"):
         text_file(tmp_path / "b.tsv", tokenizer)
     (tmp_path / "c.csv").write_text("id,words\n1,a\n")
-    with pytest.raises(DataError, match=r"text column.*id, words"):
+    with pytest.raises(DataError, match=r"label column.*id, words"):
         text_file(tmp_path / "c.csv", tokenizer)
     (tmp_path / "d.csv").write_text("label,text\n1,a\n0,b,c\n")
     with pytest.raises(DataError, match=r"Line 3 .*3 fields.*2 columns"):

@@ -187,7 +187,7 @@ def test_growth_and_frontier_draw() -> None:
 
 
 def test_nothing_to_run_is_an_error() -> None:
-    with pytest.raises(DataError, match="No models"):
+    with pytest.raises(DataError, match="Expected models by name"):
         benchmark({}, torch.zeros(1))
     with pytest.raises(DataError, match="positive"):
         benchmark({"single": zoo.host("vit")}, zoo.batch("vit"), rounds=0)

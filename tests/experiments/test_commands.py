@@ -32,7 +32,7 @@ NO_DATA, NO_HOST = "HYDRA_DATA", "There is no host"
         ("set_coverage.py", "set_coverage.py answers"),
         ("set_coverage.py answers sst2", NO_HOST),
         ("llama.py", NO_DATA),
-        ("every_task.py answers", NO_DATA),
+        ("every_task.py answers", NO_HOST),
     ],
 )
 def test_a_command_says_what_is_missing(

@@ -96,6 +96,8 @@ def test_another_user_reads_a_folder_that_it_cannot_write(saved: Path) -> None:
         ended = python(PREDICT, saved)
         for path, mode in modes.items():
             path.chmod(mode)
+    elif not all(parent.stat().st_mode & 0o001 for parent in Path(sys.base_prefix).parents):
+        pytest.skip("Python itself lies in a folder that other users cannot read")
     else:
         for parent in saved.parents:
             if parent.stat().st_uid == 0 and str(parent) != "/" and "pytest" in str(parent):

@@ -128,6 +128,8 @@ LOADS = {
     **dict.fromkeys(("temperature", "member_temperatures", "labels", "policy", "novelty")),
     "image_transform": None,
     "task": None,
+    "sets": None,
+    "calibrator": None,
     "merged": [],
     "readouts": None,
 }
@@ -149,6 +151,8 @@ SAYS = {
     ("member_temperatures", "[]"): "there are 0 member_temperatures for 4 members",
     ("labels", "{}"): "labels is {{}}, expected the classes from 0",
     ("policy", "{}"): "policy",
+    ("sets", "{}"): "sets is {{}}: Not valid sets",
+    ("calibrator", "{}"): "calibrator is {{}}: expected a calibrator with its name",
     ("task", "{}"): "task is {{}}: expected a task with its name",
     ("novelty", "{}"): "novelty and the file novelty.safetensors belong together",
     ("image_transform", "{}"): "image_transform is {{'exif_orientation': False}}, expected all",

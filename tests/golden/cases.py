@@ -351,6 +351,7 @@ def built(method: str) -> Values:
         progress=False,
     )
     inputs = calibration[0][0][:6]
+    ensemble.fit_novelty_(calibration, choose=False, progress=False)  # the usual sum, as recorded
     found = adapter.columns(ensemble.predict(inputs))
     for number, mask in enumerate(ensemble.masks):
         found[f"mask_{number}"] = adapter.table(mask)

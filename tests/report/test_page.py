@@ -292,11 +292,11 @@ document.body.append(out);
     assert found is not None, result.stdout[-500:]
     seen = json.loads(unescape(found.group(1)))
     assert seen["title"] == "A <title> & more" and seen["requests"] == 0
-    assert seen["start"] == "90.0 %" and seen["half"] == "50.0 %"
+    assert seen["start"] == "90.0\u00a0%" and seen["half"] == "50.0\u00a0%"
     hydra, single, _ = (answered_at(result) for result in three_results())
-    assert seen["full"] == f"{100 * hydra['risk'][-1]:.1f} %"
-    assert seen["single"] == f"{100 * single['risk'][-1]:.1f} %" != seen["full"]
-    assert seen["ood"] == f"{100 * single['ood/near'][-1]:.1f} %"
+    assert seen["full"] == f"{100 * hydra['risk'][-1]:.1f}\u00a0%"
+    assert seen["single"] == f"{100 * single['risk'][-1]:.1f}\u00a0%" != seen["full"]
+    assert seen["ood"] == f"{100 * single['ood/near'][-1]:.1f}\u00a0%"
     assert seen["panels"] == 2 and seen["one"] == 1 and seen["hidden"] and seen["wide"]
 
 

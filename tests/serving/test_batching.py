@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hydra_ensembles.prediction import Prediction
+from hydra_ensembles.prediction import ClassPrediction, Prediction
 from hydra_ensembles.serving.batch_queue import Batcher
 from hydra_ensembles.serving.limits import Limits, Refusal
 
@@ -18,7 +18,7 @@ def answers_of(rows: Sequence[Any]) -> Prediction:
     """Answer each row by its size, so that mixed-up answers are found."""
     sizes = [len(row) if isinstance(row, str) else int(row["x"].sum()) for row in rows]
     ones = np.ones(len(rows), dtype=np.float32)
-    return Prediction(
+    return ClassPrediction(
         class_index=np.array(sizes),
         probabilities=np.stack([ones, 0 * ones], 1),
         uncertainty=ones,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -74,8 +74,10 @@ def novelty_rows(ensemble: FusedModel, outputs: Tensor, batch: Any) -> Tensor | 
     return ensemble.task.novelty_rows(outputs, mask)
 
 
-def novelty_fit(ensemble: FusedModel, classes: int, *, choose: bool = True) -> NoveltyFit:
-    """Return statistics of nothing yet, for the taps of an ensemble."""
+def novelty_fit(
+    ensemble: FusedModel, classes: int, *, choose: bool = True, without: Collection[str] = ()
+) -> NoveltyFit:
+    """Return statistics of nothing yet, for the taps of an ensemble; see `NoveltyFit`."""
     blocks = len(ensemble.body.trunk)
     taps = tap_names(blocks, readout=ensemble.readout.has_token)
     last = 0 if classes > MANY_CLASSES else min(CLASS_BLOCKS, blocks)
@@ -86,6 +88,7 @@ def novelty_fit(ensemble: FusedModel, classes: int, *, choose: bool = True) -> N
         class_taps=late + 1,
         uses_last_block=blocks > 0,
         choose=choose,
+        without=without,
         precision=ensemble.precision(),
     )
 

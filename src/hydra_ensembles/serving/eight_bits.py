@@ -75,7 +75,8 @@ class EightBits:
         for batch in () if known is None else known:
             labels = None if is_raw(batch) else split_batch(batch)[2]
             logits, summaries, _ = self.features(batch)
-            fit = fit or novelty_fit(self.ready, logits.shape[-1])
+            # activations are scaled per batch, so that examples of one batch are near each other
+            fit = fit or novelty_fit(self.ready, logits.shape[-1], without=("neighbour",))
             by_class = labels is not None and labels.ndim == 1 and self.ready.task.classifies
             fit.add_(summaries, self._rows_of(logits), labels if by_class else None)
         if self.novelty is not None:

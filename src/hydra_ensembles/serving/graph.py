@@ -259,8 +259,14 @@ def write_onnx(graph: AnsweringGraph | FeaturesGraph, inputs: Example, path: Pat
                 names[str(symbol)] = size
     for value in (*made.model.graph.inputs, *made.model.graph.outputs):
         value.shape = ir.Shape([names.get(str(size), size) for size in value.shape])
+    # torch names values after operations and weights: `embedding`, for one, which an answer is too
     answers = {value.name: value for value in made.model.graph.outputs}
-    for node in made.model.graph:  # torch names a value after its operation: `embedding`, for one
+    initializers = made.model.graph.initializers
+    for name in answers.keys() & initializers.keys():
+        weight = initializers.pop(name)
+        weight.name = f"{name}_inside"
+        initializers.add(weight)
+    for node in made.model.graph:
         for value in node.outputs:
             if value is not answers.get(value.name, value):
                 value.name = f"{value.name}_inside"

@@ -56,6 +56,8 @@ def as_calibrator(described: Calibrator | Mapping[str, Any] | None) -> Calibrato
     """Return a calibrator from what `to_dict` returned, or the one that was given."""
     if described is None or isinstance(described, Calibrator):
         return described
+    if "name" not in described:
+        raise FormatError(f"expected a calibrator with its name: {', '.join(calibrators)}")
     kind = calibrators[described["name"]]
     given = {key: values for key, values in described.items() if key != "name"}
     if given.keys() != {field.name for field in fields(kind)}:

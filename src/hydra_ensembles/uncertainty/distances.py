@@ -33,6 +33,8 @@ CLASSES = 1024
 """Classes that one step measures distances to, so that many classes need no more memory."""
 CELLS = 2**22
 """Distances of held-out examples to classes that one step holds."""
+SAME = 1 - 1e-5
+"""Largest cosine to a neighbour: beyond it, rounding to float32 would decide the rank."""
 
 
 def unit(features: Tensor) -> Tensor:
@@ -245,7 +247,7 @@ class Measures:
             if rows is not None:
                 index = rows.expand(len(similar), -1)[..., None]
                 similar = similar.scatter(2, index, -torch.inf)
-            parts.append(-similar.amax(-1).T)
+            parts.append(-similar.amax(-1).clamp_max(SAME).T)
         if self.totals is not None:
             parts.append(self._cosine(_at(features, self.cosine_taps), held_out, classes))
         if probability is not None:

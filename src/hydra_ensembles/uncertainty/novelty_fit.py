@@ -14,7 +14,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class NoveltyFit:
         uses_last_block: Whether the last tap is the end of the last block.
         precision: In which the summaries are computed (see `Novelty`).
         choose: Whether terms may be chosen by classes that are left out of the known data.
+        without: Kinds of terms that may not be chosen.
     """
 
     def __init__(
@@ -65,9 +66,10 @@ class NoveltyFit:
         uses_last_block: bool = False,
         precision: str = "float32",
         choose: bool = True,
+        without: Collection[str] = (),
     ) -> None:
         self.taps, self.number, self.uses_last_block = tuple(taps), classes, uses_last_block
-        self.precision, self.choose = precision, choose
+        self.precision, self.choose, self.without = precision, choose, without
         self.first_class_tap = len(self.taps) - class_taps
         self.moments: Moments | None = None
         self.examples = self.trained = 0
@@ -191,6 +193,7 @@ class NoveltyFit:
                 first_class_tap=self.first_class_tap,
                 classes=labelled,
                 far=lambda: self._families(add_proxies),
+                without=self.without,
             )
         # the half that the choice saw is ranked only where nothing was chosen
         every = torch.arange(self._known.count)

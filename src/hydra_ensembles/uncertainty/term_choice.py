@@ -21,7 +21,7 @@ scores of the probability. Everything is deterministic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -135,6 +135,7 @@ def choose_terms(
     first_class_tap: int,
     classes: bool,
     far: Callable[[], Mapping[str, Examples] | None],
+    without: Collection[str] = (),
 ) -> Choice:
     """Choose terms, or keep the usual ones.
 
@@ -145,6 +146,7 @@ def choose_terms(
         classes: Whether distances to classes are measured.
         far: Returns families of far outliers; None where there are none to check with. It is asked
             only where left-out classes gain.
+        without: Kinds that may not join.
     """
     count, taps, _ = examples.features.shape
     probability = examples.probability
@@ -169,7 +171,11 @@ def choose_terms(
                 share = weight / len(trunk) if of_trunk else weight
                 weights[terms.index((kind, heard_tap))] += share
         folds.append(_with_sum(fold, weights * SHARE / weights.sum()))
-    candidates = [1 + place for place, (_, tap) in enumerate(terms) if tap >= first_class_tap]
+    candidates = [
+        1 + place
+        for place, (kind, tap) in enumerate(terms)
+        if tap >= first_class_tap and kind not in without
+    ]
     if classes:  # clusters say nothing about probabilities
         candidates += [1 + terms.index(term) for term in (("gen", -1), ("entropy", -1))]
     verdict, checked = judged(folds, candidates), ""

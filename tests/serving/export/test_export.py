@@ -240,10 +240,16 @@ def test_a_token_classifier_answers_for_every_token(tmp_path: Path) -> None:
     assert runtime.read_contract(tmp_path).data["task"] == "token-classification"
 
 
+def test_a_tower_that_projects_gives_its_vectors(tmp_path: Path) -> None:
+    tower = hydra.fuse(zoo.make("clip-vision"), late_masks(zoo.host("clip-vision"))).eval()
+    batch = {"pixel_values": zoo.batch("clip-vision")}
+    tower.export(tmp_path, example=batch)
+    found = runtime.load(tmp_path).answer({"pixel_values": batch["pixel_values"].numpy()}).embedding
+    expected = tower.predict(batch).embedding
+    assert np.allclose(found, expected, atol=1e-5)
+
+
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
-    tower = hydra.fuse(zoo.make("clip-vision"), late_masks(zoo.host("clip-vision")))
-    with pytest.raises(UnsupportedModelError, match="embeddings, not classes"):
-        hydra.export(tower, tmp_path)
     with pytest.raises(UnsupportedModelError, match="Only a HydraEnsemble"):
         hydra.export(zoo.host("vit"), tmp_path)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
