@@ -216,8 +216,9 @@ def _innermost(model: nn.Module, paths: list[str]) -> list[str]:
 
 
 def _of_the_task(model: nn.Module, paths: list[str]) -> list[str]:
-    """Keep the text stacks of a text classifier that could read images or sounds too."""
+    """Keep the text stacks of a text model that could read images or sounds too."""
     reads_text = type(model).__name__.endswith(_READS_TEXT)
+    reads_text |= any("language_model" in path.split(".") for path in paths)
     return [p for p in paths if not reads_text or not set(_NOT_TEXT) & set(p.split("."))]
 
 

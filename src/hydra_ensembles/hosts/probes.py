@@ -8,7 +8,7 @@ through the host's own code.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -189,7 +189,8 @@ def find_readout(host: HostView) -> Readout:
     why = "probed: nothing else reaches the output"
     if positions is not None and _reads_only(host, positions):
         return Readout(None, folds=False, why=why, positions=positions)
-    counts = [_read_tokens(host, inputs) for inputs in examples(host.model)]
+    found = list(examples(host.model))
+    counts = [_read_tokens(host, inputs) for inputs in (*found, *_left_padded(found))]
     if not counts:
         return Readout(None, False, "the model could not be probed: all tokens are kept")
     if None in counts:
@@ -198,6 +199,17 @@ def find_readout(host: HostView) -> Readout:
     if len(set(counts)) > 1 or not _same_from_few(host, tokens):
         return Readout(None, _folds(host, None), "the tokens read depend on the input")
     return Readout(tokens, _folds(host, tokens), why)
+
+
+def _left_padded(found: Sequence[Inputs]) -> Iterator[Inputs]:
+    """Yield the first example with a mask, its first token masked: some hosts read the next one."""
+    for args, kwargs in found:
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor):
+            mask = mask.clone()
+            mask[..., 0] = 0
+            yield args, {**kwargs, "attention_mask": mask}
+            return
 
 
 def _run(host: HostView, inputs: Inputs, answer: Callable[[Tensor], Tensor]) -> Tensor:
