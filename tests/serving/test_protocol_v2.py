@@ -30,7 +30,7 @@ def test_metadata_and_health(texts: TestClient, images: TestClient) -> None:
         assert texts.get(path).status_code == 200, path
     model = texts.get("/v2/models/tiny/versions/1").json()
     assert [i["name"] for i in model["inputs"]] == [
-        *("text", "input_ids", "token_type_ids", "attention_mask")
+        *("text", "text_pair", "input_ids", "token_type_ids", "attention_mask")
     ]
     assert model["inputs"][0] == {"name": "text", "datatype": "BYTES", "shape": [-1]}
     assert {o["name"]: o["datatype"] for o in model["outputs"]} == {

@@ -234,7 +234,7 @@ def test_what_cannot_be_trained_is_refused():
         train(zoo.host("vit"), data)  # type: ignore[arg-type]
     with pytest.raises(HydraError, match="no branch"):
         train(hydra.fuse(zoo.host("vit"), [MASKS[0]] * 2), data)
-    with pytest.raises(DataError, match="identified"):
+    with pytest.raises(DataError, match="read only once"):
         train(vit, (batch for batch in data))
     with pytest.raises(DataError, match="no labels"):
         train(vit, [zoo.batch("vit")])
@@ -336,7 +336,7 @@ def test_a_resumed_run_meets_the_same_outliers(tmp_path):
 def test_bad_outliers_are_told():
     with pytest.raises(ValueError, match='expected batches, a mapping, or "auto"'):
         train(fused("vit"), list(samples("vit")), ood="proxies")
-    with pytest.raises(DataError, match="'empty' have no batches"):
+    with pytest.raises(DataError, match="'empty' is empty"):
         train(fused("vit"), list(samples("vit")), ood={"empty": []})
     with pytest.raises(ValueError, match="distill is 2"):
         train(fused("vit"), list(samples("vit")), distill=2)

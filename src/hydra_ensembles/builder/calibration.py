@@ -109,7 +109,9 @@ def calibrate_(
             found.update(chosen.to_dict(), figures=figures)
         else:
             plain = [
-                collect_logits(host, parts.data[part], name=f"host, {part}", progress=progress)[0]
+                collect_logits(
+                    host, parts.data[part], name=f"host, {part}", progress=progress, task=task
+                )[0]
                 for part in fitting
             ]
             fitted, _ = cross_fit(

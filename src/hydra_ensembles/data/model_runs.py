@@ -232,6 +232,7 @@ def run_model(
     device: Any = None,
     progress: bool = False,
     classes: int | None = None,
+    task: Task | None = None,
 ) -> Iterator[ModelRun]:
     """Yield what a model gives on every batch, checked.
 
@@ -248,9 +249,10 @@ def run_model(
         device: device of the inputs; by default the model's.
         progress: show a bar on a terminal.
         classes: number of classes on another data set, to compare with.
+        task: what the outputs and labels mean; by default the model's own task.
     """
     check_data(model, data)
-    task = task_of(model)
+    task = task or task_of(model)
     halving = Halving(name)
 
     def run(part: Any) -> ModelRun:
@@ -368,6 +370,7 @@ def collect_logits(
     need_labels: bool = False,
     device: Any = None,
     progress: bool = False,
+    task: Task | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return all logits `[example, member, class]` and labels `[example]`, on the CPU.
 
@@ -377,10 +380,10 @@ def collect_logits(
         logits, labels = collect_logits(model, loader, need_labels=True)
 
     Args:
-        model, data, name, need_labels, device, progress: see `run_model`.
+        model, data, name, need_labels, device, progress, task: see `run_model`.
     """
-    options = {"name": name, "need_labels": need_labels, "device": device, "progress": progress}
-    runs = list(run_model(model, data, **options))
+    options: dict[str, Any] = {"name": name, "need_labels": need_labels, "device": device}
+    runs = list(run_model(model, data, progress=progress, task=task, **options))
     labels = [run.labels for run in runs if run.labels is not None]
     logits = joined_rows([run.answering_logits for run in runs])
     return logits, torch.cat(labels) if labels else None

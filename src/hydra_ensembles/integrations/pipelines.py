@@ -194,11 +194,11 @@ class _Rows:
     def _forward(self, model_inputs: Any) -> dict[str, Any]:
         given = dict(model_inputs)
         texts = given.pop("texts", None)
-        answer = self.model.predict(given)
+        answer: Any = self.model.predict(given)
         if texts is not None:
             # of a batch that the pipeline joined, one list for each
             flat = [text for own in texts for text in ([own] if isinstance(own, str) else own)]
-            answer = replace(answer, **{"texts": flat})
+            answer = replace(answer, texts=flat)
         return {"rows": answer.rows(), **self._places(answer)}
 
     def _places(self, answer: Prediction) -> dict[str, Any]:
