@@ -218,7 +218,9 @@ def _innermost(model: nn.Module, paths: list[str]) -> list[str]:
 def _of_the_task(model: nn.Module, paths: list[str]) -> list[str]:
     """Keep the text stacks of a text model that could read images or sounds too."""
     reads_text = type(model).__name__.endswith(_READS_TEXT)
-    reads_text |= any("language_model" in path.split(".") for path in paths)
+    # dual encoders, of which the image tower is meant, have a scale of their logits
+    dual = hasattr(model, "logit_scale")
+    reads_text |= getattr(model, "main_input_name", "") == "input_ids" and not dual
     return [p for p in paths if not reads_text or not set(_NOT_TEXT) & set(p.split("."))]
 
 
