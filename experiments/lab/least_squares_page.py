@@ -88,7 +88,9 @@ def _goals(task: str, records: Records) -> list[str]:
     if single is None or deep is None:
         return []
     kept = [
-        f"{name} {(found - single) / (deep - single):.0%}"
+        f"{name} {share:.0%}"
+        if (share := (found - single) / (deep - single)) > -1
+        else f"{name} none"
         for name in ("soup", STATES, STUDENT)
         if (found := records.mean(name, NLL)) is not None
     ]
