@@ -73,17 +73,17 @@ def _candidates(job: BuildJob) -> tuple[dict[str, Outcome], dict[str, str]]:
     known = job.state.find("heads")
     outcomes: dict[str, Outcome] = {}
     refused: dict[str, str] = {}
-    heads: dict[str, Any] = known[0] if known else {}
+    heads: dict[str, Any] = {}
     try:
-        heads = heads or Select().find(job).record
+        heads = known[0] if known else Select().find(job).record
     except MaskError as error:  # their members cost too much: readers of all tokens
         if job.asked:
             raise
         refused["select"] = str(error)
-    if heads:
+    else:
+        if not known:
+            job.state.add({"heads": heads})
         outcomes["select"] = fused(heads)
-    if heads and not known:
-        job.state.add({"heads": heads})
     if job.members > 1:
         members = job.members if job.asked else Parts.members
         assert members is not None

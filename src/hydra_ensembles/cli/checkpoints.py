@@ -26,7 +26,11 @@ def is_weights_file(path: Path) -> bool:
 
 def read_weights(file: Path) -> dict[str, Any]:
     """Return the tensors of a weights file by name; what trainers put around them is removed."""
-    content = _read(file)
+    return _weights_in(_read(file), file)
+
+
+def _weights_in(content: Any, file: Path) -> dict[str, Any]:
+    """Return the tensors of what a weights file holds, or raise if there are none."""
     weights = _tensors(content)
     if not weights:
         raise FormatError(
@@ -61,7 +65,8 @@ def _read(file: Path) -> Any:
 
 def advice(file: Path) -> str:
     """Say which model form works for a weights file, by what it holds."""
-    content, weights = _read(file), read_weights(file)
+    content = _read(file)
+    weights = _weights_in(content, file)
     patches, qkv = weights.get("patch_embed.proj.weight"), weights.get("blocks.0.attn.qkv.weight")
     trained_as = content.get("arch") if isinstance(content, Mapping) else None
     if isinstance(trained_as, str):  # as timm's trainer calls it

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ..errors import DataError
 from ..prediction import ClassPrediction, Prediction
@@ -20,7 +18,7 @@ from ..task_predictions import (
     SpanPrediction,
     TokenPrediction,
 )
-from .batch_queue import Row, texts_of
+from .batch_queue import Row, stacked, texts_of
 
 if TYPE_CHECKING:
     from ..uncertainty import Drift
@@ -202,9 +200,3 @@ class ExportedBackend(Backend):
         else:
             arrays = stacked(rows)
         return replace(self.exported.answer(arrays), class_names=self.class_names)
-
-
-def stacked(rows: Sequence[Row]) -> dict[str, np.ndarray]:
-    """Return the arrays of rows, stacked by name."""
-    arrays: list[Mapping[str, Any]] = [row for row in rows if not isinstance(row, str)]
-    return {name: np.stack([row[name] for row in arrays]) for name in arrays[0]}

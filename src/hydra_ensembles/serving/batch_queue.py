@@ -43,6 +43,12 @@ def texts_of(row: Row) -> list[str]:
     return [value for value in row.values() if isinstance(value, str)]
 
 
+def stacked(rows: Sequence[Row]) -> dict[str, np.ndarray]:
+    """Return the arrays of rows, stacked by name."""
+    arrays: list[Mapping[str, Any]] = [row for row in rows if not isinstance(row, str)]
+    return {name: np.stack([row[name] for row in arrays]) for name in arrays[0]}
+
+
 @dataclass(eq=False)
 class Waiting:
     """The inputs of one request, until the last of them is answered."""

@@ -20,7 +20,7 @@ from ..prediction import Prediction
 from ..uncertainty import Drift, Policy
 from ..uncertainty.policy import GIVEN
 from .backends import ALARM, Backend, TensorSpec, rule_in_words
-from .batch_queue import Row, texts_of
+from .batch_queue import Row, stacked, texts_of
 
 
 class TorchBackend(Backend):
@@ -109,10 +109,9 @@ class TorchBackend(Backend):
         return replace(prediction, class_names=self.class_names)
 
     def _batch(self, rows: Sequence[Row]) -> Any:
-        if self.reads == "text" and texts_of(rows[0]):
+        if texts_of(rows[0]):
             return prepare(self.ensemble, list(rows))
-        arrays: list[Any] = list(rows)
-        columns = {n: torch.stack([torch.from_numpy(a[n]) for a in arrays]) for n in arrays[0]}
+        columns = {name: torch.from_numpy(array) for name, array in stacked(rows).items()}
         if self.reads == "text":
             return columns
         images = columns["pixel_values"].to(self._dtype)
