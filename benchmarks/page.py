@@ -59,7 +59,7 @@ SAYS = """## What it says
   1.10 and 1.15 at batch 1 and 8 (1.02 counted), and 1.00 at batch 32.
 - **Branching at the first block, as in the paper, costs two models here** (1.89 to 1.99 on the
   ViTs; 2.0 counted): the paper's 1.07 x is a latency in
-  bfloat16 whose hardware, batch and load are not told, not arithmetic.
+  bfloat16 whose hardware, batch and load are not published, not arithmetic.
 - **Fused members beat the same members one by one**: 0.81 and 0.64 of the loop's time at batch 1
   (DeiT-tiny, MiniLM), level at batch 8 on DeiT-tiny.
 - At batch 1 Deep Ensembles cost 2.6 to 3.2, MC dropout 2.3 to 3.3, BatchEnsemble 2.9 to 4.3,

@@ -309,7 +309,7 @@ class TokenPrediction(ClassPrediction):
         return found
 
     def rows(self, *, probabilities: bool = False) -> list[dict[str, Any]]:
-        """Return one dictionary per text; what is told of each token is a list of real tokens."""
+        """Return one dictionary per text; columns by token are lists over the real tokens."""
         rows = super().rows(probabilities=probabilities)
         by_text = ("entities", "novelty", "novelty_score")
         for row, real in zip(rows, as_numpy(self.real), strict=True):

@@ -277,7 +277,8 @@ def test_disagreement_is_called_an_alarm_only_where_it_is_one() -> None:
         {"id": columns(known), "ood/far": columns(far)}, members=3, score="msp"
     )
     assert good is not None and good["useful"]
-    assert good["sentence"].startswith("Disagreement tells outliers from known data: AUROC 92.00 [")
+    start = "Disagreement separates outliers from known data: AUROC 92.00 ["
+    assert good["sentence"].startswith(start)
     both = {"id": columns(known), "ood/far": columns(far), "ood/near": columns(known[:60])}
     bad = check_disagreement(both, members=3, score="msp")
     assert bad is not None and not bad["useful"]

@@ -44,7 +44,7 @@ def test_it_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "outliers by novelty" not in told["single + temperature"]
     assert set(told["Deep Ensemble"]) == set(steps.COLUMNS.values())
     for verdict in told["Deep Ensemble"]["NLL"].values():
-        assert verdict in ("better", "worse", "cannot be told")
+        assert verdict in ("better", "worse", "inconclusive")
     # a folder of an earlier version, without some of the models, is evaluated again
     (tmp_path / "seed-1" / "results-single-novelty.json").unlink()
     assert main([*order, "1"]) == 0
@@ -100,7 +100,7 @@ def test_a_loss_is_told_and_a_tie_is_not() -> None:
     near, bad = (results("Hydra", noise=noise, novelty=False) for noise in (0.15, 3.0))
     assert steps.compared(bad, good)["NLL"] == steps.compared(bad, good)["accuracy"] == "worse"
     gap = near["cls/Acc"] - good["cls/Acc"]
-    assert gap != 0 and steps.compared(near, good)["accuracy"] == "cannot be told"
+    assert gap != 0 and steps.compared(near, good)["accuracy"] == "inconclusive"
     lines = steps.verdict_table("x", {"single + novelty": {"NLL": "worse"}, "Deep Ensemble": {}})
     assert [line.split() for line in lines[:4]] == [
         ["x", "single", "Deep"],

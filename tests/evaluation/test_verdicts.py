@@ -59,7 +59,7 @@ def test_a_loss_without_bound_tells_nothing():
     draws[90:] = torch.inf
     low, high = span("cls/NLL", 0.5, draws)
     assert low == pytest.approx(0.025) and high == torch.inf
-    assert verdict_of("cls/NLL", -torch.inf, torch.inf) == "cannot be told"
+    assert verdict_of("cls/NLL", -torch.inf, torch.inf) == "inconclusive"
 
 
 @pytest.mark.parametrize("decimals", [1, 6])
@@ -117,14 +117,14 @@ def test_a_tie_cannot_be_told():
     wrong = measured(logits.flip(-1), labels, name="wrong")
     found = compare(other, plain)
     assert found["cls/Acc"].low < 0 < found["cls/Acc"].high
-    assert found["cls/Acc"].verdict == "cannot be told"
+    assert found["cls/Acc"].verdict == "inconclusive"
     assert compare(sharper, plain)["cls/Acc"].verdict == "the same"  # no answer differs
     assert compare(plain, wrong)["cls/NLL"].verdict == "better"
     assert compare(wrong, plain)["cls/NLL"].verdict == "worse"
     assert compare(wrong, plain)["div/MI"].verdict == ""
-    assert verdict_of("cls/NLL", -0.2, 0.0) == "cannot be told"
+    assert verdict_of("cls/NLL", -0.2, 0.0) == "inconclusive"
     words = {"cls/NLL": "NLL", "cls/Acc": "accuracy", "cls/Brier": "Brier", "x": "nothing"}
-    assert found.in_words(words, "300 texts").endswith("accuracy cannot be told on 300 texts")
+    assert found.in_words(words, "300 texts").endswith("accuracy inconclusive on 300 texts")
     assert compare(plain, wrong).in_words(words, "300") == "NLL, accuracy and Brier better"
 
 

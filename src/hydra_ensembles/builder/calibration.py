@@ -136,7 +136,7 @@ def calibrate_(
 
 
 def check_alarm(ensemble: HydraEnsemble, parts: Parts, *, seed: int) -> dict[str, Any]:
-    """Measure, on held-out data, whether disagreement tells outliers and proxies from known data.
+    """Measure, on held-out data, whether disagreement separates outliers and proxies from it.
 
     Every kind of proxy is made of its own share of the examples, so that the check costs two passes
     over the held-out part.
@@ -157,7 +157,7 @@ def check_alarm(ensemble: HydraEnsemble, parts: Parts, *, seed: int) -> dict[str
         }
     except DataError as error:  # neither images nor token ids
         if not ood:
-            sentence = f"Whether disagreement tells outliers is not known: {error}"
+            sentence = f"Whether disagreement detects outliers is unknown: {error}"
             return {"auroc": {}, "useful": False, "sentence": sentence}
     results = evaluate(ensemble, data, ood=ood, bootstrap=0, progress=False, seed=seed)
     check: dict[str, Any] = results.settings["disagreement"]

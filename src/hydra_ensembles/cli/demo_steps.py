@@ -39,8 +39,8 @@ DIGITS = {
     "fail/AUROC": "wrong\nAUROC",
     "shift/mean/cls/NLL": "corrupted\nNLL",
 }
-"""The columns about digits. Calibration is told by bins of equally many digits: of bins of equal
-width all but the last hold a handful each, and the figure is mostly noise."""
+"""The columns about digits. Calibration has bins of equally many digits: of bins of equal width
+all but the last hold a handful each, and the figure is mostly noise."""
 OUTLIERS = {
     "ood/mean/AUROC": "by MSP",
     "ood/mean/mutual-information/AUROC": "by members'\ndisagreement",
@@ -326,7 +326,7 @@ def conclusion(results: Sequence[Any], costs: Mapping[str, float], on: str) -> l
 
     def listed(rival: str, verdict: str) -> str:
         names = [name for name, found in by_rival[rival].items() if found == verdict]
-        return ", ".join(names) or f"nothing that can be told on {on}"
+        return ", ".join(names) or f"nothing (inconclusive on {on})"
 
     novelty, msp = knows["ood/mean/novelty/AUROC"], warm["ood/mean/AUROC"]
     passed = 1 - max(model["ood/letters/novelty/Caught_5"] for model in (knows, hydra))
@@ -418,6 +418,6 @@ def _show(runs: dict[int, tuple[list[Any], Any]]) -> None:
     for line in verdict_table("Hydra better / worse vs", counts):
         typer.echo(line)
     typer.echo(
-        f"Seeds (of {len(runs)}) on which the paired 95 % interval tells that Hydra is better / "
-        "worse;\non the others it cannot be told."
+        f"Seeds (of {len(runs)}) on which the paired 95 % interval shows Hydra better / worse;\n"
+        "the remaining seeds are inconclusive."
     )

@@ -113,7 +113,7 @@ def encode_labels(
     numbers_stay: bool = True,
     stored: Sequence[str] | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Turn labels into class numbers; return them with what data tells of them.
+    """Turn labels into class numbers; return them with what the data says about them.
 
     Whole numbers (and the `LABEL_1` of transformers) stay as they are. Names become their index in
     `class_names`. Without `class_names` the order is assumed: the sorted names.

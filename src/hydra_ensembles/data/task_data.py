@@ -117,7 +117,7 @@ def encode_task_labels(
     where: str,
     classes: int | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Turn the labels of rows into what the task's loss takes; return them with what data tells.
+    """Turn the labels of rows into what the task's loss takes; return them with what is known.
 
     Args:
         values: The label of each row.
@@ -210,7 +210,7 @@ class TokenBatches(TextBatches):
     Args:
         words: The words of each text.
         tags: Class numbers of the words `[example, word]`, padded by -100; or None.
-        tokenizer: A fast one, which tells the word of each token.
+        tokenizer: A fast one, which knows the word of each token.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class TokenBatches(TextBatches):
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
-                f"Tags of words need a fast tokenizer, which tells the word of each token; found "
+                f"Tags of words need a fast tokenizer, which knows the word of each token; found "
                 f"{type(tokenizer).__name__}."
             )
         self._words = [list(text) for text in words]
@@ -254,7 +254,7 @@ class QuestionBatches(TextBatches):
 
     Args:
         questions, contexts: The texts.
-        tokenizer: A fast one, which tells the places of tokens in the text.
+        tokenizer: A fast one, which knows the places of tokens in the text.
         answers: First character and the one after the last, `[example, 2]`, -1 where the text does
             not answer; or None.
     """
@@ -270,7 +270,7 @@ class QuestionBatches(TextBatches):
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
-                "Questions need a fast tokenizer, which tells the places of tokens in the text; "
+                "Questions need a fast tokenizer, which knows the places of tokens in the text; "
                 f"found {type(tokenizer).__name__}."
             )
         super().__init__(questions, tokenizer, pairs=contexts, labels=answers, **options)
@@ -369,7 +369,7 @@ def _missing(where: str, what: str, names: Collection[str]) -> DataError:
 def _tags(
     words: list[list[str]], tags: list[Any], class_names: Names | None, where: str
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return class numbers of words, padded by -100, and what data tells of them."""
+    """Return class numbers of words, padded by -100, and what the data says about them."""
     for row, (text, own) in enumerate(zip(words, tags, strict=True)):
         if not isinstance(own, (list, tuple)) or len(own) != len(text):
             found = len(own) if isinstance(own, (list, tuple)) else repr(own)[:40]

@@ -1,4 +1,4 @@
-"""Does the members' disagreement tell outliers from known data? A figure and a plain sentence."""
+"""Does the members' disagreement detect outliers? A figure and a plain sentence."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_disagreement(
         for group, auroc in found.items()
     )
     start = (
-        "Disagreement tells outliers from known data"
+        "Disagreement separates outliers from known data"
         if useful
         else "Do not use disagreement as an alarm here"
     )

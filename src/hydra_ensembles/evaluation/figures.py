@@ -51,7 +51,7 @@ NOVELTY = "novelty"
 ENTITY = ("B-", "I-", "S-", "E-")
 """How names of classes start that are tags of entities."""
 LEAST = 20
-"""Examples of a bin of novelty without which its coverage is not told."""
+"""Fewest examples of a bin of novelty whose coverage is reported."""
 ALARM = 0.05
 """Share of known data that raises an alarm: novelty above 0.95."""
 

@@ -97,7 +97,7 @@ WORK = 10**8
 """Examples times scores times draws that the default number of draws may cost."""
 AT_ONCE = 2**18
 """Examples times draws that are held at a time: they fit into a processor's cache."""
-BETTER, WORSE, SAME, UNTOLD = "better", "worse", "the same", "cannot be told"
+BETTER, WORSE, SAME, INCONCLUSIVE = "better", "worse", "the same", "inconclusive"
 
 
 def default_draws(sizes: Mapping[str, int], scores: Sequence[str]) -> int:
@@ -177,8 +177,8 @@ def intervals(
 class Difference:
     """One figure of two models on the same examples: `a - b`, its interval, its two-sided p.
 
-    `verdict` says what the interval tells: `a` is `better` or `worse`, `the same` (on every draw),
-    or it `cannot be told`; empty for figures of which neither more nor less is better.
+    `verdict` is what the interval shows: `a` is `better` or `worse`, `the same` (on every draw),
+    or the comparison is `inconclusive`; empty for figures of which neither more nor less is better.
     """
 
     a: float
@@ -191,7 +191,7 @@ class Difference:
 
 
 def verdict_of(key: str, low: float, high: float) -> str:
-    """Return what an interval of the difference of two models tells about the first."""
+    """Return what an interval of the difference of two models shows about the first."""
     sign = direction(key)
     if not sign:
         return ""
@@ -199,7 +199,7 @@ def verdict_of(key: str, low: float, high: float) -> str:
         return SAME
     if low > 0 or high < 0:
         return BETTER if sign * low > 0 else WORSE
-    return UNTOLD
+    return INCONCLUSIVE
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -222,18 +222,18 @@ class Comparison(Mapping[str, Difference]):
         return len(self.differences)
 
     def in_words(self, names: Mapping[str, str], on: str) -> str:
-        """Say where `a` is better and worse: `NLL better; ECE cannot be told on 195 texts`.
+        """Say where `a` is better and worse: `NLL better; ECE inconclusive on 195 texts`.
 
         Args:
             names: What to call the figures to speak of, by key; those that are missing are not.
             on: How much data there was.
         """
         words = []
-        for verdict in (BETTER, WORSE, SAME, UNTOLD):
+        for verdict in (BETTER, WORSE, SAME, INCONCLUSIVE):
             told = [n for k, n in names.items() if k in self and self[k].verdict == verdict]
             if told:
                 listed = " and ".join(filter(None, [", ".join(told[:-1]), told[-1]]))
-                words.append(f"{listed} {verdict}" + f" on {on}" * (verdict == UNTOLD))
+                words.append(f"{listed} {verdict}" + f" on {on}" * (verdict == INCONCLUSIVE))
         return "; ".join(words)
 
     def to_markdown(self) -> str:

@@ -75,8 +75,8 @@ def compare_table(
 ) -> str:
     """Return several results side by side as one Markdown table, with their intervals.
 
-    Bold is what the paired intervals tell better than every other model, see `winners`; nothing
-    where they tell no winner.
+    Bold is what is better than every other model by paired intervals, see `winners`; nothing
+    where there is no clear winner.
 
     Example:
         >>> print(compare_table([single, hydra], keys=["cls/*", "ood/*/AUROC"]))

@@ -21,9 +21,9 @@ from .metrics import BINS, Order, Separation, bin_of
 LEVEL = 0.9
 """Coverage of the central intervals that numbers are judged by."""
 EDGES = (0.5, 0.8, 0.95)
-"""Ends of the bins of novelty in which coverage is told."""
+"""Ends of the bins of novelty in which coverage is reported."""
 SIZES = 12
-"""Most sizes of sets that are told one by one; of more, and of widths, three equal parts are."""
+"""Most sizes of sets that are reported one by one; beyond it, and for widths, in three parts."""
 
 
 class LabelFigures:

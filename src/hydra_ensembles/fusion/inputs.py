@@ -172,7 +172,7 @@ def prepare_texts(
 def _with_places(
     tokenize: Any, texts: list[str], given: tuple[list[str], ...], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Tokenize; where the tokenizer tells, add where tokens are in their texts."""
+    """Tokenize; add where tokens are in their texts, if the tokenizer knows."""
     if not getattr(tokenize, "is_fast", False):
         return dict(tokenize(*given, **options))
     found = tokenize(*given, **options, return_offsets_mapping=True)

@@ -237,7 +237,7 @@ def summaries_of(
 def known_inputs(ensemble: FusedModel, batch: Any) -> Tensor | None:
     """Tell which inputs of a batch are known examples, to the bit: booleans `[example]`.
 
-    None where that cannot be told: statistics of older versions keep no hashes.
+    None where that is unknown: statistics of older versions keep no hashes.
     """
     kept = None if ensemble.novelty is None else ensemble.novelty.hashes
     if kept is None:
@@ -275,7 +275,7 @@ def why_novel(
 
 
 def _classes(found: Mapping[str, Tensor]) -> int:
-    """Return the number of classes that a batch's logits tell apart; 0 without logits."""
+    """Return the number of classes of a batch's logits; 0 without logits."""
     return found["logits"].shape[-1] if "logits" in found else 0
 
 

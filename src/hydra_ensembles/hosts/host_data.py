@@ -265,7 +265,7 @@ class HostData:
         )
 
     def _check_images(self, examples: Examples, name: str) -> dict[str, Any]:
-        """Raise where images cannot be read; return what the data tells of them."""
+        """Raise where images cannot be read; return what the data says about them."""
         if not self._reads_images:
             raise self._error(examples.what, "Give texts, or batches of token ids.")
         if self.transform is None:
@@ -342,7 +342,7 @@ class HostData:
     # --- labels ----------------------------------------------------------------------------------
 
     def _labels(self, examples: Examples, column: str) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return the labels of all rows as numbers, and what they tell of the classes."""
+        """Return the labels of all rows as numbers, and what they say about the classes."""
         values = [v.item() if getattr(v, "ndim", 1) == 0 else v for v in examples.whole(column)]
         first = values[0]
         for row, value in enumerate(values):

@@ -59,7 +59,7 @@ def describe_argument(name: str) -> str:
 
 
 def describe_parameters(names: Sequence[str], *, of_attention: bool) -> str:
-    """Say what parameters are for, where their names tell, and which modules hold them.
+    """Say what parameters are for, as far as their names show, and which modules hold them.
 
     Args:
         names: Paths of parameters within a block or an attention.

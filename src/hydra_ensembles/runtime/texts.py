@@ -14,7 +14,7 @@ PARTS = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids
 """Inputs that a tokenizer makes, and what an encoding calls them."""
 
 PLACES = {"sequence_ids": "sequence_ids", "word_ids": "word_ids", "offset_mapping": "offsets"}
-"""What tells answers their places in texts, and what an encoding calls it."""
+"""What locates answers in texts, and what an encoding calls it."""
 
 PAIR = {"text": ("text", "text_pair"), "question": ("question", "context")}
 """Keys of an input that is two texts."""

@@ -249,7 +249,7 @@ def run(app: Gate, *, host: str, port: int, say: Callable[[str], None]) -> None:
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Open a socket; a port that is taken is told in plain words."""
+    """Open a socket; if the port is taken, say so in plain words."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sends answers without delay only for sockets that say they are TCP
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -89,7 +89,7 @@ def example_of(ensemble: HydraEnsemble, given: Any) -> Example:
             "inputs."
         )
     values = named(ensemble, args, kwargs)
-    if isinstance(ensemble.task, Spans):  # the program is told which tokens are the context's
+    if isinstance(ensemble.task, Spans):  # an input of its own: which tokens are the context's
         values["sequence_ids"] = _context_of(values)
     wrong = [n for n, v in values.items() if not isinstance(v, Tensor) or not v.ndim]
     if wrong or not values:

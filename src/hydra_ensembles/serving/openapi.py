@@ -315,7 +315,7 @@ def _paths() -> Json:
 
 
 def document(version: str) -> Json:
-    """Return the OpenAPI document. It tells nothing about the model that is served."""
+    """Return the OpenAPI document. It reveals nothing about the model that is served."""
     return {
         "openapi": "3.1.0",
         "info": {

@@ -24,7 +24,7 @@ class Evidence:
         similarity: Their cosine similarity at the last tap.
         names: Names of known examples by position; empty where none was kept.
         facts: Plain facts of each example that lie outside the range of the known ones, in words.
-        known: Which examples are among the known ones, `[example]`; None if that cannot be told.
+        known: Which examples are among the known ones, `[example]`; None if that is unknown.
         novelty, score: As in `Prediction`.
     """
 

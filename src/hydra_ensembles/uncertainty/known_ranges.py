@@ -1,6 +1,6 @@
 """The usual range of plain facts among known inputs (length, brightness ...), and what is outside.
 
-That the third block finds an input new tells a person little; that it has two words, where known
+That the third block finds an input new helps nobody much; that it has two words, where known
 texts have eight and more, says why. Novelty is not computed from facts: they only explain it.
 """
 

@@ -80,12 +80,12 @@ def command(
         on = f"{len(data.test.indices)} digits"
         steps.tables(results, costs)
         verdicts = {
-            rival: {column: "?" if v == "cannot be told" else v for column, v in columns.items()}
+            rival: {column: "?" if v == "inconclusive" else v for column, v in columns.items()}
             for rival, columns in steps.verdicts(results).items()
         }
         for line in (
             *steps.verdict_table("Hydra is, compared with", verdicts),
-            f"By paired 95 % intervals; ?: cannot be told on {on}.",
+            f"By paired 95 % intervals; ?: inconclusive on {on}.",
             "",
             *steps.answer(run.shares, results[steps.ROWS.index(steps.KNOWS)], hydra),
             *steps.conclusion(results, costs, on),

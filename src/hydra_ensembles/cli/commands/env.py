@@ -31,7 +31,7 @@ def command(json: options.Json = False) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return versions by name; packages that are not installed are told so."""
+    """Return versions by name; a package that is missing is marked as not installed."""
     import os
     import platform
     import sys
