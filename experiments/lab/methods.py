@@ -7,6 +7,7 @@ A row of a table file names its `method`; all other keys are the method's option
     soup             the mean of the weights of the hosts of `seeds`, one model
     masks            nothing trained: recorded members (`source`, in masks/<task>.json)
     build            `hydra.build` with `options`
+    parts            shares of the last block's neurons, refitted to 3,000 inputs without labels
     branch           recorded masks (`source`, or `host`), then `finetune_branch` with `options`
     distill          `hydra.distill` of the hosts of `seeds`, or of teachers by `make`; a student
                      has `members: 1`; with `mean: true` the hosts' mean is the only teacher;
@@ -37,8 +38,9 @@ import hydra_ensembles as hydra
 from hydra_ensembles import HeadMask, HydraEnsemble, fuse
 from hydra_ensembles.data.proxies import make_proxies
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.hosts import main_output
+from hydra_ensembles.hosts import host_model, main_output
 from hydra_ensembles.hosts.tiny_vit import TinyViT
+from hydra_ensembles.refit.part_members import part_host
 from hydra_ensembles.registry import Registry
 from hydra_ensembles.research import MemberStack
 from hydra_ensembles.research.rivals import make_baseline, relative_cost
@@ -216,6 +218,20 @@ def build(store: Store, row: Row, draw: int) -> Answers:
     found = answers_of_model(task, model, row, seed)
     found.about["masks"] = chosen
     return found
+
+
+@methods.register("parts")
+def parts(store: Store, row: Row, draw: int) -> Answers:
+    """Make members of the neurons of a host's last block, as `build(method="parts")` does."""
+    seed = seed_of(row, draw)
+    found = part_host(
+        host_model(store.task.host(seed)),
+        store.task.training("train", 3000),
+        members=row["members"],
+        seed=draw,
+        progress=False,
+    )
+    return answers_of_model(store.task, found.ensemble, row, seed)
 
 
 def training_options(row: Row, draw: int, defaults: Settings) -> dict[str, Any]:

@@ -157,7 +157,7 @@ def _decide(
     first = next(iter(losses))
     chosen, reason, difference = best, f"their {short} is the lowest", None
     if len(losses) == 1:
-        reason = "nothing else fits"
+        reason = "no other candidate is left"
     elif best != first:
         difference = student((losses[first] - losses[best]).tolist())
         if difference.low <= 0:

@@ -183,12 +183,15 @@ def _traded(known: Tensor, outliers: list[Tensor], found: Mapping[str, Any]) -> 
         values = [ood_figures(inside, other)["AUROC"] for other in outside]
         auroc.append(100 * float(sum(values) / len(values)))
     before, after = auroc
-    nll = found["figures"]["ensemble"]["NLL"]
-    return {
-        "auroc": auroc,
-        "sentence": f"The temperatures change NLL by {nll[1] - nll[0]:+.3f} and AUROC by MSP by "
-        f"{after - before:+.1f} (held-out outliers).",
-    }
+    nll, score = found["figures"]["ensemble"]["NLL"], found["score"]
+    sentence = (
+        f"The temperatures change NLL by {nll[1] - nll[0]:+.3f} and AUROC by MSP by "
+        f"{after - before:+.1f} (held-out outliers)."
+    )
+    if score != "msp":
+        sentence += f" By {score}, the score that is reported, AUROC is "
+        sentence += f"{100 * found['auroc_by_score'][score] - before:+.1f} against MSP before them."
+    return {"auroc": auroc, "sentence": sentence}
 
 
 def _best_score(
