@@ -299,6 +299,7 @@ def tuned(
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(pool["labels"]), generator=generator)
     known = rows_of(pool, order[:count])
+    far = tuple(name for name in far if name in heard)
     return Draw(known, rows_of(pool, order[count:]) if redrawn else test, heard, far, proxies)
 
 

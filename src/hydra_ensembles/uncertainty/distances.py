@@ -5,6 +5,7 @@
     relative   c(f) - d(f)                                             arXiv 2106.09022
     neighbour  -max_i f . f_i, over known examples                     arXiv 2204.06507 with k = 1
     cosine     -max_c f . mu_c / |mu_c|
+    absent     sum over c of p_c, of the classes that no known example has
 
 Sigma = S / n + ridge I with the scatter S of the known data, Sigma_w the same around class means;
 `moments.py` fits them. Larger is further away, **so a higher value speaks for a new input**, as
@@ -28,7 +29,7 @@ from torch import Tensor
 from .scores import entropy_of, gen_of
 
 Term = tuple[str, int]
-"""Kind and tap of a term; scores of the probability, `gen` and `entropy`, have tap -1."""
+"""Kind and tap of a term; those of the probability (`gen`, `entropy`, `absent`) have tap -1."""
 CLASSES = 1024
 """Classes that one step measures distances to, so that many classes need no more memory."""
 CELLS = 2**22
@@ -192,6 +193,8 @@ class Measures:
         totals: Sums of the unit features of each class, `[tap, class, width]`; None without.
         cosine_taps: The taps of `totals`.
         probable: Whether there are scores of probabilities: not every task has classes.
+        absent: `[class]`, 0 for each class of the known data, 1 for each that the host learned
+            and no known example has, -1 for other outputs; None where there is no 1.
     """
 
     distance: GlobalDistance
@@ -202,6 +205,7 @@ class Measures:
     totals: Tensor | None = None
     cosine_taps: tuple[int, ...] = ()
     probable: bool = True
+    absent: Tensor | None = None
 
     @property
     def terms(self) -> list[Term]:
@@ -212,7 +216,8 @@ class Measures:
         found += [(kind, tap) for kind in ("class", "relative") for tap in late]
         found += [("neighbour", tap) for tap in self.neighbour_taps]
         found += [("cosine", tap) for tap in self.cosine_taps]
-        return [*found, *(("gen", -1), ("entropy", -1))[: 2 if self.probable else 0]]
+        found += [("gen", -1), ("entropy", -1)] if self.probable else []
+        return found if self.absent is None else [*found, ("absent", -1)]
 
     def __call__(
         self,
@@ -253,7 +258,20 @@ class Measures:
         if probability is not None:
             scores = torch.stack([gen_of(probability), entropy_of(probability)], 1)
             parts.append(scores.to(distance.dtype))
+            if self.absent is not None:
+                share = self._absent(probability, held_out, classes)
+                parts.append(share[:, None].to(distance.dtype))
         return torch.cat(parts, 1)
+
+    def _absent(self, probability: Tensor, held_out: bool, classes: Tensor | None) -> Tensor:
+        assert self.absent is not None
+        share: Tensor = probability @ (self.absent > 0).to(probability.dtype)
+        if not held_out or classes is None or self.classes is None:
+            return share
+        # a class of one example goes with it
+        own = (self.absent == 0).nonzero()[classes]
+        alone = self.classes.counts[classes] == 1
+        return share + probability.gather(1, own)[:, 0] * alone
 
     def _cosine(self, features: Tensor, held_out: bool, classes: Tensor | None) -> Tensor:
         assert self.totals is not None

@@ -11,7 +11,9 @@ each kind of terms has a weight, shared by its taps. The usual weights:
     trunk: distance to the nearest class          1   relative to that to all known data
     last block: distance to the nearest class     2   this block was trained to tell classes apart
     probability                                   1   generalized entropy (GEN, Liu et al., 2023)
+    probability of absent classes                 4   only where there are any
 
+An absent class is one that the host learned and the known data has no example of (with labels).
 Without labels, or with two classes, there are no distances to classes, and the last block's
 distance to all known data weighs 0.5. The weights were chosen on textures, MNIST, TREC,
 out-of-scope validation questions, scribbles, proxies, and classes left out of the known data. Where
@@ -129,6 +131,7 @@ KINDS = {
     "cosine": "{}, nearest class by cosine",
     "gen": "probability",
     "entropy": "entropy",
+    "absent": "probability of classes without known examples",
 }
 """Names of the kinds of terms."""
 
@@ -140,6 +143,7 @@ def usual_terms(
     classes: bool,
     uses_last_block: bool,
     probable: bool = True,
+    absent: bool = False,
 ) -> dict[Term, float]:
     """Return the usual terms and their weights (see the top of this file).
 
@@ -149,8 +153,10 @@ def usual_terms(
         classes: Whether there are distances to classes.
         uses_last_block: Whether the last tap is the end of the last block.
         probable: Whether there is a probability: not every task has classes.
+        absent: Whether the host learned classes that no known example has.
     """
     ends: dict[Term, float] = {("gen", -1): 1.0} if probable else {}
+    ends |= {("absent", -1): 4.0} if absent else {}
     late = range(first_class_tap, taps) if classes else range(0)
     if not uses_last_block:
         found = {("distance", tap): 4 / taps for tap in range(taps)}
@@ -311,6 +317,7 @@ class Novelty:
             "distance.level": measures.distance.whitening.level,
             "neighbours": measures.neighbours,
             "totals": measures.totals,
+            "absent": measures.absent,
             "weights": self.weights,
             "ranks.values": self.ranks.values,
             "ranks.scale": self.ranks.scale,
@@ -393,6 +400,7 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
                 tensors.get("totals"),
                 tuple(facts["cosine_taps"]),
                 any(kind in ("gen", "entropy") for kind, _ in facts["terms"]),
+                tensors.get("absent"),
             ),
             chosen=tuple((str(kind), int(tap)) for kind, tap in facts["terms"]),
             weights=tensors["weights"],
