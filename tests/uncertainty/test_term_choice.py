@@ -157,6 +157,17 @@ def test_outputs_that_were_never_trained_are_no_absent_classes() -> None:
         assert ("absent", -1) not in novelty.chosen and novelty.measures.absent is None
 
 
+def test_with_two_classes_the_probability_weighs_less() -> None:
+    weights = {}
+    for classes in (2, 3):
+        fit = NoveltyFit([f"block {tap}" for tap in range(TAPS)], classes=classes, class_taps=2)
+        features, logits, _ = examples(50, 0)
+        fit.add_(features, logits[..., :classes])
+        novelty = fit.finish()
+        weights[classes] = float(novelty.weights[novelty.chosen.index(("gen", -1))])
+    assert weights == {2: 0.5, 3: 1.0}
+
+
 def test_a_class_of_one_example_is_absent_without_it() -> None:
     features, logits, labels = answered(60, 3, known=4)
     labels[7] = 5  # its only example

@@ -15,11 +15,11 @@ each kind of terms has a weight, shared by its taps. The usual weights:
 
 An absent class is one that the host learned and the known data has no example of (with labels).
 Without labels, or with two classes, there are no distances to classes, and the last block's
-distance to all known data weighs 0.5. The weights were chosen on textures, MNIST, TREC,
-out-of-scope validation questions, scribbles, proxies, and classes left out of the known data. Where
-leaving out classes of the known data shows that a longer sum finds them clearly better here,
-terms join (`term_choice.py`). As terms depend on each other, the score is not read off a chi-square
-table: it is ranked among the known examples' own scores.
+distance to all known data weighs 0.5; with two classes the probability weighs 0.5. The weights were
+chosen on textures, MNIST, TREC, out-of-scope validation questions, scribbles, proxies, and classes
+left out of the known data. Where leaving out classes of the known data shows that a longer sum
+finds them clearly better here, terms join (`term_choice.py`). As terms depend on each other, the
+score is not read off a chi-square table: it is ranked among the known examples' own scores.
 
 P-values by rank among held-out known data, continued beyond the largest value seen.
 
@@ -142,7 +142,7 @@ def usual_terms(
     *,
     classes: bool,
     uses_last_block: bool,
-    probable: bool = True,
+    probability: float = 1.0,
     absent: bool = False,
 ) -> dict[Term, float]:
     """Return the usual terms and their weights (see the top of this file).
@@ -152,10 +152,10 @@ def usual_terms(
         first_class_tap: The first tap that measures distances to classes.
         classes: Whether there are distances to classes.
         uses_last_block: Whether the last tap is the end of the last block.
-        probable: Whether there is a probability: not every task has classes.
+        probability: Weight of the probability; 0 without one: not every task has classes.
         absent: Whether the host learned classes that no known example has.
     """
-    ends: dict[Term, float] = {("gen", -1): 1.0} if probable else {}
+    ends: dict[Term, float] = {("gen", -1): probability} if probability else {}
     ends |= {("absent", -1): 4.0} if absent else {}
     late = range(first_class_tap, taps) if classes else range(0)
     if not uses_last_block:

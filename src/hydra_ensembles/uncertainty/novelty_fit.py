@@ -178,7 +178,7 @@ class NoveltyFit:
             self.first_class_tap,
             classes=labelled,
             uses_last_block=self.uses_last_block,
-            probable=self._known.probable,
+            probability=(0.5 if self.number == 2 else 1.0) if self._known.probable else 0.0,
             absent=absent is not None,
         )
         kept = self._train if self.trained else self._known
