@@ -16,7 +16,7 @@ loses no more than twice the above on any family of far outliers.
 
 A host that was trained on the classes finds left-out classes anyway, and they say little about what
 it never saw. There nothing is chosen; the distance to classes after the last block, which was
-trained to tell them apart, weighs more.
+trained to tell them apart, weighs more, by how far left-out classes are short of an AUROC of 100.
 
 Candidates are the distances of the last blocks (to all data, to classes, relative), the nearest
 neighbour, the nearest class by cosine, which is the distance to classes at full shrinkage, and two
@@ -50,8 +50,9 @@ GROWTH = 1 + 1 / SHARE
 FOUND = 85.0
 """AUROC of left-out classes from which on the host has learned to tell them apart: they say little
 about what it never saw then."""
-LEARNED = 0.25
-"""What the last block's distance to classes then adds, as a part of the usual sum's weight."""
+LEARNED = 20
+"""Then the last block's distance to classes adds this part of the usual sum's weight for each point
+that left-out classes are short of 100: 1 / 20."""
 GAIN, STEP_GAIN = 0.5, 0.05
 """In AUROC, percent: what a choice must gain, and what a step must gain."""
 FAR_LOSS, SHORT_LOSS = 0.2, 0.02
@@ -190,7 +191,7 @@ def choose_terms(
     verdict, checked = judged(folds, candidates), ""
     if classes and verdict.before >= FOUND and ("absent", -1) not in usual:
         found = f"left-out classes are found anyway, AUROC {verdict.before:.1f}"
-        return longer_sum(usual, {("class", taps - 1): LEARNED}, found)
+        return longer_sum(usual, {("class", taps - 1): (100 - verdict.before) / LEARNED}, found)
     if verdict.gains:
         families = far()
         if families is None:
