@@ -34,6 +34,9 @@ CLASSES = 1024
 """Classes that one step measures distances to, so that many classes need no more memory."""
 CELLS = 2**22
 """Distances of held-out examples to classes that one step holds."""
+EXACT_CLASSES = 1024
+"""Classes up to which held-out distances to classes keep the ridge: with more there are so many
+examples that it does not matter."""
 SAME = 1 - 1e-5
 """Largest cosine to a neighbour: beyond it, rounding to float32 would decide the rank."""
 
@@ -124,18 +127,25 @@ class ClassDistance:
         means: (mu_c - mu) W of the known classes, `[tap, class, width]`.
         whitening: W with W W^T = Sigma_w^-1, the covariance within classes.
         counts: Known examples per class, `[class]`, none empty.
+        ridge: Of every tap; only held-out distances need it, so that it is not saved.
     """
 
     centre: Tensor
     means: Tensor
     whitening: Whitening
     counts: Tensor
+    ridge: Tensor | None = None
 
     @cached_property
     def lengths(self) -> Tensor:
         """Squared lengths of the means, `[tap, class]`."""
         parts = [part.square().sum(-1) for part in self.means.split(CLASSES, 1)]
         return torch.cat(parts, 1)
+
+    @cached_property
+    def means_back(self) -> Tensor:
+        """Sigma_w^-1 (mu_c - mu), `[tap, class, width]`."""
+        return self.whitening.transposed(self.means)
 
     def __call__(self, features: Tensor) -> Tensor:
         """Return the distance of unit features `[example, tap, width]`, `[example, tap]`."""
@@ -154,7 +164,8 @@ class ClassDistance:
         """Return the distance of known examples to the classes of all others, `[example, tap]`.
 
         Without example i of class y (n_y examples, k = n_y / (n_y - 1), z = f - mu_y) the class
-        mean moves to mu_y - z / (n_y - 1) and the scatter loses k z z^T.
+        mean moves to mu_y - z / (n_y - 1) and the scatter loses k z z^T. The ridge stays what it is
+        (see `GlobalDistance.held_out`): to v^T A'^-1 v this adds ridge |A'^-1 v|^2.
         """
         rows = max(1, CELLS // self.lengths.numel())
         parts = zip(features.split(rows), classes.split(rows), strict=True)
@@ -175,6 +186,16 @@ class ClassDistance:
         across = across / count
         others = (count - 1) * (square.clamp_min(0) / count + gain[..., None] * across.square())
         own = (count - 1) * share * gain * lever
+        if self.ridge is not None and len(self.counts) <= EXACT_CLASSES:
+            ridge = (count - 1) / count**2 * self.ridge[:, None]
+            back, there = (self.whitening.transposed(part) for part in (apart, white))
+            to = self.means_back
+            length, turn = back.square().sum(-1), gain[..., None] * across
+            square = there.square().sum(-1, keepdim=True) - 2 * there @ to.transpose(1, 2)
+            square = square + to.square().sum(-1)[:, None] + turn.square() * length[..., None]
+            along = (there * back).sum(-1, keepdim=True) - back @ to.transpose(1, 2)
+            others = others + ridge[..., None] * (square + 2 * turn * along)
+            own = own + ridge * gain.square() * length
         own = torch.where(number > 1, own, torch.inf)  # its class goes with it
         index = classes.expand(len(own), -1)[..., None]
         return others.scatter(2, index, own[..., None]).amin(-1).T
