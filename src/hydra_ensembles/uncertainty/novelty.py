@@ -11,7 +11,7 @@ each kind of terms has a weight, shared by its taps. The usual weights:
     trunk: distance to the nearest class          1   relative to that to all known data
     last block: distance to the nearest class     2   this block was trained to tell classes apart
     probability                                   1   generalized entropy (GEN, Liu et al., 2023)
-    probability of absent classes                 4   only where there are any
+    probability of absent classes                 2   only where there are any
 
 An absent class is one that the host learned and the known data has no example of (with labels).
 Without labels, or with two classes, there are no distances to classes, and the last block's
@@ -156,7 +156,7 @@ def usual_terms(
         absent: Whether the host learned classes that no known example has.
     """
     ends: dict[Term, float] = {("gen", -1): probability} if probability else {}
-    ends |= {("absent", -1): 4.0} if absent else {}
+    ends |= {("absent", -1): 2.0} if absent else {}
     late = range(first_class_tap, taps) if classes else range(0)
     if not uses_last_block:
         found = {("distance", tap): 4 / taps for tap in range(taps)}
