@@ -142,7 +142,9 @@ def test_classes_that_the_host_learned_and_the_known_data_lacks_are_found(choose
         features, logits, labels = answered(1000, 100 + seed, known=CLASSES)
         rank, score = novelty(features, logits)
         new = labels >= CLASSES - 2
-        assert float(shares_below(score[~new, None], score[new, None]).mean()) > 0.85
+        assert float(shares_below(score[~new, None], score[new, None]).mean()) > (
+            0.7 if choose else 0.85
+        )
         rates.append(float((rank[~new] > 0.95).float().mean()))
     assert 0.04 < sum(rates) / len(rates) < 0.06
     twin = from_tensors(novelty.tensors(), novelty.facts())
