@@ -27,7 +27,7 @@ from lab.detectors import Set
 from lab.known import BRANCHED
 from lab.near_cases import Draw, columns, tuned, untuned_texts
 from lab.near_features import keep_digits, keep_images, keep_texts
-from lab.near_page import page
+from lab.near_page import ALONE, page
 from lab.records import PAGES, this_commit
 from torch import Tensor
 
@@ -42,6 +42,8 @@ OURS: dict[str, dict[str, bool]] = {
     "default, training data": {"choose": True, "train": True},
 }
 """Our rows; the first draw has all of them, the others the first two."""
+ABSENT = ("absent", -1)
+"""The term of classes that the host learned and the known data lacks."""
 
 
 def auroc(score: Callable[[Set], Tensor], draw: Draw) -> dict[str, float]:
@@ -70,6 +72,11 @@ def figures(
         if row not in ours or (options.get("train") and draw.trained is None):
             continue
         novelty = draw.novelty(**options)
+        if row == "usual" and ABSENT in novelty.chosen:
+            place = novelty.chosen.index(ABSENT)
+            record["rows"][ALONE] = auroc(
+                lambda d, n=novelty, p=place: n.surprise(d["taps"], d["members"])[:, p], draw
+            )
         found: dict[str, Any] = auroc(lambda d, n=novelty: n(d["taps"], d["members"])[1], draw)
         rank = novelty(draw.test["taps"], draw.test["members"])[0]
         record["rows"][row] = found
@@ -78,7 +85,7 @@ def figures(
             "alarms": round(100 * float((rank > 0.95).double().mean()), 2),
         }
     if earlier is not None:
-        rivals = {row: v for row, v in earlier["rows"].items() if row not in OURS}
+        rivals = {row: v for row, v in earlier["rows"].items() if row not in (*OURS, ALONE)}
         return record | {"rows": record["rows"] | rivals}
     for row, score in draw.rivals().items():
         found = auroc(score, draw)

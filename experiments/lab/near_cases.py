@@ -30,6 +30,8 @@ from .tasks import CIFAR8, PAIRS
 
 SCALES = (5, 10, 15, 20, 25, 30, 40)
 DRAWS = 5
+CHOSEN = ("cifar8-09", "cifar8-18")
+"""Hosts that were trained without two classes, on which a weight was chosen: no table has them."""
 QUICK = 1500
 """Known examples above which slow rivals are left out."""
 
@@ -299,6 +301,7 @@ def tuned(
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(pool["labels"]), generator=generator)
     known = rows_of(pool, order[:count])
+    far = tuple(name for name in far if name in heard)
     return Draw(known, rows_of(pool, order[count:]) if redrawn else test, heard, far, proxies)
 
 
@@ -331,7 +334,8 @@ def columns(cache_folder: Path) -> dict[str, list[Callable[[], Draw]]]:
             lambda s=s: tuned(root / "cifar10", s, **cifar) for s in range(DRAWS)
         ],
         "CIFAR-10, pairs left out of training": [
-            lambda s=s, name=name: tuned(root / name, s, **cifar) for s, name in enumerate(CIFAR8)
+            lambda s=s, name=name: tuned(root / name, s, **cifar)
+            for s, name in enumerate(name for name in CIFAR8 if name not in CHOSEN)
         ],
         "CLINC150, fine-tuned": [
             lambda s=s: tuned(root / "clinc150", s, count=3000, **clinc) for s in range(DRAWS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -82,19 +84,27 @@ def test_terms_join_the_usual_sum() -> None:
     weights = dict(zip(novelty.chosen, novelty.weights.tolist(), strict=True))
     usual = dict(zip(alone.chosen, alone.weights.tolist(), strict=True))
     more = {term: weight - usual.get(term, 0.0) for term, weight in weights.items()}
-    times = [weight / (sum(usual.values()) / 8) for weight in more.values()]
-    assert all(abs(number - round(number)) < 1e-5 and number > -1e-5 for number in times)
-    assert 0 < sum(times) <= term_choice.MOST_TERMS + 1e-4
+    assert min(more.values()) > -1e-5
+    # each step adds an eighth of the sum before it
+    steps = math.log(1 + sum(more.values()) / sum(usual.values())) / math.log(9 / 8)
+    assert abs(steps - round(steps)) < 1e-4 and 1 <= round(steps) <= term_choice.MOST_TERMS
     features, logits, _ = examples(50, 5)
     expected = novelty.surprise(features, logits) @ novelty.weights
     torch.testing.assert_close(novelty(features, logits)[1], expected)
 
 
-def test_nothing_is_chosen_where_left_out_classes_are_found_anyway(
+def test_the_last_block_weighs_more_where_left_out_classes_are_found_anyway(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(term_choice, "FOUND", 60.0)
-    assert not joined(fitted())
+    novelty, alone = fitted(), fitted(choose=False)
+    assert novelty.chosen == alone.chosen and "found anyway" in novelty.choice
+    more = (novelty.weights - alone.weights).tolist()
+    found = float(novelty.choice.split("AUROC ")[1].split(")")[0])
+    assert 60 < found < 100
+    part = float(alone.weights.sum()) * (100 - found) / 20
+    expected = [part if term == ("class", 3) else 0.0 for term in alone.chosen]
+    assert more == pytest.approx(expected, abs=0.05)
 
 
 def test_the_usual_terms_stay_where_nothing_is_gained() -> None:
@@ -107,6 +117,76 @@ def test_the_usual_terms_stay_where_nothing_is_gained() -> None:
 
 def test_few_examples_keep_the_usual_terms() -> None:
     assert fitted(150).choice == "the usual terms"
+
+
+def answered(
+    count: int, seed: int, *, known: int, trained: int = CLASSES
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw features that tell no classes apart, and logits of a host that learned `trained`."""
+    draw = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, known, (count,), generator=draw)
+    logits = 2 * torch.randn(count, 1, CLASSES, generator=draw)
+    logits[torch.arange(count), 0, labels] += 6
+    logits[..., trained:] -= 30  # outputs that were never trained
+    return torch.randn(count, TAPS, WIDTH, generator=draw), logits, labels
+
+
+@pytest.mark.parametrize("choose", [False, True])
+def test_classes_that_the_host_learned_and_the_known_data_lacks_are_found(choose: bool) -> None:
+    rates = []
+    for seed in range(20):
+        fit = empty(choose=choose)
+        fit.add_(*answered(300, seed, known=CLASSES - 2))
+        novelty = fit.finish()
+        assert ("absent", -1) in novelty.chosen
+        features, logits, labels = answered(1000, 100 + seed, known=CLASSES)
+        rank, score = novelty(features, logits)
+        new = labels >= CLASSES - 2
+        assert float(shares_below(score[~new, None], score[new, None]).mean()) > (
+            0.7 if choose else 0.85
+        )
+        rates.append(float((rank[~new] > 0.95).float().mean()))
+    assert 0.04 < sum(rates) / len(rates) < 0.06
+    twin = from_tensors(novelty.tensors(), novelty.facts())
+    assert torch.equal(twin(features, logits)[1], score)
+
+
+def test_outputs_that_were_never_trained_are_no_absent_classes() -> None:
+    fit, other = empty(choose=False), empty(choose=False)
+    fit.add_(*answered(300, 0, known=CLASSES - 2, trained=CLASSES - 2))
+    other.add_(*answered(300, 0, known=CLASSES))
+    for novelty in (fit.finish(), other.finish()):
+        assert ("absent", -1) not in novelty.chosen and novelty.measures.absent is None
+
+
+def test_with_two_classes_the_probability_weighs_less() -> None:
+    weights = {}
+    for classes in (2, 3):
+        fit = NoveltyFit([f"block {tap}" for tap in range(TAPS)], classes=classes, class_taps=2)
+        features, logits, _ = examples(50, 0)
+        fit.add_(features, logits[..., :classes])
+        novelty = fit.finish()
+        weights[classes] = float(novelty.weights[novelty.chosen.index(("gen", -1))])
+    assert weights == {2: 0.5, 3: 1.0}
+
+
+def test_a_class_of_one_example_is_absent_without_it() -> None:
+    features, logits, labels = answered(60, 3, known=4)
+    labels[7] = 5  # its only example
+    probability = logits[:, 0].softmax(-1)
+    present, number = labels.unique(return_inverse=True)
+    moments = Moments.empty(TAPS, WIDTH, len(present), first_class_tap=2)
+    moments.add_(features, number)
+    absent = torch.ones(CLASSES)
+    absent[present], absent[9] = 0.0, -1.0
+    distances = global_distance(moments), class_distance(moments)
+    measures = Measures(*distances, 2, absent=absent)
+    rows = torch.arange(60)
+    found = measures(unit(features.double()), probability, rows=rows, classes=number)[:, -1]
+    expected = probability[:, [4, 6, 7, 8]].sum(1)
+    expected[7] += probability[7, 5]
+    assert measures.terms[-1] == ("absent", -1)
+    torch.testing.assert_close(found, expected.double())
 
 
 def test_the_choice_is_deterministic_and_saved() -> None:

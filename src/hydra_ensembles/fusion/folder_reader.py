@@ -302,7 +302,9 @@ def _check_novelty(ensemble: HydraEnsemble, folder: Path) -> None:
     taps = tap_names(len(ensemble.body.trunk), readout=ensemble.readout.has_token)
     try:
         width = novelty.measures.distance.mean.shape[-1]
-        classes = 2 if novelty.classes is None else len(novelty.classes.counts)
+        absent = novelty.measures.absent
+        known = 2 if novelty.classes is None else len(novelty.classes.counts)
+        classes = known if absent is None else len(absent)
         summaries = torch.zeros(2, len(novelty.taps), width)
         logits = torch.zeros(2, ensemble.members, classes)
         novelty(summaries, logits if novelty.measures.probable else None)

@@ -5,6 +5,7 @@
     relative   c(f) - d(f)                                             arXiv 2106.09022
     neighbour  -max_i f . f_i, over known examples                     arXiv 2204.06507 with k = 1
     cosine     -max_c f . mu_c / |mu_c|
+    absent     sum over c of p_c, of the classes that no known example has
 
 Sigma = S / n + ridge I with the scatter S of the known data, Sigma_w the same around class means;
 `moments.py` fits them. Larger is further away, **so a higher value speaks for a new input**, as
@@ -28,11 +29,14 @@ from torch import Tensor
 from .scores import entropy_of, gen_of
 
 Term = tuple[str, int]
-"""Kind and tap of a term; scores of the probability, `gen` and `entropy`, have tap -1."""
+"""Kind and tap of a term; those of the probability (`gen`, `entropy`, `absent`) have tap -1."""
 CLASSES = 1024
 """Classes that one step measures distances to, so that many classes need no more memory."""
 CELLS = 2**22
 """Distances of held-out examples to classes that one step holds."""
+EXACT_CLASSES = 1024
+"""Classes up to which held-out distances to classes keep the ridge: with more there are so many
+examples that it does not matter."""
 SAME = 1 - 1e-5
 """Largest cosine to a neighbour: beyond it, rounding to float32 would decide the rank."""
 
@@ -123,18 +127,25 @@ class ClassDistance:
         means: (mu_c - mu) W of the known classes, `[tap, class, width]`.
         whitening: W with W W^T = Sigma_w^-1, the covariance within classes.
         counts: Known examples per class, `[class]`, none empty.
+        ridge: Of every tap; only held-out distances need it, so that it is not saved.
     """
 
     centre: Tensor
     means: Tensor
     whitening: Whitening
     counts: Tensor
+    ridge: Tensor | None = None
 
     @cached_property
     def lengths(self) -> Tensor:
         """Squared lengths of the means, `[tap, class]`."""
         parts = [part.square().sum(-1) for part in self.means.split(CLASSES, 1)]
         return torch.cat(parts, 1)
+
+    @cached_property
+    def means_back(self) -> Tensor:
+        """Sigma_w^-1 (mu_c - mu), `[tap, class, width]`."""
+        return self.whitening.transposed(self.means)
 
     def __call__(self, features: Tensor) -> Tensor:
         """Return the distance of unit features `[example, tap, width]`, `[example, tap]`."""
@@ -153,7 +164,8 @@ class ClassDistance:
         """Return the distance of known examples to the classes of all others, `[example, tap]`.
 
         Without example i of class y (n_y examples, k = n_y / (n_y - 1), z = f - mu_y) the class
-        mean moves to mu_y - z / (n_y - 1) and the scatter loses k z z^T.
+        mean moves to mu_y - z / (n_y - 1) and the scatter loses k z z^T. The ridge stays what it is
+        (see `GlobalDistance.held_out`): to v^T A'^-1 v this adds ridge |A'^-1 v|^2.
         """
         rows = max(1, CELLS // self.lengths.numel())
         parts = zip(features.split(rows), classes.split(rows), strict=True)
@@ -174,6 +186,16 @@ class ClassDistance:
         across = across / count
         others = (count - 1) * (square.clamp_min(0) / count + gain[..., None] * across.square())
         own = (count - 1) * share * gain * lever
+        if self.ridge is not None and len(self.counts) <= EXACT_CLASSES:
+            ridge = (count - 1) / count**2 * self.ridge[:, None]
+            back, there = (self.whitening.transposed(part) for part in (apart, white))
+            to = self.means_back
+            length, turn = back.square().sum(-1), gain[..., None] * across
+            square = there.square().sum(-1, keepdim=True) - 2 * there @ to.transpose(1, 2)
+            square = square + to.square().sum(-1)[:, None] + turn.square() * length[..., None]
+            along = (there * back).sum(-1, keepdim=True) - back @ to.transpose(1, 2)
+            others = others + ridge[..., None] * (square + 2 * turn * along)
+            own = own + ridge * gain.square() * length
         own = torch.where(number > 1, own, torch.inf)  # its class goes with it
         index = classes.expand(len(own), -1)[..., None]
         return others.scatter(2, index, own[..., None]).amin(-1).T
@@ -192,6 +214,8 @@ class Measures:
         totals: Sums of the unit features of each class, `[tap, class, width]`; None without.
         cosine_taps: The taps of `totals`.
         probable: Whether there are scores of probabilities: not every task has classes.
+        absent: `[class]`, 0 for each class of the known data, 1 for each that the host learned
+            and no known example has, -1 for other outputs; None where there is no 1.
     """
 
     distance: GlobalDistance
@@ -202,6 +226,7 @@ class Measures:
     totals: Tensor | None = None
     cosine_taps: tuple[int, ...] = ()
     probable: bool = True
+    absent: Tensor | None = None
 
     @property
     def terms(self) -> list[Term]:
@@ -212,7 +237,8 @@ class Measures:
         found += [(kind, tap) for kind in ("class", "relative") for tap in late]
         found += [("neighbour", tap) for tap in self.neighbour_taps]
         found += [("cosine", tap) for tap in self.cosine_taps]
-        return [*found, *(("gen", -1), ("entropy", -1))[: 2 if self.probable else 0]]
+        found += [("gen", -1), ("entropy", -1)] if self.probable else []
+        return found if self.absent is None else [*found, ("absent", -1)]
 
     def __call__(
         self,
@@ -253,7 +279,20 @@ class Measures:
         if probability is not None:
             scores = torch.stack([gen_of(probability), entropy_of(probability)], 1)
             parts.append(scores.to(distance.dtype))
+            if self.absent is not None:
+                share = self._absent(probability, held_out, classes)
+                parts.append(share[:, None].to(distance.dtype))
         return torch.cat(parts, 1)
+
+    def _absent(self, probability: Tensor, held_out: bool, classes: Tensor | None) -> Tensor:
+        assert self.absent is not None
+        share: Tensor = probability @ (self.absent > 0).to(probability.dtype)
+        if not held_out or classes is None or self.classes is None:
+            return share
+        # a class of one example goes with it
+        own = (self.absent == 0).nonzero()[classes]
+        alone = self.classes.counts[classes] == 1
+        return share + probability.gather(1, own)[:, 0] * alone
 
     def _cosine(self, features: Tensor, held_out: bool, classes: Tensor | None) -> Tensor:
         assert self.totals is not None

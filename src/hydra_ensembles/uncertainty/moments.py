@@ -210,11 +210,12 @@ def class_distance(moments: Moments) -> ClassDistance:
     free = max(1, count - int(present.sum()))
     first = len(moments.total) - moments.class_totals.shape[1]
     centre = moments.mean()[first:]
-    taps, means = [], []
+    taps, means, ridges = [], [], []
     for tap in range(first, len(moments.total)):
         scatter = moments.within_scatter(tap)
-        taps.append(whiten(count, scatter, oracle_approximating(free, scatter)))
+        ridges.append(oracle_approximating(free, scatter))
+        taps.append(whiten(count, scatter, ridges[-1]))
         apart = moments.class_means(tap)[present] - centre[tap - first]
         means.append(stacked(taps[-1:])(apart[None])[0])
     counts = moments.class_counts[present]
-    return ClassDistance(centre, torch.stack(means), stacked(taps), counts)
+    return ClassDistance(centre, torch.stack(means), stacked(taps), counts, torch.stack(ridges))

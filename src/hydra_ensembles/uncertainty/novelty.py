@@ -11,13 +11,15 @@ each kind of terms has a weight, shared by its taps. The usual weights:
     trunk: distance to the nearest class          1   relative to that to all known data
     last block: distance to the nearest class     2   this block was trained to tell classes apart
     probability                                   1   generalized entropy (GEN, Liu et al., 2023)
+    probability of absent classes                 2   only where there are any
 
+An absent class is one that the host learned and the known data has no example of (with labels).
 Without labels, or with two classes, there are no distances to classes, and the last block's
-distance to all known data weighs 0.5. The weights were chosen on textures, MNIST, TREC,
-out-of-scope validation questions, scribbles, proxies, and classes left out of the known data. Where
-leaving out classes of the known data shows that a longer sum finds them clearly better here,
-terms join (`term_choice.py`). As terms depend on each other, the score is not read off a chi-square
-table: it is ranked among the known examples' own scores.
+distance to all known data weighs 0.5; with two classes the probability weighs 0.5. The weights were
+chosen on textures, MNIST, TREC, out-of-scope validation questions, scribbles, proxies, and classes
+left out of the known data. Where leaving out classes of the known data shows that a longer sum
+finds them clearly better here, terms join (`term_choice.py`). As terms depend on each other, the
+score is not read off a chi-square table: it is ranked among the known examples' own scores.
 
 P-values by rank among held-out known data, continued beyond the largest value seen.
 
@@ -129,6 +131,7 @@ KINDS = {
     "cosine": "{}, nearest class by cosine",
     "gen": "probability",
     "entropy": "entropy",
+    "absent": "probability of classes without known examples",
 }
 """Names of the kinds of terms."""
 
@@ -139,7 +142,8 @@ def usual_terms(
     *,
     classes: bool,
     uses_last_block: bool,
-    probable: bool = True,
+    probability: float = 1.0,
+    absent: bool = False,
 ) -> dict[Term, float]:
     """Return the usual terms and their weights (see the top of this file).
 
@@ -148,9 +152,11 @@ def usual_terms(
         first_class_tap: The first tap that measures distances to classes.
         classes: Whether there are distances to classes.
         uses_last_block: Whether the last tap is the end of the last block.
-        probable: Whether there is a probability: not every task has classes.
+        probability: Weight of the probability; 0 without one: not every task has classes.
+        absent: Whether the host learned classes that no known example has.
     """
-    ends: dict[Term, float] = {("gen", -1): 1.0} if probable else {}
+    ends: dict[Term, float] = {("gen", -1): probability} if probability else {}
+    ends |= {("absent", -1): 2.0} if absent else {}
     late = range(first_class_tap, taps) if classes else range(0)
     if not uses_last_block:
         found = {("distance", tap): 4 / taps for tap in range(taps)}
@@ -311,6 +317,7 @@ class Novelty:
             "distance.level": measures.distance.whitening.level,
             "neighbours": measures.neighbours,
             "totals": measures.totals,
+            "absent": measures.absent,
             "weights": self.weights,
             "ranks.values": self.ranks.values,
             "ranks.scale": self.ranks.scale,
@@ -393,6 +400,7 @@ def from_tensors(tensors: dict[str, Tensor], facts: dict[str, Any]) -> Novelty:
                 tensors.get("totals"),
                 tuple(facts["cosine_taps"]),
                 any(kind in ("gen", "entropy") for kind, _ in facts["terms"]),
+                tensors.get("absent"),
             ),
             chosen=tuple((str(kind), int(tap)) for kind, tap in facts["terms"]),
             weights=tensors["weights"],

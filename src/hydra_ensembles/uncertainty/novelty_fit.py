@@ -172,12 +172,14 @@ class NoveltyFit:
         classes = int(present.sum())
         enough = classes >= FEWEST_CLASSES and moments.count >= PER_CLASS * classes
         labelled = self._labelled and enough
+        absent = self._absent(present) if labelled and self._known.probable else None
         terms = usual_terms(
             len(self.taps),
             self.first_class_tap,
             classes=labelled,
             uses_last_block=self.uses_last_block,
-            probable=self._known.probable,
+            probability=(0.5 if self.number == 2 else 1.0) if self._known.probable else 0.0,
+            absent=absent is not None,
         )
         kept = self._train if self.trained else self._known
         first, second = self._known.halves()
@@ -198,7 +200,7 @@ class NoveltyFit:
         # the half that the choice saw is ranked only where nothing was chosen
         every = torch.arange(self._known.count)
         ranked = second if choice.joined and by_known else every
-        measures = self._measures(moments, labelled, choice, kept)
+        measures = self._measures(moments, labelled, choice, kept, absent)
         values = self._values(measures, choice, ranked)
         ranks = Ranks.of(values)
         weights = torch.tensor(list(choice.weights.values()), dtype=torch.float64)
@@ -227,6 +229,15 @@ class NoveltyFit:
             choice=self._said(choice),
         ).single()
 
+    def _absent(self, present: Tensor) -> Tensor | None:
+        """Say which classes the host learned and no known example has (see `Measures`).
+
+        An output that was never trained gives no known example more than chance, 1 / classes.
+        """
+        learned = self._known.largest_probability > 1 / len(present)
+        absent = torch.where(present, 0.0, torch.where(learned, 1.0, -1.0)).double()
+        return absent if bool((absent > 0).any()) else None
+
     def _families(self, add_proxies: Callable[[], None] | None) -> dict[str, Examples] | None:
         """Return the far outliers; None where none were given and none can be made."""
         if add_proxies is not None:
@@ -240,13 +251,18 @@ class NoveltyFit:
     def _said(self, choice: Choice) -> str:
         """Say which terms are summed and why."""
         joined = [
-            f"{times} x {KINDS[kind].format(self.taps[tap])}"
-            for (kind, tap), times in choice.joined.items()
+            f"{share:.0%} {KINDS[kind].format(self.taps[tap])}"
+            for (kind, tap), share in choice.joined.items()
         ]
         return f"{choice.note}: {' + '.join(joined)}" if joined else choice.note
 
     def _measures(
-        self, moments: Moments, labelled: bool, choice: Choice, kept: KeptExamples
+        self,
+        moments: Moments,
+        labelled: bool,
+        choice: Choice,
+        kept: KeptExamples,
+        absent: Tensor | None,
     ) -> Measures:
         """Fit what the chosen terms are measured with."""
         near, cosine = (choice.taps(kind) for kind in ("neighbour", "cosine"))
@@ -266,6 +282,7 @@ class NoveltyFit:
             totals,
             tuple(cosine),
             self._known.probable,
+            absent,
         )
 
     def _values(self, measures: Measures, choice: Choice, ranked: Tensor) -> Tensor:
@@ -317,6 +334,11 @@ class KeptExamples:
     def probable(self) -> bool:
         """Whether the examples have probabilities."""
         return "probability" in self._columns
+
+    @property
+    def largest_probability(self) -> Tensor:
+        """The largest probability that an example gives to each class, `[class]`."""
+        return torch.cat(self._columns["probability"]).amax(0)
 
     def add_(self, summaries: Tensor, member_logits: Tensor | None, labels: Tensor | None) -> None:
         """Add a batch, in place; what one batch lacks is kept of none."""

@@ -5,14 +5,18 @@ statistics are fitted to the others, whose examples are held out in closed form,
 classes are the outliers; probabilities of the left-out classes are dropped. Without labels,
 clusters are left out.
 
-Terms join the usual sum step by step, each with an eighth of its weight; a term may join again.
-The one joins that raises the mean AUROC of left-out classes most, until that is below 0.05.
-Left-out classes tell nothing about far outliers, which the usual sum finds. So far outliers
-(proxies, or given ones) have a veto: a term does not join if the sum then loses 0.2 AUROC on any
-family of them, and 0.02 more for each point that the usual sum is short of 100 there. The usual sum
-stays where left-out classes are found anyway, and unless the longer sum is better by 0.5 AUROC in
-the mean, on classes that took no part in choosing, with a paired interval above 0, and loses no
-more than twice the above on any family of far outliers.
+Terms join the usual sum step by step, each with an eighth of the weight of all before it, so that
+the usual sum's share may become small; a term may join again. The one joins that raises the mean
+AUROC of left-out classes most, until that is below 0.05. Left-out classes tell nothing about far
+outliers, which the usual sum finds. So far outliers (proxies, or given ones) have a veto: a term
+does not join if the sum then loses 0.2 AUROC on any family of them, and 0.02 more for each point
+that the usual sum is short of 100 there. The usual sum stays unless the longer sum is better by 0.5
+AUROC in the mean, on classes that took no part in choosing, with a paired interval above 0, and
+loses no more than twice the above on any family of far outliers.
+
+A host that was trained on the classes finds left-out classes anyway, and they say little about what
+it never saw. There nothing is chosen; the distance to classes after the last block, which was
+trained to tell them apart, weighs more, by how far left-out classes are short of an AUROC of 100.
 
 Candidates are the distances of the last blocks (to all data, to classes, relative), the nearest
 neighbour, the nearest class by cosine, which is the distance to classes at full shrinkage, and two
@@ -39,12 +43,16 @@ LEAST_EXAMPLES, LEAST_PER_CLASS = 100, 5
 MOST_CLASSES = 1000
 TRUNK_TAPS = 8
 """Taps of the trunk that stand for all of them while terms are chosen."""
-MOST_TERMS = 12
+MOST_TERMS = 24
 SHARE = 8
-"""One term that joins has the usual sum's weight, divided by this."""
+GROWTH = 1 + 1 / SHARE
+"""A term that joins has the weight of the sum so far, divided by `SHARE`: the sum grows by it."""
 FOUND = 85.0
-"""AUROC of left-out classes above which nothing is chosen: this host tells them apart already, and
-they say little about what it never saw."""
+"""AUROC of left-out classes from which on the host has learned to tell them apart: they say little
+about what it never saw then."""
+LEARNED = 20
+"""Then the last block's distance to classes adds this part of the usual sum's weight for each point
+that left-out classes are short of 100: 1 / 20."""
 GAIN, STEP_GAIN = 0.5, 0.05
 """In AUROC, percent: what a choice must gain, and what a step must gain."""
 FAR_LOSS, SHORT_LOSS = 0.2, 0.02
@@ -68,12 +76,12 @@ class Choice:
 
     Attributes:
         weights: Of all terms.
-        joined: The terms that joined the usual ones, in their order, and how often.
+        joined: The terms that joined the usual ones, in their order, and their shares of the sum.
         note: Why, in a few words.
     """
 
     weights: dict[Term, float]
-    joined: dict[Term, int] = field(default_factory=dict)
+    joined: dict[Term, float] = field(default_factory=dict)
     note: str = "the usual terms"
 
     def taps(self, kind: str) -> list[int]:
@@ -166,6 +174,8 @@ def choose_terms(
         fold, terms = _fold(examples, groups, left_out, heard, late, classes)
         weights = torch.zeros(len(terms), dtype=torch.float64)
         for (kind, tap), weight in usual.items():
+            if kind == "absent":  # of classes that no fold has
+                continue
             of_trunk = kind == "distance" and tap < taps - 1
             for heard_tap in trunk if of_trunk else (tap,):
                 share = weight / len(trunk) if of_trunk else weight
@@ -177,8 +187,11 @@ def choose_terms(
         if tap >= first_class_tap and kind not in without
     ]
     if classes:  # clusters say nothing about probabilities
-        candidates += [1 + terms.index(term) for term in (("gen", -1), ("entropy", -1))]
+        candidates += [1 + place for place, (_, tap) in enumerate(terms) if tap < 0]
     verdict, checked = judged(folds, candidates), ""
+    if classes and verdict.before >= FOUND and ("absent", -1) not in usual:
+        found = f"left-out classes are found anyway, AUROC {verdict.before:.1f}"
+        return longer_sum(usual, {("class", taps - 1): (100 - verdict.before) / LEARNED}, found)
     if verdict.gains:
         families = far()
         if families is None:
@@ -190,15 +203,23 @@ def choose_terms(
     if not verdict.clear:
         before, after = f"{verdict.before:.1f}", f"{verdict.after:.1f}"
         return Choice(usual, note=f"the usual terms ({figure} {before}, with others {after})")
-    longer, joined = dict(usual), dict[Term, int]()
-    for column in select(folds, candidates):
+    more = dict[Term, float]()
+    for step, column in enumerate(select(folds, candidates)):
         term = terms[column - 1]
-        joined[term] = joined.get(term, 0) + 1
-        longer[term] = longer.get(term, 0.0) + sum(usual.values()) / SHARE
-    note = (
-        f"the usual terms and others ({figure} {verdict.after:.1f}, without {verdict.before:.1f})"
-    )
-    return Choice(longer, joined, note)
+        more[term] = more.get(term, 0.0) + GROWTH**step / SHARE
+    return longer_sum(usual, more, f"{figure} {verdict.after:.1f}, without {verdict.before:.1f}")
+
+
+def longer_sum(usual: dict[Term, float], more: dict[Term, float], why: str) -> Choice:
+    """Return the choice of the usual terms and more, whose weights are parts of the usual sum's."""
+    whole = 1 + sum(more.values())
+    # no fold has absent classes: their share stays
+    weights = {(k, tap): w * (whole if k == "absent" else 1) for (k, tap), w in usual.items()}
+    total = sum(weight for (kind, _), weight in usual.items() if kind != "absent")
+    for term, weight in more.items():
+        weights[term] = weights.get(term, 0.0) + weight * total
+    joined = {term: weight / whole for term, weight in more.items()}
+    return Choice(weights, joined, f"the usual terms and others ({why})")
 
 
 def judged(folds: Sequence[Fold], candidates: Sequence[int]) -> Verdict:
@@ -208,7 +229,7 @@ def judged(folds: Sequence[Fold], candidates: Sequence[int]) -> Verdict:
         joined = select([other for other in folds if other is not fold], candidates)
 
         def sums(columns: Tensor, joined: Sequence[int] = joined) -> Tensor:
-            return torch.stack([columns[:, 0], columns[:, [0, *joined]].sum(1)], 1)
+            return torch.stack([columns[:, 0], summed(columns, joined)], 1)
 
         known = sums(fold.known)
         shares = 100 * shares_below(known, sums(fold.near))
@@ -222,7 +243,14 @@ def judged(folds: Sequence[Fold], candidates: Sequence[int]) -> Verdict:
     every = torch.tensor(gains)
     low = float(every.mean() - 1.96 * every.std() / len(every) ** 0.5)
     lost = torch.tensor(losses, dtype=torch.float64).view(len(folds), -1).mean(0)
-    return Verdict(before, after, low, lost, allowed_loss(_figures(folds, [], [-1])[1][:, 0]))
+    allowed = allowed_loss(_figures(folds, [], [-1])[1][:, 0])
+    return Verdict(before, after, low, lost, allowed)
+
+
+def summed(columns: Tensor, joined: Sequence[int]) -> Tensor:
+    """Return the first column and those that joined: each an eighth of the sum before it."""
+    weights = [1.0, *(GROWTH**step for step in range(len(joined)))]
+    return columns[:, [0, *joined]] @ torch.tensor(weights, dtype=columns.dtype)
 
 
 def allowed_loss(found: Tensor) -> Tensor:
@@ -258,7 +286,7 @@ def _figures(
     """
 
     def sums(columns: Tensor) -> Tensor:
-        return columns[:, [0, *joined]].sum(1, keepdim=True) + columns[:, list(more)]
+        return summed(columns, joined)[:, None] + GROWTH ** len(joined) * columns[:, list(more)]
 
     near, far = [], []
     for fold in folds:
