@@ -201,7 +201,7 @@ def torch_pruning(store: Store, row: Row, draw: int) -> Answers:
     """Prune a host by Torch-Pruning to the same counted cost."""
     task = store.task
     host = task.host(draw)
-    model = pruned_by_torch_pruning(task, host, row["max_cost"])
+    model = copy.deepcopy(pruned_by_torch_pruning(task, draw, row["max_cost"]))
     if row.get("then") == "refit":
         data = task.training("train", PRUNE)
         refit_(model, host, data, progress=False)
@@ -211,12 +211,15 @@ def torch_pruning(store: Store, row: Row, draw: int) -> Answers:
     return answers_of_model(task, model.eval(), row, draw)
 
 
-def pruned_by_torch_pruning(task: Task, host: nn.Module, max_cost: float) -> nn.Module:
+@lru_cache(maxsize=1)
+def pruned_by_torch_pruning(task: Task, seed: int, max_cost: float) -> nn.Module:
     """Remove units by group Taylor importance, equally in all layers, to a counted cost.
 
-    Both heads and neurons, or neurons only, whichever is more accurate on calibration data. The
-    residual width stays: nothing would be left of a model whose width is cut without training.
+    Both heads and neurons, or neurons only, whichever is more accurate on calibration data: those
+    are all the tuning runs. The residual width stays: nothing would be left of a model whose width
+    is cut without training.
     """
+    host = task.host(seed)
     dense, found = hydra.cost(host, task.one), []
     for heads in (True, False):
         low, high, best = 0.0, 0.98, None
