@@ -43,6 +43,8 @@ from hydra_ensembles.uncertainty import find_temperature
 
 RECORD = PAGES / "fold-gap.json"
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
+SHARES = (0.0, 0.5, 1.0)
+"""Of the fit to probabilities, among which the divergence may choose."""
 
 
 @dataclass
@@ -91,6 +93,43 @@ def fits(seen: Seen) -> tuple[Linear, SoftRows, Rows]:
     return both.linear, soft, rows
 
 
+def mixed(ridge: Linear, soft: Linear, share: float) -> Linear:
+    """Return a fit to logits with a share of a fit to probabilities in it."""
+    assert ridge.bias is not None and soft.bias is not None
+    return Linear(
+        (1 - share) * ridge.weight + share * soft.weight,
+        (1 - share) * ridge.bias + share * soft.bias,
+    )
+
+
+def divergence(linear: Linear, seen: Seen) -> float:
+    """Return the mean divergence of the hosts' mean probabilities from a fit at one temperature."""
+    target = seen.logits.double().softmax(-1).mean(1)
+    logits = seen.features.double() @ linear.weight + linear.bias
+    entropy = -torch.special.xlogy(target, target).sum(-1).mean()
+    factors = torch.logspace(-0.5, 0.5, 21).tolist()
+    said = [-(target * (logits * by).log_softmax(-1)).sum(-1).mean() for by in factors]
+    return float(min(said) - entropy)
+
+
+def chosen_by_divergence(seen: Seen, rows: Rows, soft: SoftRows) -> tuple[str, Linear]:
+    """Choose the ridge and the mix by the divergence on the held-out fifth, without labels."""
+    judges = judges_among(0, len(seen.logits), 0)
+    held = Seen(seen.features[judges], seen.logits[judges], None)
+    fitted = SoftRows()
+    fitted.add_(seen.features[~judges], seen.logits[~judges].softmax(-1).mean(1, keepdim=True))
+    part, whole = fitted.fit()[0].linear, soft.fit()[0].linear
+    assert rows.fitted is not None and rows.judging is not None
+    found = {}
+    for ridge in (1e-4, *RIDGES):
+        linear = solve(rows.fitted, ridge)
+        for share in SHARES:
+            found[ridge, share] = divergence(mixed(linear, part, share), held)
+    ridge, share = min(found, key=lambda pair: found[pair])
+    linear = solve(rows.fitted + rows.judging, ridge)
+    return f"ridge {ridge:g}, {share:g} of the fit to probabilities", mixed(linear, whole, share)
+
+
 def flipped(data: Any) -> Iterator[Tensor]:
     """Mirror images."""
     for batch in data:
@@ -105,6 +144,8 @@ def students(task: Task, hosts: Hosts, examples: int, *, every: bool) -> dict[st
     if not every:
         return {"as fold does it": usual}
     found = {"as fold does it": usual, "probabilities only": soft.fit()[0].linear}
+    chosen, found["chosen by divergence"] = chosen_by_divergence(seen, rows, soft)
+    print(f"Chosen by divergence: {chosen}", flush=True)
     assert rows.fitted is not None and rows.judging is not None
     for ridge in RIDGES:
         found[f"logits only, ridge {ridge:g}"] = solve(rows.fitted + rows.judging, ridge)

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from lab import plainly
+from lab.language_models import load_gemma, load_smollm
 from lab.records import PAGES, this_commit
 from lab.sets import data_root
-from llama import load_gemma, load_smollm, texts, windows
+from llama import texts, windows
 
 import hydra_ensembles as hydra
 from hydra_ensembles._records import write_whole
@@ -51,11 +52,11 @@ def main() -> None:
     """Prune to each budget, measure, keep the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, default=os.environ.get("HYDRA_DATA"))
-    parser.add_argument("--work", type=Path, default=Path("work"))
+    parser.add_argument("--work", type=Path, default=os.environ.get("HYDRA_WORK", "work"))
     parser.add_argument("--model", choices=("smollm", "gemma"), default="smollm")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.9, 0.75])
     args = parser.parse_args()
-    model, tokenizer = (load_smollm if args.model == "smollm" else load_gemma)(args.work)
+    model, tokenizer = (load_smollm if args.model == "smollm" else load_gemma)(Path(args.work))
     fitted, judged = sets(tokenizer, data_root(args.data))
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     dense = perplexity(model, judged)

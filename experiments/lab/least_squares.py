@@ -1,7 +1,8 @@
 """Rows of the tables on least squares: `fold`, `prune`, and what a user would do instead.
 
-A draw of a fold is a trio of hosts: those of seeds 3d, 3d + 1, 3d + 2. A draw of a pruned host is
-its seed. `fold` sees FOLD training inputs of the task and `prune` PRUNE, all without labels.
+A draw of a fold is a trio of hosts: those of seeds 3d, 3d + 1, 3d + 2; or the teachers that `make`
+makes of host d. A draw of a pruned host is its seed. `fold` sees FOLD training inputs of the task
+and `prune` PRUNE, all without labels.
 
     trio             the hosts of a draw: `form` is `ensemble` (side by side) or `soup`
     fold             `hydra.fold` with `options`; `answers` are of `members` or of the `student`
@@ -36,10 +37,20 @@ from hydra_ensembles.refit.refit_run import refit_
 from hydra_ensembles.training import average_weights
 
 from .answers import Answers, Store, ask
-from .methods import Row, answers_of_model, cost_of, deep_ensemble, methods
+from .methods import (
+    LOOKS,
+    Row,
+    answers_of_model,
+    cost_of,
+    deep_ensemble,
+    methods,
+    teachers_of,
+)
 from .tasks import Task
 
 FOLD, PRUNE = 6000, 2500
+NAMES = ("query", "key", "value", "q_proj", "k_proj", "v_proj", "qkv")
+"""Linears of attention that Torch-Pruning must know."""
 
 
 def trio(row: Row, draw: int) -> list[int]:
@@ -77,11 +88,14 @@ class Student:
 
 
 @lru_cache(maxsize=2)
-def folded(store: Store, draw: int, hosts: int, options: str) -> hydra.HydraEnsemble:
-    """Fold the hosts of a draw; rows of members and student share it."""
-    task = store.task
-    models = [task.host(seed) for seed in trio({"hosts": hosts}, draw)]
-    given = json.loads(options)
+def folded(store: Store, draw: int, options: str) -> hydra.HydraEnsemble:
+    """Fold the hosts of a draw, or what the row makes; rows of members and student share it."""
+    task, row = store.task, json.loads(options)
+    if "make" in row:
+        models = teachers_of(store, row, draw)
+    else:
+        models = [task.host(seed) for seed in trio(row, draw)]
+    given = row.get("options", {})
     count = given.pop("examples", FOLD)
     data = task.training(given.pop("part", "train"), count)
     return hydra.fold(models, data, student=True, progress=False, **given)
@@ -90,14 +104,15 @@ def folded(store: Store, draw: int, hosts: int, options: str) -> hydra.HydraEnse
 @methods.register("fold")
 def fold(store: Store, row: Row, draw: int) -> Answers:
     """Ask the members or the student of a folded ensemble."""
-    task, options = store.task, json.dumps(row.get("options", {}), sort_keys=True)
-    ensemble = folded(store, draw, int(row.get("hosts", 3)), options)
+    task, seed = store.task, draw if "make" in row else trio(row, draw)[0]
+    shared = {key: value for key, value in row.items() if key not in (*LOOKS, "answers")}
+    ensemble = folded(store, draw, json.dumps(shared, sort_keys=True))
     if row["answers"] == "members":
-        found = answers_of_model(task, ensemble, row, trio(row, draw)[0])
+        found = answers_of_model(task, ensemble, row, seed)
         for one in found.sets.values():  # the student has rows of its own
             one.pop("student_logits", None)
     else:
-        student, host = Student(ensemble), task.host(trio(row, draw)[0])
+        student, host = Student(ensemble), task.host(seed)
         sets = {name: student.ask(data) for name, data in task.evaluated().items()}
         found = Answers(sets, cost_of(ensemble, host, task.one))
     found.about["record"] = ensemble.record
@@ -186,7 +201,7 @@ def torch_pruning(store: Store, row: Row, draw: int) -> Answers:
     """Prune a host by Torch-Pruning to the same counted cost."""
     task = store.task
     host = task.host(draw)
-    model = pruned_by_torch_pruning(task, host, row["max_cost"])
+    model = copy.deepcopy(pruned_by_torch_pruning(task, draw, row["max_cost"]))
     if row.get("then") == "refit":
         data = task.training("train", PRUNE)
         refit_(model, host, data, progress=False)
@@ -196,12 +211,15 @@ def torch_pruning(store: Store, row: Row, draw: int) -> Answers:
     return answers_of_model(task, model.eval(), row, draw)
 
 
-def pruned_by_torch_pruning(task: Task, host: nn.Module, max_cost: float) -> nn.Module:
+@lru_cache(maxsize=1)
+def pruned_by_torch_pruning(task: Task, seed: int, max_cost: float) -> nn.Module:
     """Remove units by group Taylor importance, equally in all layers, to a counted cost.
 
-    Both heads and neurons, or neurons only, whichever is more accurate on calibration data. The
-    residual width stays: nothing would be left of a model whose width is cut without training.
+    Both heads and neurons, or neurons only, whichever is more accurate on calibration data: those
+    are all the tuning runs. The residual width stays: nothing would be left of a model whose width
+    is cut without training.
     """
+    host = task.host(seed)
     dense, found = hydra.cost(host, task.one), []
     for heads in (True, False):
         low, high, best = 0.0, 0.98, None
@@ -228,7 +246,7 @@ def _cut(task: Task, model: nn.Module, ratio: float, *, heads: bool) -> nn.Modul
         block.module.get_submodule(path): block.attention.num_heads
         for block in blocks
         for path, module in block.module.named_modules()
-        if isinstance(module, nn.Linear) and path.endswith(("query", "key", "value", "qkv"))
+        if isinstance(module, nn.Linear) and path.endswith(NAMES)
     }
     cut = {block.module.get_submodule(mlp_site(block).first[0]) for block in blocks}
     cut |= set(attention) if heads else set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ def least_squares_tables(table: Mapping[str, Any], folder: Path) -> list[str]:
             continue
         if "criteria" in part:
             lines += [f"### {part['title']}", "", *_criteria(found, part["criteria"]), ""]
+            continue
+        if "corrupted" in part:
+            lines += [f"### {part['title']}", "", *_corrupted(found, part["corrupted"]), ""]
             continue
         key, other = part["beside"]
         head = ["task, row", "cost", "accuracy", "NLL raw / scaled", "scaled, minus single"]
@@ -64,7 +67,7 @@ def _span(records: Records, row: str, other: str, key: str) -> str:
     span = records.differences.get((row, other, key))
     if span is None:
         return "–"
-    scale, digits = (1, 3) if key == NLL else (100, 1)
+    scale, digits = (1, 3) if key.endswith("NLL") else (100, 1)
     value, low, high = (f"{scale * one:+.{digits}f}" for one in span[:3])
     text = f"{value} [{low}, {high}]"
     return f"**{text}**" if span[1] > 0 or span[2] < 0 else text
@@ -80,6 +83,23 @@ def _criteria(found: Mapping[str, Records], names: Mapping[str, str]) -> list[st
                 each = [[shown(k, records.mean(one, k)) for k in (ACCURACY, NLL)] for one in pair]
                 rows.append([f"{task}: {title}", *(" / ".join(one) for one in each)])
     return grid(["task, criterion", "no refit: accuracy / NLL", "refit: accuracy / NLL"], rows)
+
+
+def _corrupted(found: Mapping[str, Records], names: Sequence[str]) -> list[str]:
+    """Return a table of figures on corrupted test data, before any temperature."""
+    head = ["task, row", "accuracy", "ECE", "NLL", "minus single", "minus Deep Ensemble"]
+    keys = [f"shift/mean/{key}" for key in (ACCURACY, "cal/ECE", "cls/NLL")]
+    rows = [
+        [
+            f"{task}: {name}",
+            *(shown(key, records.mean(name, key)) for key in keys),
+            *(_span(records, name, other, keys[-1]) for other in (DENSE, DEEP)),
+        ]
+        for task, records in found.items()
+        for name in names
+        if records.mean(name, keys[-1]) is not None
+    ]
+    return grid(head, rows)
 
 
 def _goals(task: str, records: Records) -> list[str]:

@@ -38,11 +38,12 @@ from hydra_ensembles.training.accelerator import accelerator
 from hydra_ensembles.training.loop import Run
 from hydra_ensembles.training.sample_order import Stream
 
+from .decoder import new_classifier
 from .other_tasks import TAGS, host_class
 from .sets import ImageSet, cifar10, need
 from .tasks import CIFAR8, TextTask, minilm_folder, open_task
 
-HEADS = ("classifier", "head", "qa_outputs")
+HEADS = ("classifier", "head", "qa_outputs", "score")
 RECIPES = Path(__file__).parents[1] / "recipes.yaml"
 
 
@@ -126,6 +127,8 @@ def new_host(recipe: dict[str, Any], data: Path, seed: int) -> nn.Module:
             return host_class(kind).from_pretrained(
                 minilm_folder(), num_labels=recipe["classes"], **options
             )
+        if recipe["base"] == "smollm":
+            return new_classifier(recipe["classes"])
         import timm
 
         return timm.create_model(

@@ -514,9 +514,10 @@ def open_task(name: str, data: Path | None = None, hosts: Path | None = None) ->
     if name in CIFAR8:
         torch.set_num_threads(1)
         return Cifar8(data, hosts, name)
+    from .decoder import DecoderSst2
     from .other_tasks import OTHER_TASKS
 
-    every = TASKS | OTHER_TASKS
+    every = TASKS | OTHER_TASKS | {DecoderSst2.name: DecoderSst2}
     if name not in every:
         raise DataError(f"Unknown task {name!r}; expected zeroshot, {', '.join(every)}.")
     torch.set_num_threads(1)
