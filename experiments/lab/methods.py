@@ -6,7 +6,7 @@ A row of a table file names its `method`; all other keys are the method's option
     deep-ensemble    the hosts of `seeds`, side by side
     soup             the mean of the weights of the hosts of `seeds`, one model
     masks            nothing trained: recorded members (`source`, in masks/<task>.json)
-    build            `hydra.build` with `options`
+    build            `hydra.build` with `options`; `seen_outliers: false` hides the outliers
     parts            shares of the last block's neurons, refitted to 3,000 inputs without labels
     branch           recorded masks (`source`, or `host`), then `finetune_branch` with `options`
     distill          `hydra.distill` of the hosts of `seeds`, or of teachers by `make`; a student
@@ -211,7 +211,8 @@ def build(store: Store, row: Row, draw: int) -> Answers:
     task = store.task.at(seed)
     options = {"seed": draw, "progress": False, "method": "select", **row.get("options", {})}
     searched, host = task.search_host(seed), task.host(seed)
-    model = hydra.build(searched, task.calibration, ood=task.outliers or "auto", **options)
+    ood = task.outliers if row.get("seen_outliers", True) else {}
+    model = hydra.build(searched, task.calibration, ood=ood or "auto", **options)
     chosen = model.record["masks"]
     if type(task).search_host is not Task.search_host:  # carry the masks over to the tested classes
         model = fuse(host, [HeadMask(mask) for mask in chosen])
