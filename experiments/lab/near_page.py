@@ -335,7 +335,9 @@ What `ensemble.novelty` says ({first}, draw 0): *{says}*.
 
 ## False alarms at 5 %
 
-Known and new data drawn together, terms allowed to join. `mean` is over splits.
+Known and new data drawn together, terms allowed to join. `mean` is over splits: fewer than 200, as
+each of them fits novelty anew. With few known examples (7 per class, 200 in all) the rate is lower:
+a held-out example has one example less of its class, and one less in all, than a new one has.
 
 {rates if alarms else "Not computed at this commit."}
 
