@@ -76,6 +76,7 @@ RECORDS = {
     **{f"{page}.json": page for page in ("teachers", "hies", "llama", "near", "every-task")},
     "choosing-digits.json": "choosing",
     "fold-gap.json": "least-squares",
+    "prune-llama.json": "least-squares",
     **{f"novelty-{task}.json": "novelty" for task in (*TASKS, "cifar8")},
     "uncertainty-heads.json": "claims",
     "zero-shot-reach.json": "claims",

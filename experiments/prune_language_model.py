@@ -32,7 +32,7 @@ from hydra_ensembles.heads import prune_units_
 from hydra_ensembles.refit.unit_pruning import perplexity
 
 RECORD = PAGES / "prune-llama.json"
-FITTED, JUDGED, SIZE = 32, 16, 256
+FITTED, JUDGED, SIZE = 16, 8, 256
 """Windows that are fitted and judged, from both sources in equal parts, and their tokens."""
 
 

@@ -72,7 +72,8 @@ def run(table: dict[str, Any], args: argparse.Namespace) -> None:
         rows = [row for row in rows if not row.get("by_name")]
     store = Store(args.cache, open_task(table["task"], args.data, args.hosts))
     prepare_masks(store, rows, args.draws)
-    against = {r["name"]: [*table["against"], *r.get("against", [])] for r in table["rows"]}
+    matched = {row["name"]: row.get("against", []) for row in table["rows"]}
+    against = {name: [*table["against"], *others] for name, others in matched.items()}
     compared = {name for row in rows for name in against[row["name"]]}
     references = [row for row in table["rows"] if row["name"] in compared]
     results, costs = {}, {}
@@ -91,7 +92,7 @@ def run(table: dict[str, Any], args: argparse.Namespace) -> None:
             for draw, one in found.items()
         }
     records = Records.read(table["name"], args.out)
-    records.add(results, costs, against=against, count=args.resamples)
+    records.add(results, costs, against=against, count=args.resamples, matched=matched)
     records.write(table["name"], [row["name"] for row in table["rows"]], args.out)
     if table.get("kind") == "members":
         from lab.members import write_examples

@@ -115,8 +115,12 @@ class Records:
         *,
         against: Mapping[str, Sequence[str]],
         count: int,
+        matched: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Replace rows by fresh results, and compare each with some of them (`count` resamples)."""
+        """Replace rows by fresh results, and compare each with some of them (`count` resamples).
+
+        With those in `matched` a row is compared on its own draws only (of one host, that host's).
+        """
         commit = this_commit()
         for row, by_draw in results.items():
             self.rows = {key: line for key, line in self.rows.items() if key[0] != row}
@@ -136,7 +140,10 @@ class Records:
             for other in against[row]:
                 if other == row or other not in results or not count:
                     continue
-                pair = list(by_draw.values()), list(results[other].values())
+                others = results[other]
+                if matched and other in matched[row] and by_draw.keys() <= others.keys():
+                    others = {draw: others[draw] for draw in by_draw}
+                pair = list(by_draw.values()), list(others.values())
                 for figure, d in compare(*pair, count=count).items():
                     if COMPARED.fullmatch(figure):
                         span = (d.difference, d.low, d.high, commit)
