@@ -40,10 +40,11 @@ on the same known data, which no host was trained on. No detector sees an outlie
   on the sets in brackets, on proxies and on classes left out of the known data. Figures of the
   other sets were known when the end of the last block joined the taps, and when two classes got no
   class distances. Rivals chose nothing on any set of these tables. Tables that say *usual terms
-  only* are older than [terms that join](near.md) and than the ridge of held-out distances, which
-  lowers the rate of false alarms with few known examples; both change figures.
+  only* are older than [terms that join](near.md), than the lower weight of the probability with two
+  classes, and than the ridge of held-out distances, which lowers the rate of false alarms with few
+  known examples; all three change figures a little. [Near things](near.md) has today's.
 - **AUROC** in percent, outliers positive; means over draws of known data. **Bold**: the best of a
-  column and every row that a paired bootstrap over examples and draws does not tell from it (95 %).
+  column and every row that a paired bootstrap over examples and draws cannot tell apart from it (95 %).
   An en dash: not computed, because there is no training data, no other host or too little known
   data (ImageNet has no teachers).
 
