@@ -44,9 +44,9 @@ on the same known data, which no host was trained on. No detector sees an outlie
   classes, and than the ridge of held-out distances, which lowers the rate of false alarms with few
   known examples; all three change figures a little. [Near things](near.md) has today's.
 - **AUROC** in percent, outliers positive; means over draws of known data. **Bold**: the best of a
-  column and every row that a paired bootstrap over examples and draws cannot tell apart from it (95 %).
-  An en dash: not computed, because there is no training data, no other host or too little known
-  data (ImageNet has no teachers).
+  column and every row that a paired bootstrap over examples and draws cannot tell apart from it
+  (95 %). An en dash: not computed, because there is no training data, no other host or too little
+  known data (ImageNet has no teachers).
 
 HYDRA_DATA names the data. A table: `python experiments/novelty.py features TASK`, then
 `python experiments/novelty.py table TASK`. All: `bash experiments/reproduce.sh`.
