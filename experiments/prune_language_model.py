@@ -32,19 +32,19 @@ from hydra_ensembles.heads import prune_units_
 from hydra_ensembles.refit.unit_pruning import perplexity
 
 RECORD = PAGES / "prune-llama.json"
-FITTED, JUDGED, SIZE = 16, 8, 256
-"""Windows that are fitted and judged, from both sources in equal parts, and their tokens."""
+JUDGED, SIZE = 8, 256
+"""Windows that judge, and the tokens of a window."""
 
 
-def sets(tokenizer: Any, data: Path) -> tuple[list[Any], list[Any]]:
-    """Return the windows that fit and those that judge."""
+def sets(tokenizer: Any, data: Path, count: int) -> tuple[list[Any], list[Any]]:
+    """Return `count` windows that fit and those that judge, from both sources in equal parts."""
     fitted, judged = [], []
     for items in texts(data).values():
         found = windows(tokenizer, items, SIZE)
-        ids = [torch.tensor([next(found)]) for _ in range((FITTED + JUDGED) // 2)]
+        ids = [torch.tensor([next(found)]) for _ in range((JUDGED + count) // 2)]
         batches = [{"input_ids": one, "attention_mask": torch.ones_like(one)} for one in ids]
-        fitted += batches[: FITTED // 2]
-        judged += batches[FITTED // 2 :]
+        judged += batches[: JUDGED // 2]
+        fitted += batches[JUDGED // 2 :]
     return fitted, judged
 
 
@@ -55,9 +55,10 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=os.environ.get("HYDRA_WORK", "work"))
     parser.add_argument("--model", choices=("smollm", "gemma"), default="smollm")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.9, 0.75])
+    parser.add_argument("--windows", type=int, default=96, help="of 256 tokens, to fit")
     args = parser.parse_args()
     model, tokenizer = (load_smollm if args.model == "smollm" else load_gemma)(Path(args.work))
-    fitted, judged = sets(tokenizer, data_root(args.data))
+    fitted, judged = sets(tokenizer, data_root(args.data), args.windows)
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     dense = perplexity(model, judged)
     scores = score_units(model, fitted, criterion="energy", progress=False)
@@ -74,7 +75,7 @@ def main() -> None:
             "minutes": round((time.perf_counter() - started) / 60, 1),
             "commit": this_commit(),
         }
-        record.setdefault(args.model, {})[str(budget)] = row
+        record.setdefault(args.model, {})[f"{budget}, {args.windows * SIZE} tokens"] = row
         print(args.model, budget, row, flush=True)
         write_whole(RECORD, json.dumps(record, indent=1) + "\n")
 
