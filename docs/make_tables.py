@@ -73,6 +73,7 @@ RECORDS = {
         for file in sorted((ROOT / "docs" / "results").glob("least-squares-*.csv"))
         if not file.stem.endswith("-differences")
     },
+    **{f"parts-{task}.csv": "parts" for task in ("cifar10", "clinc150", "sst2")},
     **{f"{page}.json": page for page in ("teachers", "hies", "llama", "near", "every-task")},
     "choosing-digits.json": "choosing",
     "fold-gap.json": "least-squares",
